@@ -1,0 +1,69 @@
+"""The forward process: which tokens are hidden, with whose random numbers.
+
+Every draw here takes an explicit generator; nothing touches the global random state of python, numpy or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import BoolTensor, Generator, Tensor
+
+NOISE_EPS = 1e-3  # the smallest share of tokens hidden: keeps the weight 1/t' of the loss finite (LLaDA)
+
+
+def keyed_generator(*key: int) -> Generator:
+    """A CPU generator that is a function of `key` alone, e.g. (seed, rank, step).
+
+    Raises:
+        ValueError: a part of the key is negative.
+    """
+    if any(part < 0 for part in key):
+        raise ValueError(f"the parts of a generator's key must be >= 0, got {key}")
+    # SeedSequence mixes the parts, so neighbouring keys such as (0, 1) and (1, 0) give unrelated streams.
+    state = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+    return Generator().manual_seed(state >> 1)
+
+
+def noise_level(t: Tensor, eps: float = NOISE_EPS) -> Tensor:
+    """Masking probability t' = (1 - eps) t + eps at time t in [0, 1] (LLaDA, arXiv 2502.09992, section 2.1)."""
+    return (1 - eps) * t + eps
+
+
+def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator) -> BoolTensor:
+    """Hides each token of `maskable` (bool, any shape) independently with probability `p` (broadcast to it).
+
+    One uniform number is drawn for each maskable token and for no other, so padding never shifts the stream.
+    """
+    maskable = maskable.bool()
+    uniform = torch.ones(maskable.shape)
+    uniform[maskable.cpu()] = torch.rand(int(maskable.sum()), generator=generator)
+    probability = p.cpu() if isinstance(p, Tensor) else p
+    return (uniform < probability).to(maskable.device) & maskable
+
+
+def prompt_masks(
+    maskable: Tensor, num_masks: int, p: float, generators: Sequence[Generator], *, fixed: bool = False
+) -> BoolTensor:
+    """Random prompt masks of diffu-GRPO: mask k is the one of inner update k (d1, arXiv 2504.12216, section 3.2).
+
+    Args:
+        maskable: (rows, prompt) bool, the prompt tokens that may be hidden: never padding.
+        num_masks: mu, the number of inner updates.
+        p: probability that a prompt token is hidden (`p_mask_prompt`).
+        generators: one a row, so that a row's masks do not depend on the rest of its batch.
+        fixed: use the first mask for every update (d1's `random_masking: false`).
+
+    Returns:
+        (rows, num_masks, prompt) bool.
+    """
+    if len(generators) != len(maskable):
+        raise ValueError(f"prompt_masks needs one generator a row: {len(generators)} for {len(maskable)} rows")
+    drawn = 1 if fixed else num_masks
+    rows = [
+        torch.stack([draw_mask(row, p, generator) for _ in range(drawn)])
+        for row, generator in zip(maskable, generators, strict=True)
+    ]
+    return torch.stack(rows).expand(-1, num_masks, -1).clone()
