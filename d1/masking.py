@@ -14,8 +14,8 @@ from torch import BoolTensor, Generator, Tensor
 NOISE_EPS = 1e-3  # the smallest share of tokens hidden: keeps the weight 1/t' of the loss finite (LLaDA)
 
 
-def keyed_generator(*key: int) -> Generator:
-    """A CPU generator that is a function of `key` alone, e.g. (seed, rank, step).
+def keyed_generator(*key: int, device: torch.device | str = "cpu") -> Generator:
+    """A generator on `device` that is a function of `key` alone, e.g. (seed, rank, step).
 
     Raises:
         ValueError: a part of the key is negative.
@@ -24,7 +24,7 @@ def keyed_generator(*key: int) -> Generator:
         raise ValueError(f"the parts of a generator's key must be >= 0, got {key}")
     # SeedSequence mixes the parts, so neighbouring keys such as (0, 1) and (1, 0) give unrelated streams.
     state = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-    return Generator().manual_seed(state >> 1)
+    return Generator(device).manual_seed(state >> 1)
 
 
 def noise_level(t: Tensor, eps: float = NOISE_EPS) -> Tensor:

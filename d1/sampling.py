@@ -1,7 +1,7 @@
 """The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
 
-A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled left to right; in each step the model predicts
-every masked token of the current block and the most confident predictions are revealed.
+A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled left to right; in each step the model
+predicts every masked token of the current block and the most confident predictions are revealed.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def sample_tokens(
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.to(noise_dtype)
-    # 1 - u lies in (0, 1], where the logarithm is finite; the tiny floor keeps -log(1) = 0 out of the outer one.
-    exponential = -torch.log1p(-uniform(logits.shape, generator, logits))
-    return (logits - temperature * exponential.clamp(min=torch.finfo(noise_dtype).tiny).log()).argmax(-1)
+    # torch.rand is a multiple of eps/2, zero included; half of one grid cell stands for zero, where the log diverges.
+    grid = torch.finfo(noise_dtype).eps / 2
+    exponential = -torch.log1p(-uniform(logits.shape, generator, logits).clamp(min=grid / 2))
+    return (logits - temperature * exponential.log()).argmax(-1)
 
 
 def block_logits(
@@ -88,9 +89,7 @@ def block_logits(
         return model(input_ids=ids, attention_mask=attention_mask, logits_to_keep=positions).logits.float()
     unconditional = ids.masked_fill(prompt, mask_token_id)
     both = torch.cat([ids, unconditional])
-    logits = model(
-        input_ids=both, attention_mask=attention_mask.repeat(2, 1), logits_to_keep=positions
-    ).logits.float()
+    logits = model(input_ids=both, attention_mask=attention_mask.repeat(2, 1), logits_to_keep=positions).logits.float()
     cond, un = logits.chunk(2)
     return un + (cfg_scale + 1) * (cond - un)
 

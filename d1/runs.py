@@ -1,0 +1,105 @@
+"""What every training run needs around a Trainer: checkpoints that are whole or absent, resuming, and a record of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes")
+
+
+@contextlib.contextmanager
+def staged_checkpoint(trainer: Any) -> Iterator[Path]:
+    """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; after, it is renamed to its place.
+
+    A run killed while saving therefore leaves no half-written `checkpoint-N`. Yields the folder being written. Old
+    checkpoints are rotated out only after the new one is in place.
+    """
+    args, state = trainer.args, trainer.state
+    final, limit = Path(args.output_dir), args.save_total_limit
+    staging = final / ".saving"
+    name = f"checkpoint-{state.global_step}"
+    if args.should_save:
+        shutil.rmtree(staging, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    args.output_dir, args.save_total_limit = str(staging), None
+    try:
+        yield staging / name
+    finally:
+        args.output_dir, args.save_total_limit = str(final), limit
+    best = final / f"checkpoint-{state.best_global_step}"
+    if state.best_global_step and (best.exists() or best.name == name):
+        state.best_model_checkpoint = str(best)
+    trainer.accelerator.wait_for_everyone()
+    if args.should_save:
+        state.save_to_json(str(staging / name / "trainer_state.json"))
+        shutil.rmtree(final / name, ignore_errors=True)
+        os.replace(staging / name, final / name)
+        rotate_checkpoints(
+            output_dir=str(final),
+            save_total_limit=limit,
+            best_model_checkpoint=state.best_model_checkpoint,
+            use_mtime=True,
+        )
+    trainer.accelerator.wait_for_everyone()
+
+
+def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | None:
+    """The checkpoint a run continues from: None (start), the last one ("true"), or the folder named.
+
+    Raises:
+        ValueError: `output_dir` already holds checkpoints and resuming was not asked for, or the folder named is not
+            there.
+    """
+    last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    if resume is None or str(resume).lower() == "false":
+        if last is not None:
+            raise ValueError(
+                f"{output_dir} holds another run ({Path(last).name}): add --resume_from_checkpoint true to continue it, "
+                "or choose another output_dir"
+            )
+        return None
+    if str(resume).lower() == "true":
+        if last is None:
+            logger.warning("No checkpoint in %s yet: starting from the beginning.", output_dir)
+        return last
+    if not os.path.isdir(str(resume)):
+        raise ValueError(f"resume_from_checkpoint={resume!r} is neither true, false nor a checkpoint folder")
+    return str(resume)
+
+
+def run_record() -> dict[str, Any]:
+    """Versions and hardware, to be saved beside results."""
+    versions = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "versions": versions,
+        "gpus": gpus,
+        "cpu": {"machine": platform.machine(), "cores": os.cpu_count()},
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+def save_record(output_dir: str, name: str, settings: dict[str, Any]) -> Path:
+    """Writes `output_dir/name` with the resolved settings of a run and `run_record()`."""
+    path = Path(output_dir) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"settings": settings} | run_record(), indent=1, default=str) + "\n")
+    return path

@@ -1,0 +1,113 @@
+"""Settings of diffu-GRPO: TRL's GRPOConfig with d1's objective as defaults, plus what a diffusion model needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from trl import GRPOConfig
+
+from d1.sampling import REMASKING, reveal_schedule
+
+# Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
+AUTOREGRESSIVE_ONLY = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "cache_implementation": None,
+    "generation_kwargs": None,
+    "use_vllm": False,
+    "use_transformers_continuous_batching": False,
+}
+
+
+@dataclass
+class DiffuGRPOConfig(GRPOConfig):
+    """Arguments of `DiffuGRPOTrainer`. Defaults are d1's (arXiv 2504.12216, appendix), not TRL's, where they differ."""
+
+    # What is trained, on what
+    model_path: str | None = field(
+        default=None,
+        metadata={"help": "Model to start from: a base or merged model, or the folder of an SFT adapter."},
+    )
+    dataset: str = field(
+        default="gsm8k",
+        metadata={
+            "aliases": ["--task"],
+            "help": "Task: gsm8k, math, countdown, sudoku, or the path of your own task file.",
+        },
+    )
+    data_file: str | None = field(
+        default=None, metadata={"help": "Local json, jsonl, csv or parquet file to train on, in the task's schema."}
+    )
+    eval_data_file: str | None = field(
+        default=None, metadata={"help": "Local file of validation problems, used when eval_strategy is not 'no'."}
+    )
+    eval_limit: int | None = field(default=None, metadata={"help": "Use only the first N validation problems."})
+
+    # Rollout
+    max_prompt_length: int = field(default=200, metadata={"help": "Longest prompt in tokens; longer ones are refused."})
+    truncate_prompts: bool = field(
+        default=False, metadata={"help": "Cut the beginning off prompts longer than max_prompt_length instead."}
+    )
+    block_length: int = field(default=32, metadata={"help": "Tokens a block; blocks are filled left to right."})
+    diffusion_steps: int = field(default=128, metadata={"help": "Forward passes a completion, spread over the blocks."})
+    cfg_scale: float = field(default=0.0, metadata={"help": "Classifier-free guidance; 0 turns it off."})
+    remasking: str = field(default="low_confidence", metadata={"help": f"One of {', '.join(REMASKING)}."})
+    rollout_batch_size: int | None = field(
+        default=None, metadata={"help": "Completions sampled at once on a device; the whole generation batch if unset."}
+    )
+
+    # Estimator
+    p_mask_prompt: float = field(default=0.15, metadata={"help": "Probability that a prompt token is masked."})
+    random_masking: bool = field(
+        default=True, metadata={"help": "A fresh prompt mask for each inner update; false: one mask for all of them."}
+    )
+    protect_special_tokens: bool = field(
+        default=False, metadata={"help": "Never mask the chat template's special tokens in the prompt."}
+    )
+    mask_id: int | None = field(default=None, metadata={"help": "Id of the mask token; the tokenizer's if unset."})
+
+    # d1's objective and optimiser
+    learning_rate: float = field(default=3e-6, metadata={"help": "Peak learning rate."})
+    num_generations: int | None = field(default=6, metadata={"help": "Completions a prompt (the group)."})
+    num_iterations: int = field(default=12, metadata={"help": "mu: optimiser passes over each rollout."})
+    max_completion_length: int | None = field(default=256, metadata={"help": "Length of the canvas in tokens."})
+    temperature: float = field(default=0.9, metadata={"help": "Gumbel temperature of the rollout."})
+    beta: float = field(default=0.04, metadata={"help": "Weight of the KL term to the reference model."})
+    epsilon: float = field(default=0.5, metadata={"help": "Clipping range of the probability ratio."})
+    loss_type: str = field(default="bnpo", metadata={"help": "How token losses are averaged; d1's is TRL's 'bnpo'."})
+    scale_rewards: str = field(default="none", metadata={"help": "d1 does not divide advantages by the group's std."})
+    use_bias_correction_kl: bool = field(default=False, metadata={"help": "Importance-weight the KL term; d1: no."})
+    disable_dropout: bool = field(default=True, metadata={"help": "Without it the first ratio would not be 1."})
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = torch.cuda.is_available()
+        if self.generation_batch_size is not None:
+            raise ValueError(
+                "generation_batch_size means the completions of one rollout over all devices in TRL and those a device "
+                "samples at once in d1. Use steps_per_generation for the first and rollout_batch_size for the second."
+            )
+        super().__post_init__()
+        self._check()
+
+    def _check(self) -> None:
+        for name, off in AUTOREGRESSIVE_ONLY.items():
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} belongs to autoregressive decoding and would be ignored here; "
+                    f"leave it at {off!r}. Rollouts are shaped by temperature, diffusion_steps, block_length, "
+                    "remasking and cfg_scale."
+                )
+        if self.remasking not in REMASKING:
+            raise ValueError(f"remasking must be one of {', '.join(REMASKING)}, got {self.remasking!r}")
+        if not 0 <= self.p_mask_prompt < 1:
+            raise ValueError(f"p_mask_prompt must be in [0, 1), got {self.p_mask_prompt}")
+        if not self.max_completion_length or self.max_completion_length % self.block_length:
+            raise ValueError(
+                f"max_completion_length ({self.max_completion_length}) must be a multiple of block_length "
+                f"({self.block_length})"
+            )
+        reveal_schedule(self.max_completion_length, self.block_length, self.diffusion_steps)

@@ -1,0 +1,343 @@
+"""diffu-GRPO (d1, arXiv 2504.12216) on TRL's GRPOTrainer: diffusion rollouts and one-step mean-field log-probabilities.
+
+What TRL does is left to TRL: rewards, advantages, losses, logging. What differs is five overrides:
+`__init__`, `_generate_single_turn` (rollout and its prompt masks), `_generate_and_score_completions` (keeps the masks
+with their samples), `_get_per_token_logps_and_entropies` (the estimator) and `_compute_loss` (picks mask k for inner
+update k).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import trl.trainer.grpo_trainer as trl_grpo
+from diffu_grpo_config import DiffuGRPOConfig
+from reward_guard import guarded
+from rollout_state import load_rollout, save_rollout
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.models.utils import unwrap_model_for_generation
+from trl.trainer.utils import pad
+
+from d1.masking import keyed_generator, prompt_masks
+from d1.runs import staged_checkpoint
+from d1.sampling import generate
+from d1.scoring import mean_field_logits, token_entropies, token_logps
+
+# Streams of random numbers: masks and rollouts, in training and evaluation, never share one.
+STREAMS = {("mask", "train"): 0, ("rollout", "train"): 1, ("mask", "eval"): 2, ("rollout", "eval"): 3}
+
+
+@contextlib.contextmanager
+def reference_from(model: Any) -> Iterator[None]:
+    """TRL reloads a full fine-tune's reference from its path, as a causal model; ours is a copy of the model in memory.
+
+    Delete when TRL's GRPOTrainer takes a reference model.
+    """
+    original = trl_grpo.create_model_from_path
+    trl_grpo.create_model_from_path = lambda *args, **kwargs: copy.deepcopy(model)
+    try:
+        yield
+    finally:
+        trl_grpo.create_model_from_path = original
+
+
+def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
+    """(rows, tokens) bool, true up to and including each row's first EOS (all true without one)."""
+    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device))
+    return is_eos.cumsum(-1) - is_eos.long() == 0
+
+
+class DiffuGRPOTrainer(GRPOTrainer):
+    """GRPO for masked diffusion language models.
+
+    Args:
+        model: from `d1.models.load_model`, so that logits score the token at their own position.
+        reward_funcs: TRL's signature, `f(prompts, completions, **columns) -> list[float]`.
+        args: `DiffuGRPOConfig`.
+        train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
+        task_name: named in the error when a reward raises.
+
+    The remaining arguments are TRL's. Tools, environments and `rollout_func` do not exist for a canvas of masks.
+    """
+
+    args: DiffuGRPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Callable | list[Callable],
+        args: DiffuGRPOConfig,
+        train_dataset: Any,
+        processing_class: Any,
+        task_name: str = "",
+        **kwargs: Any,
+    ) -> None:
+        for name in ("tools", "rollout_func", "environment_factory"):
+            if kwargs.get(name):
+                raise ValueError(f"{name} is not supported: diffusion rollouts are sampled as one canvas")
+        mask_id = args.mask_id if args.mask_id is not None else processing_class.mask_token_id
+        if mask_id is None:
+            raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
+        self.mask_token_id = mask_id
+        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        functions = [guarded(function, task_name, Path(args.output_dir)) for function in functions]
+        with reference_from(model):
+            super().__init__(
+                model=model,
+                reward_funcs=functions,
+                args=args,
+                train_dataset=train_dataset,
+                processing_class=processing_class,
+                **kwargs,
+            )
+        self._eval_rollouts = 0
+
+    # --- Rollout ---------------------------------------------------------------------------------------------------
+
+    def _generators(self, purpose: str, rows: int) -> list[torch.Generator]:
+        """One generator a row, a function of (seed, stream, rollout, row over all ranks) alone."""
+        mode = "train" if self.model.training else "eval"
+        rollout = self._step if mode == "train" else self._eval_rollouts
+        first = self.accelerator.process_index * rows
+        stream = STREAMS[purpose, mode]
+        device = "cpu" if purpose == "mask" else self.accelerator.device
+        return [keyed_generator(self.args.seed, stream, rollout, first + row, device=device) for row in range(rows)]
+
+    def _draw_prompt_masks(self, prompt_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(rows, mu, prompt) bool: mask k is the one of inner update k."""
+        maskable = attention_mask.bool()
+        if self.args.protect_special_tokens:
+            special = torch.tensor(self._tokenizer.all_special_ids, device=prompt_ids.device)
+            maskable &= ~torch.isin(prompt_ids, special)
+        return prompt_masks(
+            maskable,
+            self.num_iterations,
+            self.args.p_mask_prompt,
+            self._generators("mask", len(prompt_ids)),
+            fixed=not self.args.random_masking,
+        )
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: Any,
+        num_generations: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[list[list[int]], None]:
+        """Samples one canvas a prompt; completions are cut after their first EOS."""
+        started = time.perf_counter()
+        tensors = [torch.tensor(ids) for ids in prompt_ids]
+        padding = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
+        ids = pad(tensors, padding_value=self._tokenizer.pad_token_id, **padding).to(self.accelerator.device)
+        mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding).to(ids.device)
+        self._prompt_noise = self._draw_prompt_masks(ids, mask)
+
+        completions = self._sample(ids, mask)
+        kept = eos_cut(completions, self.eos_token_ids)
+        seconds = time.perf_counter() - started
+        self._log("prompt_masked", (self._prompt_noise.sum() / (mask.sum() * self.num_iterations)).item())
+        self._log("seconds/rollout", seconds)
+        self._log("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
+        return [row[keep].tolist() for row, keep in zip(completions.cpu(), kept.cpu(), strict=True)], None
+
+    def _sample(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """(rows, max_completion_length) sampled ids, without gradients or dropout."""
+        generators = self._generators("rollout", len(ids))
+        size = self.args.rollout_batch_size or len(ids)
+        completions = []
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            evaluating(model),
+            self.accelerator.autocast(),
+        ):
+            for start in range(0, len(ids), size):
+                rows = slice(start, start + size)
+                sampled = generate(
+                    model,
+                    ids[rows],
+                    mask[rows],
+                    mask_token_id=self.mask_token_id,
+                    gen_length=self.max_completion_length,
+                    block_length=self.args.block_length,
+                    steps=self.args.diffusion_steps,
+                    temperature=self.temperature,
+                    cfg_scale=self.args.cfg_scale,
+                    remasking=self.args.remasking,
+                    generator=generators[rows],
+                )
+                completions.append(sampled[:, ids.shape[1] :])
+        return torch.cat(completions)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's, with this rollout's prompt masks added, so that they are shuffled and split with their samples."""
+        started = time.perf_counter()
+        output = super()._generate_and_score_completions(inputs)
+        masks, prompts = self._prompt_noise.shape, output["prompt_ids"].shape
+        if masks[::2] != prompts:
+            raise RuntimeError(f"prompt masks {tuple(masks)} do not fit the prompts {tuple(prompts)}")
+        output["prompt_noise"] = self._prompt_noise
+        self._log("seconds/rollout_reward_scoring", time.perf_counter() - started)
+        if not self.model.training:
+            self._eval_rollouts += 1
+        return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        started = time.perf_counter()
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._log("seconds/reward", time.perf_counter() - started)
+        return rewards
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._eval_rollouts = 0  # every evaluation sees the same random numbers, so that two are comparable
+        return super().evaluation_loop(*args, **kwargs)
+
+    # --- Estimator -------------------------------------------------------------------------------------------------
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Mean-field log-probs under `self._prompt_noise`.
+
+        In the loss the noise is (rows, prompt), that of one inner update, and the log-probs are (rows, tokens). On the
+        rollout it is (rows, mu, prompt), all of them, and the log-probs are (rows, mu, tokens).
+        """
+        prompt_ids, completion_ids = input_ids[:, :-logits_to_keep], input_ids[:, -logits_to_keep:]
+        prompt_mask = attention_mask[:, :-logits_to_keep]
+        if self._prompt_noise.dim() == 3:
+            started = time.perf_counter()
+            with evaluating(model):
+                # A fixed mask is scored once: all mu copies of it give the same log-probs.
+                noises = self._prompt_noise.unbind(1)[: self.num_iterations if self.args.random_masking else 1]
+                logps = [
+                    self._score(model, prompt_ids, prompt_mask, completion_ids, noise, batch_size)[0]
+                    for noise in noises
+                ]
+            self._log("seconds/scoring", time.perf_counter() - started)
+            return torch.stack(logps, dim=1).expand(-1, self.num_iterations, -1), None, None
+        logps, entropies = self._score(
+            model, prompt_ids, prompt_mask, completion_ids, self._prompt_noise, batch_size, compute_entropy
+        )
+        self._new_logps = logps.detach()
+        return logps, entropies, None
+
+    def _score(
+        self,
+        model: Any,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        noise: Tensor,
+        batch_size: int | None,
+        compute_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (rows, tokens) in fp32, and entropies, in micro-batches of `batch_size`."""
+        size = batch_size or len(prompt_ids)
+        # TRL may pad completions past the canvas (pad_to_multiple_of); nothing is scored there, its mask is 0.
+        width = min(completion_ids.shape[1], self.max_completion_length)
+        logps, entropies = [], []
+        for start in range(0, len(prompt_ids), size):
+            rows = slice(start, start + size)
+            with self.accelerator.autocast():
+                logits = mean_field_logits(
+                    model,
+                    prompt_ids[rows],
+                    prompt_mask[rows],
+                    noise[rows],
+                    mask_token_id=self.mask_token_id,
+                    gen_length=self.max_completion_length,
+                    num_tokens=width,
+                )
+            logps.append(token_logps(logits, completion_ids[rows, :width]))
+            if compute_entropy:
+                with torch.no_grad():
+                    entropies.append(token_entropies(logits))
+        beyond = (0, completion_ids.shape[1] - width)
+        return F.pad(torch.cat(logps), beyond), F.pad(torch.cat(entropies), beyond) if compute_entropy else None
+
+    # --- Loss ------------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss under the mask, old and reference log-probs of this inner update."""
+        started = time.perf_counter()
+        training = self.model.training
+        update = self._step // self.args.steps_per_generation % self.num_iterations if training else 0
+        inputs = dict(inputs)
+        for key in ("old_per_token_logps", "ref_per_token_logps"):
+            if inputs.get(key) is not None:
+                inputs[key] = inputs[key][:, update]
+        self._prompt_noise = inputs["prompt_noise"][:, update]
+        loss = super()._compute_loss(model, inputs)
+        self._check_finite(loss, inputs)
+        old = inputs.get("old_per_token_logps")
+        ratio = torch.ones(()) if old is None else (self._new_logps - old).exp()[inputs["completion_mask"].bool()].max()
+        self._log("ratio_max", self.accelerator.gather(ratio.to(loss.device)).max().item())
+        self._log("seconds/loss", time.perf_counter() - started)
+        return loss
+
+    def _check_finite(self, loss: Tensor, inputs: dict[str, Any]) -> None:
+        if torch.isfinite(loss):
+            return
+        path = Path(self.args.output_dir) / f"bad_loss_step{self.state.global_step}_rank{self.args.process_index}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        decode = self._tokenizer.batch_decode
+        rows = {
+            "prompts": decode(inputs["prompt_ids"]),
+            "completions": decode(inputs["completion_ids"]),
+            "advantages": inputs["advantages"].tolist(),
+            "logps": self._new_logps.tolist(),
+        }
+        path.write_text(json.dumps(rows, indent=1))
+        raise FloatingPointError(
+            f"the loss became {loss.item()} at step {self.state.global_step}; its rows are in {path}. Lower the "
+            "learning rate, or look there for what is special about them."
+        )
+
+    def _log(self, name: str, value: float) -> None:
+        self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+    # --- Checkpoints: the rollout in use is part of the state ---------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with staged_checkpoint(self) as folder:
+            super()._save_checkpoint(model, trial)
+            save_rollout(self, folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            load_rollout(self, Path(checkpoint))
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Dropout off inside, the former mode back after."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
