@@ -1,0 +1,156 @@
+"""One module a task: prompt, data, answer extraction, rewards and metric, used by SFT, RL and evaluation alike.
+
+A task module has
+- `load_rows(split, data_file=None)` -> `datasets.Dataset` with the columns `prompt` (chat messages), `question`
+  (str) and `ground_truth`; `split` is "train", "validation" or "test";
+- `REWARDS`: reward functions `f(completions, **columns) -> list[float]`, pure and silent;
+- `extract(text)` -> the answer in a completion, or None;
+- `score(text, row)` -> strict metrics in [0, 1], the first being the accuracy; of the row it needs only `question`
+  and `ground_truth`;
+- optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TASKS = {
+    "gsm8k": "d1.tasks.gsm8k",
+    "math": "d1.tasks.math500",
+    "countdown": "d1.tasks.countdown",
+    "sudoku": "d1.tasks.sudoku",
+}
+SPLITS = ("train", "validation", "test")
+MAX_TEXT = 50_000  # characters of a completion that are looked at, from its end
+
+Message = dict[str, str]
+Completion = str | Sequence[Message]
+
+_SPECIAL_TOKEN = re.compile(r"<\|[^<>|]{1,40}\|>")
+_BRACE = re.compile(r"\\(?:fbox|boxed)\s*\{|\\[\\{}]|[{}]")
+_FORMAT = "Think inside <reasoning> and </reasoning>, then give {answer} inside <answer> and </answer>."
+
+
+def load_task(name_or_path: str) -> ModuleType:
+    """The task module of a name in `TASKS`, or of a user's own `.py` file.
+
+    Raises:
+        ValueError: no such task, or the file lacks a name a task needs.
+        FileNotFoundError: no such file.
+    """
+    if name_or_path in TASKS:
+        return importlib.import_module(TASKS[name_or_path])
+    if not name_or_path.endswith(".py"):
+        raise ValueError(f"unknown task {name_or_path!r}: use one of {', '.join(TASKS)}, or a path to a .py file")
+    path = Path(name_or_path).resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no task file {path}")
+    spec = importlib.util.spec_from_file_location(f"d1_user_task_{path.stem}", path)
+    assert spec is not None  # always so for a path that ends with .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    faults = [
+        f"{name} (a function)"
+        for name in ("load_rows", "extract", "score")
+        if not callable(getattr(module, name, None))
+    ]
+    rewards = getattr(module, "REWARDS", None)
+    if not isinstance(rewards, list | tuple) or not rewards or not all(map(callable, rewards)):
+        faults.append("REWARDS (a list of reward functions)")
+    if faults:
+        raise ValueError(f"task file {path} does not define {', '.join(faults)}; see d1/tasks/__init__.py")
+    return module
+
+
+def ask(question: str, instructions: str, answer: str) -> list[Message]:
+    """The chat prompt of a question: instructions, the format wanted, and the question at the very end."""
+    return [{"role": "user", "content": f"{instructions} {_FORMAT.format(answer=answer)}\n\n{question}"}]
+
+
+def few_shot_messages(task: ModuleType, count: int, seed: int, data_file: str | None = None) -> list[Message]:
+    """`count` solved problems as user/assistant turns, to put before a problem's own `prompt`.
+
+    They are drawn with `seed` from the task's training split (or from `data_file`, which then holds training
+    problems), so no test problem is ever shown.
+
+    Raises:
+        ValueError: the task has no `demonstrate`, or fewer than `count` training rows.
+    """
+    if count == 0:
+        return []
+    if not callable(getattr(task, "demonstrate", None)):
+        raise ValueError(
+            f"task {task.__name__} has no demonstrate(row), so it cannot be prompted few-shot; use --few_shot 0"
+        )
+    rows = task.load_rows("train", data_file)
+    if not 0 < count <= len(rows):
+        raise ValueError(f"--few_shot must be between 0 and the {len(rows)} training rows, got {count}")
+    messages: list[Message] = []
+    for index in random.Random(seed).sample(range(len(rows)), count):
+        row = rows[index]
+        messages += [*row["prompt"], {"role": "assistant", "content": task.demonstrate(row)}]
+    return messages
+
+
+def format_completion(reasoning: str, answer: str) -> str:
+    """A completion in the format every prompt asks for."""
+    return f"<reasoning>\n{reasoning}\n</reasoning>\n<answer>\n{answer}\n</answer>"
+
+
+def text_of(completion: Completion) -> str:
+    """The text of a completion as TRL passes it: a string, or chat messages of which the last one counts."""
+    if isinstance(completion, str):
+        return completion
+    return str(completion[-1].get("content") or "") if completion else ""
+
+
+def answer_block(text: str) -> str | None:
+    """What the last `<answer>` block of `text` holds (to the end if it is not closed), or None without one."""
+    text = _SPECIAL_TOKEN.sub("", text[-MAX_TEXT:])
+    _, tag, block = text.rpartition("<answer>")
+    return block.partition("</answer>")[0].strip() if tag else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last outermost balanced `\boxed{...}` of `text` holds, boxes within it unwrapped, or None."""
+    text = text[-MAX_TEXT:]
+    open_braces: list[tuple[re.Match[str], bool]] = []
+    content, whole = None, ""
+    for brace in _BRACE.finditer(text):
+        token = brace.group()
+        if token == "}" and open_braces:
+            opening, is_box = open_braces.pop()
+            if is_box:  # an outer box closes after those within, and replaces them unless it holds nothing else
+                inside = text[opening.end() : brace.start()].strip()
+                content = content if content is not None and inside == whole else inside
+                whole = text[opening.start() : brace.end()]
+        elif token == "{" or len(token) > 2:
+            open_braces.append((brace, len(token) > 2))
+    return content
+
+
+def final_answer(text: str) -> str | None:
+    r"""The answer a completion settles on, as text, or None.
+
+    It is the last `\boxed{}` of the last `<answer>` block, else that block, else the last `\boxed{}` anywhere.
+    """
+    block = answer_block(text)
+    boxed = last_boxed(block if block else text)
+    return boxed or block or None
+
+
+def column(columns: dict[str, Any], name: str) -> list[Any]:
+    """The column `name` that a reward needs, or a KeyError that lists those that were passed."""
+    if name not in columns:
+        raise KeyError(f"the reward needs the column {name!r}; the rows have {', '.join(sorted(columns))}")
+    return columns[name]

@@ -1,0 +1,102 @@
+"""Reading problems from local files or the hub, with errors that name the file and what it lacks."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, Json, List, Value, load_dataset
+
+from d1.tasks import SPLITS
+
+TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # what a ground truth may be
+
+DATASET_DIR = Path(__file__).resolve().parents[2] / "dataset"  # the problem sets that come with a checkout
+_READERS = {".json": Dataset.from_json, ".jsonl": Dataset.from_json, ".parquet": Dataset.from_parquet}
+
+
+def check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
+
+
+def shipped_file(name: str) -> str:
+    """The path of a problem set of the checkout's `dataset/` folder."""
+    path = DATASET_DIR / name
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no {path}: run from a checkout (python dataset/make_problems.py), or pass --data_file"
+        )
+    return str(path)
+
+
+def read_file(path: str, *schemas: Iterable[str]) -> Dataset:
+    """The rows of a local .json, .jsonl, .csv or .parquet file; values of a csv file stay text, leading zeros included.
+
+    Args:
+        schemas: the sets of columns a file may have; one of them must be there in full.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, another format, unreadable, no rows, or missing columns.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"no data file {path}")
+    try:
+        if file.suffix == ".csv":
+            with open(file, newline="", encoding="utf-8-sig") as lines:
+                header = next(csv.reader(lines), [])
+            features = Features({name: Value("string") for name in header})
+            rows = Dataset.from_csv(str(file), features=features, keep_in_memory=True)
+        elif file.suffix in _READERS:
+            rows = _READERS[file.suffix](str(file), keep_in_memory=True)
+        else:
+            raise ValueError("not a .json, .jsonl, .csv or .parquet file")
+    except Exception as error:  # the readers raise many kinds; all of them mean that this file cannot be used
+        raise ValueError(f"cannot read {path}: {error.__cause__ or error}") from error
+    check_columns(rows, path, *schemas)
+    return rows
+
+
+def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str]) -> Dataset:
+    """A split of a dataset on the hub."""
+    try:
+        rows = load_dataset(name, config, split=split)
+    except Exception as error:  # offline, missing, gated, broken cache: the way out is the same
+        raise ConnectionError(
+            f"cannot load {name} from the hub ({type(error).__name__}: {error}). To use a local .json, .jsonl, .csv or "
+            f".parquet file of the same columns ({_describe(schemas)}), pass --data_file FILE"
+        ) from error
+    check_columns(rows, name, *schemas)
+    return rows
+
+
+def check_columns(rows: Dataset, source: str, *schemas: Iterable[str]) -> None:
+    if not any(set(schema) <= set(rows.column_names) for schema in schemas):
+        missing = [name for name in next(iter(schemas)) if name not in rows.column_names]
+        raise ValueError(
+            f"{source} lacks the columns {', '.join(missing)}; it has {', '.join(rows.column_names)}, "
+            f"and needs {_describe(schemas)}"
+        )
+    if not len(rows):
+        raise ValueError(f"{source} has no rows")
+
+
+def task_rows(rows: Iterable[dict[str, Any]], ground_truth: Any) -> Dataset:
+    """Rows with `prompt`, `question`, `ground_truth` (and perhaps `solution`, all text) as a Dataset.
+
+    Args:
+        ground_truth: the feature of that column, e.g. `Value("string")`.
+    """
+    rows = list(rows)
+    message = {"role": Value("string"), "content": Value("string")}
+    features = {"prompt": List(message), "question": Value("string"), "ground_truth": ground_truth}
+    if rows and "solution" in rows[0]:
+        features["solution"] = Value("string")
+    return Dataset.from_list(rows, features=Features(features))
+
+
+def _describe(schemas: Iterable[Iterable[str]]) -> str:
+    return " or ".join(", ".join(schema) for schema in schemas)

@@ -1,0 +1,122 @@
+"""4x4 Sudoku: 16 digits row by row, 0 for an empty cell; each row, column and 2x2 box holds 1 to 4 once."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from d1.tasks import Completion, ask, column, final_answer, format_completion, text_of
+from d1.tasks.data import TEXT, check_split, read_file, shipped_file, task_rows
+
+logger = logging.getLogger(__name__)
+
+INSTRUCTIONS = (
+    "The string below is a 4x4 Sudoku read row by row, with 0 for each empty cell. Fill the empty cells so that "
+    "every row, every column and every 2x2 box contains each of 1, 2, 3 and 4 exactly once."
+)
+ANSWER = "the full grid as 16 digits, row by row,"
+
+_PUZZLE = re.compile(r"(?<![0-9])[0-4]{16}(?![0-9])")
+_UNITS = [
+    *(tuple(range(4 * r, 4 * r + 4)) for r in range(4)),
+    *(tuple(range(c, 16, 4)) for c in range(4)),
+    *((b, b + 1, b + 4, b + 5) for b in (0, 2, 8, 10)),
+]
+
+
+def load_rows(split: str, data_file: str | None = None) -> Dataset:
+    """Puzzles of `dataset/sudoku_{split}.csv`, whose splits share no solution grid, or of `data_file`.
+
+    The columns are d1's: `Puzzle`, `Solution`.
+
+    Raises:
+        ValueError: a puzzle or solution is not 16 digits, does not obey the rules, or they disagree.
+    """
+    check_split(split)
+    path = data_file or shipped_file(f"sudoku_{split}.csv")
+    rows = []
+    for number, row in enumerate(read_file(path, ("Puzzle", "Solution")), start=1):
+        puzzle, solution = str(row["Puzzle"]), str(row["Solution"])
+        if not _PUZZLE.fullmatch(puzzle) or "0" not in puzzle:
+            raise ValueError(
+                f"{path}, row {number}: Puzzle must be 16 digits 0-4 with an empty cell (0), got {puzzle!r}"
+            )
+        if not _obeys_rules(solution) or not _keeps_givens(solution, puzzle):
+            raise ValueError(f"{path}, row {number}: Solution {solution!r} does not solve {puzzle!r}")
+        question = f"Solve the following Sudoku puzzle: {puzzle}\n"
+        rows.append({"prompt": ask(question, INSTRUCTIONS, ANSWER), "question": question, "ground_truth": solution})
+    return task_rows(rows, TEXT)
+
+
+def extract(text: str) -> str | None:
+    """The digits 0-9 of the answer, in order and whatever stands between them, or None if there are none."""
+    answer = final_answer(text)
+    return re.sub(r"[^0-9]", "", answer or "") or None
+
+
+def score(text: str, row: dict[str, Any]) -> dict[str, float]:
+    """`accuracy`: the whole grid is right; `cells`: share of the originally empty cells that are.
+
+    A complete grid that keeps the givens and obeys the rules is right even where it differs from the stored solution.
+    """
+    puzzle, grid = puzzle_of(row["question"]), extract(text)
+    exact, cells = _grade(grid, puzzle, row["ground_truth"])
+    if exact and grid != row["ground_truth"]:
+        logger.warning("puzzle %s has another solution than its stored one: %s", puzzle, grid)
+    return {"accuracy": float(exact), "cells": cells}
+
+
+def cells_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    """Share of the originally empty cells that are right (d1's Sudoku reward)."""
+    rows = zip(completions, column(columns, "question"), column(columns, "ground_truth"), strict=True)
+    return [_grade(extract(text_of(text)), puzzle_of(question), truth)[1] for text, question, truth in rows]
+
+
+REWARDS = [cells_reward]
+
+
+def demonstrate(row: dict[str, Any]) -> str:
+    """A worked solution that fills, time and again, the cell with the fewest digits left."""
+    grid, solution, steps = list(puzzle_of(row["question"])), row["ground_truth"], []
+    while "0" in grid:
+        left = {i: _candidates(grid, i) for i, digit in enumerate(grid) if digit == "0"}
+        cell = min(left, key=lambda i: (len(left[i]), i))
+        grid[cell] = solution[cell]
+        reason = "only" if len(left[cell]) == 1 else f"of {' and '.join(sorted(left[cell]))}, only"
+        steps.append(f"Row {cell // 4 + 1}, column {cell % 4 + 1}: {reason} {grid[cell]} works.")
+    return format_completion("\n".join(steps), solution)
+
+
+def puzzle_of(question: str) -> str:
+    """The 16 digits of the puzzle that a question asks to solve."""
+    found = _PUZZLE.findall(question)
+    if not found:
+        raise ValueError(f"no puzzle of 16 digits 0-4 in the question {question[:200]!r}")
+    return found[-1]
+
+
+def _grade(grid: str | None, puzzle: str, solution: str) -> tuple[bool, float]:
+    """(solved, share of empty cells right); digits beyond the sixteenth spoil the solve and are otherwise ignored."""
+    if grid is None:
+        return False, 0.0
+    if _obeys_rules(grid) and _keeps_givens(grid, puzzle):
+        return True, 1.0
+    empty = [i for i, digit in enumerate(puzzle) if digit == "0"]
+    right = sum(i < len(grid) and grid[i] == solution[i] for i in empty)
+    return False, right / len(empty) if empty else 0.0
+
+
+def _obeys_rules(grid: str) -> bool:
+    return len(grid) == 16 and all({grid[i] for i in unit} == set("1234") for unit in _UNITS)
+
+
+def _keeps_givens(grid: str, puzzle: str) -> bool:
+    return all(given in ("0", digit) for given, digit in zip(puzzle, grid, strict=True))
+
+
+def _candidates(grid: list[str], cell: int) -> set[str]:
+    return set("1234") - {grid[i] for unit in _UNITS if cell in unit for i in unit}

@@ -1,0 +1,117 @@
+"""Makes the small problem sets of this folder, seeded: python dataset/make_problems.py
+
+Sudoku 4x4: the 288 solution grids are split 200 / 44 / 44 first, then puzzles with six holes and exactly one solution
+are drawn from each share, so a solution seen in training is never asked for in validation or test.
+Countdown: three numbers from 1 to 99 and a target from 1 to 99 that they reach, each number used exactly once; a set
+of numbers belongs to one split only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+from fractions import Fraction
+from itertools import combinations, permutations
+from pathlib import Path
+
+HOLES = 6
+SUDOKU_GRIDS = {"train": 200, "validation": 44, "test": 44}
+SUDOKU_PUZZLES = {"train": 4000, "validation": 512, "test": 512}
+COUNTDOWN_PROBLEMS = {"train": 2000, "validation": 256, "test": 256}
+
+
+def solution_grids() -> list[str]:
+    """All 288 solved 4x4 grids as 16 digits, row by row, in lexicographic order."""
+    rows = ["".join(p) for p in permutations("1234")]
+    grids: list[list[str]] = [[]]
+    for _ in range(4):
+        grids = [[*grid, row] for grid in grids for row in rows if _fits([*grid, row])]
+    return ["".join(grid) for grid in grids]
+
+
+def _fits(grid: list[str]) -> bool:
+    columns = list(zip(*grid, strict=True))
+    boxes = [grid[r][c : c + 2] + grid[r + 1][c : c + 2] for r in range(0, len(grid) - 1, 2) for c in (0, 2)]
+    return all(len(set(group)) == len(group) for group in (*columns, *boxes))
+
+
+def has_one_solution(puzzle: str, grids: list[str]) -> bool:
+    """Whether exactly one of all solved grids agrees with the given cells of `puzzle` (0 = empty)."""
+    givens = [(i, digit) for i, digit in enumerate(puzzle) if digit != "0"]
+    return sum(all(grid[i] == digit for i, digit in givens) for grid in grids) == 1
+
+
+def sudoku_puzzles(solutions: list[str], count: int, grids: list[str], rng: random.Random) -> list[tuple[str, str]]:
+    """`count` different (puzzle, solution) pairs, each solution used equally often to within one."""
+    puzzles: dict[str, str] = {}
+    while len(puzzles) < count:
+        solution = solutions[len(puzzles) % len(solutions)]
+        holes = set(rng.sample(range(16), HOLES))
+        puzzle = "".join("0" if i in holes else digit for i, digit in enumerate(solution))
+        if puzzle not in puzzles and has_one_solution(puzzle, grids):
+            puzzles[puzzle] = solution
+    pairs = list(puzzles.items())
+    rng.shuffle(pairs)
+    return pairs
+
+
+def countdown_values(numbers: list[Fraction]) -> set[Fraction]:
+    """Every value that + - * / and parentheses make of `numbers`, each used exactly once."""
+    if len(numbers) == 1:
+        return {numbers[0]}
+    values: set[Fraction] = set()
+    for i, j in combinations(range(len(numbers)), 2):
+        a, b = numbers[i], numbers[j]
+        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+        results = {a + b, a - b, b - a, a * b} | ({a / b} if b else set()) | ({b / a} if a else set())
+        for result in results:
+            values |= countdown_values([*rest, result])
+    return values
+
+
+def countdown_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, str]]]:
+    """Problems in d1's test schema, e.g. {"input": "30,100,93", "output": "23"}; no set of numbers appears twice."""
+    seen: set[tuple[int, ...]] = set()
+    problems: dict[str, list[dict[str, str]]] = {split: [] for split in splits}
+    for split, count in splits.items():
+        while len(problems[split]) < count:
+            numbers = [rng.randint(1, 99) for _ in range(3)]
+            key = tuple(sorted(numbers))
+            targets = sorted(
+                v for v in countdown_values([Fraction(n) for n in numbers]) if v.denominator == 1 and 1 <= v < 100
+            )
+            if key in seen or not targets:
+                continue
+            seen.add(key)
+            target = rng.choice(targets)
+            problems[split].append({"input": ",".join(map(str, numbers)), "output": str(target)})
+    return problems
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=Path(__file__).resolve().parent)
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    grids = solution_grids()
+    rng = random.Random(args.seed)
+    shuffled = rng.sample(grids, len(grids))
+    for split, share in SUDOKU_GRIDS.items():
+        solutions, shuffled = shuffled[:share], shuffled[share:]
+        with open(args.output_dir / f"sudoku_{split}.csv", "w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["Puzzle", "Solution"])
+            writer.writerows(sudoku_puzzles(solutions, SUDOKU_PUZZLES[split], grids, rng))
+    for split, rows in countdown_problems(COUNTDOWN_PROBLEMS, random.Random(args.seed)).items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (args.output_dir / f"countdown_{split}.jsonl").write_text(text, newline="\n")
+
+
+if __name__ == "__main__":
+    main(make_parser().parse_args())
