@@ -1,4 +1,4 @@
-"""What every training run needs around a Trainer: checkpoints that are whole or absent, resuming, and a record of itself."""
+"""What a run needs around its Trainer: checkpoints that are whole or absent, resuming, a record of itself."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | No
     if resume is None or str(resume).lower() == "false":
         if last is not None:
             raise ValueError(
-                f"{output_dir} holds another run ({Path(last).name}): add --resume_from_checkpoint true to continue it, "
-                "or choose another output_dir"
+                f"{output_dir} holds another run ({Path(last).name}): add --resume_from_checkpoint true to continue "
+                "it, or choose another output_dir"
             )
         return None
     if str(resume).lower() == "true":

@@ -126,6 +126,13 @@ class DiffuGRPOTrainer(GRPOTrainer):
             fixed=not self.args.random_masking,
         )
 
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, Any]:
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        if images is not None:
+            raise ValueError("images are not supported: masked diffusion language models take text")
+        # Only the end of a prompt that is too long is kept; the training script lets none through unless asked to.
+        return [ids[-self.args.max_prompt_length :] for ids in prompt_ids], images, fields
+
     def _generate_single_turn(
         self,
         prompt_ids: list[list[int]],

@@ -1,0 +1,154 @@
+"""diffu-GRPO: reinforcement learning of a masked diffusion language model.
+
+On the pocket model, on any machine:
+    python diffu_grpo_train.py --config pocket.yaml --output_dir ../runs/grpo
+LLaDA-8B with LoRA on 8 GPUs, d1's settings (`run.sh` does this for you):
+    accelerate launch --config_file accelerate.yaml diffu_grpo_train.py --config slurm_scripts/train.yaml \
+        --model_path GSAI-ML/LLaDA-8B-Instruct --dataset gsm8k --output_dir ../runs/gsm8k
+Any field of `DiffuGRPOConfig` and of TRL's `ModelConfig` (LoRA, 4-bit) is a flag; flags win over the yaml.
+Add `--resume_from_checkpoint true` to continue a run that was stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset
+from diffu_grpo_config import DiffuGRPOConfig
+from diffu_grpo_trainer import DiffuGRPOTrainer
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from d1.models import load_model, load_tokenizer
+from d1.runs import checkpoint_to_resume, save_record
+from d1.tasks import load_task
+
+logger = logging.getLogger(__name__)
+
+
+def make_parser() -> TrlParser:
+    return TrlParser((DiffuGRPOConfig, ModelConfig), prog="diffu_grpo_train.py")
+
+
+def check_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
+    """Refuses settings that contradict each other, before anything is loaded."""
+    if not args.model_path:
+        raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
+    if model_args.model_name_or_path:
+        raise ValueError("--model_name_or_path is not used here; the model is --model_path")
+    if args.sync_ref_model and model_args.use_peft:
+        raise ValueError(
+            "sync_ref_model needs a reference model in memory; with LoRA the reference is the model without its "
+            "adapter. Train fully, or leave sync_ref_model off (with LoRA it did nothing in d1 either)"
+        )
+
+
+def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
+    """Training rows and, if the run evaluates, validation rows, with the columns the rewards ask for."""
+    train = task.load_rows("train", args.data_file)
+    evaluation = None
+    if args.eval_strategy != "no":
+        evaluation = task.load_rows("validation", args.eval_data_file)
+        evaluation = evaluation.select(range(min(args.eval_limit or len(evaluation), len(evaluation))))
+    if "prompt" not in train.column_names:
+        raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
+    return train, evaluation
+
+
+def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> None:
+    """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`."""
+    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in rows["prompt"]]
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    too_long = [index for index, length in enumerate(lengths) if length > args.max_prompt_length]
+    if not too_long:
+        return
+    if not args.truncate_prompts:
+        raise ValueError(
+            f"{len(too_long)} of {len(rows)} prompts are longer than max_prompt_length={args.max_prompt_length} tokens "
+            f"(the first is row {too_long[0]}, the longest has {max(lengths)}): raise max_prompt_length, or pass "
+            "--truncate_prompts true to keep only the end of them"
+        )
+    logger.warning("The beginning of %d of %d prompts will be cut off.", len(too_long), len(rows))
+
+
+def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
+    """The model to train. An SFT adapter is merged into its base: RL starts from the model SFT left."""
+    if model_args.load_in_8bit:
+        raise ValueError("8-bit loading is not supported; use --load_in_4bit (NF4)")
+    model = load_model(
+        str(args.model_path),
+        dtype=model_args.dtype if model_args.dtype != "float32" else None,
+        quantization="nf4" if model_args.load_in_4bit else None,
+        attn_implementation=model_args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+    )
+    if isinstance(model, PeftModel):
+        if model_args.load_in_4bit:
+            raise ValueError(
+                "an adapter cannot be merged into 4-bit weights exactly: first run "
+                f"`python -m d1.models merge BASE {args.model_path} OUT` and pass OUT as --model_path"
+            )
+        model = model.merge_and_unload()
+    return model
+
+
+def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
+    """What the run is about to do, in numbers."""
+    completions = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    rollout = args.per_device_train_batch_size * args.world_size * int(args.steps_per_generation or 1)
+    cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
+    rollouts_an_epoch = num_prompts // (rollout // int(args.num_generations or 1))
+    steps = args.max_steps
+    if steps <= 0:
+        steps = int(args.num_train_epochs * rollouts_an_epoch * cycle // args.gradient_accumulation_steps)
+    rollouts = -(-steps * args.gradient_accumulation_steps // cycle)
+    scored = args.num_iterations * (2 if args.beta else 1)
+    return {
+        "processes": args.world_size,
+        "prompts an optimizer step": completions / int(args.num_generations or 1),
+        "completions an optimizer step": completions,
+        "completions a rollout": rollout,
+        "optimizer steps": steps,
+        "rollouts": rollouts,
+        "forward passes a rollout (sampling + old and reference log-probs)": args.diffusion_steps + scored,
+        "updates on each rollout (mu)": args.num_iterations,
+    }
+
+
+def main(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
+    check_settings(args, model_args)
+    checkpoint = checkpoint_to_resume(str(args.output_dir), args.resume_from_checkpoint)
+    task = load_task(args.dataset)
+    train_rows, eval_rows = load_problems(task, args)
+    tokenizer = load_tokenizer(str(args.model_path))
+    for rows in filter(None, (train_rows, eval_rows)):
+        check_prompts(rows, tokenizer, args)
+
+    numbers = plan(args, len(train_rows))
+    if PartialState().is_main_process:
+        logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
+        save_record(str(args.output_dir), "run.json", {**args.to_dict(), "model": vars(model_args), "plan": numbers})
+
+    trainer = DiffuGRPOTrainer(
+        model=start_model(args, model_args),
+        reward_funcs=list(task.REWARDS),
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+        task_name=args.dataset,
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(args.output_dir)
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    main(*make_parser().parse_args_and_config())

@@ -1,0 +1,75 @@
+"""Fixtures shared by all rooms: a tiny model that every stage can load from a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")
+torch.set_num_threads(1)
+
+WORDS = [
+    *"abcdefghijklmnopqrstuvwxyz0123456789",
+    *"+-*/=():,.?!",
+    "<reasoning>",
+    "</reasoning>",
+    "<answer>",
+    "</answer>",
+]
+TEMPLATE = (
+    "{{ '<bos>' }}{% for message in messages %}<{{ message['role'] }}>{% generation %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def save_tiny_model(folder: Path, seed: int = 0) -> Path:
+    """A bidirectional Llama of 2 layers with a character tokenizer and a chat template, saved to `folder`."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    special = ["<pad>", "<bos>", "<eos>", "<mask>", "<unk>", "<user>", "<assistant>", "<system>"]
+    vocabulary = {token: index for index, token in enumerate([*special, *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"</?[a-z]+>|."), "isolated")]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        mask_token="<mask>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>", "<system>"],
+        padding_side="left",
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        is_causal=False,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny bidirectional Llama with tokenizer, shared by the session: do not write to it."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny_model"))
