@@ -1,0 +1,144 @@
+"""Reads generation files, d1's or ours: one setup (task, model, lengths) may be spread over the files of several ranks.
+
+A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
+`{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Ours add `text`, `tokens`,
+`forward_passes` (and `samples`, when there are several) to an item, and `task` and `expected_problems` to the file.
+Whatever is wrong with a file or an item is noted, and the rest is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = re.compile(r"(?P<setup>(?P<head>.+)_(?P<length>\d+)_(?P<steps>\d+))_(?P<rank>\d+)_generations\.json")
+D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}
+D1_PROBLEMS = {"gsm8k": 1319, "math": 500, "countdown": 256, "sudoku": 256}  # in d1's evaluation
+TURN_ENDS = re.compile(r"<\|(?:eot_id|endoftext|im_end)\|>")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion: as decoded, as read for an answer (up to its end, no special tokens), and its cost."""
+
+    raw: str
+    text: str
+    tokens: int | None
+    forward_passes: int | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    where: str  # "FILE, item N", for messages
+    key: str  # what identifies the problem within a setup
+    question: str
+    ground_truth: Any
+    samples: list[Sample]
+
+
+@dataclass
+class Setup:
+    name: str
+    task: str
+    model: str
+    gen_length: int
+    expected: int | None
+    problems: list[Problem] = field(default_factory=list)
+    duplicates: int = 0
+    missing_ranks: list[int] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # something is lost
+    notes: list[str] = field(default_factory=list)  # something is odd
+
+
+def read_setups(folder: str | Path) -> list[Setup]:
+    """All setups of a folder, sorted by task, model and length.
+
+    Raises:
+        FileNotFoundError: no such folder, or no generation file in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}")
+    ranks: dict[str, dict[int, Path]] = {}
+    for path in sorted(folder.glob("*_generations.json")):
+        if match := FILE_NAME.fullmatch(path.name):
+            ranks.setdefault(match["setup"], {})[int(match["rank"])] = path
+    if not ranks:
+        raise FileNotFoundError(f"no generation files ({FILE_NAME.pattern}) in {folder}: run eval.py first")
+    setups = [read_setup(name, files) for name, files in ranks.items()]
+    return sorted(setups, key=lambda setup: (setup.task, setup.model, setup.gen_length, setup.name))
+
+
+def read_setup(name: str, files: dict[int, Path]) -> Setup:
+    """The setup `name` from its files by rank."""
+    errors: list[str] = []
+    contents = {rank: read_json(path, errors) for rank, path in sorted(files.items())}
+    head, length, _ = name.rsplit("_", 2)
+    own = next((data for data in contents.values() if isinstance(data.get("task"), str)), {})
+    task = own.get("task") or next((D1_TASKS[start] for start in D1_TASKS if head.startswith(start + "_")), "unknown")
+    expected = own.get("expected_problems") if own else D1_PROBLEMS.get(task)
+    model = head.removeprefix("math500_" if head.startswith("math500_") else task + "_")
+    setup = Setup(name, task, model, int(length), expected if isinstance(expected, int) else None, errors=errors)
+    setup.missing_ranks = sorted(set(range(max(files) + 1)) - set(files))
+    seen: set[str] = set()
+    for rank, data in contents.items():
+        for number, item in enumerate(data.get("generations", [])):
+            where = f"{files[rank].name}, item {number}"
+            try:
+                problem = read_problem(where, item)
+            except (TypeError, ValueError) as error:
+                errors.append(f"{where}: {error}")
+                continue
+            setup.duplicates += problem.key in seen
+            seen.add(problem.key)
+            setup.problems.append(problem)
+    return setup
+
+
+def read_json(path: Path, errors: list[str]) -> dict[str, Any]:
+    """The content of a generation file; what cannot be read is appended to `errors` and comes back empty."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        errors.append(f"{path.name}: not readable as JSON, perhaps cut off ({error})")
+        return {}
+    if not isinstance(data, dict) or not isinstance(data.get("generations"), list):
+        errors.append(f'{path.name}: no list "generations" in it')
+        return {}
+    return data
+
+
+def read_problem(where: str, item: Any) -> Problem:
+    """One item of a file.
+
+    Raises:
+        TypeError, ValueError: a field is missing or of another type than it should be.
+    """
+    if not isinstance(item, dict):
+        raise TypeError(f"an item must be an object, got {type(item).__name__}")
+    for name in ("question", "generations"):
+        if not isinstance(item.get(name), str):
+            raise TypeError(f'"{name}" must be text, got {type(item.get(name)).__name__}')
+    samples = item.get("samples", [item])
+    if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
+        raise TypeError('"samples" must be a list of objects')
+    index = item.get("index")
+    key = f"#{index}" if isinstance(index, int) else json.dumps([item["question"], item.get("ground_truth")])
+    return Problem(where, key, item["question"], item.get("ground_truth"), [read_sample(sample) for sample in samples])
+
+
+def read_sample(sample: dict[str, Any]) -> Sample:
+    raw = sample.get("generations")
+    if not isinstance(raw, str):
+        raise TypeError(f'"generations" must be text, got {type(raw).__name__}')
+    text = sample.get("text", TURN_ENDS.split(raw, maxsplit=1)[0])
+    if not isinstance(text, str):
+        raise TypeError(f'"text" must be text, got {type(text).__name__}')
+    tokens, passes = (sample.get(name) for name in ("tokens", "forward_passes"))
+    for count in (tokens, passes):
+        if count is not None and not isinstance(count, int):
+            raise TypeError(f"a count must be a whole number, got {count!r}")
+    return Sample(raw, text, tokens, passes)

@@ -1,0 +1,240 @@
+"""Scores completions as d1's released parser did, faults included, so that its published figures can be checked.
+
+Use `strict` scoring (`d1.tasks`) for anything else. Wrong here on purpose: a comma ends a number, a text without a
+box is its own answer even when it has answer tags, a problem without a ground truth counts as an error, Sudoku counts
+cells instead of solved puzzles, and mathematical answers compare as normalised strings.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+END_MARKS = ("<|eot_id|>", "<|endoftext|>")
+Score = tuple[int, int]  # right, out of: problems, or cells for Sudoku
+
+
+def score_published(task: str, text: str, row: dict[str, Any]) -> Score:
+    """Right and total of one completion under d1's released rules; `row` has `question` and `ground_truth`.
+
+    Raises:
+        ValueError: the row cannot be scored (no such task, or a Sudoku question without its 16 digits).
+    """
+    if task not in SCORERS:
+        raise ValueError(f"published scoring knows {', '.join(SCORERS)}, not {task!r}: use --scoring strict")
+    return SCORERS[task](text, row["question"], row["ground_truth"])
+
+
+# ---- finding the answer
+
+
+def between(text: str, opening: str, *closings: str) -> str | None:
+    """The text after the first `opening` up to the nearest of `closings`; None if there is no such pair."""
+    _, found, rest = text.partition(opening)
+    ends = [end for end in map(rest.find, closings) if end >= 0]
+    return rest[: min(ends)] if found and ends else None
+
+
+def tagged_answer(text: str) -> str | None:
+    answer = between(text, "<answer>", "</answer>")
+    return None if answer is None else answer.strip()
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""Content of the last `\boxed{...}`; all of `text` when it has no box; None when the braces never close."""
+    if "\\boxed " in text:
+        return text.rpartition("\\boxed ")[2].partition("$")[0]
+    start = text.rfind("\\boxed") if "\\boxed" in text else text.rfind("\\fbox")
+    if start < 0:
+        return text
+    depth = 0
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if text[position] == "}" and depth == 0:
+            whole = text[start : position + 1]
+            return whole.removeprefix("\\boxed{")[:-1] if whole.startswith("\\boxed{") else whole
+    return None
+
+
+# ---- GSM8K
+
+
+def first_float(text: str, which: int) -> float | None:
+    """`text` as a number; failing that, its number of index `which` (a comma ends a number)."""
+    try:
+        return float(text)
+    except ValueError:
+        numbers = re.findall(r"-?\d+\.?\d*", text)
+        return float(numbers[which]) if numbers else None
+
+
+def score_gsm8k(text: str, question: str, truth: Any) -> Score:
+    boxes = (box.strip() for box in re.findall(r"\\boxed\{(.*?)\}", text))
+    numbers = (first_float(box, 0) for box in boxes if box.strip("."))
+    answer = next((number for number in numbers if number is not None), None)
+    if answer is None and (tagged := tagged_answer(text)):
+        answer = first_float(tagged, -1)
+    return int(answer is not None and answer == truth), 1
+
+
+# ---- MATH
+
+
+def braced_arguments(text: str) -> str:
+    r"""`\frac12` -> `\frac{1}{2}` and `\sqrt3` -> `\sqrt{3}`, the shorthands of one-character arguments."""
+    head, *pieces = text.split("\\sqrt")
+    if "" in pieces:
+        raise ValueError("nothing under the root")
+    text = head + "".join("\\sqrt" + (p if p[0] == "{" else f"{{{p[0]}}}{p[1:]}") for p in pieces)
+    head, *pieces = text.replace(" ", "").split("\\frac")
+    if "" in pieces:
+        raise ValueError("nothing in the fraction")
+    for piece in pieces:
+        if piece[0] != "{" and len(piece) < 2:
+            return text.replace(" ", "")
+        if piece[0] != "{":
+            top, bottom, rest = piece[0], piece[1], piece[2:]
+            piece = f"{{{top}}}" + (piece[1:] if bottom == "{" else f"{{{bottom}}}{rest}")
+        head += "\\frac" + piece
+    return head
+
+
+def slash_as_fraction(text: str) -> str:
+    """`3/4` -> the same fraction in LaTeX; ValueError when one slash joins anything but integers."""
+    if text.count("/") != 1:
+        return text
+    top, bottom = map(int, text.split("/"))
+    return f"\\frac{{{top}}}{{{bottom}}}" if text == f"{top}/{bottom}" else text
+
+
+def normalise(text: str) -> str:
+    """A LaTeX answer in the form in which Hendrycks et al. (MATH, arXiv 2103.03874) compare answers.
+
+    Raises:
+        ValueError: the text has no such form; d1 then compares the texts themselves.
+    """
+    text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
+    text = text.replace("tfrac", "frac").replace("dfrac", "frac")
+    for noise in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
+        text = text.replace(noise, "")
+    if text.count("\\text{ ") > 1:
+        raise ValueError("two units")
+    text = text.partition("\\text{ ")[0]  # a unit on the right
+    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = "0" + text
+    left, equals, right = text.partition("=")
+    if equals and "=" not in right and len(left) <= 2:  # "k = 3"
+        text = right
+    text = braced_arguments(text)
+    return slash_as_fraction("\\frac{1}{2}" if text == "0.5" else text)
+
+
+def score_math(text: str, question: str, truth: Any) -> Score:
+    answer = boxed_answer(text) or tagged_answer(text)
+    if answer is None or truth is None:
+        return 0, 1
+    try:
+        if isinstance(truth, float):
+            return int(abs(float(answer) - truth) < 1e-6), 1
+        return int(normalise(answer) == normalise(truth)), 1
+    except ValueError:
+        return int(answer == truth), 1
+
+
+# ---- Countdown
+
+OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+LARGEST_BASE, LARGEST_EXPONENT = 1e6, 1e3  # of a power: `99**80**50` is refused instead of hanging
+
+
+def calculate(node: ast.AST) -> float:
+    """Value of a parsed arithmetic expression; ValueError, ArithmeticError or KeyError for anything else."""
+    match node:
+        case ast.Expression(body=body):
+            return calculate(body)
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.UnaryOp(op=op, operand=operand):
+            return OPERATORS[type(op)](calculate(operand))
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = calculate(left), calculate(right)
+            if isinstance(op, ast.Pow) and (abs(a) > LARGEST_BASE or abs(b) > LARGEST_EXPONENT):
+                raise ValueError("power too large")
+            return OPERATORS[type(op)](a, b)
+    raise ValueError(f"not arithmetic: {type(node).__name__}")
+
+
+def left_of_equals(text: str) -> str:
+    """The arithmetic before the first `=` that stands between arithmetic and a number; else all of `text`."""
+    for match in re.finditer(r"=[0-9. ]", text):
+        before = text[: match.start()]
+        if left := before[len(before.rstrip("0123456789+-*/() ")) :]:
+            return left.strip()
+    return text
+
+
+def score_countdown(text: str, question: str, truth: Any) -> Score:
+    numbers, target = truth
+    equation = boxed_answer(text)
+    if equation is None:
+        equation = tagged_answer(text)
+    if equation is None:
+        equation = text
+    for latex, sign in (("\\div", "/"), ("\\times", "*"), ("\\cdot", "*")):
+        equation = equation.replace(latex, sign)
+    equation = left_of_equals(equation)
+    used = re.findall(r"\d+", equation)
+    legal = re.fullmatch(r"[\d+\-*/().\s]+", equation) and all(len(digits) < 20 for digits in used)
+    if not legal or sorted(map(int, used)) != sorted(numbers):
+        return 0, 1
+    try:
+        value = calculate(ast.parse(equation.strip(), mode="eval"))
+        return int(abs(value - target) < 1e-5), 1
+    except (SyntaxError, ValueError, ArithmeticError, KeyError, TypeError, RecursionError, MemoryError):
+        return 0, 1
+
+
+# ---- Sudoku
+
+
+def sudoku_answer(text: str) -> str:
+    """What the released parser takes for the solution: the first of five places that holds any text."""
+    fences = text.partition("<answer>")[2].split("```")[1:-1]
+    fenced = next((fence for fence in fences if re.fullmatch(r"[\d\s]+", fence)), None)
+    after = None
+    if "</answer>" in text:
+        rest = text.partition("</answer>")[2].lstrip()
+        after = rest[: min((end for end in map(rest.find, END_MARKS) if end >= 0), default=len(rest))]
+    bare = re.search(r"(\d{16})\s*</answer>", text) or re.search(r"\b(\d{16})\b", text)
+    places = (
+        fenced,
+        between(text, "<answer>", "</answer>", *END_MARKS),
+        after,
+        bare and bare[1],
+    )
+    return next((found for place in places if (found := (place or "").strip())), "")
+
+
+def score_sudoku(text: str, question: str, truth: Any) -> Score:
+    puzzle = re.match(r"\d{16}", question) or re.search(r"(?<=Sudoku puzzle: )[0-9]{16}", question)
+    if puzzle is None:
+        raise ValueError(f"no 16 puzzle digits in the question {question[:80]!r}")
+    answer = re.sub(r"\s", "", sudoku_answer(text))
+    empty = [cell for cell, digit in enumerate(puzzle[0]) if digit == "0"]
+    return sum(answer[cell : cell + 1] == truth[cell] for cell in empty), len(empty)
+
+
+SCORERS = {"gsm8k": score_gsm8k, "math": score_math, "countdown": score_countdown, "sudoku": score_sudoku}
