@@ -14,6 +14,7 @@ from d1.tasks import SPLITS
 TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # what a ground truth may be
 
 DATASET_DIR = Path(__file__).resolve().parents[2] / "dataset"  # the problem sets that come with a checkout
+HELD_OUT = 500
 _READERS = {".json": Dataset.from_json, ".jsonl": Dataset.from_json, ".parquet": Dataset.from_parquet}
 
 
@@ -71,6 +72,17 @@ def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str])
         ) from error
     check_columns(rows, name, *schemas)
     return rows
+
+
+def hold_out(rows: Dataset, split: str) -> Dataset:
+    """The last `HELD_OUT` rows after a seed-42 shuffle for "validation", those before them for "train" (d1's rule)."""
+    if split == "test":
+        return rows
+    if len(rows) <= HELD_OUT:
+        raise ValueError(f"{HELD_OUT} rows are held out for validation, and there are only {len(rows)}")
+    rows = rows.shuffle(seed=42)
+    cut = len(rows) - HELD_OUT
+    return rows.select(range(cut) if split == "train" else range(cut, len(rows)))
 
 
 def check_columns(rows: Dataset, source: str, *schemas: Iterable[str]) -> None:

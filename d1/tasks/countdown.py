@@ -1,0 +1,177 @@
+"""Countdown: make the target from three numbers, each used exactly once, with + - * / and parentheses."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from datasets import Dataset
+
+from d1.tasks import Completion, ask, column, final_answer, format_completion, text_of
+from d1.tasks.data import JSON, check_split, hold_out, read_file, read_hub, shipped_file, task_rows
+
+INSTRUCTIONS = (
+    "Write an expression that equals the target. Use each of the numbers exactly once, and only +, -, *, / and "
+    "parentheses."
+)
+ANSWER = r"the expression alone as \boxed{expression}"
+MAX_EXPRESSION = 200  # characters
+TEST_COLUMNS, HUB_COLUMNS = ("input", "output"), ("nums", "target")
+
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_LATEX = [
+    (re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])|[×·⋅∗]"), "*"),
+    (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
+    (re.compile(r"[−–]"), "-"),
+    (re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ()\[\]]|\$|\\(?:quad|displaystyle)(?![A-Za-z])"), " "),
+    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"((\1)/(\2))"),
+]
+_ALLOWED = re.compile(r"[0-9+\-*/() \t\n]+")
+
+
+def load_rows(split: str, data_file: str | None = None) -> Dataset:
+    """Countdown problems in d1's test schema (`input` "30,100,93", `output` "23") or the hub's (`nums`, `target`).
+
+    A `data_file` is taken whole, whatever the split. Without one, the test split is `dataset/countdown_test.jsonl`;
+    training and validation come from the hub's `Jiayi-Pan/Countdown-Tasks-3to4`: its problems with three numbers in a
+    seed-42 shuffle, the last 500 held out as validation, less those that are in the test file.
+    """
+    check_split(split)
+    if data_file or split == "test":
+        source = data_file or shipped_file("countdown_test.jsonl")
+        problems = _problems(source, read_file(source, TEST_COLUMNS, HUB_COLUMNS))
+    else:
+        source = "Jiayi-Pan/Countdown-Tasks-3to4"
+        rows = read_hub(source, None, "train", HUB_COLUMNS)
+        rows = hold_out(rows.filter(lambda row: len(row["nums"]) == 3), split)
+        path = shipped_file("countdown_test.jsonl")
+        test = {(*sorted(numbers), target) for numbers, target in _problems(path, read_file(path, TEST_COLUMNS))}
+        problems = [
+            (numbers, target) for numbers, target in _problems(source, rows) if (*sorted(numbers), target) not in test
+        ]
+    return task_rows([_task_row(numbers, target) for numbers, target in problems], JSON)
+
+
+def _problems(source: str, rows: Dataset) -> list[tuple[list[int], int]]:
+    names = TEST_COLUMNS if "input" in rows.column_names else HUB_COLUMNS
+    problems = []
+    for i, (numbers, target) in enumerate(zip(rows[names[0]], rows[names[1]], strict=True), start=1):
+        try:
+            numbers = numbers.split(",") if isinstance(numbers, str) else numbers
+            problems.append(([int(n) for n in numbers], int(target)))
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"{source}, row {i}: {names[0]} and {names[1]} must be integers, got {numbers!r}, {target!r}"
+            ) from None
+    return problems
+
+
+def _task_row(numbers: list[int], target: int) -> dict[str, Any]:
+    question = f"Numbers: {numbers}\nTarget: {target}"
+    return {
+        "prompt": ask(question, INSTRUCTIONS, ANSWER),
+        "question": question,
+        "ground_truth": [numbers, target],
+    }
+
+
+def extract(text: str) -> str | None:
+    r"""The answer's expression in plain signs, or None; LaTeX signs are translated and a final "= 22" is dropped."""
+    expression = final_answer(text)
+    if expression is None:
+        return None
+    expression = expression[: 4 * MAX_EXPRESSION]
+    for pattern, plain in _LATEX:
+        expression = pattern.sub(plain, expression)
+    return expression.partition("=")[0].strip() or None
+
+
+def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
+    """The exact value of `expression`, or None unless it is + - * / and parentheses on `numbers`, each exactly once.
+
+    Nothing is executed: the syntax tree is walked. An expression longer than `MAX_EXPRESSION` characters is refused, so
+    no number can grow beyond a few hundred digits.
+    """
+    if len(expression) > MAX_EXPRESSION or not _ALLOWED.fullmatch(expression):
+        return None
+    used: list[int] = []
+
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value(left), value(right))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.Constant(value=int(number)):
+                used.append(number)
+                return Fraction(number)
+        raise ValueError(f"{type(node).__name__} is not part of the game")
+
+    try:
+        result = value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+    return result if sorted(used) == sorted(numbers) else None
+
+
+def score(text: str, row: dict[str, Any]) -> dict[str, float]:
+    return {"accuracy": float(_is_correct(extract(text), row["ground_truth"]))}
+
+
+def _is_correct(expression: str | None, ground_truth: Any) -> bool:
+    try:
+        numbers, target = [int(n) for n in ground_truth[0]], int(ground_truth[1])
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise ValueError(f"the ground truth must be [[numbers], target], got {ground_truth!r}") from None
+    return expression is not None and evaluate(expression, numbers) == target
+
+
+def expression_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    """1.0 for a correct expression, 0.1 for another answer, 0 for none (d1's Countdown reward)."""
+    rewards = []
+    for completion, truth in zip(completions, column(columns, "ground_truth"), strict=True):
+        expression = extract(text_of(completion))
+        rewards.append(0.0 if expression is None else 1.0 if _is_correct(expression, truth) else 0.1)
+    return rewards
+
+
+REWARDS = [expression_reward]
+
+
+def demonstrate(row: dict[str, Any]) -> str:
+    """A worked solution, found by trying every expression."""
+    numbers, target = row["ground_truth"]
+    found = _solve([(Fraction(n), str(n), []) for n in numbers], Fraction(target))
+    if found is None:
+        raise ValueError(f"no expression of {numbers} equals {target}")
+    expression, steps = found
+    return format_completion("\n".join(steps), rf"\boxed{{{expression}}}")
+
+
+def _solve(parts: list[tuple[Fraction, str, list[str]]], target: Fraction) -> tuple[str, list[str]] | None:
+    """An expression equal to `target`, and its steps, from parts (value, expression, steps so far), each used once."""
+    if len(parts) == 1:
+        value, expression, steps = parts[0]
+        return (expression, steps) if value == target else None
+    for i, (a, left, left_steps) in enumerate(parts):
+        for j, (b, right, right_steps) in enumerate(parts):
+            if i == j:
+                continue
+            rest = [part for k, part in enumerate(parts) if k not in (i, j)]
+            for sign, apply in zip("+-*/", _OPERATORS.values(), strict=True):
+                if sign == "/" and not b:
+                    continue
+                step = f"{a} {sign} {b} = {(value := apply(a, b))}"
+                part = (value, f"({left} {sign} {right})", [*left_steps, *right_steps, step])
+                if found := _solve([*rest, part], target):
+                    return found
+    return None

@@ -1,0 +1,134 @@
+"""GSM8K: grade-school word problems whose answer is one number (`openai/gsm8k`, columns `question`, `answer`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from d1.tasks import Completion, ask, column, final_answer, format_completion, text_of
+from d1.tasks.data import NUMBER, check_split, hold_out, read_file, read_hub, task_rows
+
+INSTRUCTIONS = "Solve the problem below step by step."
+ANSWER = r"the final number as \boxed{number}"
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+COLUMNS = ("question", "answer")
+
+# Atomic groups (?>...) stop a search that has failed from being tried again at every later tag.
+_SOFT_FORMAT = re.compile(r"\s*<reasoning>(?>.*?</reasoning>)\s*<answer>(?>.*?</answer>)", re.DOTALL)
+_STRICT_FORMAT = re.compile(r"<reasoning>\n(?>.*?\n</reasoning>)\n<answer>\n(?>.*?\n</answer>)\n?", re.DOTALL)
+_INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|\\,|\\!,)(?=[0-9]{3}(?![0-9]))")
+_FRAC = re.compile(r"\\[dt]?frac\{\s*(-?[0-9.]+)\s*\}\{\s*([0-9.]+)\s*\}")
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![0-9A-Za-z)}}\]])-\s?)?(?:(?P<whole>[0-9]+)\s+(?=[0-9]+/[0-9]))?"
+    rf"(?P<top>{_DECIMAL}(?:[eE][+-]?[0-9]{{1,4}})?)(?:\s*/\s*(?P<bottom>{_DECIMAL}))?"
+)
+
+
+def load_rows(split: str, data_file: str | None = None) -> Dataset:
+    """GSM8K from the hub, or every row of `data_file`, which has the same columns.
+
+    The hub's training split gives up the last 500 rows after a seed-42 shuffle as the validation split.
+    """
+    check_split(split)
+    if data_file:
+        source, rows = data_file, read_file(data_file, COLUMNS)
+    else:
+        source = "openai/gsm8k"
+        rows = read_hub(source, "main", "test" if split == "test" else "train", COLUMNS)
+        rows = hold_out(rows, split)
+    return task_rows((_task_row(source, i, row) for i, row in enumerate(rows, start=1)), NUMBER)
+
+
+def _task_row(source: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
+    solution, mark, gold = str(row["answer"]).rpartition("####")
+    value = number_in(gold)
+    if not mark or value is None:
+        raise ValueError(f"{source}, row {number}: answer must end with '#### number', got {gold[-80:]!r}")
+    return {
+        "prompt": ask(row["question"], INSTRUCTIONS, ANSWER),
+        "question": row["question"],
+        "ground_truth": value,
+        "solution": re.sub(r"<<.*?>>", "", solution).strip(),  # the calculator's annotations
+    }
+
+
+def extract(text: str) -> float | None:
+    """The number a completion answers with, or None."""
+    return number_in(final_answer(text) or "")
+
+
+def number_in(text: str) -> float | None:
+    r"""The number an answer states: "$1,234.50", "-3", "2 1/2", "\frac{3}{4}", "5\text{ km}", "60\%" (60), "9 + 9 = 18".
+
+    After the last equals sign the first number counts if no letter precedes it ("18 eggs for 2 days"), else the last ("in
+    2 days she sells 18"). None without a finite number.
+    """
+    text = text.replace("−", "-").replace(r"\$", "").replace("$", "")
+    text = _THOUSANDS.sub("", _FRAC.sub(r" \1/\2", text)).rpartition("=")[2]
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return None
+    first = numbers[0]
+    chosen = numbers[-1] if re.search(r"[A-Za-z]", text[: first.start()]) else first
+    value = float(chosen["top"])
+    if chosen["bottom"]:
+        value = value / float(chosen["bottom"]) if float(chosen["bottom"]) else math.inf
+    value += float(chosen["whole"] or 0)
+    return (-value if chosen["sign"] else value) if math.isfinite(value) else None
+
+
+def score(text: str, row: dict[str, Any]) -> dict[str, float]:
+    return {"accuracy": float(_is_correct(text, row["ground_truth"]))}
+
+
+def _is_correct(text: str, gold: float) -> bool:
+    if not isinstance(gold, int | float):
+        raise ValueError(f"the ground truth must be a number, got {gold!r}")
+    answer = extract(text)
+    return answer is not None and math.isclose(answer, gold, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def tag_count_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    """0.125 for each of the four tags that occurs exactly once, less 0.001 a character after the answer; at least 0."""
+
+    def reward(text: str) -> float:
+        trailing = text.rpartition("</answer>")[2].strip() if "</answer>" in text else ""
+        return max(0.0, sum(0.125 for tag in TAGS if text.count(tag) == 1) - 0.001 * len(trailing))
+
+    return [reward(text_of(completion)) for completion in completions]
+
+
+def soft_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    """0.5 if the completion starts with a reasoning block followed by an answer block."""
+    return [0.5 if _SOFT_FORMAT.match(text_of(completion)) else 0.0 for completion in completions]
+
+
+def strict_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    """0.5 if the completion is exactly these two blocks, each tag on a line of its own."""
+    return [0.5 if _STRICT_FORMAT.fullmatch(text_of(completion)) else 0.0 for completion in completions]
+
+
+def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    """0.5 if the answer is an integer and nothing else."""
+    answers = ((final_answer(text_of(completion)) or "").strip("$ ") for completion in completions)
+    return [0.5 if _INTEGER.fullmatch(answer) else 0.0 for answer in answers]
+
+
+def correct_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    """2.0 if the answer is the ground truth."""
+    rows = zip(completions, column(columns, "ground_truth"), strict=True)
+    return [2.0 if _is_correct(text_of(text), gold) else 0.0 for text, gold in rows]
+
+
+REWARDS = [tag_count_reward, soft_format_reward, strict_format_reward, integer_reward, correct_reward]
+
+
+def demonstrate(row: dict[str, Any]) -> str:
+    """The solution that comes with a training row."""
+    return format_completion(row["solution"], rf"\boxed{{{row['ground_truth']:.15g}}}")

@@ -1,0 +1,94 @@
+"""MATH: competition problems with a LaTeX answer (train `ankner/math-500`, test `HuggingFaceH4/MATH-500`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from d1.tasks import Completion, answer_block, ask, column, final_answer, format_completion, last_boxed, text_of
+from d1.tasks.data import TEXT, check_split, hold_out, read_file, read_hub, task_rows
+from d1.tasks.maths import equivalent
+
+INSTRUCTIONS = "Solve the mathematics problem below step by step."
+ANSWER = r"the final answer as \boxed{answer}"
+SCHEMAS = (("problem", "answer"), ("problem", "solution"))
+
+_INLINE_MATH = re.compile(r"(?<!\\)\$([^$]{1,500})\$|\\\((.{1,500}?)\\\)")
+
+
+def load_rows(split: str, data_file: str | None = None) -> Dataset:
+    r"""MATH from the hub, or every row of `data_file`: `problem` with `answer`, or with a `solution` that boxes it.
+
+    The hub's training split gives up the last 500 rows after a seed-42 shuffle as the validation split.
+    """
+    check_split(split)
+    if data_file:
+        source, rows = data_file, read_file(data_file, *SCHEMAS)
+    elif split == "test":
+        source = "HuggingFaceH4/MATH-500"
+        rows = read_hub(source, None, "test", *SCHEMAS)
+    else:
+        source = "ankner/math-500"
+        rows = hold_out(read_hub(source, None, "train", *SCHEMAS), split)
+    return task_rows((_task_row(source, i, row) for i, row in enumerate(rows, start=1)), TEXT)
+
+
+def _task_row(source: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
+    solution = str(row.get("solution") or "")
+    gold = str(row.get("answer") or last_boxed(solution) or "").strip()
+    if not gold:
+        raise ValueError(rf"{source}, row {number}: neither an answer nor a \boxed{{}} in the solution")
+    return {
+        "prompt": ask(row["problem"], INSTRUCTIONS, ANSWER),
+        "question": row["problem"],
+        "ground_truth": gold,
+        "solution": solution,
+    }
+
+
+def extract(text: str) -> str | None:
+    r"""The answer's LaTeX, or None: what is boxed; without a box the last formula of the answer block, else the block."""
+    answer = (final_answer(text) or "")[-2000:]
+    formulas = _INLINE_MATH.findall(answer)
+    return ("".join(formulas[-1]).strip() if formulas else answer) or None
+
+
+def score(text: str, row: dict[str, Any]) -> dict[str, float]:
+    return {"accuracy": float(_is_correct(text, row["ground_truth"]))}
+
+
+def _is_correct(text: str, gold: str) -> bool:
+    if not isinstance(gold, str) or not gold.strip():
+        raise ValueError(f"the ground truth must be LaTeX text, got {gold!r}")
+    answer = extract(text)
+    return answer is not None and equivalent(answer, gold)
+
+
+def correct_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    """2.0 if the answer is equivalent to the ground truth."""
+    rows = zip(completions, column(columns, "ground_truth"), strict=True)
+    return [2.0 if _is_correct(text_of(text), gold) else 0.0 for text, gold in rows]
+
+
+def boxed_in_answer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    r"""1.0 for `\boxed{}` inside answer tags, 0.75 for the tags alone, 0.5 for a box alone, 0.25 for neither."""
+
+    def reward(text: str) -> float:
+        block = answer_block(text) if "</answer>" in text else None
+        boxed = last_boxed(text if block is None else block) is not None
+        return 0.5 * ((block is not None) + (1.0 if boxed else 0.5))
+
+    return [reward(text_of(completion)) for completion in completions]
+
+
+REWARDS = [correct_reward, boxed_in_answer_reward]
+
+
+def demonstrate(row: dict[str, Any]) -> str:
+    """The solution that comes with a training row."""
+    if not row["solution"]:
+        raise ValueError("few-shot prompts need training rows with a solution column")
+    return format_completion(row["solution"], rf"\boxed{{{row['ground_truth']}}}")

@@ -1,0 +1,176 @@
+"""Whether two mathematical answers are the same: by text, by exact numbers, else by math-verify in its own process.
+
+math-verify's own time limit is a signal: whole seconds, main thread only, and blind while one big-integer operation runs.
+So it runs in a helper process (this file as a script) that stops after `TIME_LIMIT`, and is ended when it does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+from functools import lru_cache
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT = 0.5  # seconds math-verify may take for one pair
+MAX_ANSWER = 500  # characters; the longest answer of MATH-500 has fewer than 100
+_GRACE, _START_LIMIT, _MEMORY = 0.2, 120.0, 4 << 30
+
+_UNIT = re.compile(r"(?<=.)\\(?:text|mbox|mathrm|textrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")
+_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit)\{([^{}]*)\}")
+_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[!,;: ]|\^\{?\\circ\}?|\\?[%$]|\\[()\[\]]|~|(?<![0-9])\s+|\s+(?![0-9])"
+)
+_SHORT_FRAC = re.compile(r"\\[dt]?frac(?:\{([0-9])\}|([0-9]))(?:\{([0-9])\}|([0-9]))")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\})(?=[0-9]{3}(?![0-9]))")
+_DECIMAL = r"(-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))"
+_EXACT = re.compile(rf"{_DECIMAL}(?:/{_DECIMAL})?|(-?)\\[dt]?frac\{{{_DECIMAL}\}}\{{{_DECIMAL}\}}")
+
+
+@lru_cache(maxsize=8192)
+def equivalent(answer: str, gold: str) -> bool:
+    """Whether `answer` is mathematically the same as `gold`, both LaTeX without dollar signs around them.
+
+    Units, percent and dollar signs, degrees and spacing do not count. Answers longer than `MAX_ANSWER` characters, and
+    what math-verify cannot decide within `TIME_LIMIT` seconds, count as different.
+    """
+    if len(answer) > MAX_ANSWER:
+        return False
+    with _lock:
+        _start()  # its imports take half a second: begin them with the first answer, wait only when they are needed
+    a, b = normalize(answer), normalize(gold)
+    if a == b:
+        return True
+    if not a or not b:
+        return False
+    x, y = _exact(a), _exact(b)
+    if x is not None and y is not None and (x == y or "%" not in answer + gold):
+        return x == y
+    return _verify(answer, gold)
+
+
+def normalize(latex: str) -> str:
+    """`latex` without what does not change its meaning; equal results mean equal answers."""
+    text = latex.strip().replace("−", "-").rstrip(".").strip()
+    text = _UNIT.sub("", text)
+    text = _TEXT.sub(r"\1", text)
+    text = _NOISE.sub("", text)
+    text = _SHORT_FRAC.sub(r"\\frac{\1\2}{\3\4}", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"^[A-Za-z]=", "", text)
+    if re.fullmatch(r"-?[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?:\.[0-9]+)?", text):  # never inside a list or a pair
+        text = _THOUSANDS.sub("", text)
+    return text
+
+
+def _exact(text: str) -> Fraction | None:
+    match = _EXACT.fullmatch(text)
+    if not match:
+        return None
+    top, bottom, sign, frac_top, frac_bottom = match.groups()
+    try:
+        value = Fraction(top or frac_top) / Fraction(bottom or frac_bottom or 1)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return -value if sign else value
+
+
+# The helper process. One a process that asks; a fork starts its own, since it must not share the pipe.
+_lock = threading.Lock()
+_helper: subprocess.Popen[bytes] | None = None
+_helper_owner = -1
+_helper_ready = False
+
+
+def _start() -> subprocess.Popen[bytes]:
+    global _helper, _helper_owner, _helper_ready
+    if _helper is None or _helper_owner != os.getpid() or _helper.poll() is not None:
+        _helper = subprocess.Popen(
+            [sys.executable, "-P", __file__],  # by path: `d1` need not be importable there
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+        _helper_owner, _helper_ready = os.getpid(), False
+    return _helper
+
+
+def _verify(answer: str, gold: str) -> bool:
+    global _helper, _helper_ready
+    with _lock:
+        helper = _start()
+        assert helper.stdin is not None
+        if not _helper_ready:
+            if _reply(helper, _START_LIMIT) is None:
+                raise RuntimeError(f"math-verify does not start: try `{sys.executable} -c 'import math_verify'`")
+            _helper_ready = True
+        try:
+            helper.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
+            reply = _reply(helper, TIME_LIMIT + _GRACE)
+        except BrokenPipeError:
+            reply = None
+        if reply is None:
+            logger.warning("math-verify gave up on the answer %.80r (gold %.80r)", answer, gold)
+            helper.kill()
+            helper.wait()
+            _helper = None
+            _start()
+        return reply == b"1"
+
+
+def _reply(helper: subprocess.Popen[bytes], seconds: float) -> bytes | None:
+    """The helper's next answer of one byte, or None if it ended or takes longer than `seconds`."""
+    assert helper.stdout is not None
+    ready, _, _ = select.select([helper.stdout], [], [], seconds)
+    return (helper.stdout.read(1) or None) if ready else None
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception, so that no handler within sympy swallows it."""
+
+
+def _serve() -> None:
+    """Answers pairs [gold, answer], one JSON line each, with the byte 1 or 0, until the input ends."""
+    import resource
+    import signal
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    def stop(*_: object) -> None:
+        raise _OutOfTime
+
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    signal.signal(signal.SIGALRM, stop)
+    config = [LatexExtractionConfig()]  # its other config hands text to python's eval
+    parse(r"\boxed{1}", config, parsing_timeout=0)  # builds the parser's tables
+    sys.stdout.buffer.write(b"!")
+    sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        same = False
+        try:
+            signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+            gold, answer = (
+                parse(rf"\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=0)
+                for text in json.loads(line)
+            )
+            same = bool(gold and answer) and verify(gold, answer, timeout_seconds=None)
+        except (_OutOfTime, Exception):
+            same = False
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(b"1" if same else b"0")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _serve()
