@@ -64,10 +64,10 @@ def extract(text: str) -> float | None:
 
 
 def number_in(text: str) -> float | None:
-    r"""The number an answer states: "$1,234.50", "-3", "2 1/2", "\frac{3}{4}", "5\text{ km}", "60\%" (60), "9 + 9 = 18".
+    r"""The number an answer states: "$1,234.50", "-3", "2 1/2", "\frac{3}{4}", "5\text{ km}", "60\%" (60), "9+9=18".
 
-    After the last equals sign the first number counts if no letter precedes it ("18 eggs for 2 days"), else the last ("in
-    2 days she sells 18"). None without a finite number.
+    After the last equals sign the first number counts if no letter precedes it ("18 eggs for 2 days"), else the last
+    ("in 2 days she sells 18"). None without a finite number.
     """
     text = text.replace("−", "-").replace(r"\$", "").replace("$", "")
     text = _THOUSANDS.sub("", _FRAC.sub(r" \1/\2", text)).rpartition("=")[2]

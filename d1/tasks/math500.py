@@ -50,7 +50,7 @@ def _task_row(source: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def extract(text: str) -> str | None:
-    r"""The answer's LaTeX, or None: what is boxed; without a box the last formula of the answer block, else the block."""
+    r"""The answer's LaTeX, or None: what is boxed, else the last formula of the answer block, else that block."""
     answer = (final_answer(text) or "")[-2000:]
     formulas = _INLINE_MATH.findall(answer)
     return ("".join(formulas[-1]).strip() if formulas else answer) or None

@@ -1,7 +1,7 @@
 """Whether two mathematical answers are the same: by text, by exact numbers, else by math-verify in its own process.
 
-math-verify's own time limit is a signal: whole seconds, main thread only, and blind while one big-integer operation runs.
-So it runs in a helper process (this file as a script) that stops after `TIME_LIMIT`, and is ended when it does not.
+math-verify's own time limit is a signal: whole seconds, main thread only, and blind while one big-integer operation
+runs. So it runs in a helper process (this file as a script) that stops after `TIME_LIMIT`, and is ended when it does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GRACE, _START_LIMIT, _MEMORY = 0.2, 120.0, 4 << 30
 _UNIT = re.compile(r"(?<=.)\\(?:text|mbox|mathrm|textrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit)\{([^{}]*)\}")
 _NOISE = re.compile(
-    r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[!,;: ]|\^\{?\\circ\}?|\\?[%$]|\\[()\[\]]|~|(?<![0-9])\s+|\s+(?![0-9])"
+    r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[!,;: ()\[\]]|\^\{?\\circ\}?|[°~]|\\?[%$]|(?<![0-9])\s+|\s+(?![0-9])"
 )
 _SHORT_FRAC = re.compile(r"\\[dt]?frac(?:\{([0-9])\}|([0-9]))(?:\{([0-9])\}|([0-9]))")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\})(?=[0-9]{3}(?![0-9]))")
