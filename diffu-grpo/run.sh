@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# diffu-GRPO with d1's settings on the GPUs of this machine:
+#   CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 bash run.sh
+#   DATASET=countdown NUM_ITER=8 MODEL_PATH=../runs/sft/final bash run.sh --learning_rate 1e-6
+# On any machine, the pocket model:
+#   CONFIG=pocket.yaml bash run.sh
+# Settings come from the environment, with d1's values as defaults; arguments are passed on to diffu_grpo_train.py.
+# The completions an optimizer step (COMPLETIONS, d1: 96) stay the same whatever the number of GPUs.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+    visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
+elif command -v nvidia-smi >/dev/null; then
+    visible=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+else
+    visible=0
+fi
+GPUS=${GPUS:-$visible}
+NODES=${NODES:-1}
+PYTHON=${PYTHON:-python}
+
+if [ -n "${CONFIG:-}" ]; then # a yaml that says everything itself, such as pocket.yaml
+    exec "$PYTHON" -m accelerate.commands.launch --num_processes "$((GPUS > 0 ? GPUS : 1))" --num_machines 1 \
+        --mixed_precision no --dynamo_backend no diffu_grpo_train.py --config "$CONFIG" "$@"
+fi
+if [ "$GPUS" -eq 0 ] && [ -z "${MODEL_PATH:-}" ]; then
+    echo "run.sh: no GPU here and no MODEL_PATH given, so the default (LLaDA-8B, 8 GPUs) cannot run." >&2
+    echo "The pocket model runs on this machine:  CONFIG=pocket.yaml bash run.sh" >&2
+    exit 1
+fi
+
+DATASET=${DATASET:-gsm8k}
+MODEL_PATH=${MODEL_PATH:-GSAI-ML/LLaDA-8B-Instruct}
+NUM_ITER=${NUM_ITER:-12} # mu; d1 uses 12 for gsm8k and math, 8 for countdown and sudoku
+TEMPERATURE=${TEMPERATURE:-0.9}
+RUN_NAME=${RUN_NAME:-${DATASET}_$(basename "$MODEL_PATH")_mu$NUM_ITER}
+OUTPUT_DIR=${OUTPUT_DIR:-../runs/$RUN_NAME}
+ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-accelerate.yaml}
+COMPLETIONS=${COMPLETIONS:-96}
+PER_DEVICE=${PER_DEVICE:-6}
+
+processes=$((NODES * (GPUS > 0 ? GPUS : 1)))
+if [ $((COMPLETIONS % (PER_DEVICE * processes))) -ne 0 ]; then
+    echo "run.sh: COMPLETIONS=$COMPLETIONS is not a multiple of PER_DEVICE=$PER_DEVICE x $processes processes" >&2
+    exit 1
+fi
+accumulation=$((COMPLETIONS / (PER_DEVICE * processes)))
+echo "run.sh: $processes processes x $PER_DEVICE completions x $accumulation accumulation = $COMPLETIONS a step"
+
+launch=(--config_file "$ACCELERATE_CONFIG" --num_processes "$processes" --main_process_port "${PORT:-12346}")
+if [ "$NODES" -gt 1 ]; then
+    launch+=(--num_machines "$NODES" --machine_rank "${NODE_RANK:?}" --main_process_ip "${MAIN_IP:?}")
+fi
+exec "$PYTHON" -m accelerate.commands.launch "${launch[@]}" diffu_grpo_train.py \
+    --config slurm_scripts/train.yaml \
+    --model_path "$MODEL_PATH" \
+    --dataset "$DATASET" \
+    --num_iterations "$NUM_ITER" \
+    --temperature "$TEMPERATURE" \
+    --per_device_train_batch_size "$PER_DEVICE" \
+    --gradient_accumulation_steps "$accumulation" \
+    --run_name "$RUN_NAME" \
+    --output_dir "$OUTPUT_DIR" \
+    "$@"
