@@ -32,16 +32,38 @@ def noise_level(t: Tensor, eps: float = NOISE_EPS) -> Tensor:
     return (1 - eps) * t + eps
 
 
-def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator) -> BoolTensor:
+def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator, *, mirror: bool = False) -> BoolTensor:
     """Hides each token of `maskable` (bool, any shape) independently with probability `p` (broadcast to it).
 
-    One uniform number is drawn for each maskable token and for no other, so padding never shifts the stream.
+    One uniform number u is drawn for each maskable token and for no other, so padding never shifts the stream.
+    `mirror` uses 1 - u in its place: same distribution, opposite draw.
     """
     maskable = maskable.bool()
     uniform = torch.ones(maskable.shape)
-    uniform[maskable.cpu()] = torch.rand(int(maskable.sum()), generator=generator)
+    drawn = torch.rand(int(maskable.sum()), generator=generator)
+    uniform[maskable.cpu()] = 1 - drawn if mirror else drawn
     probability = p.cpu() if isinstance(p, Tensor) else p
-    return (uniform < probability).to(maskable.device) & maskable
+    return (uniform < probability).to(maskable.device) & maskable  # type: ignore[return-value]
+
+
+def draw_noise(
+    maskable: Tensor, generator: Generator, *, low: float = 0.0, high: float = 1.0, mirror: bool = False
+) -> tuple[Tensor, BoolTensor]:
+    """Time and mask of one training row: t ~ U(low, high), then each token hidden with probability t' (LLaDA).
+
+    Args:
+        maskable: (tokens,) bool, the tokens that may be hidden: the answer's, never the prompt's.
+        low, high: the stratum of [0, 1] that t is drawn from. Rows that share [0, 1] out evenly vary less together
+            than rows that each draw from all of it.
+        mirror: the antithetic twin of the draw that an equal generator gives: t -> 1 - t and u -> 1 - u. The two masks
+            then cover every token, and have no more than a share of `NOISE_EPS` in common.
+
+    Returns:
+        t (scalar) and the mask (tokens,) bool.
+    """
+    t = low + (high - low) * torch.rand((), generator=generator)
+    t = 1 - t if mirror else t
+    return t, draw_mask(maskable, noise_level(t), generator, mirror=mirror)
 
 
 def prompt_masks(
@@ -66,4 +88,4 @@ def prompt_masks(
         torch.stack([draw_mask(row, p, generator) for _ in range(drawn)])
         for row, generator in zip(maskable, generators, strict=True)
     ]
-    return torch.stack(rows).expand(-1, num_masks, -1).clone()
+    return torch.stack(rows).expand(-1, num_masks, -1).clone()  # type: ignore[return-value]
