@@ -1,0 +1,376 @@
+"""python eval.py --model_path PATH --dataset gsm8k [--gen_length 256] [--checkpoint_path ADAPTER] [--add_reasoning]
+
+Generates a completion for every problem of a task and writes them as d1's generation files into `--output_dir`;
+`parse_and_get_acc.py` scores them. On several GPUs: `torchrun --nproc_per_node 4 eval.py ...` (or `accelerate launch`).
+Completions do not depend on the number of processes, the batch size or padding. A killed run, started again with the
+same arguments, continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from eval_journal import Journal, Key, weights_fingerprint
+from generation_files import read_setups
+from parse_and_get_acc import as_table
+from score_setups import score_setup
+from tqdm import tqdm
+
+from d1.masking import keyed_generator
+from d1.models import load_model, load_tokenizer
+from d1.runs import run_record
+from d1.sampling import REMASKING, generate, reveal_schedule
+from d1.tasks import SPLITS, TASKS, few_shot_messages, load_task
+
+logger = logging.getLogger("eval")
+
+BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # how the tasks' prompts ask for a boxed answer
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A problem of the split: its place there, the text and ids of its prompt, and the row it comes from."""
+
+    index: int
+    prompt: str
+    ids: list[int]
+    question: str
+    ground_truth: Any
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_argument_group("model")
+    model.add_argument("--model_path", required=True, help="folder or hub name of a model, or an adapter's folder")
+    model.add_argument("--checkpoint_path", default="", help="LoRA adapter to put on the model")
+    model.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on a GPU, float32 on a CPU)")
+    model.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
+    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    task = parser.add_argument_group("task")
+    task.add_argument("--dataset", required=True, help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
+    task.add_argument("--split", choices=SPLITS, default="test")
+    task.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
+    task.add_argument("--limit", type=int, help="evaluate this many problems, drawn once and for all from the split")
+    task.add_argument("--few_shot", type=int, default=0, help="solved training problems shown before each problem")
+    task.add_argument("--few_shot_file", help="local file of the training problems for --few_shot")
+    task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
+    task.add_argument("--dont_use_box", action="store_true", help=r"do not ask for the answer in \boxed{}")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--gen_length", type=int, default=128, help="tokens of a completion")
+    sampling.add_argument("--block_length", type=int, default=32, help="tokens filled before moving right")
+    sampling.add_argument("--diffusion_steps", type=int, help="forward passes a completion (default: gen_length / 2)")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    sampling.add_argument("--cfg_scale", type=float, default=0.0, help="classifier-free guidance; 0 is off")
+    sampling.add_argument("--remasking", choices=REMASKING, default="low_confidence")
+    sampling.add_argument("--num_samples", type=int, default=1, help="completions a problem, for pass@k and majority")
+    sampling.add_argument("--seed", type=int, default=0, help="of sampling and of the few-shot draw")
+    run = parser.add_argument_group("run")
+    run.add_argument("--batch_size", type=int, default=4, help="completions generated at a time by each process")
+    run.add_argument("--output_dir", default="results/")
+    run.add_argument("--suffix", default="", help="added to the model's name in the file names")
+    run.add_argument("--overwrite", action="store_true", help="drop what is there of this setup and start again")
+    run.add_argument("--dont_save", action="store_true", help="print the accuracy and leave no files")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Runs the evaluation on this process's share of the problems; rank 0 assembles the files.
+
+    Raises:
+        ValueError, FileNotFoundError: an argument, a file or a path makes no sense, before the model is loaded.
+    """
+    args.diffusion_steps = args.diffusion_steps or args.gen_length // 2
+    check_arguments(args)
+    rank, world = join_processes()
+    task = load_task(args.dataset)
+    tokenizer = load_tokenizer(tokenizer_path(args), trust_remote_code=args.trust_remote_code)
+    problems = read_problems(args, task, tokenizer)
+    if args.dont_save:
+        args.output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_"))
+    journal = Journal(args.output_dir, setup_name(args), rank)
+    identity = run_identity(args, problems)
+    if from_rank_0(lambda: journal.prepare(identity, args.overwrite)):
+        wanted = [(problem.index, sample) for problem in problems for sample in range(args.num_samples)]
+        done = journal.read()
+        wait_for_all()  # nobody writes before everybody has read
+        if len(done) and rank == 0:
+            logger.info("Resuming: %d of %d completions are there", len(done), len(wanted))
+        # Longest prompts first: batches need little padding, and a batch that does not fit fails at once.
+        by_index = {problem.index: problem for problem in problems}
+        todo = sorted((key for key in wanted if key not in done), key=lambda key: -len(by_index[key[0]].ids))
+        if todo[rank::world]:
+            generate_all(args, tokenizer, [(by_index[index], sample) for index, sample in todo[rank::world]], journal)
+        wait_for_all()
+        if rank == 0:
+            journal.finish(results_file(args, problems, journal.read()), record_file(args, identity))
+    elif rank == 0:
+        logger.info("%s is complete already; --overwrite starts again", journal.results)
+    if rank == 0:
+        setup = next(setup for setup in read_setups(args.output_dir) if setup.name == journal.setup)
+        user_tasks = {} if args.dataset in TASKS else {task_name(args): task}
+        sys.stdout.write(as_table([score_setup(setup, "strict", user_tasks)[0]]))
+        if args.dont_save:
+            shutil.rmtree(args.output_dir)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    reveal_schedule(args.gen_length, args.block_length, args.diffusion_steps)
+    for name in ("batch_size", "num_samples"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {args.limit}")
+    if min(args.few_shot, args.temperature, args.cfg_scale, args.seed) < 0:
+        raise ValueError("--few_shot, --temperature, --cfg_scale and --seed must not be negative")
+    if args.num_samples > 1 and args.temperature == 0 and args.remasking != "random":
+        raise ValueError(
+            "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"
+        )
+    if args.few_shot and args.dont_use_box:
+        raise ValueError("--dont_use_box does not go with --few_shot: the problems shown have boxed answers")
+    if args.few_shot and args.few_shot_file and args.few_shot_file == args.data_file:
+        raise ValueError("--few_shot_file and --data_file are the same: the problems shown must not be those asked")
+    if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
+        raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
+
+
+# ---- processes
+
+
+def join_processes() -> tuple[int, int]:
+    """(rank, number of processes), as torchrun or accelerate started them; they only ever wait for each other."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may be hours behind another
+    return int(os.environ.get("RANK", "0")), world
+
+
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def from_rank_0(compute: Callable[[], Any]) -> Any:
+    """What `compute` returns on rank 0; an exception there is raised on every rank, so that none waits for ever."""
+    outcome: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            outcome[0] = compute()
+        except ValueError as error:
+            outcome[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+# ---- problems
+
+
+def tokenizer_path(args: argparse.Namespace) -> str:
+    own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
+    return args.checkpoint_path if own else args.model_path
+
+
+def read_problems(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Problem]:
+    """The problems to evaluate, in the order of their split, with their prompts as the model gets them."""
+    rows = task.load_rows(args.split, args.data_file)
+    chosen: Sequence[int] = range(len(rows))
+    if args.limit is not None and args.limit < len(rows):
+        chosen = sorted(random.Random(0).sample(chosen, args.limit))
+    shots = few_shot_messages(task, args.few_shot, args.seed, args.few_shot_file)
+    problems = []
+    for index in chosen:
+        row = rows[index]
+        *before, last = row["prompt"]
+        content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
+        messages = [*shots, *before, {**last, "content": content}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt += "<reasoning>" if args.add_reasoning else ""
+        ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        problems.append(Problem(index, prompt, ids, row["question"], row["ground_truth"]))
+    return problems
+
+
+# ---- names and records
+
+
+def task_name(args: argparse.Namespace) -> str:
+    return args.dataset if args.dataset in TASKS else Path(args.dataset).stem
+
+
+def setup_name(args: argparse.Namespace) -> str:
+    """`{task}_{model}_{gen_length}_{steps}`, the model being named after its folder."""
+    path = Path(args.checkpoint_path or args.model_path)
+    parts = [path.resolve().parent.name, path.name] if path.name.startswith("checkpoint-") else [path.resolve().name]
+    if args.split != "test":
+        parts.append(args.split)
+    if args.few_shot:
+        parts.append(f"fs{args.few_shot}")
+    model = re.sub(r"[^\w.-]+", "-", "_".join([*parts, *filter(None, [args.suffix])]))
+    return f"{task_name(args)}_{model}_{args.gen_length}_{args.diffusion_steps}"
+
+
+def run_identity(args: argparse.Namespace, problems: list[Problem]) -> dict[str, Any]:
+    """All that determines the completions: a run resumes only what agrees in it."""
+    prompts = json.dumps([[problem.index, problem.prompt, problem.ground_truth] for problem in problems], default=str)
+    names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
+    return {
+        "model": weights_fingerprint(args.model_path),
+        "adapter": args.checkpoint_path and weights_fingerprint(args.checkpoint_path),
+        "problems": len(problems),
+        "prompts": hashlib.sha256(prompts.encode()).hexdigest()[:16],
+        "seed": args.seed,
+        "dtype": str(pick_dtype(args)),
+    } | {name: getattr(args, name) for name in names}
+
+
+def results_file(args: argparse.Namespace, problems: list[Problem], done: dict[Key, dict[str, Any]]) -> dict[str, Any]:
+    """The generation file in d1's format: of several samples, `generations` is the first, `samples` has all."""
+    items = []
+    for problem in problems:
+        samples = [
+            {name: value for name, value in done[problem.index, sample].items() if name not in ("index", "sample")}
+            for sample in range(args.num_samples)
+        ]
+        items.append(
+            {"question": problem.question, "prompt_input": problem.prompt}
+            | samples[0]
+            | {"ground_truth": problem.ground_truth, "index": problem.index}
+            | ({"samples": samples} if len(samples) > 1 else {})
+        )
+    seconds = sum(entry["seconds"] for entry in done.values())
+    names = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
+    return {
+        "generations": items,
+        "metrics": {"wall_time": seconds, "total_processed": len(items)},
+        "task": task_name(args),
+        "expected_problems": len(items),
+    } | {name: getattr(args, name) for name in names}
+
+
+def record_file(args: argparse.Namespace, identity: dict[str, Any]) -> dict[str, Any]:
+    settings = {"model_path": args.model_path, "checkpoint_path": args.checkpoint_path, "settings": vars(args)}
+    return settings | {"identity": identity} | run_record()
+
+
+# ---- generation
+
+
+def pick_dtype(args: argparse.Namespace) -> torch.dtype:
+    return DTYPES[args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")]
+
+
+def generate_all(args: argparse.Namespace, tokenizer: Any, work: list[tuple[Problem, int]], journal: Journal) -> None:
+    """Generates the completions of `work`, pairs of problem and sample, and writes each batch to the journal."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    model = load_model(
+        args.model_path,
+        pick_dtype(args),
+        device,
+        adapter=args.checkpoint_path or None,
+        attn_implementation=args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+    )
+    longest = max(len(problem.ids) for problem, _ in work)
+    room = getattr(model.config, "max_position_embeddings", None)
+    if room is not None and longest + args.gen_length > room:
+        raise ValueError(f"a prompt of {longest} tokens and gen_length {args.gen_length} exceed the model's {room}")
+    passes = [0]
+    model.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    ends = torch.tensor(end_ids(tokenizer), device=device)
+    tokens, started = 0, time.perf_counter()
+    share = "" if not dist.is_initialized() else f" (process 0 of {dist.get_world_size()})"
+    with tqdm(total=len(work), desc=journal.setup + share, unit="problem", disable=journal.rank != 0) as progress:
+        for start in range(0, len(work), args.batch_size):
+            batch = work[start : start + args.batch_size]
+            entries = generate_batch(args, model, tokenizer, batch, ends, passes)
+            for entry in entries:
+                journal.append(entry)
+            tokens += sum(entry["tokens"] for entry in entries)
+            rate = tokens / (time.perf_counter() - started)
+            progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes[0]} forward passes")
+            progress.update(len(batch))
+
+
+def end_ids(tokenizer: Any) -> list[int]:
+    """Tokens that end a completion: end of text, end of turn, padding."""
+    turn = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "eot_token", None) or tokenizer.eos_token)
+    return sorted({tokenizer.eos_token_id, tokenizer.pad_token_id, turn})
+
+
+def generate_batch(
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    batch: list[tuple[Problem, int]],
+    ends: torch.Tensor,
+    passes: list[int],
+) -> list[dict[str, Any]]:
+    """Journal entries of one batch: texts, tokens before the end, forward passes and seconds (the batch's, shared)."""
+    began, passes_before = time.perf_counter(), passes[0]
+    width = max(len(problem.ids) for problem, _ in batch)
+    ids = torch.full((len(batch), width), tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, (problem, _) in enumerate(batch):
+        ids[row, width - len(problem.ids) :] = torch.tensor(problem.ids)
+        mask[row, width - len(problem.ids) :] = 1
+    output = generate(
+        model,
+        ids.to(ends.device),
+        mask.to(ends.device),
+        mask_token_id=tokenizer.mask_token_id,
+        gen_length=args.gen_length,
+        block_length=args.block_length,
+        steps=args.diffusion_steps,
+        temperature=args.temperature,
+        cfg_scale=args.cfg_scale,
+        remasking=args.remasking,
+        generator=[keyed_generator(args.seed, problem.index, sample) for problem, sample in batch],
+    )[:, width:]
+    lengths = (torch.isin(output, ends).cumsum(1) == 0).sum(1).tolist()
+    seconds = (time.perf_counter() - began) / len(batch)
+    return [
+        {
+            "index": problem.index,
+            "sample": sample,
+            "generations": tokenizer.decode(row),
+            "text": tokenizer.decode(row[:length], skip_special_tokens=True),
+            "tokens": length,
+            "forward_passes": passes[0] - passes_before,
+            "seconds": seconds,
+        }
+        for (problem, sample), row, length in zip(batch, output.tolist(), lengths, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        main(make_parser().parse_args())
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        sys.exit(f"eval.py: {error}")
