@@ -128,10 +128,11 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_correct(expression: str | None, ground_truth: Any) -> bool:
-    try:
-        numbers, target = [int(n) for n in ground_truth[0]], int(ground_truth[1])
-    except (TypeError, ValueError, IndexError, KeyError):
-        raise ValueError(f"the ground truth must be [[numbers], target], got {ground_truth!r}") from None
+    match ground_truth:
+        case [[*numbers], int(target)] if all(isinstance(n, int) for n in numbers):
+            pass
+        case _:
+            raise ValueError(f"the ground truth must be [[numbers], target], got {ground_truth!r}")
     return expression is not None and evaluate(expression, numbers) == target
 
 
@@ -170,7 +171,7 @@ def _solve(parts: list[tuple[Fraction, str, list[str]]], target: Fraction) -> tu
             for sign, apply in zip("+-*/", _OPERATORS.values(), strict=True):
                 if sign == "/" and not b:
                     continue
-                step = f"{a} {sign} {b} = {(value := apply(a, b))}"
+                step = f"{a} {sign} {b if b >= 0 else f'({b})'} = {(value := apply(a, b))}"
                 part = (value, f"({left} {sign} {right})", [*left_steps, *right_steps, step])
                 if found := _solve([*rest, part], target):
                     return found

@@ -1,7 +1,7 @@
 """Whether two mathematical answers are the same: by text, by exact numbers, else by math-verify in its own process.
 
 math-verify's own time limit is a signal: whole seconds, main thread only, and blind while one big-integer operation
-runs. So it runs in a helper process (this file as a script) that stops after `TIME_LIMIT`, and is ended when it does not.
+runs. So it runs in a helper process (this file as a script) that stops itself in time, and is ended when it does not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -20,9 +20,10 @@ from functools import lru_cache
 
 logger = logging.getLogger(__name__)
 
-TIME_LIMIT = 0.5  # seconds math-verify may take for one pair
+TIME_LIMIT = 0.4  # seconds of its CPU that math-verify may take for one pair, so that a busy machine changes no verdict
 MAX_ANSWER = 500  # characters; the longest answer of MATH-500 has fewer than 100
-_GRACE, _START_LIMIT, _MEMORY = 0.2, 120.0, 4 << 30
+_HARD_LIMIT, _START_LIMIT = 0.9, 120.0  # seconds by the clock
+_MEMORY = 4 << 30
 
 _UNIT = re.compile(r"(?<=.)\\(?:text|mbox|mathrm|textrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit)\{([^{}]*)\}")
@@ -40,7 +41,7 @@ def equivalent(answer: str, gold: str) -> bool:
     """Whether `answer` is mathematically the same as `gold`, both LaTeX without dollar signs around them.
 
     Units, percent and dollar signs, degrees and spacing do not count. Answers longer than `MAX_ANSWER` characters, and
-    what math-verify cannot decide within `TIME_LIMIT` seconds, count as different.
+    what math-verify cannot decide within `TIME_LIMIT`, count as different.
     """
     if len(answer) > MAX_ANSWER:
         return False
@@ -115,7 +116,7 @@ def _verify(answer: str, gold: str) -> bool:
             _helper_ready = True
         try:
             helper.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
-            reply = _reply(helper, TIME_LIMIT + _GRACE)
+            reply = _reply(helper, _HARD_LIMIT)
         except BrokenPipeError:
             reply = None
         if reply is None:
@@ -130,8 +131,9 @@ def _verify(answer: str, gold: str) -> bool:
 def _reply(helper: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     """The helper's next answer of one byte, or None if it ended or takes longer than `seconds`."""
     assert helper.stdout is not None
-    ready, _, _ = select.select([helper.stdout], [], [], seconds)
-    return (helper.stdout.read(1) or None) if ready else None
+    with selectors.DefaultSelector() as selector:
+        selector.register(helper.stdout, selectors.EVENT_READ)
+        return (helper.stdout.read(1) or None) if selector.select(seconds) else None
 
 
 class _OutOfTime(BaseException):
@@ -150,7 +152,7 @@ def _serve() -> None:
 
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGPROF, stop)
     config = [LatexExtractionConfig()]  # its other config hands text to python's eval
     parse(r"\boxed{1}", config, parsing_timeout=0)  # builds the parser's tables
     sys.stdout.buffer.write(b"!")
@@ -158,7 +160,7 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         same = False
         try:
-            signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+            signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
             gold, answer = (
                 parse(rf"\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=0)
                 for text in json.loads(line)
@@ -167,7 +169,7 @@ def _serve() -> None:
         except (_OutOfTime, Exception):
             same = False
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(b"1" if same else b"0")
         sys.stdout.buffer.flush()
 

@@ -1,0 +1,74 @@
+"""Any text at all: every extractor returns, scores stay in [0, 1], rewards are finite, and nothing takes a second."""
+
+import math
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from d1.tasks import TASKS, answer_block, final_answer, last_boxed, load_task, maths
+
+ROWS = {
+    "gsm8k": {"question": "?", "ground_truth": 18.0},
+    "math": {"question": "?", "ground_truth": r"\frac{\pi}{7}"},
+    "countdown": {"question": "?", "ground_truth": [[17, 96, 91], 22]},
+    "sudoku": {"question": "Solve the following Sudoku puzzle: 0102230010030400\n", "ground_truth": "4132231412433421"},
+}
+PIECES = [
+    *("<answer>", "</answer>", "<reasoning>", "</reasoning>", r"\boxed{", r"\boxed", "{", "}", r"\{", r"\}"),
+    *("(", ")", "[", "]", "$", r"\$", r"\(", r"\)", r"\frac{1}{2}", r"\frac", r"\text{", r"\sqrt{", r"\pi", r"\left"),
+    *(r"\times", r"\div", r"\cdot", r"\%", r"\ ", r"\\", r"\begin{pmatrix}", "<|eot_id|>", "__import__('os')"),
+    *("17", "96", "91", "22", "0", "1e999", "1/0", "99**80**50", "1,234", "4132231412433421", "a4 b1 c3", "nan", "inf"),
+    *("１２", "²", "٣", "−", *"+-*/=,.%^_#~!;|x \n"),
+]
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=40).map("".join)
+
+
+def check(text: str, names: list[str]) -> None:
+    for shared in (answer_block, last_boxed, final_answer, maths.normalize):
+        result = shared(text)
+        assert result is None or isinstance(result, str)
+    for name in names:
+        task, row = load_task(name), ROWS[name]
+        answer = task.extract(text)
+        assert answer is None or isinstance(answer, str) or math.isfinite(answer)
+        assert answer != ""
+        scores = task.score(text, row)
+        assert all(0.0 <= value <= 1.0 for value in scores.values())
+        assert scores["accuracy"] == 0.0 or answer is not None
+        for reward in task.REWARDS:
+            (paid,) = reward([text], **{key: [value] for key, value in row.items()})
+            assert 0.0 <= paid <= 2.0
+
+
+@given(TEXTS)
+@settings(max_examples=200, deadline=1000)
+def test_any_text(text):
+    check(text, ["gsm8k", "countdown", "sudoku"])
+    load_task("math").extract(text)
+
+
+@given(TEXTS)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_text_in_maths(text):
+    check(text, ["math"])
+
+
+@pytest.mark.slow
+@given(TEXTS | st.text(max_size=2000))
+@settings(max_examples=10_000, deadline=2000, suppress_health_check=list(HealthCheck))
+def test_ten_thousand_texts(text):
+    check(text, list(TASKS))
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "piece", ["9", "{", r"\boxed{", "<answer>", "(", "1 ", "$ ", r"\(", "</reasoning><answer>", "\t"]
+)
+def test_ten_megabytes_take_less_than_a_second(name, piece):
+    text = "<answer>" + piece * (10_000_000 // len(piece))
+    task = load_task(name)
+    start = time.perf_counter()
+    assert task.score(text, ROWS[name])["accuracy"] == 0.0
+    assert time.perf_counter() - start < 1.0

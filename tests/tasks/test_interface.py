@@ -1,0 +1,266 @@
+"""Names, user tasks, reading of rows, splits, few-shot turns, and the extraction all tasks share."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from d1.tasks import TASKS, answer_block, few_shot_messages, final_answer, last_boxed, load_task, text_of
+from d1.tasks.data import HELD_OUT
+
+USER_TASK = Path(__file__).parent / "reverse_task.py"
+GSM8K = [
+    {"question": f"What is {i} + 1?", "answer": f"{i} + 1 = <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(4)
+]
+MATH = [
+    {"problem": f"Find ${i}+1$.", "solution": rf"It is $\boxed{{{i + 1}}}$.", "answer": str(i + 1)} for i in range(4)
+]
+COUNTDOWN = [{"input": "30,100,93", "output": "23"}, {"input": "1,2,3", "output": "6"}]
+COUNTDOWN_HUB = [{"nums": [30, 100, 93], "target": 23}, {"nums": [1, 2, 3], "target": 6}]
+SUDOKU = [{"Puzzle": "0102230010030400", "Solution": "4132231412433421"}]  # leading zero
+LOCAL = {"gsm8k": [GSM8K], "math": [MATH], "countdown": [COUNTDOWN, COUNTDOWN_HUB], "sudoku": [SUDOKU]}
+
+
+def write(rows: list[dict], folder: Path, kind: str) -> str:
+    path = folder / f"rows.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "csv":
+        Dataset.from_list(rows).to_csv(str(path), index=False)
+    else:
+        Dataset.from_list(rows).to_parquet(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet"])
+@pytest.mark.parametrize(("name", "schema"), [(name, i) for name in LOCAL for i in range(len(LOCAL[name]))])
+def test_local_rows_load_in_each_schema_and_their_own_demonstration_scores_full(name, schema, kind, tmp_path):
+    if kind == "csv" and schema == 1:
+        pytest.skip("a list is no csv value")
+    task = load_task(name)
+    rows = task.load_rows("test", write(LOCAL[name][schema], tmp_path, kind))
+    assert len(rows) == len(LOCAL[name][schema])
+    for row in rows:
+        assert row["prompt"][-1]["content"].endswith(row["question"])
+        scores = task.score(task.demonstrate(row), {"question": row["question"], "ground_truth": row["ground_truth"]})
+        assert next(iter(scores)) == "accuracy"
+        assert set(scores.values()) == {1.0}
+        assert set(task.score("I do not know", row).values()) == {0.0}
+
+
+def test_ground_truths_are_those_of_d1s_generation_files(tmp_path):
+    def first(name):
+        return load_task(name).load_rows("test", write(LOCAL[name][0], tmp_path, "jsonl"))[0]
+
+    assert first("countdown")["ground_truth"] == [[30, 100, 93], 23]
+    assert first("countdown")["question"] == "Numbers: [30, 100, 93]\nTarget: 23"
+    assert first("sudoku")["ground_truth"] == "4132231412433421"
+    assert first("sudoku")["question"] == "Solve the following Sudoku puzzle: 0102230010030400\n"
+    assert first("gsm8k")["ground_truth"] == 1.0
+    assert first("math")["ground_truth"] == "1"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_rewards_take_trls_arguments_as_text_or_messages_and_print_nothing(name, tmp_path, capsys):
+    task = load_task(name)
+    rows = task.load_rows("train", write(LOCAL[name][0], tmp_path, "jsonl"))
+    texts = [task.demonstrate(row) for row in rows]
+    capsys.readouterr()  # the progress bar of reading the file
+    columns = {"prompts": rows["prompt"], "completion_ids": [[0]] * len(rows), "trainer_state": None, **rows.to_dict()}
+    for reward in task.REWARDS:
+        plain = reward(completions=texts, **columns)
+        chat = reward(completions=[[{"role": "assistant", "content": text}] for text in texts], **columns)
+        assert plain == chat
+        assert all(type(value) is float for value in plain)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_reward_names_the_column_it_lacks():
+    with pytest.raises(KeyError, match="needs the column 'ground_truth'; the rows have question"):
+        load_task("countdown").expression_reward(["<answer>1</answer>"], question=["?"])
+
+
+# --- wrong files ---
+
+
+def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
+    path = write([{"question": "?", "text": "1"}], tmp_path, "jsonl")
+    with pytest.raises(ValueError, match=r"rows\.jsonl lacks the columns answer; it has question, text"):
+        load_task("gsm8k").load_rows("test", path)
+    with pytest.raises(FileNotFoundError, match="no data file nowhere"):
+        load_task("gsm8k").load_rows("test", "nowhere.jsonl")
+    (tmp_path / "rows.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"\.json, \.jsonl, \.csv or \.parquet"):
+        load_task("gsm8k").load_rows("test", str(tmp_path / "rows.txt"))
+    (tmp_path / "broken.json").write_text('[{"question": "a", ')
+    with pytest.raises(ValueError, match=r"cannot read .*broken\.json"):
+        load_task("gsm8k").load_rows("test", str(tmp_path / "broken.json"))
+    (tmp_path / "empty.csv").write_text("Puzzle,Solution\n")
+    with pytest.raises(ValueError, match=r"empty\.csv"):
+        load_task("sudoku").load_rows("test", str(tmp_path / "empty.csv"))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("gsm8k", {"question": "?", "answer": "12"}, "row 1: answer must end with '#### number'"),
+        ("math", {"problem": "?", "solution": "so 3"}, "row 1: neither an answer nor"),
+        ("countdown", {"input": "1,x,3", "output": "6"}, "row 1: input and output must be integers"),
+        ("sudoku", {"Puzzle": "102230010030400", "Solution": "4132231412433421"}, "row 1: Puzzle must be 16 digits"),
+        ("sudoku", {"Puzzle": "0102230010030400", "Solution": "4132231412433412"}, "row 1: Solution .* does not solve"),
+        ("sudoku", {"Puzzle": "0102230010030402", "Solution": "4132231412433421"}, "row 1: Solution .* does not solve"),
+    ],
+)
+def test_a_wrong_row_is_named(name, row, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load_task(name).load_rows("test", write([row], tmp_path, "jsonl"))
+
+
+def test_an_unknown_split_is_refused():
+    for name in TASKS:
+        with pytest.raises(ValueError, match="unknown split 'dev': use one of train, validation, test"):
+            load_task(name).load_rows("dev")
+
+
+# --- the hub's datasets; a folder of that name stands in, read by the same load_dataset call ---
+
+
+def make_hub(folder: Path, name: str, split: str, rows: list[dict], config: str = "default") -> None:
+    root = folder / name
+    root.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows).to_parquet(str(root / f"{split}.parquet"))
+    files = "".join(f"  - split: {p.stem}\n    path: {p.name}\n" for p in sorted(root.glob("*.parquet")))
+    (root / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
+
+
+def hub_splits(name: str) -> dict[str, list[str]]:
+    return {split: load_task(name).load_rows(split)["question"][:] for split in ("train", "validation", "test")}
+
+
+def test_gsm8k_and_math_hold_out_the_end_of_a_shuffle(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    count = HELD_OUT + 20
+    make_hub(tmp_path, "openai/gsm8k", "train", [{**GSM8K[0], "question": f"q{i}"} for i in range(count)], "main")
+    make_hub(tmp_path, "openai/gsm8k", "test", [{**GSM8K[0], "question": "test"}], "main")
+    make_hub(tmp_path, "ankner/math-500", "train", [{**MATH[0], "problem": f"q{i}"} for i in range(count)])
+    make_hub(tmp_path, "HuggingFaceH4/MATH-500", "test", [{**MATH[0], "problem": "test"}])
+    order = [f"q{i}" for i in np.random.default_rng(42).permutation(count)]
+    for name in ("gsm8k", "math"):
+        assert hub_splits(name) == {"train": order[:20], "validation": order[20:], "test": ["test"]}
+
+
+def test_countdown_holds_out_500_three_number_problems_and_drops_test_problems(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    test = load_task("countdown").load_rows("test")
+    numbers, target = test[0]["ground_truth"]
+    leaked = {"nums": numbers[::-1], "target": target}
+    rows = [{"nums": [i, 1, 2], "target": i + 3} for i in range(1000, 1000 + HELD_OUT + 30)]
+    four = [{"nums": [i, 1, 2, 3], "target": i + 6} for i in range(7)]
+    make_hub(tmp_path, "Jiayi-Pan/Countdown-Tasks-3to4", "train", [*four, *rows, leaked])
+    kept = [*rows, leaked]
+    order = [kept[i] for i in np.random.default_rng(42).permutation(len(kept))]
+    expected = [f"Numbers: {row['nums']}\nTarget: {row['target']}" for row in order]
+    leak = f"Numbers: {numbers[::-1]}\nTarget: {target}"
+    splits = hub_splits("countdown")
+    assert splits["train"] == [q for q in expected[:-HELD_OUT] if q != leak]
+    assert splits["validation"] == [q for q in expected[-HELD_OUT:] if q != leak]
+    assert splits["test"] == test["question"][:]
+
+
+def test_a_hub_out_of_reach_says_what_to_do(tmp_path, monkeypatch):
+    import datasets.config
+    import huggingface_hub.constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(ConnectionError, match=r"openai/gsm8k.*--data_file"):
+        load_task("gsm8k").load_rows("test")
+
+
+# --- names and user files ---
+
+
+def test_unknown_tasks_list_the_known_ones():
+    with pytest.raises(ValueError, match="unknown task 'game24': use one of gsm8k, math, countdown, sudoku, or a path"):
+        load_task("game24")
+    with pytest.raises(FileNotFoundError, match=r"no task file .*missing\.py"):
+        load_task("missing.py")
+
+
+def test_a_users_task_loads_from_its_path():
+    assert len(USER_TASK.read_text().splitlines()) < 40
+    task = load_task(str(USER_TASK))
+    rows = task.load_rows("train")
+    answers = [f"<answer>{row['ground_truth']}</answer>" for row in rows]
+    assert task.REWARDS[0](answers, **rows.to_dict()) == [1.0] * len(rows)
+    assert task.score(answers[0], rows[0]) == {"accuracy": 1.0}
+    assert task.score(answers[0], rows[1]) == {"accuracy": 0.0}
+    with pytest.raises(ValueError, match="no demonstrate"):
+        few_shot_messages(task, 1, seed=0)
+
+
+def test_a_users_task_that_is_incomplete_names_every_missing_part(tmp_path):
+    path = tmp_path / "half.py"
+    path.write_text("def extract(text): return text\nREWARDS = []\n")
+    with pytest.raises(ValueError, match=r"does not define load_rows .*score .*REWARDS"):
+        load_task(str(path))
+
+
+# --- few-shot ---
+
+
+def test_few_shot_turns_are_seeded_solved_training_problems():
+    task = load_task("sudoku")
+    messages = few_shot_messages(task, 3, seed=5)
+    assert messages == few_shot_messages(task, 3, seed=5)
+    assert messages != few_shot_messages(task, 3, seed=6)
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 3
+    train = {row["prompt"][0]["content"]: row for row in task.load_rows("train")}
+    for shown, solved in zip(messages[::2], messages[1::2], strict=True):
+        assert task.score(solved["content"], train[shown["content"]])["accuracy"] == 1.0
+    test = {row["prompt"][0]["content"] for row in task.load_rows("test")}
+    assert not test & {m["content"] for m in messages}
+    assert few_shot_messages(task, 0, seed=5) == []
+    with pytest.raises(ValueError, match="between 0 and the 4000 training rows, got 4001"):
+        few_shot_messages(task, 4001, seed=5)
+
+
+# --- extraction ---
+
+
+def test_text_of_takes_strings_and_messages():
+    assert text_of("a") == "a"
+    assert text_of([{"role": "assistant", "content": "b"}]) == "b"
+    assert text_of([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "block", "boxed", "answer"),
+    [
+        (r"<answer> \boxed{5} </answer>", r"\boxed{5}", "5", "5"),
+        ("<answer>1</answer> no: <answer>2</answer>", "2", None, "2"),
+        ("<answer>\n7<|eot_id|><|endoftext|>", "7", None, "7"),
+        (r"\boxed{1} <answer> 2 </answer>", "2", "1", "2"),
+        (r"so \boxed{\frac{1}{2}} or \boxed{3}", None, "3", "3"),
+        (r"\boxed{\boxed{4}}", None, "4", "4"),
+        (r"\boxed{1 + \boxed{2}}", None, r"1 + \boxed{2}", r"1 + \boxed{2}"),
+        (r"\boxed{\boxed{}}", None, "", None),
+        (r"\boxed{\{1, 2\}}", None, r"\{1, 2\}", r"\{1, 2\}"),
+        (r"\boxed{5} then \boxed{\frac{1}{2}", None, "5", "5"),
+        (r"} } \boxed {6}", None, "6", "6"),
+        (r"<answer>\boxed{}8</answer>", r"\boxed{}8", "", r"\boxed{}8"),
+        ("\boxed{9}", None, None, None),  # a backspace and "oxed", what d1 looked for
+        ("nothing", None, None, None),
+        ("", None, None, None),
+    ],
+)
+def test_answer_blocks_and_boxes(text, block, boxed, answer):
+    assert answer_block(text) == block
+    assert last_boxed(text) == boxed
+    assert final_answer(text) == answer

@@ -1,0 +1,150 @@
+"""MATH: equivalence of answers, its time limit in any thread, and each reward against values worked out by hand."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from d1.tasks import math500, maths
+
+SAME = [
+    ("12", "12"),
+    (r"\dfrac{1}{2}", r"\frac{1}{2}"),
+    (r"\frac12", r"\frac{1}{2}"),
+    ("0.5", r"\frac{1}{2}"),
+    ("1/2", r"\frac{1}{2}"),
+    ("10,080", r"10,\!080"),
+    ("1,234", "1234"),
+    ("−3", "-3"),
+    (r"36", r"36^\circ"),
+    (r"36°", r"36^{\circ}"),
+    (r"12\text{ cm}", "12"),
+    (r"50\%", "50"),
+    (r"50\%", "0.5"),
+    (r"\$12.50", "12.50"),
+    ("x = 5", "5"),
+    ("Evelyn", r"\text{Evelyn}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
+    ("x^2 + 2x + 1", "(x+1)^2"),
+    (r"2\sqrt{2}", r"\sqrt{8}"),
+    (r"\begin{pmatrix} \frac{2}{4} \\ 1 \end{pmatrix}", r"\begin{pmatrix} 1/2 \\ 1 \end{pmatrix}"),
+    (r"\{3, 1, 2\}", r"\{1,2,3\}"),
+    ("-2 + 7i", "7i - 2"),
+]
+DIFFERENT = [
+    ("12", "21"),
+    ("-3", "3"),
+    (r"\frac{1}{3}", "0.33"),
+    ("(1,2)", "(2,1)"),
+    ("(0,1]", "(0,1)"),
+    ("1,234", "(1,234)"),
+    ("2 1/2", "21/2"),
+    (r"\text{Evelyn}", r"\text{Navin}"),
+    ("x^2", "x^3"),
+    (r"\sqrt{2}", "1.41"),
+    ("", "5"),
+    ("?", "5"),
+    (r"\frac{1}{0}", "0"),
+    ("1e999", "5"),
+    ("５", "5"),
+    (r"\boxed{", "5"),
+    ("}{", "5"),
+    ("5" * 501, "5"),
+]
+
+
+@pytest.mark.parametrize(("answer", "gold"), SAME)
+def test_same(answer, gold):
+    assert maths.equivalent(answer, gold)
+    assert maths.equivalent(gold, answer)
+
+
+@pytest.mark.parametrize(("answer", "gold"), DIFFERENT)
+def test_different(answer, gold):
+    assert not maths.equivalent(answer, gold)
+
+
+HOSTILE = [
+    "99^{80^{50}}",
+    "10^{10^{10}}",
+    "(99999!)!",
+    r"\sum_{n=1}^{1000000} n^{1000}",
+    "(" * 250,
+    "{" * 499,
+    r"\sqrt{" * 70 + "2" + "}" * 70,
+    r"\boxed{\boxed{}}",
+    r"\int_0^1 \sin(x^{x^{x}}) dx",
+]
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_hostile_answers_take_less_than_a_second(answer):
+    maths.equivalent("x", "y")  # the helper is up
+    start = time.perf_counter()
+    assert not maths.equivalent(answer, r"\frac{\pi}{7}")
+    assert time.perf_counter() - start < 1.0
+
+
+def test_equivalence_works_in_a_thread_where_signals_do_not():
+    verdicts: list[bool] = []
+    thread = threading.Thread(target=lambda: verdicts.extend([maths.equivalent("(a+b)^2", "a^2+2ab+b^2")]))
+    thread.start()
+    thread.join()
+    assert verdicts == [True]
+
+
+def test_a_helper_that_dies_or_hangs_is_replaced(caplog):
+    assert maths.equivalent("(p+1)^2", "p^2+2p+1")
+    helper = maths._helper
+    assert helper is not None
+    os.kill(helper.pid, signal.SIGKILL)
+    helper.wait()
+    assert maths.equivalent("(p+2)^2", "p^2+4p+4")
+    helper = maths._helper
+    assert helper is not None
+    os.kill(helper.pid, signal.SIGSTOP)
+    start = time.perf_counter()
+    assert not maths.equivalent("(p+3)^2", "p^2+6p+9")
+    assert time.perf_counter() - start < 1.0
+    assert "gave up" in caplog.text
+    assert maths.equivalent("(p+4)^2", "p^2+8p+16")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"<answer>\boxed{\frac{1}{2}}</answer>", r"\frac{1}{2}"),
+        (r"<answer>The answer is $x+1$.</answer>", "x+1"),
+        (r"<answer>It is \(\frac{1}{2}\) then</answer>", r"\frac{1}{2}"),
+        ("<answer>7</answer>", "7"),
+        (r"so \boxed{3}", "3"),
+        ("so 3", None),
+    ],
+)
+def test_extraction(text, answer):
+    assert math500.extract(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "form"),
+    [
+        ("<reasoning>a\nb</reasoning>\n<answer>\n\\boxed{1/2}\n</answer>", 2.0, 1.0),
+        ("<answer>0.5</answer>", 2.0, 0.75),
+        (r"\boxed{0.5}", 2.0, 0.5),
+        (r"\boxed{0.5} <answer>0.5</answer>", 2.0, 0.75),  # the box is not inside
+        ("0.5", 0.0, 0.25),
+        (r"<answer>\boxed{2}</answer>", 0.0, 1.0),
+        ("<answer>\boxed{0.5}</answer>", 0.0, 0.75),  # d1's own typo in its reward: a backspace, not a box
+        ("", 0.0, 0.25),
+    ],
+)
+def test_rewards_by_hand(text, correct, form):
+    assert math500.correct_reward([text], ground_truth=[r"\frac{1}{2}"]) == [correct]
+    assert math500.boxed_in_answer_reward([text]) == [form]
+
+
+def test_a_missing_gold_is_refused():
+    with pytest.raises(ValueError, match="must be LaTeX text, got None"):
+        math500.score(r"\boxed{1}", {"question": "", "ground_truth": None})
