@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
@@ -41,12 +41,12 @@ def lora_targets(model_type: str, name: str) -> list[str]:
         ) from None
 
 
-def adapter_chain(path: str, adapter: str | Sequence[str] | None) -> tuple[str, list[str]]:
+def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:
     """The base model under `path`, and the adapters to put on it in order.
 
     An adapter's folder names what it was trained on, which may again be an adapter (RL on top of SFT).
     """
-    above = [adapter] if isinstance(adapter, str | os.PathLike) else list(adapter or [])
+    above = [adapter] if isinstance(adapter, str | Path) else list(adapter or [])
     adapters = [str(folder) for folder in above]
     while find_adapter_config_file(path) is not None:
         if path in adapters:
@@ -93,11 +93,11 @@ def native_lora_config(config: PeftConfig, weights: dict[str, object], folder: s
     return config
 
 
-def merge_adapter(model: PeftModel, folder: str, progress: bool = False) -> PreTrainedModel:
+def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) -> PreTrainedModel:
     """Fold the active adapter into the weights; the model then goes by the adapter's folder as its name.
 
     An adapter trained next therefore records `folder` as its base, and `load_model` finds the whole chain.
     """
     merged = model.merge_and_unload(progressbar=progress)
-    merged.name_or_path = folder
+    merged.name_or_path = str(folder)
     return merged

@@ -103,11 +103,11 @@ def attach_hooks(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_model(
-    path: str,
+    path: str | Path,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     *,
-    adapter: str | Sequence[str] | None = None,
+    adapter: str | Path | Sequence[str | Path] | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     quantization: str | None = None,
@@ -225,7 +225,7 @@ def body_and_head(model: torch.nn.Module) -> tuple[Callable[..., Tensor], Callab
 
 
 def load_tokenizer(
-    path: str,
+    path: str | Path,
     *,
     mask_token: str | None = None,
     pad_token: str | None = None,

@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {  # kind -> config fields beyond the common 
 }
 ENCODERS = ("modernbert", "bert", "roberta")
 
-# What a published LLaDA config.json holds, at toy size; embedding_size pads the vocabulary.
+# What a published LLaDA config.json holds, at toy size.
 LLADA_CONFIG = {
     "model_type": "llada",
     "architectures": ["LLaDAModelLM"],
@@ -78,7 +78,7 @@ LLADA_CONFIG = {
     "rope_full_precision": True,
     "rope_theta": 500000.0,
     "scale_logits": False,
-    "vocab_size": VOCAB - 4,
+    "vocab_size": VOCAB,
     "weight_tying": False,
 }
 

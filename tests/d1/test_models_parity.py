@@ -112,9 +112,9 @@ def test_llada_equals_the_published_architecture(kind_dirs, attention):
 
 
 @torch.no_grad()
-def test_llada_without_grouped_heads(tmp_path, llada_writer):
+def test_llada_without_grouped_heads_and_with_a_padded_vocabulary(tmp_path, llada_writer):
     torch.manual_seed(3)
-    folder = llada_writer(tmp_path, n_kv_heads=4)
+    folder = llada_writer(tmp_path, n_kv_heads=4, vocab_size=60)
     ids = torch.randint(0, 64, (9,), generator=torch.Generator().manual_seed(1))
     logits = load_model(folder)(input_ids=ids[None]).logits[0]
     torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
