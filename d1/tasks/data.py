@@ -27,9 +27,7 @@ def shipped_file(name: str) -> str:
     """The path of a problem set of the checkout's `dataset/` folder."""
     path = DATASET_DIR / name
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no {path}: run from a checkout (python dataset/make_problems.py), or pass --data_file"
-        )
+        raise FileNotFoundError(f"no {path}: install from a checkout with `pip install -e .`, or pass --data_file FILE")
     return str(path)
 
 

@@ -38,7 +38,8 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 def _task_row(source: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
     solution = str(row.get("solution") or "")
-    gold = str(row.get("answer") or last_boxed(solution) or "").strip()
+    answer = row.get("answer")
+    gold = str(answer if answer is not None else last_boxed(solution) or "").strip()
     if not gold:
         raise ValueError(rf"{source}, row {number}: neither an answer nor a \boxed{{}} in the solution")
     return {

@@ -36,11 +36,17 @@ def write(rows: list[dict], folder: Path, kind: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet"])
-@pytest.mark.parametrize(("name", "schema"), [(name, i) for name in LOCAL for i in range(len(LOCAL[name]))])
+@pytest.mark.parametrize(
+    ("name", "schema", "kind"),
+    [
+        (name, i, kind)
+        for name in LOCAL
+        for i in range(len(LOCAL[name]))
+        for kind in ("json", "jsonl", "csv", "parquet")
+        if kind != "csv" or i == 0  # the lists of the hub's Countdown schema are no csv values
+    ],
+)
 def test_local_rows_load_in_each_schema_and_their_own_demonstration_scores_full(name, schema, kind, tmp_path):
-    if kind == "csv" and schema == 1:
-        pytest.skip("a list is no csv value")
     task = load_task(name)
     rows = task.load_rows("test", write(LOCAL[name][schema], tmp_path, kind))
     assert len(rows) == len(LOCAL[name][schema])
