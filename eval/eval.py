@@ -312,7 +312,7 @@ def generate_all(args: argparse.Namespace, tokenizer: Any, work: list[tuple[Prob
                 journal.append(entry)
             tokens += sum(entry["tokens"] for entry in entries)
             rate = tokens / (time.perf_counter() - started)
-            progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes[0]} forward passes")
+            progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes[0]} forward passes", refresh=False)
             progress.update(len(batch))
 
 
