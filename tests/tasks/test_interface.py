@@ -184,7 +184,6 @@ def test_a_hub_out_of_reach_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(ConnectionError, match=r"openai/gsm8k.*--data_file"):
         load_task("gsm8k").load_rows("test")
 
