@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,16 @@ def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | No
     if not os.path.isdir(str(resume)):
         raise ValueError(f"resume_from_checkpoint={resume!r} is neither true, false nor a checkpoint folder")
     return str(resume)
+
+
+def is_finished(checkpoint: str | None, args: TrainingArguments) -> bool:
+    """Whether `checkpoint` is the run's last step. A Trainer resumed there would take one step too many."""
+    if checkpoint is None:
+        return False
+    state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+    if args.max_steps > 0:
+        return state.global_step >= args.max_steps
+    return state.num_train_epochs == args.num_train_epochs and state.global_step >= state.max_steps
 
 
 def run_record() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from d1.models import load_model, load_tokenizer
-from d1.runs import checkpoint_to_resume, save_record
+from d1.runs import checkpoint_to_resume, is_finished, save_record
 from d1.tasks import load_task
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,10 @@ def main(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
         peft_config=get_peft_config(model_args),
         task_name=args.dataset,
     )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if is_finished(checkpoint, args):
+        trainer._load_from_checkpoint(checkpoint)
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(args.output_dir)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import trl.trainer.grpo_trainer as trl_grpo
 from diffu_grpo_config import DiffuGRPOConfig
 from reward_guard import guarded
-from rollout_state import load_rollout, save_rollout
+from rollout_state import EpochSampler, RestoreRollout, save_rollout
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.models.utils import unwrap_model_for_generation
@@ -100,6 +100,8 @@ class DiffuGRPOTrainer(GRPOTrainer):
                 **kwargs,
             )
         self._eval_rollouts = 0
+        self.resumed_from: Path | None = None
+        self.add_callback(RestoreRollout(self))
 
     # --- Rollout ---------------------------------------------------------------------------------------------------
 
@@ -336,7 +338,18 @@ class DiffuGRPOTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            load_rollout(self, Path(checkpoint))
+            self.resumed_from = Path(checkpoint)
+
+    def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
+        return EpochSampler(
+            dataset if dataset is not None else self.train_dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+            epoch=lambda: int(self.state.epoch or 0),
+        )
 
 
 @contextlib.contextmanager

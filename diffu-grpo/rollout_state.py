@@ -1,13 +1,45 @@
-"""What TRL leaves out of a checkpoint: the rollout in use, with its masks, and where in its cycle the run stands."""
+"""What a checkpoint of TRL's leaves out: the rollout in use with its masks, where in its cycle the run stands, the
+metrics not logged yet, and the order of later epochs. With it, a resumed run repeats an unbroken one bit for bit."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+from trl.trainer.utils import RepeatSampler
+
+
+class EpochSampler(RepeatSampler):
+    """TRL's sampler with an order that is a function of (seed, epoch), so that a run resumed in a later epoch finds it.
+
+    Delete when TRL's RepeatSampler does not start again from the first epoch's order.
+    """
+
+    def __init__(self, *args: Any, epoch: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) + self.epoch())
+        return super().__iter__()
+
+
+class RestoreRollout(TrainerCallback):
+    """Puts the rollout state back once the Trainer has set its own counters."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self.trainer.resumed_from is not None:
+            load_rollout(self.trainer, self.trainer.resumed_from)
+            self.trainer.resumed_from = None
 
 
 def _files(folder: Path, rank: int) -> tuple[Path, Path]:
@@ -18,15 +50,20 @@ def save_rollout(trainer: Any, folder: Path) -> None:
     """Writes this rank's buffered micro-batches and counters into the checkpoint `folder`."""
     tensors_file, counters_file = _files(folder, trainer.accelerator.process_index)
     batches = trainer._buffered_inputs or []
+    # Micro-batches are views of one rollout and safetensors refuses shared storage, hence the clones.
     tensors = {
-        f"{index}.{key}": value.contiguous().cpu()
+        f"{index}.{key}": value.detach().cpu().clone().contiguous()
         for index, batch in enumerate(batches)
         for key, value in batch.items()
         if isinstance(value, torch.Tensor)
     }
-    # Micro-batches are views of one rollout; safetensors refuses shared storage.
-    save_file({key: value.clone() for key, value in tensors.items()}, tensors_file)
-    counters = {"step": trainer._step, "batches": len(batches), "metrics": trainer._metrics["train"]}
+    save_file(tensors | {"loss": trainer._tr_loss.detach().cpu().clone()}, tensors_file)
+    counters = {
+        "step": trainer._step,
+        "batches": len(batches),
+        "metrics": trainer._metrics["train"],
+        "last_logged": trainer._globalstep_last_logged,
+    }
     counters_file.write_text(json.dumps(counters))
 
 
@@ -37,13 +74,15 @@ def load_rollout(trainer: Any, folder: Path) -> None:
         ValueError: the checkpoint has no rollout of this rank (another number of processes wrote it).
     """
     tensors_file, counters_file = _files(folder, trainer.accelerator.process_index)
-    if not counters_file.exists():
+    written = len(list(folder.glob("rollout_rank*.json")))
+    if written != trainer.accelerator.num_processes:
         raise ValueError(
-            f"{folder} holds no rollout of rank {trainer.accelerator.process_index}: resume with the number of "
-            "processes that wrote it"
+            f"{folder} was written by {written} processes and cannot continue in mid-rollout with "
+            f"{trainer.accelerator.num_processes}: start the run with {written}"
         )
     counters = json.loads(counters_file.read_text())
     tensors = load_file(tensors_file, device=str(trainer.accelerator.device))
+    trainer._tr_loss = tensors.pop("loss")
     batches: list[dict[str, Any]] = [{} for _ in range(counters["batches"])]
     for name, value in tensors.items():
         index, key = name.split(".", 1)
@@ -51,3 +90,4 @@ def load_rollout(trainer: Any, folder: Path) -> None:
     trainer._step = counters["step"]
     trainer._buffered_inputs = batches or None
     trainer._metrics["train"].update(counters["metrics"])
+    trainer._globalstep_last_logged = counters["last_logged"]

@@ -1,0 +1,137 @@
+"""diffu-GRPO as its users start it: real processes, killed and resumed, one and two of them."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+TASK = Path(__file__).with_name("letters_task.py")
+TIMES = ("seconds/", "rollout_tokens", "step_time", "train_runtime", "_per_second", "peak_memory", "profiling/")
+
+
+def command(model_dir, output_dir, *extra, processes=1):
+    launch = [sys.executable]
+    if processes > 1:
+        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
+        launch += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    flags = {
+        "model_path": model_dir,
+        "task": TASK,
+        "output_dir": output_dir,
+        "per_device_train_batch_size": 8 // processes,
+        "num_generations": 4,
+        "num_iterations": 3,
+        "max_completion_length": 8,
+        "block_length": 4,
+        "diffusion_steps": 4,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "max_steps": 26,  # an epoch has 18
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "logging_steps": 3,
+        "gradient_checkpointing": "false",
+        "report_to": "none",
+        "loss_type": "dapo",
+    }
+    settings = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    return [*launch, "diffu_grpo_train.py", *settings, *extra]
+
+
+def environment(**extra):
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", **extra}
+
+
+def run(model_dir, output_dir, *extra, processes=1):
+    done = subprocess.run(
+        command(model_dir, output_dir, *extra, processes=processes),
+        cwd=ROOT / "diffu-grpo",
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+def final_weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def logs(folder):
+    """Everything logged, but for what depends on the clock."""
+    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    return [{key: value for key, value in entry.items() if not any(t in key for t in TIMES)} for entry in history]
+
+
+def until_written_after(path, process):
+    """Waits until `path` is newer than now (the run is about to load its model) or the process has ended."""
+    started = time.time()
+    while process.poll() is None and not (path.exists() and path.stat().st_mtime >= started):
+        time.sleep(0.02)
+
+
+def killed_and_resumed(model_dir, folder, kills, processes):
+    """Kills the run `kills` times at random moments (the whole process group, SIGKILL), then lets it finish."""
+    chance = random.Random(0)
+    for _ in range(kills):
+        process = subprocess.Popen(
+            command(model_dir, folder, "--resume_from_checkpoint", "true", processes=processes),
+            cwd=ROOT / "diffu-grpo",
+            env=environment(LETTERS_SECONDS="0.5"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        until_written_after(folder / "run.json", process)
+        time.sleep(chance.uniform(0.0, 4.0))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    run(model_dir, folder, "--resume_from_checkpoint", "true", processes=processes)
+
+
+@pytest.mark.parametrize(("kills", "processes"), [(5, 1), pytest.param(5, 2, marks=pytest.mark.slow)])
+def test_a_killed_run_resumes_bit_for_bit(tiny_model_dir, tmp_path, kills, processes):
+    run(tiny_model_dir, tmp_path / "whole", processes=processes)
+    killed_and_resumed(tiny_model_dir, tmp_path / "killed", kills, processes)
+    whole, killed = final_weights(tmp_path / "whole"), final_weights(tmp_path / "killed")
+    for name, value in whole.items():
+        assert torch.equal(value, killed[name]), name
+    assert logs(tmp_path / "whole") == logs(tmp_path / "killed")
+
+
+def test_two_processes_reach_the_weights_of_one(tiny_model_dir, tmp_path):
+    run(tiny_model_dir, tmp_path / "one")
+    run(tiny_model_dir, tmp_path / "two", processes=2)
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
+    one, two = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
+    start = load_file(tiny_model_dir / "model.safetensors")
+    for name, value in one.items():
+        assert (value - start[name]).abs().max() > 1e-3
+        torch.testing.assert_close(two[name], value, rtol=0, atol=2e-5)
+
+
+def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    done = subprocess.run(
+        command(tiny_model_dir, tmp_path),
+        cwd=ROOT / "diffu-grpo",
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "holds another run (checkpoint-2): add --resume_from_checkpoint true" in done.stderr
