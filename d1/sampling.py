@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from d1.models import body_and_head
+
 REMASKING = ("low_confidence", "random")
 
 
@@ -75,7 +77,14 @@ def sample_tokens(
     return (logits - temperature * exponential.log()).argmax(-1)
 
 
-def block_logits(
+def logits_at(model: Any, ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
+    """fp32 logits (rows, n, vocab) at each row's own `positions` (rows, n); the head runs nowhere else."""
+    body, head = body_and_head(model)
+    states = body(ids, attention_mask)
+    return head(states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))).float()
+
+
+def guided_logits(
     model: Any,
     ids: Tensor,
     attention_mask: Tensor,
@@ -84,13 +93,11 @@ def block_logits(
     mask_token_id: int,
     cfg_scale: float,
 ) -> Tensor:
-    """fp32 logits at `positions`, with classifier-free guidance where asked: un + (scale + 1) (cond - un)."""
+    """`logits_at` with classifier-free guidance: un + (scale + 1) (cond - un), `un` with the `prompt` masked."""
     if cfg_scale == 0:
-        return model(input_ids=ids, attention_mask=attention_mask, logits_to_keep=positions).logits.float()
-    unconditional = ids.masked_fill(prompt, mask_token_id)
-    both = torch.cat([ids, unconditional])
-    logits = model(input_ids=both, attention_mask=attention_mask.repeat(2, 1), logits_to_keep=positions).logits.float()
-    cond, un = logits.chunk(2)
+        return logits_at(model, ids, attention_mask, positions)
+    both = torch.cat([ids, ids.masked_fill(prompt, mask_token_id)])
+    cond, un = logits_at(model, both, attention_mask.repeat(2, 1), positions.repeat(2, 1)).chunk(2)
     return un + (cfg_scale + 1) * (cond - un)
 
 
@@ -113,7 +120,7 @@ def generate(
     """Block-wise masked diffusion sampling.
 
     Args:
-        model: scores the token AT each position and takes `logits_to_keep` (`d1.models.load_model`), in eval mode.
+        model: from `d1.models.load_model`, in eval mode.
         prompt_ids: (rows, prompt) ids, padded on the left.
         attention_mask: (rows, prompt), 1 at real tokens. Padding is invisible: a greedy row is the same in any batch.
         gen_length: tokens to generate. Blocks and steps that do not divide it are spread evenly, none dropped.
@@ -147,10 +154,9 @@ def generate(
     start = prompt_length
     for reveals in schedule:
         end = start + sum(reveals)
-        positions = torch.arange(start, end, device=ids.device)
-        masked = torch.ones(rows, end - start, dtype=torch.bool, device=ids.device)
+        hidden = torch.arange(start, end, device=ids.device).expand(rows, -1)  # each row's masked positions, ascending
         for count in reveals:
-            logits = block_logits(model, ids, visible, positions, prompt, mask_token_id, cfg_scale)
+            logits = guided_logits(model, ids, visible, hidden, prompt, mask_token_id, cfg_scale)
             log_normaliser = logits.logsumexp(-1)
             logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token
             tokens = sample_tokens(logits, temperature, generator, noise_dtype)
@@ -159,9 +165,9 @@ def generate(
             else:
                 confidence = uniform(tokens.shape, generator, logits)
             # A stable sort breaks ties to the left whatever the batch; saturated confidences do tie.
-            order = confidence.masked_fill(~masked, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-            chosen = torch.zeros_like(masked).scatter(1, order[:, :count], True)
-            ids[:, start:end] = torch.where(chosen, tokens, ids[:, start:end])
-            masked &= ~chosen
+            order = confidence.argsort(dim=-1, descending=True, stable=True)
+            chosen = order[:, :count]
+            ids.scatter_(1, hidden.gather(1, chosen), tokens.gather(1, chosen))
+            hidden = hidden.gather(1, order[:, count:].sort(-1).values)
         start = end
     return ids

@@ -49,13 +49,13 @@ def twin(model, prompt, *, mask_token_id, gen_length, block_length, steps, cfg_s
                     )
                     logits = un + (cfg_scale + 1) * (logits - un)
             left = [i for i in range(start, start + size) if ids[i] == mask_token_id]
-            drawn = noise() if noise else None
+            drawn = noise(len(left)) if noise else None
             guesses = []
             for i in left:
                 probabilities = torch.softmax(logits[i], -1).tolist()
                 scores = logits[i].tolist()
                 if temperature:
-                    scores = [s + temperature * g for s, g in zip(scores, drawn[i - start].tolist(), strict=True)]
+                    scores = [s + temperature * g for s, g in zip(scores, drawn[len(guesses)].tolist(), strict=True)]
                 scores[mask_token_id] = float("-inf")
                 token = max(range(len(scores)), key=scores.__getitem__)
                 guesses.append((-probabilities[token], i, token))
@@ -88,8 +88,8 @@ def test_sampled_rows_equal_the_twin_given_the_same_noise(model, temperature):
     vocabulary = model.config.vocab_size
     generator, twin_generator = keyed_generator(5), keyed_generator(5)
 
-    def noise():
-        uniform = torch.rand(1, 8, vocabulary, generator=twin_generator)[0]
+    def noise(positions):  # one number a token still hidden and word of the vocabulary, no more
+        uniform = torch.rand(1, positions, vocabulary, generator=twin_generator)[0]
         return -(-torch.log1p(-uniform.clamp(min=2.0**-25))).log()
 
     prompt = PROMPTS[0]
@@ -132,15 +132,21 @@ def test_a_sampled_row_does_not_depend_on_its_batch_when_it_has_its_own_generato
 
 
 class Recorder:
-    """A model with fixed logits that counts calls and writes down what was asked of it."""
+    """A model with fixed logits that counts calls and writes down how many tokens were hidden and scored in each."""
+
+    config = SimpleNamespace(model_type="llama")
 
     def __init__(self, logits):
-        self.logits, self.calls, self.hidden = logits, 0, []
+        self.logits, self.calls, self.hidden, self.scored = logits, 0, [], []
 
-    def __call__(self, input_ids, attention_mask, logits_to_keep):
+    def base_model(self, input_ids, attention_mask):
         self.calls += 1
         self.hidden.append((input_ids == MASK).sum(1).tolist())
-        return SimpleNamespace(logits=self.logits.expand(len(input_ids), -1, -1)[:, logits_to_keep].clone())
+        return SimpleNamespace(last_hidden_state=self.logits.expand(len(input_ids), -1, -1).clone())
+
+    def lm_head(self, states):
+        self.scored.append(states.shape[0] * states.shape[1])
+        return states
 
 
 def test_forward_passes_and_revealed_tokens_are_as_scheduled():
@@ -151,6 +157,7 @@ def test_forward_passes_and_revealed_tokens_are_as_scheduled():
     )
     assert recorder.calls == 8
     # blocks 5, 4, 4 with 3, 3, 2 steps
+    assert recorder.scored == [2 * n for n in [5, 3, 1, 4, 2, 1, 4, 2]]  # the head: only what the block still hides
     assert recorder.hidden == [[n, n] for n in [13, 11, 9, 8, 6, 5, 4, 2]]
     assert not (out == MASK).any()
 
@@ -220,10 +227,10 @@ def test_random_remasking_reveals_every_position_first_equally_often():
     first = []
 
     class First(Recorder):
-        def __call__(self, input_ids, **kwargs):
+        def base_model(self, input_ids, attention_mask):
             if (input_ids == MASK).sum() == 3:
                 first.append((input_ids[0, 2:] != MASK).nonzero().item())
-            return super().__call__(input_ids, **kwargs)
+            return super().base_model(input_ids, attention_mask)
 
     generator = keyed_generator(4)
     for _ in range(400):
