@@ -119,11 +119,13 @@ def llada_from_llama(config: PreTrainedConfig) -> dict[str, Any]:
     Raises:
         ValueError: LLaDA's code has no layer for something this config asks for.
     """
+    if config.model_type != "llama":
+        raise ValueError(f"only a Llama can be written as LLaDA; this is a {config.model_type!r}")
     rope = config.rope_parameters
-    if config.model_type != "llama" or config.attention_bias or config.mlp_bias or rope["rope_type"] != "default":
+    if config.attention_bias or config.mlp_bias or rope["rope_type"] != "default":
         raise ValueError(
-            f"only a Llama without biases or scaled rotary positions can be written as LLaDA; this is a "
-            f"{config.model_type!r} with attention_bias={getattr(config, 'attention_bias', None)}, rope={rope}"
+            f"only a Llama without biases or scaled rotary positions can be written as LLaDA; this one has "
+            f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, rope_parameters={rope}"
         )
     if config.head_dim * config.num_attention_heads != config.hidden_size or config.hidden_act != "silu":
         raise ValueError("LLaDA's heads divide hidden_size evenly and its activation is silu; this Llama differs")

@@ -15,6 +15,7 @@ Windowed layers (Gemma, ModernBERT) keep their window, made symmetric; their ful
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,12 +35,14 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Tokenizer,
 )
+from transformers.utils import cached_file
 
 from d1.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.checkpoints import ENCODERS, native_config
 
 logger = logging.getLogger(__name__)
 
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # LLaDA and Llama 3, Qwen and Dream, Gemma
 
 PLAIN_CHAT_TEMPLATE = (
@@ -104,7 +107,7 @@ def attach_hooks(model: PreTrainedModel) -> PreTrainedModel:
 
 def load_model(
     path: str | Path,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     *,
     adapter: str | Path | Sequence[str | Path] | None = None,
@@ -119,7 +122,7 @@ def load_model(
 
     Args:
         path: A checkpoint folder or hub name, or the folder of an adapter, whose base is then loaded first.
-        dtype: Of the weights; None is float32.
+        dtype: Of the weights; None is float32, "auto" that of the checkpoint.
         device: Weights go straight there; None leaves them on the CPU.
         adapter: Adapter folder(s) on top, in order of training: all but the last are merged into the weights.
         attn_implementation: "sdpa", "eager" or "flash_attention_2"; None lets Transformers choose.
@@ -141,7 +144,7 @@ def load_model(
 
 def load_base(
     path: str,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     device: str | torch.device | None,
     attn_implementation: str | None,
     trust_remote_code: bool,
@@ -248,9 +251,9 @@ def load_tokenizer(
     Raises:
         ValueError: No mask or EOS token can be found, or an id lies outside the model's embedding.
     """
-    folder = str(path)
-    if not Path(folder, "tokenizer_config.json").exists():
-        folder = adapter_chain(folder, None)[0]
+    folder = str(path) if has_tokenizer(str(path)) else adapter_chain(str(path), None)[0]
+    if not has_tokenizer(folder):
+        raise FileNotFoundError(f"{folder} holds none of {', '.join(VOCABULARIES)}: there is no tokenizer to load")
     raw = config_beside(folder)
     cls: Any = AutoTokenizer
     if not trust_remote_code:  # these name code of their own, which only wraps what Transformers has
@@ -270,6 +273,11 @@ def load_tokenizer(
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Whether the folder or hub name holds a vocabulary: some classes would start an empty one without a word."""
+    return any(cached_file(folder, name, _raise_exceptions_for_missing_entries=False) for name in VOCABULARIES)
 
 
 def config_beside(folder: str) -> dict[str, Any]:
@@ -297,3 +305,40 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], **ch
             )
         found[name] = token
     return found
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    sub = commands.add_parser("a2d", help="autoregressive decoder -> masked diffusion model")
+    sub.add_argument("source", metavar="SRC")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("--mask_token", default="<|mask|>", help="a spare token of the tokenizer, or a new name")
+    sub.add_argument("--keep_shift", action="store_true", help="go on predicting the next position, as Dream does")
+    sub = commands.add_parser("merge", help="fold LoRA adapters into the weights")
+    sub.add_argument("base", metavar="BASE")
+    sub.add_argument("adapters", metavar="ADAPTER", nargs="+", help="in order of training")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("--dtype", default="auto", help="of the merged weights (default: that of BASE)")
+    sub.add_argument("--device", help="where to compute, e.g. cuda")
+    sub = commands.add_parser("export", help="write the weight names and config of another project")
+    sub.add_argument("source", metavar="SRC")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("--format", choices=["llada"], required=True)
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    from d1 import convert
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.command == "a2d":
+        convert.a2d(args.source, args.out, args.mask_token, args.keep_shift)
+    elif args.command == "merge":
+        convert.merge(args.base, args.adapters, args.out, args.dtype, args.device)
+    elif args.command == "export":
+        convert.export_llada(args.source, args.out)
+
+
+if __name__ == "__main__":
+    main(make_parser().parse_args())
