@@ -12,6 +12,7 @@ Add `--resume_from_checkpoint true` to continue a run that was stopped.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 
 from d1.models import load_model, load_tokenizer
 from d1.runs import checkpoint_to_resume, is_finished, save_record
-from d1.tasks import load_task
+from d1.tasks import load_task, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,16 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
     return train, evaluation
+
+
+def accuracy_of(task: ModuleType) -> Callable[..., list[float]]:
+    """The task's strict metric as a reward function. It gets weight 0: it is watched, not trained on."""
+
+    def accuracy(completions: list, question: list, ground_truth: list, **columns: Any) -> list[float]:
+        rows = [{"question": q, "ground_truth": truth} for q, truth in zip(question, ground_truth, strict=True)]
+        return [next(iter(task.score(text_of(c), row).values())) for c, row in zip(completions, rows, strict=True)]
+
+    return accuracy
 
 
 def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> None:
@@ -133,9 +144,10 @@ def main(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
         logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
         save_record(str(args.output_dir), "run.json", {**args.to_dict(), "model": vars(model_args), "plan": numbers})
 
+    args.reward_weights = [*(args.reward_weights or [1.0] * len(task.REWARDS)), 0.0]
     trainer = DiffuGRPOTrainer(
         model=start_model(args, model_args),
-        reward_funcs=list(task.REWARDS),
+        reward_funcs=[*task.REWARDS, accuracy_of(task)],
         args=args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
@@ -148,6 +160,7 @@ def main(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
     else:
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(args.output_dir)
+    trainer.save_state()
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 

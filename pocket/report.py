@@ -1,0 +1,159 @@
+"""Tables, figures and text of the main job, from the generation files and logs its phases left.
+
+    python pocket/report.py runs/demo/seed0 runs/demo/seed1 runs/demo/seed2      # one table over several seeds
+
+A single job's report is written by `demo.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+ARMS = {
+    "base": "base",
+    "sft": "+ SFT",
+    "grpo": "+ diffu-GRPO",
+    "sft_grpo": "+ SFT + diffu-GRPO (d1)",
+    "shuffled": "control: diffu-GRPO, shuffled rewards",
+}
+LENGTHS = (32, 40)  # tokens generated; 16 and 20 diffusion steps
+PAIRS = (("base", "sft"), ("base", "grpo"), ("sft", "sft_grpo"), ("grpo", "sft_grpo"), ("base", "shuffled"))
+EXAMPLES = 10
+
+
+def setup(arm: str, length: int) -> str:
+    return f"sudoku_{arm}_{length}_{length // 2}"
+
+
+def parse(folder: Path, *flags: str) -> Any:
+    """JSON output of `parse_and_get_acc.py` on a job's generations."""
+    command = [sys.executable, "parse_and_get_acc.py", str(folder / "generations"), "--format", "json", *flags]
+    done = subprocess.run(command, cwd=ROOT / "eval", capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout)
+
+
+def accuracies(folder: Path) -> dict[str, dict[str, Any]]:
+    """The parser's row of every setup, by its name."""
+    return {row["setup"]: row for row in parse(folder)}
+
+
+def cell(row: dict[str, Any]) -> str:
+    return f"{row['accuracy']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def write_report(folder: Path, seconds: dict[str, float], console: Console) -> Path:
+    """Writes table.json, curves.png and report.md into `folder` and shows the table; returns the report's path."""
+    table = accuracies(folder)
+    (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
+    rows = [[title, *(cell(table[setup(arm, length)]) for length in LENGTHS)] for arm, title in ARMS.items()]
+    shown = Table("exact solves, % [95% interval]", *(f"length {length}" for length in LENGTHS))
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+
+    arms = ["grpo", "sft_grpo", "shuffled"]
+    runs = [str(folder / arm) for arm in arms]
+    labels = [ARMS[arm] for arm in arms]
+    curves = [sys.executable, "plot_curves.py", *runs, "--labels", *labels, "--output", str(folder / "curves.png")]
+    subprocess.run(curves, cwd=ROOT / "diffu-grpo", check=True)
+
+    n = next(iter(table.values()))["n"]
+    text = f"# d1 on the pocket model\n\nExact solves in percent on {n} test puzzles, greedy, with 95% intervals.\n\n"
+    text += markdown_table(["", *(f"length {length}" for length in LENGTHS)], rows)
+    text += "\n## Differences, paired by puzzle\n\n" + differences_table(folder)
+    text += "\n## Training\n\n![Reward, accuracy, KL and length against rollouts](curves.png)\n\n"
+    text += "Dashed: validation puzzles, one sampled completion each.\n\n## Ten problems\n\n" + examples(folder)
+    text += "\n## Seconds a phase\n\n"
+    text += markdown_table(["phase", "seconds"], [[name, f"{value:.0f}"] for name, value in seconds.items()])
+    path = folder / "report.md"
+    path.write_text(text)
+    return path
+
+
+def differences_table(folder: Path) -> str:
+    rows = []
+    for (a, b), length in product(PAIRS, LENGTHS):
+        result = parse(folder, "--compare", setup(a, length), setup(b, length))
+        better = f"{result['b_better']} / {result['a_better']}"
+        rows.append([f"{b} - {a}, length {length}", f"{result['difference']:+.1f}", better, f"{result['p_value']:.2g}"])
+    return markdown_table(["", "points", "puzzles better / worse", "exact sign test p"], rows)
+
+
+def examples(folder: Path) -> str:
+    """What each model answered to the first problems, at the longer length; right answers in bold."""
+    files = {arm: folder / "generations" / f"{setup(arm, LENGTHS[-1])}_0_generations.json" for arm in ARMS}
+    problems = {arm: json.loads(file.read_text())["generations"][:EXAMPLES] for arm, file in files.items()}
+    rows = []
+    for index, problem in enumerate(problems["base"]):
+        solution = problem["ground_truth"]
+        answers = [answer_digits(problems[arm][index]["generations"]) for arm in ARMS]
+        marked = [f"**{answer}**" if answer == solution else answer or "none" for answer in answers]
+        rows.append([problem["question"].strip()[-16:], solution, *marked])
+    return markdown_table(["puzzle", "solution", *ARMS], rows)
+
+
+def answer_digits(text: str) -> str:
+    from d1.tasks.sudoku import extract
+
+    return extract(text) or ""
+
+
+def summary(folders: Sequence[Path]) -> str:
+    """Markdown table over seeds: each seed's exact solves, mean, spread, and the smallest difference of each pair."""
+    tables = [accuracies(folder) for folder in folders]
+    header = ["exact solves, %", "length", *(folder.name for folder in folders), "mean", "sd"]
+    rows = []
+    for (arm, title), length in product(ARMS.items(), LENGTHS):
+        found = [table[setup(arm, length)] for table in tables]
+        values = [row["accuracy"] for row in found]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        mean = f"{statistics.mean(values):.1f}"
+        rows.append([title, str(length), *map(cell, found), mean, f"{spread:.1f}"])
+    text = markdown_table(header, rows) + "\n"
+    rows = []
+    for (a, b), length in product(PAIRS, LENGTHS):
+        results = [parse(folder, "--compare", setup(a, length), setup(b, length)) for folder in folders]
+        gains = [result["difference"] for result in results]
+        worst = max(result["p_value"] for result in results)
+        apart = sum(table[setup(b, length)]["ci_low"] > table[setup(a, length)]["ci_high"] for table in tables)
+        rows.append(
+            [
+                f"{b} - {a}",
+                str(length),
+                *(f"{gain:+.1f}" for gain in gains),
+                f"{statistics.mean(gains):+.1f}",
+                f"{worst:.1g}",
+                f"{apart}/{len(folders)}",
+            ]
+        )
+    header = ["paired difference, points", "length", *(folder.name for folder in folders), "mean", "largest p"]
+    return text + markdown_table([*header, "intervals apart"], rows)
+
+
+def main(args: argparse.Namespace) -> None:
+    sys.stdout.write(summary([Path(folder) for folder in args.folders]))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", help="result folders of demo.py, one a seed")
+    main(parser.parse_args())
