@@ -300,7 +300,8 @@ def generate_all(args: argparse.Namespace, tokenizer: Any, work: list[tuple[Prob
     if room is not None and longest + args.gen_length > room:
         raise ValueError(f"a prompt of {longest} tokens and gen_length {args.gen_length} exceed the model's {room}")
     passes = [0]
-    model.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    # Every pass looks its tokens up once, whichever part of the model the sampler calls.
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     ends = torch.tensor(end_ids(tokenizer), device=device)
     tokens, started = 0, time.perf_counter()
     share = "" if not dist.is_initialized() else f" (process 0 of {dist.get_world_size()})"

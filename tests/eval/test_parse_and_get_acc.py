@@ -108,9 +108,7 @@ def test_published_scoring_counts_cells(folder):
     assert rows[0]["scoring"] == "published"
 
 
-def test_a_named_tokenizer_counts_where_files_do_not(
-    tiny_model_dir, tmp_path, capsys, write_sudoku
-):
+def test_a_named_tokenizer_counts_where_files_do_not(tiny_model_dir, tmp_path, capsys, write_sudoku):
     write_sudoku(tmp_path / "sudoku_base_32_16_0_generations.json", 2, of=2, tokens=None)
     args = parse_and_get_acc.make_parser().parse_args([str(tmp_path), "--format", "json"])
     assert parse_and_get_acc.main(args) == 0

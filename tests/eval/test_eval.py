@@ -1,0 +1,365 @@
+"""eval.py in this process on a tiny model: prompts, settings, files, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import eval_journal
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import eval as evaluation
+from d1.masking import keyed_generator
+from d1.models import load_model, load_tokenizer
+from d1.sampling import generate
+from d1.tasks import load_task
+
+LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")
+
+
+def evaluate(model: Path, output_dir: Path, *flags: str, task: str = "sudoku") -> dict[str, Any]:
+    """Runs eval.py's main and returns the generation file it leaves."""
+    arguments = ["--model_path", str(model), "--dataset", task, "--output_dir", str(output_dir), *LENGTHS, *flags]
+    args = evaluation.make_parser().parse_args(arguments)
+    evaluation.main(args)
+    return json.loads((output_dir / f"{evaluation.setup_name(args)}_0_generations.json").read_text())
+
+
+def texts(results: dict[str, Any]) -> list[tuple[int, str]]:
+    return [(item["index"], item["generations"]) for item in results["generations"]]
+
+
+def prompts(model: Path, *flags: str, task: str = "sudoku") -> list[evaluation.Problem]:
+    args = evaluation.make_parser().parse_args(["--model_path", str(model), "--dataset", task, *flags])
+    return evaluation.read_problems(args, load_task(task), load_tokenizer(str(model)))
+
+
+# ---- the file
+
+
+def test_a_file_holds_what_the_model_said(tiny_model_dir, tmp_path, capsys):
+    results = evaluate(tiny_model_dir, tmp_path, "--limit", "5")
+    fields = {"metrics", "model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length"}
+    assert fields <= set(results)
+    assert (results["gen_length"], results["diffusion_steps"], results["block_length"]) == (12, 6, 4)
+    assert results["metrics"]["total_processed"] == results["expected_problems"] == len(results["generations"]) == 5
+    assert results["metrics"]["wall_time"] == pytest.approx(sum(item["seconds"] for item in results["generations"]))
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    rows = load_task("sudoku").load_rows("test")
+    for item in results["generations"]:
+        row = rows[item["index"]]
+        assert (item["question"], item["ground_truth"]) == (row["question"], row["ground_truth"])
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        assert tokenizer(item["prompt_input"], add_special_tokens=False).input_ids == ids
+        alone = generate(
+            model,
+            torch.tensor([ids]),
+            torch.ones(1, len(ids), dtype=torch.long),
+            mask_token_id=tokenizer.mask_token_id,
+            gen_length=12,
+            block_length=4,
+            steps=6,
+        )[0, len(ids) :].tolist()
+        assert item["generations"] == tokenizer.decode(alone)
+        ends = [i for i, token in enumerate(alone) if token in (tokenizer.eos_token_id, tokenizer.pad_token_id)]
+        assert item["tokens"] == (ends[0] if ends else 12)
+        assert item["text"] == tokenizer.decode(alone[: item["tokens"]], skip_special_tokens=True)
+        assert item["forward_passes"] == 6
+    assert "sudoku_tiny_model0_12_6" in capsys.readouterr().out
+
+
+def test_an_end_of_text_ends_text_and_count(tiny_model_dir, tmp_path):
+    """With end of text made likely, some completions stop early; what follows is neither counted nor in the text."""
+    model = load_model(str(tiny_model_dir))
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    with torch.no_grad():  # swapping two rows of the head makes the commonest token the end of text
+        common = model(input_ids=torch.full((1, 8), tokenizer.mask_token_id)).logits.mean((0, 1)).argmax().item()
+        head = model.get_output_embeddings().weight
+        swapped = torch.tensor([tokenizer.eos_token_id, common])
+        head[swapped] = head[swapped.flip(0)].clone()
+    model.save_pretrained(tmp_path / "ends")
+    tokenizer.save_pretrained(tmp_path / "ends")
+    items = evaluate(tmp_path / "ends", tmp_path, "--limit", "8")["generations"]
+    assert any(item["tokens"] < 12 for item in items)
+    for item in items:
+        before, _, after = item["generations"].partition("<eos>")
+        assert item["text"].split() == before.split()
+        assert item["tokens"] == len(before.split())
+        assert (item["tokens"] == 12) == (not after and "<eos>" not in item["generations"])
+
+
+def test_the_record_names_model_settings_seed_versions_and_hardware(tiny_model_dir, tmp_path):
+    evaluate(tiny_model_dir, tmp_path, "--limit", "2", "--seed", "7")
+    record = json.loads(next(tmp_path.glob("*_record.json")).read_text())
+    assert record["model_path"] == str(tiny_model_dir)
+    assert (record["settings"]["diffusion_steps"], record["settings"]["seed"], record["identity"]["seed"]) == (6, 7, 7)
+    assert record["identity"]["dtype"] == "torch.float32"
+    assert record["versions"]["torch"] == torch.__version__.split("+")[0] or torch.__version__
+    assert {"python", "gpus", "cpu", "processes", "checkpoint_path"} <= set(record)
+
+
+# ---- settings
+
+
+def test_batch_size_and_order_do_not_matter(tiny_model_dir, tmp_path):
+    file = tmp_path / "countdown.jsonl"  # numbers of many lengths: rows of a batch are padded differently
+    numbers = [[3, 4, 5], [30, 4, 5], [30, 40, 5], [30, 40, 50], [300, 4, 5], [9, 9, 9], [1, 2, 3]]
+    file.write_text("".join(json.dumps({"input": ",".join(map(str, n)), "output": "7"}) + "\n" for n in numbers))
+    flags = ("--data_file", str(file))
+    results = [
+        evaluate(tiny_model_dir, tmp_path / size, *flags, "--batch_size", size, task="countdown") for size in "147"
+    ]
+    assert texts(results[0]) == texts(results[1]) == texts(results[2])
+    assert len({len(item["prompt_input"]) for item in results[0]["generations"]}) > 1
+    assert [item["index"] for item in results[0]["generations"]] == list(range(7))
+
+
+def test_sampling_is_seeded_by_problem_and_sample(tiny_model_dir, tmp_path):
+    flags = ("--limit", "4", "--temperature", "1.0", "--num_samples", "3")
+    one = evaluate(tiny_model_dir, tmp_path / "a", *flags)
+    other = evaluate(tiny_model_dir, tmp_path / "b", *flags, "--batch_size", "5")
+    reseeded = evaluate(tiny_model_dir, tmp_path / "c", *flags, "--seed", "1")
+    samples = [[sample["generations"] for item in r["generations"] for sample in item["samples"]] for r in (one, other)]
+    assert samples[0] == samples[1]
+    assert len(set(samples[0])) == 12
+    assert texts(one) != texts(reseeded)
+    first = one["generations"][0]
+    assert first["generations"] == first["samples"][0]["generations"]
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    ids = torch.tensor([tokenizer(first["prompt_input"], add_special_tokens=False).input_ids])
+    settings = {"mask_token_id": tokenizer.mask_token_id, "gen_length": 12, "block_length": 4, "steps": 6}
+    alone = generate(
+        model, ids, torch.ones_like(ids), temperature=1.0, generator=keyed_generator(0, first["index"], 2), **settings
+    )
+    assert first["samples"][2]["generations"] == tokenizer.decode(alone[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("flags", [("--cfg_scale", "2.0"), ("--remasking", "random"), ("--diffusion_steps", "12")])
+def test_sampler_settings_reach_the_sampler(tiny_model_dir, tmp_path, flags):
+    plain = evaluate(tiny_model_dir, tmp_path / "plain", "--limit", "6")
+    changed = evaluate(tiny_model_dir, tmp_path / "changed", "--limit", "6", *flags)
+    assert texts(plain) != texts(changed)
+    assert changed["generations"][0]["forward_passes"] == changed["diffusion_steps"]
+
+
+def test_limit_draws_the_same_problems_from_the_whole_split(tiny_model_dir):
+    few, many = (prompts(tiny_model_dir, "--limit", count) for count in ("20", "100000"))
+    again = prompts(tiny_model_dir, "--limit", "20", "--seed", "5")
+    assert [p.index for p in few] == [p.index for p in again] == sorted({p.index for p in few})
+    assert len(few) == 20
+    assert few[-1].index > 100
+    assert [p.index for p in many] == list(range(len(many)))
+    assert all(many[p.index] == p for p in few)
+
+
+def test_splits_are_different_problems(tiny_model_dir):
+    test, validation = ({p.question for p in prompts(tiny_model_dir, "--split", s)} for s in ("test", "validation"))
+    assert test
+    assert validation
+    assert not test & validation
+
+
+def test_prefill_is_the_end_of_the_prompt(tiny_model_dir):
+    plain, filled = (prompts(tiny_model_dir, "--limit", "2", *flag) for flag in ((), ("--add_reasoning",)))
+    tag = load_tokenizer(str(tiny_model_dir)).convert_tokens_to_ids("<reasoning>")
+    for before, after in zip(plain, filled, strict=True):
+        assert after.prompt == before.prompt + "<reasoning>"
+        assert after.ids == [*before.ids, tag]
+
+
+def test_without_box_no_prompt_asks_for_one(tiny_model_dir):
+    boxed, plain = (
+        prompts(tiny_model_dir, "--limit", "3", *flag, task="countdown") for flag in ((), ("--dont_use_box",))
+    )
+    for before, after in zip(boxed, plain, strict=True):
+        assert r"\boxed" in before.prompt
+        assert "boxed" not in after.prompt
+        assert before.prompt.replace(r" as \boxed{expression}", "") == after.prompt
+
+
+def test_few_shot_problems_are_drawn_from_the_training_split(tiny_model_dir):
+    flags = ("--limit", "2", "--few_shot", "3")
+    problems, again = (prompts(tiny_model_dir, *flags, "--seed", seed) for seed in "00")
+    reseeded = prompts(tiny_model_dir, *flags, "--seed", "1")
+    train = {row["question"].strip(): row["ground_truth"] for row in load_task("sudoku").load_rows("train")}
+    held_out = {row["question"].strip() for s in ("validation", "test") for row in load_task("sudoku").load_rows(s)}
+    assert problems == again
+    assert [p.prompt for p in problems] != [p.prompt for p in reseeded]
+    for problem in problems:
+        *shown, last = problem.prompt.split("<user>")[1:]
+        assert last.endswith(problem.question.strip() + "\n<assistant>")
+        assert len(shown) == 3
+        for turn in shown:
+            asked, _, answered = turn.partition("<assistant>")
+            question = asked.strip().splitlines()[-1]
+            assert train[question] in answered
+            assert question not in held_out
+
+
+USER_TASK = '''
+"""Say a letter."""
+from datasets import Dataset
+
+def load_rows(split, data_file=None):
+    return Dataset.from_list([
+        {"prompt": [{"role": "user", "content": x}], "question": x, "ground_truth": x} for x in "abcd"
+    ])
+
+def extract(text):
+    return text.strip()[:1] or None
+
+def score(text, row):
+    return {"accuracy": float(row["ground_truth"] in text), "length": min(1.0, len(text) / 100)}
+
+def reward(completions, **columns):
+    return [0.0 for _ in completions]
+
+REWARDS = [reward]
+'''
+
+
+def test_a_users_own_task(tiny_model_dir, tmp_path, capsys):
+    path = tmp_path / "my_letters.py"
+    path.write_text(USER_TASK)
+    results = evaluate(tiny_model_dir, tmp_path, task=str(path))
+    assert results["task"] == "my_letters"
+    assert [item["question"] for item in results["generations"]] == list("abcd")
+    assert "length" in capsys.readouterr().out
+
+
+def test_all_of_a_data_file_is_used(tiny_model_dir, tmp_path):
+    rows = [{"question": f"what is {n} + {n} ?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in range(5)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.csv").write_text("question,answer\n" + "".join(f"{r['question']},#### 1\n" for r in rows))
+    for name in ("rows.json", "rows.csv"):
+        problems = prompts(tiny_model_dir, "--data_file", str(tmp_path / name), task="gsm8k")
+        assert [p.question for p in problems] == [row["question"] for row in rows]
+
+
+# ---- models
+
+
+def test_an_adapter_its_merged_model_and_its_folder_alone_agree(tiny_model_dir, tmp_path):
+    torch.manual_seed(0)
+    base = load_model(str(tiny_model_dir))
+    config = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(base, config)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    load_tokenizer(str(tiny_model_dir)).save_pretrained(tmp_path / "merged")
+    plain = texts(evaluate(tiny_model_dir, tmp_path / "0", "--limit", "6"))
+    outputs = [
+        texts(evaluate(tiny_model_dir, tmp_path / "1", "--limit", "6", "--checkpoint_path", str(tmp_path / "adapter"))),
+        texts(evaluate(tmp_path / "adapter", tmp_path / "2", "--limit", "6")),
+        texts(evaluate(tmp_path / "merged", tmp_path / "3", "--limit", "6")),
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] != plain
+
+
+# ---- resuming
+
+
+def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir, tmp_path, monkeypatch):
+    first = evaluate(tiny_model_dir, tmp_path, "--limit", "4")
+    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("loaded a model for nothing"))
+    assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
+    with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):
+        evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--temperature", "0.5")
+    with pytest.raises(ValueError, match=r"problems: 4 there, 5 now"):
+        evaluate(tiny_model_dir, tmp_path, "--limit", "5")
+    monkeypatch.undo()
+    assert texts(evaluate(tiny_model_dir, tmp_path, "--limit", "5", "--overwrite"))
+
+
+def test_a_retrained_model_is_another_model(tiny_model_dir, tmp_path):
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    for bump in (0.0, 1e-3):
+        with torch.no_grad():
+            model.get_output_embeddings().weight[0, 0] += bump
+        model.save_pretrained(tmp_path / "m")
+        tokenizer.save_pretrained(tmp_path / "m")
+        if not bump:
+            evaluate(tmp_path / "m", tmp_path, "--limit", "2")
+    with pytest.raises(ValueError, match="model: "):
+        evaluate(tmp_path / "m", tmp_path, "--limit", "2")
+
+
+def test_lines_cut_off_by_a_kill_do_not_count(tmp_path):
+    journal = eval_journal.Journal(tmp_path, "s", 0)
+    assert journal.prepare({"seed": 0}, overwrite=False)
+    journal.append({"index": 0, "sample": 0, "text": "line\nbreak \u2028"})
+    with open(journal.folder / "rank_0.jsonl", "ab") as file:
+        file.write(b'{"index": 1, "sample": 0, "te')
+    assert set(journal.read()) == {(0, 0)}
+    journal.lines = None  # as a new process would find it
+    journal.append({"index": 2, "sample": 0})
+    journal.append({"index": 1, "sample": 0})
+    assert set(journal.read()) == {(0, 0), (1, 0), (2, 0)}
+    second = eval_journal.Journal(tmp_path, "s", 0)
+    with pytest.raises(ValueError, match="another process"):
+        second.prepare({"seed": 0}, overwrite=False)
+
+
+def test_large_weights_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(eval_journal, "WHOLE_FILE", 1 << 10)
+    monkeypatch.setattr(eval_journal, "PIECE", 1 << 4)
+    content = bytearray(torch.randint(256, (1 << 14,), generator=keyed_generator(0)).to(torch.uint8).numpy().tobytes())
+    prints = set()
+    for change in (None, 0, len(content) - 1):
+        if change is not None:
+            content[change] ^= 1
+        (tmp_path / "model.safetensors").write_bytes(content)
+        prints.add(eval_journal.weights_fingerprint(str(tmp_path)))
+    assert len(prints) == 3
+    assert eval_journal.weights_fingerprint("org/name") == "org/name"
+
+
+def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation.tempfile, "tempdir", str(tmp_path))
+    arguments = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", *LENGTHS, "--limit", "2", "--dont_save"]
+    evaluation.main(evaluation.make_parser().parse_args(arguments))
+    assert "2/2" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--gen_length", "0"), "must be positive"),
+        (("--diffusion_steps", "2", "--gen_length", "12"), "need between 3 and 12 steps"),
+        (("--batch_size", "0"), "--batch_size must be at least 1"),
+        (("--limit", "0"), "--limit must be at least 1"),
+        (("--temperature", "-1"), "must not be negative"),
+        (("--num_samples", "2"), "needs a --temperature"),
+        (("--few_shot", "1", "--dont_use_box"), "does not go with --few_shot"),
+        (("--few_shot", "1", "--few_shot_file", "x", "--data_file", "x"), "are the same"),
+        (("--few_shot", "100000"), "training rows"),
+        (("--checkpoint_path", "nowhere"), "not an adapter"),
+        (("--data_file", "nowhere.csv"), "nowhere.csv"),
+        (("--gen_length", "500"), "exceed the model's 512"),
+    ],
+)
+def test_bad_settings_are_refused(tiny_model_dir, tmp_path, flags, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        evaluate(tiny_model_dir, tmp_path, *flags)
+
+
+def test_file_names_tell_setups_apart(tmp_path):
+    def name(*flags: str) -> str:
+        required = ["--model_path", "runs/sft/checkpoint-20/", "--dataset", "math", "--diffusion_steps", "64"]
+        return evaluation.setup_name(evaluation.make_parser().parse_args([*required, *flags]))
+
+    assert name() == "math_sft_checkpoint-20_128_64"
+    assert name("--model_path", "GSAI-ML/LLaDA-8B-Instruct") == "math_LLaDA-8B-Instruct_128_64"
+    assert name("--split", "validation", "--few_shot", "2", "--suffix", "a b") == (
+        "math_sft_checkpoint-20_validation_fs2_a-b_128_64"
+    )
+    assert name("--model_path", "m", "--checkpoint_path", "rl/checkpoint-5") == "math_rl_checkpoint-5_128_64"
