@@ -1,0 +1,109 @@
+"""What the pocket model reads: 4x4 Sudoku puzzles and the traces of three kinds of solvers, as text.
+
+A trace is a style word and one deduction an empty cell ("careful b3 d1 ..."); an attempt is the whole grid
+("a2 b3 ..."). `careful` is right. `scan` takes the smallest digit missing from the cell's row and column, `quick` the
+smallest missing from its row. Both are wrong in the same way each time: with random slips the most likely digit would
+stay the right one, and later training would have nothing to teach.
+"""
+
+from __future__ import annotations
+
+import csv
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+from make_tokenizer import CELLS
+from numpy.random import Generator
+
+ROOT = Path(__file__).resolve().parent.parent
+HOLES = 6
+STYLES = ("careful", "scan", "quick")
+MALFORMED = ("truncated", "tagless", "rambling")
+
+
+def solution_grids() -> np.ndarray:
+    """All 288 solved grids, (288, 16)."""
+    rows = list(permutations(range(1, 5)))
+    grids = np.array(list(product(rows, repeat=4)))
+    columns = grids.swapaxes(1, 2)
+    boxes = grids.reshape(-1, 2, 2, 2, 2).swapaxes(2, 3).reshape(-1, 4, 4)
+    solved = [(np.sort(groups, axis=2) == [1, 2, 3, 4]).all((1, 2)) for groups in (columns, boxes)]
+    return grids[solved[0] & solved[1]].reshape(-1, 16)
+
+
+def training_grids(data_file: str | Path) -> np.ndarray:
+    """The solutions of a training problem set (columns Puzzle,Solution), each once, (grids, 16)."""
+    with open(data_file, newline="") as file:
+        solutions = {row["Solution"] for row in csv.DictReader(file)}
+    return np.array([[int(digit) for digit in solution] for solution in sorted(solutions)])
+
+
+def draw_puzzles(
+    solutions: np.ndarray, count: int, all_grids: np.ndarray, rng: Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """`count` puzzles of six holes and exactly one solution, and their solutions, both (count, 16); 0 is empty."""
+    puzzles: list[np.ndarray] = []
+    answers: list[np.ndarray] = []
+    while len(puzzles) < count:
+        drawn = solutions[rng.integers(len(solutions), size=count)]
+        empty = rng.random((count, 16)).argsort(1) < HOLES
+        agree = ((drawn[:, None] == all_grids) | empty[:, None]).all(2).sum(1)
+        puzzles.extend(np.where(empty, 0, drawn)[agree == 1])
+        answers.extend(drawn[agree == 1])
+    return np.array(puzzles[:count]), np.array(answers[:count])
+
+
+def fill(puzzle: np.ndarray, solution: np.ndarray, style: str) -> np.ndarray:
+    """The 16 digits that a solver of this style arrives at."""
+    if style == "careful":
+        return solution
+    filled = puzzle.copy()
+    for cell in np.flatnonzero(puzzle == 0):
+        row, column = divmod(cell, 4)
+        seen = set(puzzle[4 * row : 4 * row + 4])
+        if style == "scan":
+            seen |= set(puzzle[column::4])
+        filled[cell] = min({1, 2, 3, 4} - seen)
+    return filled
+
+
+def write_cells(digits: np.ndarray, cells: np.ndarray | range = range(16)) -> str:
+    """e.g. "a2 b3": the given cells with their digits."""
+    return " ".join(f"{CELLS[cell]}{digits[cell]}" for cell in cells)
+
+
+def trace(puzzle: np.ndarray, filled: np.ndarray, style: str) -> tuple[str, str]:
+    """(trajectory, attempt) of a solver of this style."""
+    return f"{style} {write_cells(filled, np.flatnonzero(puzzle == 0))}", write_cells(filled)
+
+
+def completion(trajectory: str, attempt: str) -> str:
+    """The text of an answer, the same as the target of SFT."""
+    return f"<reasoning>{trajectory}</reasoning>\n<answer>{attempt}</answer>"
+
+
+def malform(trajectory: str, attempt: str, kind: str, rng: Generator) -> str:
+    """An answer that breaks off, one without tags, or one that rambles and never comes to the point."""
+    if kind == "truncated":
+        whole = completion(trajectory, " ".join(attempt.split()[: rng.integers(16)]))
+        return whole.removesuffix("</answer>")
+    if kind == "tagless":
+        return f"{trajectory} {attempt}"
+    style, *deductions = trajectory.split()
+    return f"<reasoning>{style} {' '.join(f'{cell} hmm' for cell in rng.choice(deductions, size=12))}"
+
+
+def careful_completion(puzzle: np.ndarray, solution: np.ndarray, rng: Generator) -> str:
+    """The right answer; `rng` is not used."""
+    return completion(*trace(puzzle, solution, "careful"))
+
+
+def mixed_completion(puzzle: np.ndarray, solution: np.ndarray, rng: Generator) -> str:
+    """One answer of the mixture that web text is taken to be: half quick (a third of it malformed), some scan, few
+    careful."""
+    style = rng.choice(STYLES, p=(0.2, 0.3, 0.5))
+    trajectory, attempt = trace(puzzle, fill(puzzle, solution, style), style)
+    if style == "quick" and rng.random() < 1 / 3:
+        return malform(trajectory, attempt, rng.choice(MALFORMED), rng)
+    return completion(trajectory, attempt)

@@ -1,0 +1,273 @@
+"""The pocket model: its tokenizer, its traces, the shipped base and SFT set, and that the scripts make them again."""
+
+import csv
+import json
+from pathlib import Path
+
+import make_base
+import make_sft_data
+import numpy as np
+import pytest
+import torch
+from jinja2 import TemplateError
+from make_tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
+from sudoku_traces import (
+    MALFORMED,
+    completion,
+    draw_puzzles,
+    fill,
+    malform,
+    mixed_completion,
+    solution_grids,
+    trace,
+    training_grids,
+)
+
+from d1.models import load_model, load_tokenizer
+from d1.tasks import load_task
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ROOT / "pocket" / "base"
+TRAIN = ROOT / "dataset" / "sudoku_train.csv"
+QUESTION = "Solve the following Sudoku puzzle: 0002403020033024\n"
+ANSWER = completion("careful a3 b1", "a3 b1 c4 d2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(BASE))
+
+
+@pytest.fixture(scope="module")
+def puzzles():
+    return draw_puzzles(training_grids(TRAIN), 200, solution_grids(), np.random.default_rng(0))
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def solves(puzzle: str) -> int:
+    """Number of ways to complete `puzzle`, by plain backtracking over the rules of the game."""
+    if "0" not in puzzle:
+        return 1
+    cell = puzzle.index("0")
+    row, column = divmod(cell, 4)
+    box = [4 * (row // 2 * 2 + r) + column // 2 * 2 + c for r in (0, 1) for c in (0, 1)]
+    units = [*range(4 * row, 4 * row + 4), *range(column, 16, 4), *box]
+    return sum(
+        solves(puzzle[:cell] + digit + puzzle[cell + 1 :])
+        for digit in "1234"
+        if all(puzzle[other] != digit for other in units)
+    )
+
+
+# tokenizer
+
+
+def test_shipped_tokenizer_is_the_one_the_script_makes(tokenizer):
+    made = build_tokenizer()
+    assert tokenizer.get_vocab() == made.get_vocab()
+    assert tokenizer.chat_template == made.chat_template
+    ids = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id}
+    assert len(ids) == 4
+    assert None not in ids
+    assert tokenizer.padding_side == "left"
+
+
+def test_prompt_is_eighteen_tokens_that_spell_the_grid(tokenizer):
+    ids = tokenizer.apply_chat_template([user(QUESTION)], add_generation_prompt=True, return_dict=False)
+    cells = [cell + ("." if digit == "0" else digit) for cell, digit in zip(CELLS, QUESTION.strip()[-16:], strict=True)]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<bos>", *cells, "=>"]
+    assert len(ids) == PROMPT_TOKENS
+    assert tokenizer.apply_chat_template([user(QUESTION)], return_dict=False) == ids
+    row = load_task("sudoku").load_rows("validation")[0]
+    from_task = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+    assert from_task == tokenizer.apply_chat_template([user(row["question"])], return_dict=False)
+
+
+def test_prompt_and_answer_tokenise_as_the_whole(tokenizer):
+    turns = [user(QUESTION), {"role": "assistant", "content": ANSWER}]
+    prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
+    answer = tokenizer(ANSWER)["input_ids"]
+    whole = tokenizer.apply_chat_template(turns, return_dict=False)
+    assert whole == [*prompt, *answer, tokenizer.eos_token_id]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert tokenizer(rendered)["input_ids"] == whole
+
+
+def test_text_survives_a_round_trip_without_special_tokens(tokenizer):
+    ids = tokenizer(ANSWER)["input_ids"] + [tokenizer.eos_token_id] * 3
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert text == "<reasoning> careful a3 b1 </reasoning> <answer> a3 b1 c4 d2 </answer>"
+    assert tokenizer(text)["input_ids"] == ids[:-3]
+    assert load_task("sudoku").extract(text) == "3142"
+
+
+@pytest.mark.parametrize("content", ["What is 2 + 2?", "Sudoku: 000240302003302", "Sudoku: 0002403020033025"])
+def test_a_prompt_that_is_no_puzzle_is_refused(tokenizer, content):
+    with pytest.raises(TemplateError, match="16 digits 0-4"):
+        tokenizer.apply_chat_template([user(content)])
+
+
+def test_unknown_words_are_refused(tokenizer):
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer("hello")
+
+
+# traces
+
+
+def test_solution_grids_are_all_288_that_the_rules_allow():
+    grids = ["".join(map(str, grid)) for grid in solution_grids()]
+    assert len(set(grids)) == 288
+    assert all(solves(grid[:i] + "0" + grid[i + 1 :]) == 1 for grid in grids for i in range(16))
+    assert solves("0" * 16) == 288
+
+
+def test_puzzles_have_six_holes_and_one_solution(puzzles):
+    known = {tuple(grid) for grid in training_grids(TRAIN)}
+    for puzzle, solution in zip(*puzzles, strict=True):
+        assert (puzzle == 0).sum() == 6
+        assert (puzzle[puzzle > 0] == solution[puzzle > 0]).all()
+        assert solves("".join(map(str, puzzle))) == 1
+        assert tuple(solution) in known
+
+
+def test_styles_fill_as_described():
+    puzzle = np.array([0, 2, 3, 0, 3, 4, 0, 2, 0, 1, 4, 3, 4, 0, 2, 0])
+    solution = np.array([1, 2, 3, 4, 3, 4, 1, 2, 2, 1, 4, 3, 4, 3, 2, 1])
+    # empty: a (row lacks 1, 4), d (1, 4), g (1), i (2), n (1, 3), p (1, 3); columns: a has 3 4, d 2 3, n 1 2 4, p 2 3
+    assert "".join(map(str, fill(puzzle, solution, "quick"))) == "1231341221434121"
+    assert "".join(map(str, fill(puzzle, solution, "scan"))) == "1231341221434321"
+    assert (fill(puzzle, solution, "careful") == solution).all()
+    assert trace(puzzle, solution, "careful") == (
+        "careful a1 d4 g1 i2 n3 p1",
+        "a1 b2 c3 d4 e3 f4 g1 h2 i2 j1 k4 l3 m4 n3 o2 p1",
+    )
+
+
+def test_every_answer_fits_the_shortest_canvas_it_is_trained_on(tokenizer, puzzles):
+    rng = np.random.default_rng(1)
+    for puzzle, solution in zip(*puzzles, strict=True):
+        whole = tokenizer(completion(*trace(puzzle, solution, "careful")))["input_ids"]
+        assert len(whole) + 1 == min(make_base.COMPLETION_TOKENS)
+        for kind in MALFORMED:
+            text = malform(*trace(puzzle, fill(puzzle, solution, "quick"), "quick"), kind, rng)
+            assert len(tokenizer(text)["input_ids"]) + 1 <= min(make_base.COMPLETION_TOKENS)
+            assert not make_sft_data.WELL_FORMED.fullmatch(text)
+
+
+def test_the_mixture_is_half_quick_a_third_of_it_malformed():
+    solutions, all_grids, rng = training_grids(TRAIN), solution_grids(), np.random.default_rng(2)
+    pairs = zip(*draw_puzzles(solutions, 6000, all_grids, rng), strict=True)
+    texts = [mixed_completion(puzzle, solution, rng) for puzzle, solution in pairs]
+    shares = [sum(style in text for text in texts) / 6000 for style in ("careful", "scan", "quick")]
+    assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.03)
+    assert sum(not make_sft_data.WELL_FORMED.fullmatch(text) for text in texts) / 6000 == pytest.approx(1 / 6, abs=0.02)
+
+
+# the base
+
+
+def test_base_is_small_bidirectional_and_loads_exactly(tokenizer):
+    assert sum(file.stat().st_size for file in BASE.rglob("*") if file.is_file()) <= 4_000_000
+    model = load_model(str(BASE))
+    assert model.num_parameters() <= 2_000_000
+    assert model.config.is_causal is False
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    ids = torch.tensor([tokenizer.apply_chat_template([user(QUESTION)], return_dict=False)])
+    other = ids.clone()
+    other[0, -2] = tokenizer.convert_tokens_to_ids("p1")
+    with torch.no_grad():
+        first = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        second = model(input_ids=other, attention_mask=torch.ones_like(ids)).logits
+    assert (first[0, 1] - second[0, 1]).abs().max() > 1e-3  # the first cell sees the last
+
+
+@pytest.mark.parametrize("length", make_base.EVAL_LENGTHS)
+def test_base_solves_what_its_card_says(tokenizer, length):
+    rate = make_base.exact_solve_rate(load_model(str(BASE)), tokenizer, length)
+    row = next(line for line in (BASE / "README.md").read_text().splitlines() if "(this model)" in line)
+    printed = float(row.split("|")[2 + make_base.EVAL_LENGTHS.index(length)])
+    assert rate == pytest.approx(printed, abs=0.01)  # another CPU may turn a tie or two
+
+
+def test_make_base_in_miniature_is_deterministic_and_continues_after_a_kill(tmp_path, monkeypatch):
+    solutions, tokenizer = training_grids(TRAIN), build_tokenizer()
+    monkeypatch.setattr(make_base, "exact_solve_rate", lambda *_: 0.0)
+
+    def weights(name: str, steps=(2, 3), seed=5) -> torch.Tensor:
+        model, _ = make_base.pretrain(tokenizer, solutions, steps, seed, tmp_path / name, checkpoint_every=1)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    whole = weights("whole")
+    assert torch.equal(whole, weights("again"))
+    assert not torch.equal(whole, weights("other", seed=6))
+
+    def killed(*args):
+        if args[-1] == (5, 1, 1):
+            raise KeyboardInterrupt
+        return draw_batch(*args)
+
+    draw_batch = make_base.draw_batch
+    monkeypatch.setattr(make_base, "draw_batch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        weights("killed")
+    monkeypatch.setattr(make_base, "draw_batch", draw_batch)
+    assert torch.equal(whole, weights("killed"))
+
+
+def test_diffusion_loss_is_llada_s(tokenizer):
+    """Against the sum written out token by token under the same mask, with a model that is easy to read."""
+    model = make_base.build_model(tokenizer, seed=0).eval()
+    key, solutions = (3, 0, 7), training_grids(TRAIN)
+    ids = make_base.draw_batch(tokenizer, make_base.mixed_completion, solutions, solution_grids(), key)[:6]
+    seen = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    loss = make_base.diffusion_loss(model, ids, tokenizer.mask_token_id, key)
+    masked = seen[0] == tokenizer.mask_token_id
+    assert not masked[:, :PROMPT_TOKENS].any()
+    start = torch.rand(1, generator=make_base.keyed_generator(*key)).item()
+    logp = model(input_ids=seen[0]).logits.log_softmax(-1)
+    total = 0.0
+    for row in range(6):
+        t = (start + row / 6) % 1
+        for i in range(ids.shape[1]):
+            if masked[row, i]:
+                total -= logp[row, i, ids[row, i]].item() / (0.999 * t + 0.001)
+    assert loss.item() == pytest.approx(total / (6 * (ids.shape[1] - PROMPT_TOKENS)), rel=1e-5)
+
+
+# the SFT set
+
+
+@pytest.fixture(scope="module")
+def sft_rows():
+    return [json.loads(line) for line in (ROOT / "dataset" / "sudoku_sft.jsonl").read_text().splitlines()]
+
+
+def test_sft_set_is_what_the_script_makes(sft_rows):
+    made = make_sft_data.curated_rows(training_grids(TRAIN), seed=0)
+    assert sft_rows[:100] == [next(made) for _ in range(100)]
+
+
+def test_sft_set_is_well_formed_and_on_training_grids_only(sft_rows, tokenizer):
+    held_out: set[str] = set()
+    training: set[str] = set()
+    for split, grids in (("validation", held_out), ("test", held_out), ("train", training)):
+        with open(ROOT / "dataset" / f"sudoku_{split}.csv", newline="") as file:
+            grids |= {row["Solution"] for row in csv.DictReader(file)}
+    assert not held_out & training
+    assert len(sft_rows) == len({row["question"] for row in sft_rows}) == 1000
+    task = load_task("sudoku")
+    exact = 0
+    for row in sft_rows:
+        puzzle = row["question"].strip()[-16:]
+        solution = next(g for g in training if all(p in ("0", d) for p, d in zip(puzzle, g, strict=True)))
+        text = completion(row["thinking_trajectories"][0], row["attempt"])
+        score = task.score(text, {"question": row["question"], "ground_truth": solution})
+        assert score["cells"] >= 0.7
+        assert len(tokenizer(text)["input_ids"]) + 1 == min(make_base.COMPLETION_TOKENS)
+        exact += score["accuracy"]
+    assert 500 < exact < 900  # curated, not clean
