@@ -1,0 +1,46 @@
+# make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues
+# make test [ARGS=...] the tests; e.g. ARGS="-m slow", ARGS=tests/d1
+# make lint            ruff and mypy
+# make clean           remove the environment and what tools left behind; never runs/ or results
+# Needs Python 3.11 or newer and, for the tests, a C++ compiler; all else goes into .venv: 2 GB, more with CUDA.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+SEED ?= 0
+ARGS ?=
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: demo test lint clean
+
+# Small models waste threads, and nothing here is to wait for a network.
+demo test: export OMP_NUM_THREADS = 1
+demo test: export OMP_WAIT_POLICY = PASSIVE
+demo test: export HF_HUB_OFFLINE = 1
+demo test: export WANDB_MODE = disabled
+
+demo: .venv/.demo
+	python pocket/demo.py --seed $(SEED) $(ARGS)
+
+test: .venv/.test
+	python -m pytest $(ARGS)
+
+lint: .venv/.dev
+	ruff check .
+	ruff format --check .
+	mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/pip:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	"$(PYTHON)" -m venv .venv
+
+# An environment is made once, and again when the pins change.
+.venv/.demo: extra =
+.venv/.test: extra = [test]
+.venv/.dev: extra = [dev]
+.venv/.demo .venv/.test .venv/.dev: .venv/bin/pip pyproject.toml
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".$(extra)"
+	touch $@
