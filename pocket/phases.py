@@ -87,7 +87,7 @@ class _State:
         if path.exists():
             saved = json.loads(path.read_text())
             if saved["commands"] != self.commands:
-                raise PhaseError(f"{path.parent} was made with other commands: remove it (`make clean`) to start again")
+                raise PhaseError(f"{path.parent} was made with other commands: remove that folder to start again")
             self.seconds, self.done = saved["seconds"], set(saved["done"])
 
     def add(self, name: str, seconds: float, done: bool) -> None:

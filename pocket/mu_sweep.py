@@ -1,0 +1,117 @@
+"""Does random prompt masking let mu, the updates on each rollout, grow? The paper's claim (section 5), at pocket size.
+
+    python pocket/mu_sweep.py --seeds 0 1 2      # 18 runs from the base model; figure and table in runs/mu_sweep
+
+mu = 1, 4 and 12 with a fresh prompt mask for each inner update and with one fixed mask, the same rollouts for all.
+Killed? The same command continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from phases import Phase, PhaseError, run_phases
+from report import markdown_table
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+MUS = (1, 4, 12)
+MASKINGS = {"random": "true", "fixed": "false"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rollouts", type=int, default=60, help="rollouts of 64 completions a run")
+    parser.add_argument("--model_path", default=str(ROOT / "pocket" / "base"))
+    parser.add_argument("--output_dir", default=str(ROOT / "runs" / "mu_sweep"))
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs side by side")
+    return parser
+
+
+def run_name(mu: int, masking: str, seed: int) -> str:
+    return f"mu{mu}_{masking}_seed{seed}"
+
+
+def training(mu: int, masking: str, seed: int, args: argparse.Namespace) -> Phase:
+    name = run_name(mu, masking, seed)
+    flags = ["--config", "pocket.yaml", "--model_path", args.model_path, "--seed", seed]
+    flags += ["--output_dir", Path(args.output_dir).resolve() / name, "--resume_from_checkpoint", "true"]
+    flags += ["--num_iterations", mu, "--random_masking", MASKINGS[masking], "--max_steps", mu * args.rollouts]
+    flags += ["--logging_steps", mu, "--save_steps", 10 * mu, "--eval_strategy", "no"]
+    command = [sys.executable, "diffu_grpo_train.py", *flags]
+    return Phase(name, command, ROOT / "diffu-grpo", weight=60 + 12 * mu)
+
+
+def rewards(folder: Path, name: str) -> list[float]:
+    """Mean reward of each rollout of a run."""
+    history = json.loads((folder / name / "trainer_state.json").read_text())["log_history"]
+    return [entry["reward"] for entry in history if "reward" in entry]
+
+
+def smoothed(values: Sequence[float], window: int = 5) -> list[float]:
+    return [statistics.mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def draw(curves: dict[tuple[int, str], list[list[float]]], path: Path) -> None:
+    figure, axes = plt.subplots(1, len(MUS), figsize=(13, 4), sharey=True, constrained_layout=True)
+    for axis, mu in zip(axes, MUS, strict=True):
+        for masking, style in zip(MASKINGS, ("-", "--"), strict=True):
+            runs = [smoothed(run) for run in curves[mu, masking]]
+            mean = [statistics.mean(values) for values in zip(*runs, strict=True)]
+            axis.plot(mean, style, label=f"{masking} mask")
+            axis.fill_between(
+                range(len(mean)),
+                [min(values) for values in zip(*runs, strict=True)],
+                [max(values) for values in zip(*runs, strict=True)],
+                alpha=0.2,
+            )
+        axis.set(title=f"mu = {mu}", xlabel="rollouts of 64 completions")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("reward: share of empty cells right")
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def table(curves: dict[tuple[int, str], list[list[float]]]) -> str:
+    """Reward over all rollouts (speed) and over the last ten (where it ends): mean [range] over seeds."""
+    rows = []
+    for (mu, masking), runs in curves.items():
+        whole = [statistics.mean(run) for run in runs]
+        last = [statistics.mean(run[-10:]) for run in runs]
+        rows.append(
+            [str(mu), masking, *(f"{statistics.mean(v):.3f} [{min(v):.3f}, {max(v):.3f}]" for v in (whole, last))]
+        )
+    return markdown_table(["mu", "prompt mask", "reward, all rollouts", "reward, last ten"], rows)
+
+
+def main(args: argparse.Namespace) -> None:
+    console = Console()
+    folder = Path(args.output_dir).resolve()
+    arms = list(product(MUS, MASKINGS))
+    run_phases([training(*arm, seed, args) for seed in args.seeds for arm in arms], folder, args.jobs, console)
+    curves = {arm: [rewards(folder, run_name(*arm, seed)) for seed in args.seeds] for arm in arms}
+    draw(curves, folder / "mu_sweep.png")
+    (folder / "mu_sweep.md").write_text(table(curves))
+    console.print(table(curves), markup=False)
+
+
+if __name__ == "__main__":
+    try:
+        main(make_parser().parse_args())
+    except PhaseError as error:
+        sys.exit(f"mu_sweep.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Stopped. The same command continues from here.")

@@ -1,0 +1,185 @@
+"""The entry point: what it accepts, what it refuses and how it says so, before a model is loaded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import diffu_grpo_train
+import pytest
+import yaml
+from datasets import Dataset
+from diffu_grpo_config import DiffuGRPOConfig
+from plot_curves import draw, read_run, running_mean, series
+from transformers import AutoTokenizer
+from trl import ModelConfig
+
+ROOT = Path(__file__).parents[2]
+STAGE = ROOT / "diffu-grpo"
+
+
+def settings(tmp_path, **changes):
+    return {
+        "output_dir": str(tmp_path / "run"),
+        "model_path": "no/such/model",
+        "dataset": "sudoku",
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 32,
+        "diffusion_steps": 16,
+        "report_to": "none",
+        **changes,
+    }
+
+
+def test_the_defaults_are_d1s():
+    args = DiffuGRPOConfig(output_dir="unused", per_device_train_batch_size=6)
+    expected = {
+        "loss_type": "bnpo",
+        "scale_rewards": "none",
+        "use_bias_correction_kl": False,
+        "beta": 0.04,
+        "epsilon": 0.5,
+        "num_iterations": 12,
+        "num_generations": 6,
+        "max_completion_length": 256,
+        "max_prompt_length": 200,
+        "block_length": 32,
+        "diffusion_steps": 128,
+        "temperature": 0.9,
+        "p_mask_prompt": 0.15,
+        "random_masking": True,
+        "remasking": "low_confidence",
+        "learning_rate": 3e-6,
+        "disable_dropout": True,
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_completion_length": 30}, "must be a multiple of block_length"),
+        ({"diffusion_steps": 0}, "must be positive"),
+        ({"max_completion_length": 128, "diffusion_steps": 3}, "between 4 and 128 steps, got 3"),
+        ({"diffusion_steps": 33}, "between 1 and 32 steps, got 33"),
+        ({"num_generations": 3}, "divisible by num_generations"),
+        ({"remasking": "entropy"}, "low_confidence, random"),
+        ({"p_mask_prompt": 1.0}, r"must be in \[0, 1\)"),
+        ({"top_p": 0.9}, "top_p=0.9 belongs to autoregressive decoding"),
+        ({"top_k": 5}, "top_k=5 belongs"),
+        ({"min_p": 0.1}, "min_p=0.1 belongs"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 belongs"),
+        ({"cache_implementation": "static"}, "cache_implementation='static' belongs"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
+        ({"use_vllm": True}, "use_vllm"),
+        ({"generation_batch_size": 6}, "rollout_batch_size"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        DiffuGRPOConfig(**settings(tmp_path, **change))
+
+
+def run_main(tmp_path, model_args=None, **changes):
+    diffu_grpo_train.main(DiffuGRPOConfig(**settings(tmp_path, **changes)), model_args or ModelConfig())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset": "game24"}, "unknown task 'game24': use one of gsm8k, math, countdown, sudoku"),
+        ({"model_path": None}, "--model_path is missing"),
+        ({"data_file": "no_such.csv"}, "no data file no_such.csv"),
+        ({"dataset": "no_such_task.py"}, "no task file"),
+    ],
+)
+def test_what_is_missing_is_named_before_a_model_is_loaded(tmp_path, change, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_main(tmp_path, **change)
+
+
+def test_lora_with_a_synced_reference_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(ValueError, match="sync_ref_model needs a reference model in memory"):
+        run_main(tmp_path, ModelConfig(use_peft=True), sync_ref_model=True)
+
+
+def test_a_model_without_a_mask_token_is_refused(tiny_model_dir, tmp_path):
+    folder = tmp_path / "maskless"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text((tiny_model_dir / "config.json").read_text())
+    with pytest.raises(ValueError, match="mask"):
+        run_main(tmp_path, model_path=str(folder))
+
+
+def test_prompts_that_are_too_long_are_counted_and_truncated_only_if_asked(tiny_model_dir, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a" * n}]} for n in (5, 40, 60)])
+    args = DiffuGRPOConfig(**settings(tmp_path, max_prompt_length=20))
+    with pytest.raises(ValueError, match=r"2 of 3 prompts are longer .* first is row 1, the longest has 63"):
+        diffu_grpo_train.check_prompts(rows, tokenizer, args)
+    args.truncate_prompts = True
+    diffu_grpo_train.check_prompts(rows, tokenizer, args)
+
+
+def test_the_plan_counts_what_d1_does(tmp_path):
+    args = DiffuGRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=6, gradient_accumulation_steps=16, num_train_epochs=1
+    )
+    numbers = diffu_grpo_train.plan(args, num_prompts=160)
+    assert numbers["completions an optimizer step"] == 96
+    assert numbers["prompts an optimizer step"] == 16
+    assert numbers["completions a rollout"] == 96
+    assert numbers["rollouts"] == 10
+    assert numbers["optimizer steps"] == 120
+    assert numbers["forward passes a rollout (sampling + old and reference log-probs)"] == 128 + 2 * 12
+
+
+@pytest.mark.parametrize("path", [STAGE / "pocket.yaml", STAGE / "slurm_scripts" / "train.yaml"])
+def test_shipped_settings_are_accepted(path, tmp_path):
+    names = set(DiffuGRPOConfig.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__)
+    content = yaml.safe_load(path.read_text())
+    assert set(content) <= names
+    content.update(output_dir=str(tmp_path), bf16=False)
+    DiffuGRPOConfig(**{k: v for k, v in content.items() if k in DiffuGRPOConfig.__dataclass_fields__})
+    ModelConfig(**{k: v for k, v in content.items() if k in ModelConfig.__dataclass_fields__})
+
+
+def test_without_a_gpu_and_a_model_run_sh_shows_the_pocket_command():
+    done = subprocess.run(
+        ["bash", "run.sh"],
+        cwd=STAGE,
+        env={"PATH": "/usr/bin:/bin", "GPUS": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "CONFIG=pocket.yaml bash run.sh" in done.stderr
+
+
+def test_curves_are_drawn_against_rollouts(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    history = [{"step": 4 * (i + 1), "reward": i / 10, "eval_reward": None if i % 2 else i / 20} for i in range(6)]
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    record = {"settings": {"steps_per_generation": 1, "num_iterations": 4, "gradient_accumulation_steps": 1}}
+    (run / "run.json").write_text(json.dumps(record))
+    read, steps = read_run(run)
+    assert series(read, "reward", steps) == ([1, 2, 3, 4, 5, 6], [0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert series(read, "eval_reward", steps) == ([1, 3, 5], [0, 0.1, 0.2])
+    assert running_mean([1, 2, 6], 2) == [1, 1.5, 4]
+    draw([run], ["a"], tmp_path / "curves.png", smooth=2)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        read_run(tmp_path)
+
+
+def test_the_help_lists_every_group_of_flags():
+    done = subprocess.run(
+        [sys.executable, "diffu_grpo_train.py", "--help"], cwd=STAGE, capture_output=True, text=True, check=True
+    )
+    for flag in ("--task", "--p_mask_prompt", "--diffusion_steps", "--use_peft", "--load_in_4bit", "--num_iterations"):
+        assert flag in done.stdout
