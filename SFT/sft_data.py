@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -275,7 +276,7 @@ def preprocess_dataset(
         data: s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
             `completion` (text or messages); anything with a `function` or a `template`.
         max_length: tokens of a row at most.
-        test_split: share of the rows held out, rounded down.
+        test_split: share of the rows held out, rounded up.
         overlong: what happens to longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
         bad_rows: what happens to rows that cannot be trained on: "error", or "skip" them and say how many and which.
         train_on: "last", the last assistant's turn, or "all" of them.
@@ -324,7 +325,9 @@ def preprocess_dataset(
     )
     usable = usable_rows(rows["status"], rows["problem"], bad_rows)
     rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
-    held_out = int(len(rows) * test_split)
+    held_out = math.ceil(len(rows) * test_split)
+    if held_out == len(rows):
+        raise ValueError(f"nothing to train on: --test_split {test_split} holds out all of {len(rows)} rows")
     return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
 
 

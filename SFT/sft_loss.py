@@ -42,10 +42,12 @@ def hidden_token_losses(
     head = unwrapped.get_output_embeddings()
     if head is None:
         raise TypeError(f"{type(unwrapped).__name__} has no output embeddings, so it cannot predict tokens")
-    project = head.forward
+    project, config = head.forward, unwrapped.config
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma squashes its logits; here it would squash losses
 
     def chunk_losses(states: Tensor, tokens: Tensor) -> Tensor:
         logits = project(states)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits, tokens, reduction="none")
 
@@ -57,9 +59,13 @@ def hidden_token_losses(
 
     patched = "forward" in vars(head)  # some wrappers (bitsandbytes, accelerate) already keep their own there
     head.forward = losses
+    if softcap is not None:
+        config.final_logit_softcapping = None
     try:
         return model(input_ids=input_ids, attention_mask=attention_mask).logits
     finally:
+        if softcap is not None:
+            config.final_logit_softcapping = softcap
         if patched:
             head.forward = project
         else:

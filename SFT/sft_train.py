@@ -10,20 +10,26 @@ as a model path; so are the checkpoints, the logged losses and a plot of them.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
+import shutil
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
+import matplotlib
 import torch
-from accelerate import PartialState
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from sft_data import choose_columns, load_function, load_rows, preprocess_dataset
 from sft_trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
-from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
+from d1.adapters import lora_targets, merge_adapter
+from d1.convert import merge
 from d1.models import load_model, load_tokenizer
+from d1.runs import is_finished, save_record
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +77,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lora_r", type=int, default=128)
     add("--lora_alpha", type=int, default=256)
     add("--lora_dropout", type=float, default=0.05)
-    add("--lora_target_modules", nargs="+", default=["q_proj", "k_proj", "v_proj"])
+    add(
+        "--lora_target_modules",
+        nargs="+",
+        default=["q_proj", "k_proj", "v_proj"],
+        help="names of modules, or 'attention' or 'all-linear' for those of the model's kind",
+    )
+    add("--load_in_4bit", action="store_true", help="QLoRA: frozen weights in 4-bit NF4 (needs bitsandbytes)")
     add("--dtype", choices=("float32", "bfloat16"), help="of frozen weights (default: bfloat16 on a GPU)")
+    add("--attn_implementation", help="sdpa, eager or flash_attention_2 (default: Transformers chooses)")
     add("--gradient_checkpointing", action="store_true", help="less memory, a third more time")
     add("--merge_at_end", action="store_true", help="also save the model with its adapter merged, to .../merged")
     # Training.
@@ -100,19 +113,8 @@ def eos_padding(text: str) -> int | str:
     return int(text)
 
 
-def last_checkpoint(folder: Path) -> str | None:
-    """The latest checkpoint of a folder whose writing was finished: its state is written last."""
-    complete = []
-    for checkpoint in folder.glob("checkpoint-*"):
-        try:
-            complete.append((json.loads((checkpoint / "trainer_state.json").read_text())["global_step"], checkpoint))
-        except (OSError, ValueError):
-            logger.warning("%s is not complete: left alone", checkpoint)
-    return str(max(complete)[1]) if complete else None
-
-
-def check_arguments(args: argparse.Namespace, folder: Path) -> None:
-    """Refuses what cannot work, before anything is loaded.
+def check_arguments(args: argparse.Namespace, folder: Path) -> str | None:
+    """Refuses what cannot work, before anything is loaded; returns the checkpoint to continue from.
 
     Raises:
         ValueError: says which flags, and what to use instead.
@@ -121,61 +123,23 @@ def check_arguments(args: argparse.Namespace, folder: Path) -> None:
         raise ValueError("--prompt_column and --completion_column need each other")
     if sum(map(bool, (args.prompt_column, args.template, args.data_function))) > 1:
         raise ValueError("use one of --prompt_column/--completion_column, --template and --data_function")
-    if args.merge_at_end and args.full_finetuning:
-        raise ValueError("--merge_at_end merges a LoRA adapter: there is none with --full_finetuning")
+    if args.full_finetuning and (args.merge_at_end or args.load_in_4bit):
+        raise ValueError("--merge_at_end and --load_in_4bit are for LoRA: leave --full_finetuning out")
     if args.early_stop and not args.test_split:
         raise ValueError("--early_stop watches the evaluation loss: hold rows out with --test_split")
-    if not args.resume and any(folder.glob("checkpoint-*")):
+    checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if checkpoint and not args.resume:
         raise ValueError(f"{folder} holds checkpoints: continue with --resume, or choose another --job_name")
-
-
-def load_data(args: argparse.Namespace, tokenizer: Any) -> tuple[dLLMSFTDataset, dLLMSFTDataset | None]:
-    """The training and the evaluation rows; the first process prepares them, the others read its cache."""
-    with PartialState().main_process_first():
-        data = load_rows(args.train_data)
-        if args.prompt_column:
-            data = choose_columns(data, args.prompt_column, args.completion_column)
-        train, held_out = preprocess_dataset(
-            data,
-            tokenizer,
-            args.max_length,
-            args.test_split,
-            overlong=args.overlong,
-            bad_rows=args.bad_rows,
-            train_on=args.train_on,
-            function=load_function(args.data_function) if args.data_function else None,
-            template=args.template,
-            num_proc=args.num_proc,
-            seed=args.seed,
-        )
-    shared = {"eos_padding": args.eos_padding, "seed": args.seed, "eval_draws": args.eval_draws}
-    train_dataset = dLLMSFTDataset(train, tokenizer, args.max_length, **shared)
-    if not len(held_out):
-        return train_dataset, None
-    return train_dataset, dLLMSFTDataset(held_out, tokenizer, args.max_length, eval=True, **shared)
-
-
-def prepare_model(args: argparse.Namespace) -> Any:
-    """The model to train: all of it in fp32, or frozen in `--dtype` with an fp32 LoRA adapter."""
-    frozen = getattr(torch, args.dtype) if args.dtype else torch.bfloat16 if on_gpu() else torch.float32
-    model = load_model(args.model_name, dtype=torch.float32 if args.full_finetuning else frozen)
-    if args.full_finetuning:
-        return model
-    config = LoraConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules=args.lora_target_modules,
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(model, config)
+    return checkpoint
 
 
 def on_gpu() -> bool:
-    return PartialState().device.type == "cuda"
+    return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
 
 
-def training_arguments(args: argparse.Namespace, folder: Path, evaluate: bool) -> TrainingArguments:
+def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArguments:
+    evaluate = args.test_split > 0
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     return TrainingArguments(
         output_dir=str(folder),
         run_name=args.job_name,
@@ -203,29 +167,124 @@ def training_arguments(args: argparse.Namespace, folder: Path, evaluate: bool) -
         logging_steps=args.logging_steps,
         report_to="none" if args.debugging else "wandb",
         ddp_find_unused_parameters=False,
+        # Without a GPU, Accelerate gives DeepSpeed no backend and every process then thinks it is alone.
+        ddp_backend="gloo" if deepspeed and not on_gpu() else None,
+        dataloader_pin_memory=on_gpu(),
         remove_unused_columns=False,
         seed=args.seed,
     )
 
 
-def log_without_account() -> None:
-    """Weights & Biases logs to local files where no account is set up, instead of asking for one."""
+def log_without_account(folder: Path) -> None:
+    """Weights & Biases logs to local files where no account is set up or its server cannot be reached."""
     import wandb
 
-    if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):
+    os.environ.setdefault("WANDB_DIR", str(folder))
+    if "WANDB_MODE" in os.environ:
+        return
+    server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    try:
+        socket.create_connection((server.hostname, server.port or 443), timeout=5).close()
+        online = wandb.login(prompt=False)
+    except OSError:
+        online = False
+    if not online:
         os.environ["WANDB_MODE"] = "offline"
+
+
+def load_data(
+    args: argparse.Namespace, training: TrainingArguments, tokenizer: Any
+) -> tuple[dLLMSFTDataset, dLLMSFTDataset | None]:
+    """The training and the evaluation rows; the first process prepares them, the others read its cache."""
+    with training.main_process_first(local=False, desc="tokenising"):
+        data = load_rows(args.train_data)
+        if args.prompt_column:
+            data = choose_columns(data, args.prompt_column, args.completion_column)
+        train, held_out = preprocess_dataset(
+            data,
+            tokenizer,
+            args.max_length,
+            args.test_split,
+            overlong=args.overlong,
+            bad_rows=args.bad_rows,
+            train_on=args.train_on,
+            function=load_function(args.data_function) if args.data_function else None,
+            template=args.template,
+            num_proc=args.num_proc,
+            seed=args.seed,
+        )
+    shared = {"eos_padding": args.eos_padding, "seed": args.seed, "eval_draws": args.eval_draws}
+    train_dataset = dLLMSFTDataset(train, tokenizer, args.max_length, **shared)
+    if not args.test_split:
+        return train_dataset, None
+    return train_dataset, dLLMSFTDataset(held_out, tokenizer, args.max_length, eval=True, **shared)
+
+
+def prepare_model(args: argparse.Namespace) -> Any:
+    """The model to train: all of it in fp32, or frozen in `--dtype` or 4 bits with an fp32 LoRA adapter.
+
+    A model path that is itself an adapter is merged first: training goes on from the model it makes.
+    """
+    frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
+    model: Any = load_model(
+        args.model_name,
+        dtype="float32" if args.full_finetuning else frozen,
+        attn_implementation=args.attn_implementation,
+        quantization="nf4" if args.load_in_4bit else None,
+    )
+    if isinstance(model, PeftModel):
+        if args.load_in_4bit:
+            raise ValueError(
+                f"4-bit weights take no merged adapter: run `python -m d1.models merge` on {args.model_name}"
+            )
+        model = merge_adapter(model, args.model_name)
+    if args.full_finetuning:
+        return model
+    targets = args.lora_target_modules
+    if targets[0] in ("attention", "all-linear"):
+        targets = lora_targets(model.config.model_type, targets[0])
+    if args.load_in_4bit:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    config = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
+
+
+def plot_losses(history: list[dict[str, float]], path: Path) -> None:
+    """Training and evaluation loss, and the latter's bands of t, against optimizer steps."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = sorted({key for entry in history for key in entry if key == "loss" or key.startswith("eval_loss")})
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name in names:
+        points = [(entry["step"], entry[name]) for entry in history if name in entry]
+        label = {"loss": "training", "eval_loss": "evaluation"}.get(name, name.replace("eval_loss_t", "evaluation, t "))
+        axes.plot(*zip(*points, strict=True), label=label, lw=2 if name in ("loss", "eval_loss") else 1, marker=".")
+    axes.set(xlabel="optimizer step", ylabel="cross-entropy / t', nats an answer token", title="Masked SFT")
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def main(args: argparse.Namespace) -> dLLMTrainer:
     folder = Path(args.output_dir) / args.job_name
-    check_arguments(args, folder)
-    if not args.debugging:
-        log_without_account()
+    checkpoint = check_arguments(args, folder)
+    training = training_arguments(args, folder)
     tokenizer = load_tokenizer(args.model_name)
-    train_dataset, eval_dataset = load_data(args, tokenizer)
+    train_dataset, eval_dataset = load_data(args, training, tokenizer)
+    if training.should_save:
+        save_record(str(folder), "run.json", vars(args))
+        if not args.debugging:
+            log_without_account(folder)
     trainer = dLLMTrainer(
         model=prepare_model(args),
-        args=training_arguments(args, folder, evaluate=eval_dataset is not None),
+        args=training,
         data_collator=dLLMDataCollator(tokenizer),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
@@ -235,15 +294,22 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
         antithetic_masks=args.antithetic_masks,
         group_by_length=args.group_by_length,
     )
-    trainer.train(resume_from_checkpoint=last_checkpoint(folder) if args.resume else None)
-    if eval_dataset is not None:
-        trainer.evaluate()
+    if checkpoint and is_finished(checkpoint, training):
+        trainer.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
+        trainer._load_from_checkpoint(trainer.state.best_model_checkpoint or checkpoint)
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
+    if trainer.is_world_process_zero():
+        plot_losses(trainer.state.log_history, folder / "losses.png")
+        if args.merge_at_end:
+            shutil.rmtree(folder / "merged", ignore_errors=True)
+            merge(args.model_name, [str(folder)], str(folder / "merged"))
     trainer.end()
     return trainer
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     main(make_parser().parse_args())

@@ -20,6 +20,7 @@ from transformers import DefaultDataCollator, EvalPrediction, PreTrainedTokenize
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from d1.masking import draw_noise, keyed_generator, noise_level
+from d1.runs import staged_checkpoint
 
 TRAIN_NOISE, EVAL_NOISE, ORDER, STRATA = range(4)  # the second part of a generator's key: one stream a purpose
 EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t
@@ -247,7 +248,7 @@ class dLLMTrainer(Trainer):
         """Sum over each row's hidden tokens of cross-entropy / t': (rows,)."""
         labels = inputs["labels"]
         hidden = (inputs["input_ids"] != labels) & (labels != IGNORED)
-        weights = 1 / noise_level(inputs["t"]).unsqueeze(1).expand(labels.shape)
+        weights = 1 / noise_level(inputs["t"].double()).unsqueeze(1).expand(labels.shape)
         if not hidden.any():  # the output layer still has to take part, with nothing to say
             hidden[0, 0], weights = True, torch.zeros_like(weights)
         losses = hidden_token_losses(
@@ -278,6 +279,10 @@ class dLLMTrainer(Trainer):
         visible = inputs["attention_mask"]
         self.counts += torch.stack([answers.sum(), visible.sum(), torch.tensor(visible.numel(), device=visible.device)])
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with staged_checkpoint(self):  # a run killed while it saves leaves no half checkpoint
+            super()._save_checkpoint(model, trial)
 
     def start_counting(self) -> None:
         self.counts = torch.zeros(3, dtype=torch.long, device=self.args.device)
