@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +27,13 @@ from reward_guard import guarded
 from rollout_state import EpochSampler, RestoreRollout, save_rollout
 from torch import Tensor
 from trl import GRPOTrainer
-from trl.models.utils import unwrap_model_for_generation
+from trl.models.utils import _ForwardRedirection, unwrap_model_for_generation
 from trl.trainer.utils import pad
 
 from d1.masking import keyed_generator, prompt_masks
 from d1.runs import staged_checkpoint
 from d1.sampling import generate
-from d1.scoring import mean_field_logits, token_entropies, token_logps
+from d1.scoring import mean_field_scores
 
 # Streams of random numbers: masks and rollouts, in training and evaluation, never share one.
 STREAMS = {("mask", "train"): 0, ("rollout", "train"): 1, ("mask", "eval"): 2, ("rollout", "eval"): 3}
@@ -202,7 +205,7 @@ class DiffuGRPOTrainer(GRPOTrainer):
         if masks[::2] != prompts:
             raise RuntimeError(f"prompt masks {tuple(masks)} do not fit the prompts {tuple(prompts)}")
         output["prompt_noise"] = self._prompt_noise
-        self._log("seconds/rollout_reward_scoring", time.perf_counter() - started)
+        self._generation_seconds = time.perf_counter() - started
         if not self.model.training:
             self._eval_rollouts += 1
         return output
@@ -241,12 +244,12 @@ class DiffuGRPOTrainer(GRPOTrainer):
             with evaluating(model):
                 # A fixed mask is scored once: all mu copies of it give the same log-probs.
                 noises = self._prompt_noise.unbind(1)[: self.num_iterations if self.args.random_masking else 1]
-                logps = [
+                scored = [
                     self._score(model, prompt_ids, prompt_mask, completion_ids, noise, batch_size)[0]
                     for noise in noises
                 ]
             self._log("seconds/scoring", time.perf_counter() - started)
-            return torch.stack(logps, dim=1).expand(-1, self.num_iterations, -1), None, None
+            return torch.stack(scored, dim=1).expand(-1, self.num_iterations, -1), None, None
         logps, entropies = self._score(
             model, prompt_ids, prompt_mask, completion_ids, self._prompt_noise, batch_size, compute_entropy
         )
@@ -263,27 +266,30 @@ class DiffuGRPOTrainer(GRPOTrainer):
         batch_size: int | None,
         compute_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (rows, tokens) in fp32, and entropies, in micro-batches of `batch_size`."""
+        """Log-probs (rows, tokens) in fp32, and entropies, in micro-batches of `batch_size`; 0 after a row's EOS."""
         size = batch_size or len(prompt_ids)
         # TRL may pad completions past the canvas (pad_to_multiple_of); nothing is scored there, its mask is 0.
         width = min(completion_ids.shape[1], self.max_completion_length)
+        scored = eos_cut(completion_ids, self.eos_token_ids)
+        bare = self.accelerator.unwrap_model(model)
+        score = functools.partial(
+            mean_field_scores,
+            bare,
+            mask_token_id=self.mask_token_id,
+            gen_length=self.max_completion_length,
+            with_entropies=compute_entropy,
+        )
         logps, entropies = [], []
         for start in range(0, len(prompt_ids), size):
             rows = slice(start, start + size)
+            ids, mask, completion = prompt_ids[rows], prompt_mask[rows], completion_ids[rows, :width]
             with self.accelerator.autocast():
-                logits = mean_field_logits(
-                    model,
-                    prompt_ids[rows],
-                    prompt_mask[rows],
-                    noise[rows],
-                    mask_token_id=self.mask_token_id,
-                    gen_length=self.max_completion_length,
-                    num_tokens=width,
+                # Through the wrapper's forward: DDP, FSDP and DeepSpeed prepare gradients and weights there.
+                row_logps, row_entropies = _ForwardRedirection()(
+                    model, bare, score, ids, mask, completion, noise[rows], scored=scored[rows, :width]
                 )
-            logps.append(token_logps(logits, completion_ids[rows, :width]))
-            if compute_entropy:
-                with torch.no_grad():
-                    entropies.append(token_entropies(logits))
+            logps.append(row_logps)
+            entropies.append(row_entropies)
         beyond = (0, completion_ids.shape[1] - width)
         return F.pad(torch.cat(logps), beyond), F.pad(torch.cat(entropies), beyond) if compute_entropy else None
 
@@ -291,7 +297,6 @@ class DiffuGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss under the mask, old and reference log-probs of this inner update."""
-        started = time.perf_counter()
         training = self.model.training
         update = self._step // self.args.steps_per_generation % self.num_iterations if training else 0
         inputs = dict(inputs)
@@ -304,8 +309,17 @@ class DiffuGRPOTrainer(GRPOTrainer):
         old = inputs.get("old_per_token_logps")
         ratio = torch.ones(()) if old is None else (self._new_logps - old).exp()[inputs["completion_mask"].bool()].max()
         self._log("ratio_max", self.accelerator.gather(ratio.to(loss.device)).max().item())
-        self._log("seconds/loss", time.perf_counter() - started)
         return loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        started, self._generation_seconds = time.perf_counter(), 0.0
+        loss = super().training_step(*args, **kwargs)
+        self._log("seconds/update", time.perf_counter() - started - self._generation_seconds)
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        logs["peak_memory_gb"] = peak_memory_gb()
+        super().log(logs, start_time)
 
     def _check_finite(self, loss: Tensor, inputs: dict[str, Any]) -> None:
         if torch.isfinite(loss):
@@ -350,6 +364,14 @@ class DiffuGRPOTrainer(GRPOTrainer):
             seed=self.args.seed,
             epoch=lambda: int(self.state.epoch or 0),
         )
+
+
+def peak_memory_gb() -> float:
+    """The most memory this process has held so far: on its GPU where there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 @contextlib.contextmanager

@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import d1.scoring
 from d1.models import load_model
-from d1.scoring import mean_field_logps, token_entropies, token_logps
+from d1.scoring import mean_field_logps, mean_field_scores, token_entropies, token_logps
 
 MASK = 3
 
@@ -105,3 +107,88 @@ def test_shapes_that_do_not_fit_are_refused(model):
         score(model, noise=[True])
     with pytest.raises(ValueError, match="does not fit a canvas of 2"):
         score(model, gen_length=2)
+
+
+PROMPTS = torch.tensor([[0, 0, 1, 5, 9, 6], PROMPT, [0, 1, 20, 21, 22, 6]])
+VISIBLE = (PROMPTS != 0).long()
+NOISES = torch.tensor([[True, False, True, False, True, False]] * 3)
+COMPLETIONS = torch.tensor([[20, 21, 22, 23, 2], [24, 2, 0, 0, 0], [25, 26, 27, 28, 29]])
+SCORED = torch.tensor([[True] * 5, [True] * 2 + [False] * 3, [True] * 5])
+
+
+def naive(model):
+    """Log-probs and entropies from the logits of every position at once."""
+    canvas = torch.cat([PROMPTS.masked_fill(NOISES & VISIBLE.bool(), MASK), torch.full((3, 8), MASK)], dim=1)
+    logits = model(input_ids=canvas, attention_mask=torch.cat([VISIBLE, torch.ones(3, 8, dtype=torch.long)], 1)).logits
+    logps = logits[:, 6:11].log_softmax(-1)
+    chosen = torch.stack([logps[r, k, COMPLETIONS[r, k]] for r in range(3) for k in range(5)]).reshape(3, 5)
+    return chosen * SCORED, torch.distributions.Categorical(logits=logits[:, 6:11]).entropy() * SCORED
+
+
+def in_chunks(model):
+    arguments = (PROMPTS, VISIBLE, COMPLETIONS, NOISES)
+    return mean_field_scores(model, *arguments, mask_token_id=MASK, gen_length=8, scored=SCORED, with_entropies=True)
+
+
+def gradients(model, logps):
+    model.zero_grad()
+    (logps * torch.linspace(-1, 1, logps.numel()).reshape(logps.shape)).sum().backward()
+    return {name: torch.zeros(1) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("positions", [1, 3, 100])
+def test_values_and_gradients_in_chunks_equal_the_naive_ones(kind, kind_dirs, monkeypatch, positions):
+    model = load_model(kind_dirs[kind])
+    monkeypatch.setattr(d1.scoring, "CHUNK_ELEMENTS", positions * model.config.vocab_size)
+    (logps, entropies), (expected, expected_entropies) = in_chunks(model), naive(model)
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropies, expected_entropies, rtol=0, atol=1e-5)
+    assert not entropies.requires_grad
+    got = gradients(model, logps)
+    for name, value in gradients(model, expected).items():
+        torch.testing.assert_close(
+            got[name], value, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+class HeadCalls(TorchDispatchMode):
+    """Positions in each product with the head's weight (vocab, 32), and in the largest tensor over the vocabulary."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.vocabulary, self.positions, self.largest = vocabulary, [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            if out.shape[-1:] == (self.vocabulary,) and out.shape != (32, self.vocabulary):  # not the weight itself
+                self.largest = max(self.largest, out.numel() // self.vocabulary)
+            if func is torch.ops.aten.mm.default and out.shape[-1] == self.vocabulary:
+                self.positions.append(out.shape[0])
+        return out
+
+
+def test_the_head_runs_on_scored_positions_only_and_never_on_more_than_a_chunk(model, monkeypatch):
+    vocabulary = model.config.vocab_size
+    monkeypatch.setattr(d1.scoring, "CHUNK_ELEMENTS", 6 * vocabulary)
+    with HeadCalls(vocabulary) as forward:
+        logps, _ = in_chunks(model)
+    with HeadCalls(vocabulary) as backward:
+        logps.sum().backward()
+    assert forward.positions == backward.positions == [3, 3, 3, 3]  # 12 of 15 positions; canvas 3 x 8 in chunks of 6
+    assert max(forward.largest, backward.largest) == 3
+    with HeadCalls(vocabulary) as unbounded:
+        naive(model)
+    assert unbounded.largest == 3 * 14
+
+
+def test_the_number_of_head_calls_does_not_depend_on_what_is_scored(model, monkeypatch):
+    # Ranks that share a sharded head must call it equally often, or they wait for each other for ever.
+    monkeypatch.setattr(d1.scoring, "CHUNK_ELEMENTS", 6 * model.config.vocab_size)
+    for scored in (SCORED, torch.zeros_like(SCORED), torch.ones_like(SCORED)):
+        with HeadCalls(model.config.vocab_size) as calls:
+            scores, _ = mean_field_scores(
+                model, PROMPTS, VISIBLE, COMPLETIONS, NOISES, mask_token_id=MASK, gen_length=8, scored=scored
+            )
+        assert len(calls.positions) == 4
+        assert not scores[~scored].any()
