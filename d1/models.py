@@ -38,7 +38,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from d1.adapters import adapter_chain, add_adapter, merge_adapter
-from d1.checkpoints import ENCODERS, native_config
+from d1.checkpoints import ENCODERS, native_config, needs_copy, reading
 
 logger = logging.getLogger(__name__)
 
@@ -159,10 +159,9 @@ def load_base(
         return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
     config, mapping = native_config(path)
     auto: Any = AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM
-    # Transformers maps the files and copies each weight once, to its dtype and device.
-    model, report = auto.from_pretrained(
-        path, config=config, key_mapping=mapping, ignore_mismatched_sizes=True, output_loading_info=True, **options
-    )
+    options |= {"key_mapping": mapping, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with reading(copies=needs_copy(path, options["dtype"], options.get("device_map"))):
+        model, report = auto.from_pretrained(path, config=config, **options)
     check_loaded(path, report)
     if mapping is not None:
         del model._weight_conversions  # or `save_pretrained` would write the old names back
@@ -180,6 +179,7 @@ def check_loaded(path: str, report: dict[str, Any]) -> None:
         "unexpected": sorted(k for k in report["unexpected_keys"] if not any(s in k for s in spare)),
         "mis-shaped (name, file, model)": sorted((k, tuple(a), tuple(b)) for k, a, b in report["mismatched_keys"]),
     }
+    wrong["errors"] = list(report["error_msgs"])
     if any(wrong.values()):
         lists = "\n".join(f"{len(keys)} {what}: {keys}" for what, keys in wrong.items() if keys)
         raise ValueError(f"{path}: the weights do not fit the model that config.json describes\n{lists}")
