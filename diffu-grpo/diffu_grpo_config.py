@@ -80,6 +80,7 @@ class DiffuGRPOConfig(GRPOConfig):
     loss_type: str = field(default="bnpo", metadata={"help": "How token losses are averaged; d1's is TRL's 'bnpo'."})
     scale_rewards: str = field(default="none", metadata={"help": "d1 does not divide advantages by the group's std."})
     use_bias_correction_kl: bool = field(default=False, metadata={"help": "Importance-weight the KL term; d1: no."})
+    bf16: bool | None = field(default=None, metadata={"help": "bf16 mixed precision; by default where there is a GPU."})
     disable_dropout: bool = field(default=True, metadata={"help": "Without it the first ratio would not be 1."})
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ def sft(folder: Path, seed: int, miniature: bool) -> Phase:
     flags += ["--eos_padding", 40, "--max_length", 128, "--logging_steps", 4, "--eval_steps", 10, "--num_proc", 1]
     flags += ["--model_name", ROOT / "pocket" / "base", "--output_dir", folder, "--job_name", "sft", "--seed", seed]
     flags += ["--max_steps", 4] if miniature else []
-    return Phase("sft", [sys.executable, "sft_train.py", *flags], ROOT / "SFT", weight=15)
+    return Phase("sft", [sys.executable, "sft_train.py", *map(str, flags)], ROOT / "SFT", weight=15)
 
 
 def grpo(name: str, start: Path, folder: Path, seed: int, miniature: bool, needs: tuple[str, ...] = ()) -> Phase:
@@ -47,7 +47,7 @@ def grpo(name: str, start: Path, folder: Path, seed: int, miniature: bool, needs
     flags += ["--resume_from_checkpoint", "true"]
     flags += ["--task", ROOT / "pocket" / "shuffled_sudoku.py"] if name == "shuffled" else []
     flags += ["--max_steps", 8, "--eval_strategy", "no", "--save_steps", 4] if miniature else []
-    command = [sys.executable, "diffu_grpo_train.py", *flags]
+    command = [sys.executable, "diffu_grpo_train.py", *map(str, flags)]
     return Phase(name, command, ROOT / "diffu-grpo", weight=120, needs=needs)
 
 
@@ -57,7 +57,7 @@ def evaluation(name: str, model: Path, length: int, folder: Path, miniature: boo
     flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
     flags += ["--limit", 16] if miniature else []
     needs = () if name == "base" else (name,)
-    return Phase(f"{name}_at_{length}", [sys.executable, "eval.py", *flags], ROOT / "eval", weight=20, needs=needs)
+    return Phase(f"{name}_at_{length}", [sys.executable, "eval.py", *map(str, flags)], ROOT / "eval", weight=20, needs=needs)
 
 
 def phases_of(folder: Path, seed: int, miniature: bool) -> list[Phase]:
