@@ -57,7 +57,9 @@ def evaluation(name: str, model: Path, length: int, folder: Path, miniature: boo
     flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
     flags += ["--limit", 16] if miniature else []
     needs = () if name == "base" else (name,)
-    return Phase(f"{name}_at_{length}", [sys.executable, "eval.py", *map(str, flags)], ROOT / "eval", weight=20, needs=needs)
+    return Phase(
+        f"{name}_at_{length}", [sys.executable, "eval.py", *map(str, flags)], ROOT / "eval", weight=20, needs=needs
+    )
 
 
 def phases_of(folder: Path, seed: int, miniature: bool) -> list[Phase]:
