@@ -1,0 +1,179 @@
+"""Who draws which noise, and that every way of drawing it estimates the same loss."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from sft_trainer import GlobalBatchSampler, Slot, band_losses, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+MODES: dict[str, dict[str, bool]] = {
+    "independent": {},
+    "stratified": {"stratified_t": True},
+    "antithetic": {"antithetic_masks": True},
+    "both": {"stratified_t": True, "antithetic_masks": True},
+}
+
+
+class ThreeTokens:
+    """A tokenizer of the vocabulary 0 (mask), 1 and 2 (EOS)."""
+
+    mask_token_id, eos_token_id, pad_token_id = 0, 2, 1
+
+
+def make_rows(lengths: list[int], ids: list[int] | None = None) -> Dataset:
+    return Dataset.from_list(
+        [
+            {
+                "input_ids": ids or [1] * (length - 1) + [2],
+                "answer": [False] + [True] * (length - 1),
+                "length": length,
+                "start": 1,
+                "status": "ok",
+            }
+            for length in lengths
+        ]
+    )
+
+
+def sample(lengths: list[int], batch_size: int = 8, multiple: int = 2, epoch: int = 0, **options: Any) -> list[Slot]:
+    return list(GlobalBatchSampler(lengths, batch_size, multiple, 0, lambda: epoch, **options))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_estimate_is_unbiased(mode: str, tmp_path: Path) -> None:
+    """The mean over many draws against the expectation: masks enumerated, t integrated by quadrature."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=3, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, is_causal=False,
+        initializer_range=1.0, pad_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    ids, answers = [1, 2, 1, 2], 3
+
+    nodes, weights = np.polynomial.legendre.leggauss(8)  # exact for these polynomials of t
+    p = (1 - 1e-3) * (nodes + 1) / 2 + 1e-3
+    exact = 0.0
+    for hidden in itertools.product((False, True), repeat=answers):
+        noised = torch.tensor([ids]).masked_fill(torch.tensor([[False, *hidden]]), 0)
+        with torch.no_grad():
+            logps = model(input_ids=noised).logits[0].log_softmax(-1)
+        surprise = -sum(float(logps[i + 1, ids[i + 1]]) for i in range(answers) if hidden[i])
+        probability = p ** sum(hidden) * (1 - p) ** (answers - sum(hidden))
+        exact += float((weights / 2 * probability / p).sum()) * surprise / answers
+
+    tokenizer: Any = ThreeTokens()
+    dataset = dLLMSFTDataset(make_rows([4] * 8, ids), tokenizer, 8, eos_padding=0)
+    collate = dLLMDataCollator(tokenizer)
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    trainer = dLLMTrainer(model=model, args=args, data_collator=collate, train_dataset=dataset, eval_dataset=dataset)
+    means = []
+    for epoch in range(600):
+        slots = sample(dataset.lengths, epoch=epoch, **MODES[mode])
+        batch = collate([dataset[slot] for slot in slots[:8]])
+        with torch.no_grad():
+            means.append(float(trainer.compute_loss(model, batch)))
+    error = np.std(means) / len(means) ** 0.5
+    assert error < 0.05 * exact
+    assert np.mean(means) == pytest.approx(exact, abs=4 * error)
+
+
+def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone() -> None:
+    tokenizer: Any = ThreeTokens()
+    collate = dLLMDataCollator(tokenizer)
+
+    def noise(row: int, epoch: int, seed: int = 0) -> torch.Tensor:
+        dataset = dLLMSFTDataset(make_rows([40] * 3), tokenizer, 64, seed=seed)
+        return collate([dataset[Slot(row, epoch)]])["input_ids"][0]
+
+    dataset = dLLMSFTDataset(make_rows([40] * 3), tokenizer, 64, seed=0)
+    together = collate([dataset[Slot(2, 5)], dataset[Slot(0, 5)], dataset[Slot(-1)]])
+    assert torch.equal(together["input_ids"][0], noise(2, 5))
+    assert torch.equal(together["input_ids"][1], noise(0, 5))
+    for other in (noise(1, 5), noise(2, 6), noise(2, 5, seed=1)):
+        assert not torch.equal(noise(2, 5), other)
+
+
+@pytest.mark.parametrize("options", [*MODES.values(), {"group_by_length": True}, {"fill": True}])
+def test_global_batches_are_the_same_for_every_split(options: dict[str, Any]) -> None:
+    lengths = [3 + (7 * i) % 11 for i in range(20)]
+    whole = sample(lengths, multiple=8, **options)
+    assert [slot for slot in sample(lengths, multiple=2, **options) if slot.row >= 0] == [
+        s for s in whole if s.row >= 0
+    ]
+    copies = 2 if options.get("antithetic_masks") else 1
+    assert sorted(slot.row for slot in whole if slot.row >= 0) == sorted([*range(20)] * copies)
+    assert len(whole) % 8 == 0
+    assert sample(lengths, epoch=1, **options) != sample(lengths, epoch=0, **options)
+    if "fill" in options:
+        for start in range(0, 20, 8):
+            batch = [slot for slot in whole[start : start + 8] if slot.row >= 0]
+            assert {slot.length for slot in batch} == {max(lengths[slot.row] for slot in batch)}
+
+
+def test_strata_share_out_the_unit_interval() -> None:
+    for start in (0, 8):  # a whole batch and one of 4 rows
+        batch = sample([5] * 12, stratified_t=True)[start : start + 8]
+        strata = sorted((slot.low, slot.high) for slot in batch)
+        edges = np.linspace(0, 1, len(batch) + 1)
+        np.testing.assert_allclose(strata, list(itertools.pairwise(edges)))
+    batch = sample([5] * 8, stratified_t=True, antithetic_masks=True)[:8]
+    times = [1 - slot.high if slot.mirror else slot.low for slot in batch]
+    np.testing.assert_allclose(sorted(times), np.arange(8) / 8, atol=1e-12)
+    assert [slot.row for slot in batch[::2]] == [slot.row for slot in batch[1::2]]
+    with pytest.raises(ValueError, match="even number"):
+        sample([5] * 8, batch_size=7, antithetic_masks=True)
+
+
+def test_length_grouping_cuts_padding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 200, (400,), generator=generator).tolist()
+
+    def cells(slots: list[Slot]) -> int:
+        return sum(4 * max(lengths[slot.row] for slot in slots[i : i + 4]) for i in range(0, 400, 4))
+
+    assert cells(sample(lengths, multiple=4, group_by_length=True)) < 0.7 * cells(sample(lengths, multiple=4))
+
+
+def test_evaluation_is_a_fixed_even_grid_of_times() -> None:
+    tokenizer: Any = ThreeTokens()
+    rows = make_rows([9, 4, 30, 12, 5])
+    dataset = dLLMSFTDataset(rows, tokenizer, 64, eval=True, eval_draws=4, seed=3)
+    again = dLLMSFTDataset(rows, tokenizer, 64, eval=True, eval_draws=4, seed=3)
+    collate = dLLMDataCollator(tokenizer)
+    batch, repeated = collate([dataset[i] for i in range(20)]), collate([again[i] for i in range(20)])
+    assert torch.equal(batch["input_ids"], repeated["input_ids"])
+    torch.testing.assert_close(batch["t"].sort().values, (torch.arange(20) + 0.5) / 20)
+    assert torch.equal((batch["t"].view(5, 4) * 4).long(), torch.arange(4).expand(5, 4))  # each row in every quarter
+    assert batch["attention_mask"].sum(-1).tolist() == sorted(batch["attention_mask"].sum(-1).tolist())
+
+
+def test_evaluation_loss_is_over_all_draws_and_by_band() -> None:
+    table = np.array([[6.0, 3.0], [10.0, 1.0], [2.0, 4.0]])
+    times = np.array([0.05, 0.99, 0.1])
+    assert band_losses(EvalPrediction(table, times)) == pytest.approx(
+        {"loss": 18 / 8, "loss_t0.0-0.2": 8 / 7, "loss_t0.8-1.0": 10}
+    )
+
+
+@pytest.mark.parametrize(("padding", "length"), [(0, 6), (3, 6), (9, 10), (99, 20), ("batch", 6), ("max", 20)])
+def test_eos_padding_of_whole_and_truncated_answers(padding: int | str, length: int) -> None:
+    """A prompt of 1 and an answer of 5 tokens, at most 20 in all."""
+    tokenizer: Any = ThreeTokens()
+    rows = make_rows([6])
+    whole = dLLMSFTDataset(rows, tokenizer, 20, eos_padding=padding)
+    cut = dLLMSFTDataset(
+        rows.remove_columns("status").add_column("status", ["truncated"]), tokenizer, 20, eos_padding=padding
+    )
+    slot = Slot(0, length=8 if padding == "batch" else 0)
+    expected = 8 if padding == "batch" else length
+    assert whole[slot]["input_ids"] == [1] * 5 + [2] * (expected - 5)
+    assert whole[slot]["answer"] == [False] + [True] * (expected - 1)
+    assert cut[slot]["input_ids"] == [1] * 5 + [2]
+    assert whole.lengths == [length]

@@ -1,0 +1,54 @@
+"""Noise of SFT: times, masks and their antithetic twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from d1.masking import NOISE_EPS, draw_mask, draw_noise, keyed_generator, noise_level
+
+ANSWER = torch.tensor([False] * 5 + [True] * 4000)
+
+
+def test_only_answer_tokens_are_hidden_with_probability_of_their_time() -> None:
+    for row in range(20):
+        t, mask = draw_noise(ANSWER, keyed_generator(0, row))
+        assert not mask[:5].any()
+        p = float(noise_level(t))
+        assert float(mask[5:].float().mean()) == pytest.approx(p, abs=4 * (p * (1 - p) / 4000) ** 0.5 + 1e-9)
+
+
+def test_times_are_uniform_in_their_stratum() -> None:
+    times = torch.stack([draw_noise(ANSWER[:6], keyed_generator(1, i), low=0.25, high=0.5)[0] for i in range(4000)])
+    assert times.min() >= 0.25
+    assert times.max() < 0.5
+    assert float(times.mean()) == pytest.approx(0.375, abs=4 * 0.25 / (12 * 4000) ** 0.5)
+    assert float(times.var()) == pytest.approx(0.25**2 / 12, rel=0.1)
+
+
+def test_padding_does_not_move_the_draw() -> None:
+    t, mask = draw_noise(ANSWER, keyed_generator(2))
+    padded_t, padded = draw_noise(torch.cat([ANSWER, torch.zeros(7, dtype=torch.bool)]), keyed_generator(2))
+    assert torch.equal(padded_t, t)
+    assert torch.equal(padded[: len(mask)], mask)
+
+
+def test_twins_cover_every_answer_token_and_share_next_to_none() -> None:
+    for row in range(20):
+        t, mask = draw_noise(ANSWER, keyed_generator(3, row))
+        twin_t, twin = draw_noise(ANSWER, keyed_generator(3, row), mirror=True)
+        assert float(t + twin_t) == pytest.approx(1)
+        assert torch.equal(mask | twin, ANSWER)
+        assert float((mask & twin).sum()) <= 4000 * NOISE_EPS + 4 * (4000 * NOISE_EPS) ** 0.5
+
+
+def test_a_twin_alone_is_distributed_like_any_draw() -> None:
+    answer = torch.ones(200_000, dtype=torch.bool)
+    hidden = draw_mask(answer, 0.3, keyed_generator(4), mirror=True)
+    assert float(hidden.float().mean()) == pytest.approx(0.3, abs=4 * (0.3 * 0.7 / 200_000) ** 0.5)
+
+
+def test_global_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    draw_noise(ANSWER, keyed_generator(5), mirror=True)
+    assert torch.equal(torch.get_rng_state(), before)
