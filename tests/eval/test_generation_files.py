@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from generation_files import read_setups
@@ -17,7 +18,7 @@ SUDOKU = {"question": "Solve the following Sudoku puzzle: 0234341221434300\n", "
 COUNTDOWN = {"question": "Numbers: [3, 4, 5]\nTarget: 27", "ground_truth": [[3, 4, 5], 27]}
 GSM8K = {"question": "How many?", "ground_truth": 18.0}
 MATH = {"question": "What is $x$?", "ground_truth": r"\frac{1}{2}"}
-ROWS = {"sudoku": SUDOKU, "countdown": COUNTDOWN, "gsm8k": GSM8K, "math": MATH}
+ROWS: dict[str, dict[str, Any]] = {"sudoku": SUDOKU, "countdown": COUNTDOWN, "gsm8k": GSM8K, "math": MATH}
 RIGHT = {
     "sudoku": "<answer>1234341221434321</answer>",
     "countdown": r"<answer>\boxed{3 * (4 + 5)}</answer>",
@@ -93,7 +94,7 @@ def test_malformed_items_are_named_and_the_rest_scored(tmp_path):
         assert f"gsm8k_m_128_64_0_generations.json, item {number}: {message}" in row.errors[number]
 
 
-BAD_TRUTHS = {
+BAD_TRUTHS: dict[str, list[Any]] = {
     "gsm8k": [None, "eighteen", [1], {}],
     "math": [None, 5, ["1"]],
     "countdown": [None, "27", [], [[3, 4], "x"], [["3", {}], 1], [3, 4]],

@@ -37,6 +37,7 @@ def d1_setups():
 @pytest.mark.parametrize("name", FIGURES)
 def test_published_figures_come_out_of_d1s_own_files(d1_setups, name):
     row, _ = score_setup(d1_setups[name], "published", {})
+    assert row.accuracy is not None
     assert (round(row.accuracy, 2), row.n) == FIGURES[name]
     assert not row.errors
 
@@ -45,6 +46,8 @@ def test_difference_between_the_scorings_is_printed(d1_setups, capsys):
     lines = []
     for name in FIGURES:
         published, strict = (score_setup(d1_setups[name], scoring, {})[0] for scoring in ("published", "strict"))
+        assert published.accuracy is not None
+        assert strict.accuracy is not None
         lines.append(f"{name:<28} published {published.accuracy:6.2f}  strict {strict.accuracy:6.2f} {strict.metrics}")
         if not name.startswith(("sudoku", "countdown")):  # commas, fractions and unclosed boxes are read
             assert strict.accuracy > published.accuracy
