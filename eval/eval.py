@@ -9,7 +9,6 @@ same arguments, continues where it stopped.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import logging
@@ -19,7 +18,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -29,32 +27,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from eval_journal import Journal, Key, weights_fingerprint
+from generate_completions import Problem, generate_all
 from generation_files import read_setups
 from parse_and_get_acc import as_table
 from score_setups import score_setup
-from tqdm import tqdm
 
-from d1.masking import keyed_generator
-from d1.models import load_model, load_tokenizer
+from d1.adapters import adapter_chain
+from d1.models import load_tokenizer
 from d1.runs import run_record
-from d1.sampling import REMASKING, generate, reveal_schedule
+from d1.sampling import REMASKING, reveal_schedule
 from d1.tasks import SPLITS, TASKS, few_shot_messages, load_task
 
 logger = logging.getLogger("eval")
 
 BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # how the tasks' prompts ask for a boxed answer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A problem of the split: its place there, the text and ids of its prompt, and the row it comes from."""
-
-    index: int
-    prompt: str
-    ids: list[int]
-    question: str
-    ground_truth: Any
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -117,8 +104,8 @@ def main(args: argparse.Namespace) -> None:
         # Longest prompts first: batches need little padding, and a batch that does not fit fails at once.
         by_index = {problem.index: problem for problem in problems}
         todo = sorted((key for key in wanted if key not in done), key=lambda key: -len(by_index[key[0]].ids))
-        if todo[rank::world]:
-            generate_all(args, tokenizer, [(by_index[index], sample) for index, sample in todo[rank::world]], journal)
+        if mine := [(by_index[index], sample) for index, sample in todo[rank::world]]:
+            generate_all(args, pick_dtype(args), tokenizer, mine, journal)
         wait_for_all()
         if rank == 0:
             journal.finish(results_file(args, problems, journal.read()), record_file(args, identity))
@@ -233,13 +220,17 @@ def setup_name(args: argparse.Namespace) -> str:
     return f"{task_name(args)}_{model}_{args.gen_length}_{args.diffusion_steps}"
 
 
+def pick_dtype(args: argparse.Namespace) -> torch.dtype:
+    return DTYPES[args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")]
+
+
 def run_identity(args: argparse.Namespace, problems: list[Problem]) -> dict[str, Any]:
     """All that determines the completions: a run resumes only what agrees in it."""
+    base, adapters = adapter_chain(args.model_path, args.checkpoint_path or None)
     prompts = json.dumps([[problem.index, problem.prompt, problem.ground_truth] for problem in problems], default=str)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
     return {
-        "model": weights_fingerprint(args.model_path),
-        "adapter": args.checkpoint_path and weights_fingerprint(args.checkpoint_path),
+        "weights": [weights_fingerprint(path) for path in (base, *adapters)],
         "problems": len(problems),
         "prompts": hashlib.sha256(prompts.encode()).hexdigest()[:16],
         "seed": args.seed,
@@ -274,98 +265,6 @@ def results_file(args: argparse.Namespace, problems: list[Problem], done: dict[K
 def record_file(args: argparse.Namespace, identity: dict[str, Any]) -> dict[str, Any]:
     settings = {"model_path": args.model_path, "checkpoint_path": args.checkpoint_path, "settings": vars(args)}
     return settings | {"identity": identity} | run_record()
-
-
-# ---- generation
-
-
-def pick_dtype(args: argparse.Namespace) -> torch.dtype:
-    return DTYPES[args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")]
-
-
-def generate_all(args: argparse.Namespace, tokenizer: Any, work: list[tuple[Problem, int]], journal: Journal) -> None:
-    """Generates the completions of `work`, pairs of problem and sample, and writes each batch to the journal."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-    model = load_model(
-        args.model_path,
-        pick_dtype(args),
-        device,
-        adapter=args.checkpoint_path or None,
-        attn_implementation=args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
-    )
-    longest = max(len(problem.ids) for problem, _ in work)
-    room = getattr(model.config, "max_position_embeddings", None)
-    if room is not None and longest + args.gen_length > room:
-        raise ValueError(f"a prompt of {longest} tokens and gen_length {args.gen_length} exceed the model's {room}")
-    passes = [0]
-    # Every pass looks its tokens up once, whichever part of the model the sampler calls.
-    model.get_input_embeddings().register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
-    ends = torch.tensor(end_ids(tokenizer), device=device)
-    tokens, started = 0, time.perf_counter()
-    share = "" if not dist.is_initialized() else f" (process 0 of {dist.get_world_size()})"
-    with tqdm(total=len(work), desc=journal.setup + share, unit="problem", disable=journal.rank != 0) as progress:
-        for start in range(0, len(work), args.batch_size):
-            batch = work[start : start + args.batch_size]
-            entries = generate_batch(args, model, tokenizer, batch, ends, passes)
-            for entry in entries:
-                journal.append(entry)
-            tokens += sum(entry["tokens"] for entry in entries)
-            rate = tokens / (time.perf_counter() - started)
-            progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes[0]} forward passes", refresh=False)
-            progress.update(len(batch))
-
-
-def end_ids(tokenizer: Any) -> list[int]:
-    """Tokens that end a completion: end of text, end of turn, padding."""
-    turn = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "eot_token", None) or tokenizer.eos_token)
-    return sorted({tokenizer.eos_token_id, tokenizer.pad_token_id, turn})
-
-
-def generate_batch(
-    args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    batch: list[tuple[Problem, int]],
-    ends: torch.Tensor,
-    passes: list[int],
-) -> list[dict[str, Any]]:
-    """Journal entries of one batch: texts, tokens before the end, forward passes and seconds (the batch's, shared)."""
-    began, passes_before = time.perf_counter(), passes[0]
-    width = max(len(problem.ids) for problem, _ in batch)
-    ids = torch.full((len(batch), width), tokenizer.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for row, (problem, _) in enumerate(batch):
-        ids[row, width - len(problem.ids) :] = torch.tensor(problem.ids)
-        mask[row, width - len(problem.ids) :] = 1
-    output = generate(
-        model,
-        ids.to(ends.device),
-        mask.to(ends.device),
-        mask_token_id=tokenizer.mask_token_id,
-        gen_length=args.gen_length,
-        block_length=args.block_length,
-        steps=args.diffusion_steps,
-        temperature=args.temperature,
-        cfg_scale=args.cfg_scale,
-        remasking=args.remasking,
-        generator=[keyed_generator(args.seed, problem.index, sample) for problem, sample in batch],
-    )[:, width:]
-    lengths = (torch.isin(output, ends).cumsum(1) == 0).sum(1).tolist()
-    seconds = (time.perf_counter() - began) / len(batch)
-    return [
-        {
-            "index": problem.index,
-            "sample": sample,
-            "generations": tokenizer.decode(row),
-            "text": tokenizer.decode(row[:length], skip_special_tokens=True),
-            "tokens": length,
-            "forward_passes": passes[0] - passes_before,
-            "seconds": seconds,
-        }
-        for (problem, sample), row, length in zip(batch, output.tolist(), lengths, strict=True)
-    ]
 
 
 if __name__ == "__main__":

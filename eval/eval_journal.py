@@ -122,7 +122,7 @@ def weights_fingerprint(path: str) -> str:
     if not folder.is_dir():
         return path
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with open(file, "rb") as weights:

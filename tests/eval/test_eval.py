@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import eval_journal
+import generate_completions
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -265,7 +266,7 @@ def test_an_adapter_its_merged_model_and_its_folder_alone_agree(tiny_model_dir, 
 
 def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir, tmp_path, monkeypatch):
     first = evaluate(tiny_model_dir, tmp_path, "--limit", "4")
-    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("loaded a model for nothing"))
+    monkeypatch.setattr(generate_completions, "load_model", lambda *_, **__: pytest.fail("loaded a model for nothing"))
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
     with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):
         evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--temperature", "0.5")
@@ -284,7 +285,7 @@ def test_a_retrained_model_is_another_model(tiny_model_dir, tmp_path):
         tokenizer.save_pretrained(tmp_path / "m")
         if not bump:
             evaluate(tmp_path / "m", tmp_path, "--limit", "2")
-    with pytest.raises(ValueError, match="model: "):
+    with pytest.raises(ValueError, match="weights: "):
         evaluate(tmp_path / "m", tmp_path, "--limit", "2")
 
 

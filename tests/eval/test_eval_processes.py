@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -21,12 +22,16 @@ EVAL = Path(evaluation.__file__).parent
 LENGTHS = ["--gen_length", "12", "--block_length", "4"]
 
 
-def start(processes: int, *arguments: object) -> subprocess.Popen[str]:
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [*launch, str(EVAL / "eval.py"), "--dataset", "sudoku", *LENGTHS, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no",
+              "--dynamo_backend", "no", "--num_processes")  # fmt: skip
+
+
+def start(processes: int, *arguments: object, launcher: Sequence[str] = TORCHRUN) -> subprocess.Popen[str]:
+    launch = ["-m", *launcher, str(processes)] if processes > 1 else []
+    command = [sys.executable, *launch, str(EVAL / "eval.py"), "--dataset", "sudoku", *LENGTHS, *map(str, arguments)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def evaluate(*arguments: object) -> None:
@@ -72,7 +77,9 @@ def test_one_and_three_processes_say_the_same(tiny_model_dir, tmp_path):
 
 def test_sampling_does_not_depend_on_the_number_of_processes(tiny_model_dir, tmp_path):
     flags = ("--model_path", tiny_model_dir, "--limit", 5, "--temperature", 0.7, "--num_samples", 2, "--output_dir")
-    finish(start(2, *flags, tmp_path / "two", "--batch_size", 2))
+    finish(start(2, *flags, tmp_path / "two", "--batch_size", 2, launcher=ACCELERATE))
+    record = json.loads(next((tmp_path / "two").glob("*_record.json")).read_text())
+    assert record["processes"] == 2
     evaluate(*flags, tmp_path / "one", "--batch_size", 3)
 
     def samples(folder: Path) -> list[str]:

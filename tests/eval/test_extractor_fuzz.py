@@ -6,6 +6,7 @@ The tasks' own extractors have theirs in tests/tasks.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from generation_files import read_sample
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_scoring import SCORERS, score_published
 
-ROWS = {
+ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "", "ground_truth": 18.0},
     "math": {"question": "", "ground_truth": r"\frac{1}{2}"},
     "countdown": {"question": "", "ground_truth": [[3, 4, 5], 27]},
@@ -45,7 +46,9 @@ def test_published_scorers_take_any_string(task, text):
     assert time.process_time() - started < 1
 
 
-JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.text()) | st.just({})
+JSON: st.SearchStrategy = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.text()) | st.just({})
+)
 
 
 @settings(max_examples=1_000, deadline=None)

@@ -1,0 +1,116 @@
+"""Generates the completions of one process's share of an evaluation, batch by batch, into its journal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from eval_journal import Journal
+from tqdm import tqdm
+
+from d1.masking import keyed_generator
+from d1.models import load_model
+from d1.sampling import generate
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of the split: its place there, the text and ids of its prompt, and the row it comes from."""
+
+    index: int
+    prompt: str
+    ids: list[int]
+    question: str
+    ground_truth: Any
+
+
+def generate_all(
+    args: argparse.Namespace, dtype: torch.dtype, tokenizer: Any, work: list[tuple[Problem, int]], journal: Journal
+) -> None:
+    """Generates the completions of `work`, pairs of problem and sample, and writes each batch to the journal."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    model = load_model(
+        args.model_path,
+        dtype,
+        device,
+        adapter=args.checkpoint_path or None,
+        attn_implementation=args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+    )
+    longest = max(len(problem.ids) for problem, _ in work)
+    room = getattr(model.config, "max_position_embeddings", None)
+    if room is not None and longest + args.gen_length > room:
+        raise ValueError(f"a prompt of {longest} tokens and gen_length {args.gen_length} exceed the model's {room}")
+    passes = [0]
+    # Every pass looks its tokens up once, whichever part of the model the sampler calls.
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    ends = torch.tensor(end_ids(tokenizer), device=device)
+    tokens, started = 0, time.perf_counter()
+    share = "" if not dist.is_initialized() else f" (process 0 of {dist.get_world_size()})"
+    with tqdm(total=len(work), desc=journal.setup + share, unit="problem", disable=journal.rank != 0) as progress:
+        for start in range(0, len(work), args.batch_size):
+            batch = work[start : start + args.batch_size]
+            entries = generate_batch(args, model, tokenizer, batch, ends, passes)
+            for entry in entries:
+                journal.append(entry)
+            tokens += sum(entry["tokens"] for entry in entries)
+            rate = tokens / (time.perf_counter() - started)
+            progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes[0]} forward passes", refresh=False)
+            progress.update(len(batch))
+
+
+def end_ids(tokenizer: Any) -> list[int]:
+    """Tokens that end a completion: end of text, end of turn, padding."""
+    turn = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "eot_token", None) or tokenizer.eos_token)
+    return sorted({tokenizer.eos_token_id, tokenizer.pad_token_id, turn})
+
+
+def generate_batch(
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    batch: list[tuple[Problem, int]],
+    ends: torch.Tensor,
+    passes: list[int],
+) -> list[dict[str, Any]]:
+    """Journal entries of one batch: texts, tokens before the end, forward passes and seconds (the batch's, shared)."""
+    began, passes_before = time.perf_counter(), passes[0]
+    width = max(len(problem.ids) for problem, _ in batch)
+    ids = torch.full((len(batch), width), tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, (problem, _) in enumerate(batch):
+        ids[row, width - len(problem.ids) :] = torch.tensor(problem.ids)
+        mask[row, width - len(problem.ids) :] = 1
+    output = generate(
+        model,
+        ids.to(ends.device),
+        mask.to(ends.device),
+        mask_token_id=tokenizer.mask_token_id,
+        gen_length=args.gen_length,
+        block_length=args.block_length,
+        steps=args.diffusion_steps,
+        temperature=args.temperature,
+        cfg_scale=args.cfg_scale,
+        remasking=args.remasking,
+        generator=[keyed_generator(args.seed, problem.index, sample) for problem, sample in batch],
+    )[:, width:]
+    lengths = (torch.isin(output, ends).cumsum(1) == 0).sum(1).tolist()
+    seconds = (time.perf_counter() - began) / len(batch)
+    return [
+        {
+            "index": problem.index,
+            "sample": sample,
+            "generations": tokenizer.decode(row),
+            "text": tokenizer.decode(row[:length], skip_special_tokens=True),
+            "tokens": length,
+            "forward_passes": passes[0] - passes_before,
+            "seconds": seconds,
+        }
+        for (problem, sample), row, length in zip(batch, output.tolist(), lengths, strict=True)
+    ]
