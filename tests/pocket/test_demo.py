@@ -1,0 +1,83 @@
+"""The main job in miniature, through its real commands: interrupted, continued, reported."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from phases import Phase, PhaseError, run_phases
+from report import ARMS, LENGTHS, markdown_table, setup, summary
+from rich.console import Console
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def miniature(tmp_path_factory):
+    """Result folder of a miniature job that was stopped by Ctrl-C after its first phase and then continued."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "pocket/demo.py", "--miniature", "--seed", "3", "--output_dir", str(folder)]
+    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    state = folder / "seed3" / "phases.json"
+    while first.poll() is None and not (state.exists() and json.loads(state.read_text())["done"]):
+        time.sleep(0.1)
+    first.send_signal(signal.SIGINT)
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "The same command continues from here" in errors
+    done = json.loads(state.read_text())["done"]
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+    assert second.returncode == 0, second.stdout + second.stderr
+    for name in done:
+        assert f"\n  {name} " not in second.stdout, f"{name} was done and ran again"
+    return folder / "seed3"
+
+
+def test_every_arm_is_evaluated_at_both_lengths(miniature):
+    table = json.loads((miniature / "table.json").read_text())
+    assert set(table) == {setup(arm, length) for arm in ARMS for length in LENGTHS}
+    for row in table.values():
+        assert row["n"] == row["expected"] == 16
+        assert row["ci_low"] <= row["accuracy"] <= row["ci_high"]
+
+
+def test_the_report_has_the_table_the_curves_ten_problems_and_the_seconds(miniature):
+    report = (miniature / "report.md").read_text()
+    for title in ARMS.values():
+        assert f"| {title} |" in report
+    for name in ("sft", "grpo", "sft_grpo", "shuffled", "sft_grpo_at_40"):
+        assert f"| {name} |" in report
+    puzzles = [line for line in report.splitlines() if line[2:18].isdigit()]
+    assert len(puzzles) == 10
+    assert (miniature / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_over_seeds_has_each_arm_and_pair(miniature):
+    text = summary([miniature])
+    assert text.count("| seed3 |") == 2
+    assert sum(line.startswith("| + SFT + diffu-GRPO (d1) |") for line in text.splitlines()) == len(LENGTHS)
+    assert "| sft_grpo - sft | 32 |" in text
+
+
+def phase(name, code, **settings):
+    return Phase(name, [sys.executable, "-c", code], ROOT, weight=1, **settings)
+
+
+def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):
+    log = tmp_path / "order"
+    write = f"open({str(log)!r}, 'a').write"
+    good = [phase("b", f"{write}('b')", needs=("a",)), phase("a", f"{write}('a')")]
+    run_phases(good, tmp_path / "state", 2, Console(quiet=True))
+    run_phases(good, tmp_path / "state", 2, Console(quiet=True))
+    assert log.read_text() == "ab"
+    with pytest.raises(PhaseError, match="made with other commands"):
+        run_phases([phase("a", "pass")], tmp_path / "state", 1, Console(quiet=True))
+    with pytest.raises(PhaseError, match=r"(?s)bad failed.*no such luck"):
+        run_phases([phase("bad", "raise SystemExit('no such luck')")], tmp_path / "other", 1, Console(quiet=True))
+
+
+def test_markdown_table():
+    assert markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
