@@ -149,11 +149,15 @@ def summary(folders: Sequence[Path]) -> str:
     return text + markdown_table([*header, "intervals apart"], rows)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", help="result folders of demo.py, one a seed")
+    return parser
+
+
 def main(args: argparse.Namespace) -> None:
     sys.stdout.write(summary([Path(folder) for folder in args.folders]))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", help="result folders of demo.py, one a seed")
-    main(parser.parse_args())
+    main(make_parser().parse_args())
