@@ -279,7 +279,8 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     tokenizer = load_tokenizer(args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
     if training.should_save:
-        save_record(str(folder), "run.json", vars(args))
+        launched = {"world_size": training.world_size, "distributed_type": training.distributed_state.distributed_type}
+        save_record(str(folder), "run.json", vars(args) | launched)
         if not args.debugging:
             log_without_account(folder)
     trainer = dLLMTrainer(

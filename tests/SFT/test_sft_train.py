@@ -1,56 +1,217 @@
-"""sft_train.py as users start it: real processes on a small model and local data."""
+"""sft_train.py as users start it: real processes and whole runs on a small model and local data."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from sft_train import eos_padding, main, make_parser
+from sft_trainer import dLLMTrainer
 
-from d1.models import load_model
+from d1.models import load_model, load_tokenizer
 
 SFT = Path(__file__).parents[2] / "SFT"
-PLAIN = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+ALONE = ["-m", "accelerate.commands.launch", "--config_file", "cpu.yaml"]
+DDP = [
+    "-m",
+    "accelerate.commands.launch",
+    "--config_file",
+    "ddp.yaml",
+    "--num_processes",
+    "2",
+    "--mixed_precision",
+    "no",
+]
+ZERO2 = [*DDP[:3], "ddp_config.yaml", *DDP[4:]]
 
 
-@pytest.fixture(scope="session")
-def s1k_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty rows in s1K's schema."""
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
+    """Flags of every run here; forty rows in s1K's schema, of very different lengths."""
     path = tmp_path_factory.mktemp("s1k") / "rows.jsonl"
     with path.open("w") as lines:
         for i in range(40):
-            row = {"question": f"{i}+{i}=?", "thinking_trajectories": ["add " * (1 + i % 4)], "attempt": str(2 * i)}
+            row = {"question": f"{i}+{i}=?", "thinking_trajectories": ["add " * (1 + i % 9)], "attempt": str(2 * i)}
             lines.write(json.dumps(row) + "\n")
-    return path
+    return ["--model_name", str(tiny_model_dir), "--train_data", str(path), "--test_split", "0.2", "--batch_size", "4"]
 
 
-def launch(*flags: object, processes: int = 1, cwd: Path = SFT) -> subprocess.CompletedProcess[str]:
-    multi = ["--multi_gpu"] if processes > 1 else ["--cpu"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *multi, "--num_processes", str(processes)]
-    return subprocess.run(
-        [*command, "sft_train.py", *map(str, flags)],
-        cwd=cwd,
-        env=os.environ | PLAIN,
-        capture_output=True,
-        text=True,
-        timeout=300,
+def start(launcher: list[str], flags: list[str], folder: Path, **environment: Any) -> subprocess.Popen[bytes]:
+    """sft_train.py in the folder of d1's command line, in a process group of its own, writing to `folder`/log."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR"),
+    }
+    variables |= environment
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, *launcher, "sft_train.py", *flags, "--output_dir", str(folder), "--job_name", "job"],
+        cwd=SFT,
+        env={name: value for name, value in (os.environ | variables).items() if value is not None},
+        stdout=(folder / "log").open("ab"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
-def test_twenty_steps_lower_the_loss(tiny_model_dir: Path, s1k_file: Path, tmp_path: Path) -> None:
-    done = launch(
-        *("--model_name", tiny_model_dir, "--train_data", s1k_file, "--output_dir", tmp_path, "--job_name", "job"),
-        *("--full_finetuning", "--learning_rate", "3e-3", "--batch_size", "8", "--grad_accum_steps", "2"),
-        *("--max_steps", "20", "--eval_steps", "10", "--test_split", "0.2", "--eos_padding", "40", "--debugging"),
+def finish(process: subprocess.Popen[bytes], folder: Path, timeout: float = 240) -> None:
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, (folder / "log").read_text()[-4000:]
+
+
+def run(flags: list[str], folder: Path, *more: str) -> dLLMTrainer:
+    """The same in this process."""
+    return main(
+        make_parser().parse_args([*flags, "--output_dir", str(folder), "--job_name", "job", "--debugging", *more])
     )
-    assert done.returncode == 0, done.stderr
-    history = json.loads((tmp_path / "job/trainer_state.json").read_text())["log_history"]
-    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+
+
+def history(folder: Path, name: str) -> list[float]:
+    log = json.loads((folder / "job/trainer_state.json").read_text())["log_history"]
+    return [entry[name] for entry in log if name in entry]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_model(str(folder)).state_dict()
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return load_model(str(folder))(input_ids=torch.arange(8, 40)[None]).logits
+
+
+def test_twenty_steps_lower_the_loss(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    """As a user without an account types it: Weights & Biases logs to files."""
+    training = ["--full_finetuning", "--learning_rate", "3e-3", "--max_steps", "20", "--eval_steps", "10"]
+    home = tmp_path / "home"
+    home.mkdir()
+    environment: dict[str, Any] = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": str(home)}
+    finish(start(ALONE, [*flags, *training, "--eos_padding", "40"], tmp_path, **environment), tmp_path)
+    losses = history(tmp_path, "eval_loss")
     assert losses[-1] < 0.8 * losses[0]
-    before, after = load_model(str(tiny_model_dir)).state_dict(), load_model(str(tmp_path / "job")).state_dict()
+    before, after = weights(tiny_model_dir), weights(tmp_path / "job")
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert list((tmp_path / "job/wandb").glob("offline-run-*"))
+    assert (tmp_path / "job/losses.png").stat().st_size > 5000
+    names = set().union(*json.loads((tmp_path / "job/trainer_state.json").read_text())["log_history"])
+    assert {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"} <= names
+
+
+def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
+    """SIGKILL in the middle of the second epoch; dropout, noise, order and optimizer go on bit for bit."""
+    training = ["--lora_dropout", "0.3", "--learning_rate", "1e-3", "--max_steps", "36", "--eval_steps", "5"]
+    training += ["--grad_accum_steps", "1", "--logging_steps", "5", "--group_by_length", "--debugging"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start([], [*flags, *training], whole), whole)
+    process = start([], [*flags, *training], killed)
+    deadline = time.monotonic() + 200
+    while not (killed / "job/checkpoint-10").exists():
+        assert process.poll() is None, (killed / "log").read_text()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (killed / "job/trainer_state.json").exists()
+    finish(start([], [*flags, *training, "--resume"], killed), killed)
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert history(killed, name) == history(whole, name)
+    assert history(killed, "eval_loss")[-3:] == history(whole, "eval_loss")[-3:]
+    expected, found = weights(whole / "job"), weights(killed / "job")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kind"), [(DDP, "MULTI_CPU"), pytest.param(ZERO2, "DEEPSPEED", marks=pytest.mark.slow)]
+)
+def test_two_processes(flags: list[str], tmp_path: Path, launcher: list[str], kind: str) -> None:
+    """The shipped configurations, told to stay off a GPU; d1's compiles DeepSpeed's CPU Adam, which takes minutes."""
+    training = ["--max_steps", "3", "--learning_rate", "1e-3", "--merge_at_end", "--debugging"]
+    on_cpu = {"ACCELERATE_USE_CPU": "true"} if kind == "MULTI_CPU" else {"CUDA_VISIBLE_DEVICES": ""}
+    finish(start(launcher, [*flags, *training], tmp_path, **on_cpu), tmp_path, timeout=900)
+    settings = json.loads((tmp_path / "job/run.json").read_text())["settings"]
+    assert (settings["world_size"], settings["distributed_type"]) == (2, kind)
+    torch.testing.assert_close(logits(tmp_path / "job"), logits(tmp_path / "job/merged"), rtol=0, atol=1e-4)
+
+
+def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    run(flags, tmp_path, "--max_steps", "3", "--learning_rate", "1e-2", "--merge_at_end", "--gradient_checkpointing")
+    adapter, merged = tmp_path / "job", tmp_path / "job/merged"
+    assert (logits(adapter) - logits(tiny_model_dir)).abs().max() > 0.01
+    torch.testing.assert_close(logits(merged), logits(adapter), rtol=0, atol=1e-4)
+    assert load_tokenizer(str(merged)).mask_token_id == load_tokenizer(str(adapter)).mask_token_id == 3
+    # Training on from the adapter starts from the model that it makes.
+    run([*flags, "--model_name", str(adapter)], tmp_path / "on", "--max_steps", "1", "--learning_rate", "0")
+    torch.testing.assert_close(logits(tmp_path / "on/job"), logits(adapter), rtol=0, atol=1e-4)
+
+
+def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
+    """A learning rate that ruins the model after a while."""
+    trainer = run(
+        flags, tmp_path, "--max_steps", "12", "--eval_steps", "2", "--learning_rate", "0.1", "--full_finetuning"
+    )
+    losses = history(tmp_path, "eval_loss")[1:]
+    assert losses[-1] > min(losses)
+    assert trainer.state.best_metric == min(losses)
+    best = weights(Path(str(trainer.state.best_model_checkpoint)))
+    final = weights(tmp_path / "job")
+    assert all(torch.equal(final[name], best[name]) for name in best)
+
+
+def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
+    still = [*flags, "--learning_rate", "0", "--eval_steps", "1", "--grad_accum_steps", "1", "--full_finetuning"]
+    assert run([*still, "--max_steps", "9", "--early_stop", "2"], tmp_path).state.global_step == 3
+    moving = [*flags, "--learning_rate", "1e-3", "--max_steps", "2", "--full_finetuning"]
+    run(moving, tmp_path / "done")
+    expected = weights(tmp_path / "done/job")
+    trainer = run(moving, tmp_path / "done", "--resume")
+    assert trainer.state.global_step == 2
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "done/job").items())
+    with pytest.raises(ValueError, match="holds checkpoints: continue with --resume"):
+        run(moving, tmp_path / "done")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--prompt_column", "question"], "need each other"),
+        (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
+        (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
+        (["--early_stop", "1", "--test_split", "0"], "hold rows out"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(
+    flags: list[str], tmp_path: Path, more: list[str], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        run(flags, tmp_path, *more)
+    assert not list(tmp_path.iterdir())
+
+
+def test_eos_padding_flag() -> None:
+    assert [eos_padding(text) for text in ("32", "batch", "max")] == [32, "batch", "max"]
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["--eos_padding", "longest"])
+
+
+def test_defaults_are_d1s() -> None:
+    args = make_parser().parse_args([])
+    assert (args.model_name, args.batch_size, args.max_length) == ("GSAI-ML/LLaDA-8B-Instruct", 1, 4096)
+    assert (args.num_epochs, args.learning_rate, args.grad_accum_steps) == (20, 1e-5, 4)
+    assert (args.job_name, args.train_data, args.debugging) == ("llada-s1", "simplescaling/s1K", False)
+    assert (args.lora_r, args.lora_alpha, args.lora_dropout) == (128, 256, 0.05)
+    assert args.lora_target_modules == ["q_proj", "k_proj", "v_proj"]
+    assert (args.weight_decay, args.max_grad_norm, args.eval_steps, args.test_split) == (0.1, 1.0, 100, 0.01)
