@@ -80,8 +80,9 @@ def fill_from_run(args: argparse.Namespace, run: Path) -> None:
     """Takes settings that were not given from the record of the training run, where there is one."""
     record = run / "run.json"
     settings = json.loads(record.read_text())["settings"] if record.exists() else {}
+    other_length = args.gen_length is not None  # then the steps are eval.py's half of it, not those of training
     for name, trained in TRAINED_WITH.items():
-        if getattr(args, name) is None:
+        if getattr(args, name) is None and not (other_length and name == "diffusion_steps"):
             setattr(args, name, settings.get(trained))
     if args.dataset is None:
         raise ValueError(f"name the task with --dataset: {record} does not")

@@ -85,7 +85,8 @@ def main(args: argparse.Namespace) -> None:
     Raises:
         ValueError, FileNotFoundError: an argument, a file or a path makes no sense, before the model is loaded.
     """
-    args.diffusion_steps = args.diffusion_steps or args.gen_length // 2
+    if args.diffusion_steps is None:
+        args.diffusion_steps = args.gen_length // 2
     check_arguments(args)
     rank, world = join_processes()
     task = load_task(args.dataset)

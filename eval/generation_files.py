@@ -61,7 +61,7 @@ def read_setups(folder: str | Path) -> list[Setup]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}")
+        raise FileNotFoundError(f"no folder {folder}: run eval.py first, or name the folder of its results")
     ranks: dict[str, dict[int, Path]] = {}
     for path in sorted(folder.glob("*_generations.json")):
         if match := FILE_NAME.fullmatch(path.name):
