@@ -16,14 +16,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig, TrlParser, get_peft_config
 
+from d1.adapters import merge_adapter
 from d1.models import load_model, load_tokenizer
 from d1.runs import checkpoint_to_resume, is_finished, save_record
 from d1.tasks import load_task, text_of
@@ -41,6 +43,13 @@ def check_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
         raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
     if model_args.model_name_or_path:
         raise ValueError("--model_name_or_path is not used here; the model is --model_path")
+    if model_args.load_in_8bit:
+        raise ValueError("8-bit loading is not supported; use --load_in_4bit (NF4)")
+    if model_args.load_in_4bit and not (torch.cuda.is_available() and model_args.use_peft):
+        raise ValueError(
+            "--load_in_4bit (NF4, bitsandbytes) needs a GPU and --use_peft: on a CPU leave it out, and without LoRA "
+            "there would be nothing to train"
+        )
     if args.sync_ref_model and model_args.use_peft:
         raise ValueError(
             "sync_ref_model needs a reference model in memory; with LoRA the reference is the model without its "
@@ -70,6 +79,20 @@ def accuracy_of(task: ModuleType) -> Callable[..., list[float]]:
     return accuracy
 
 
+def check_rewards(task: ModuleType, rows: Dataset, args: DiffuGRPOConfig) -> None:
+    """Asks every reward for its opinion of an empty completion, so that a column it misses is known now."""
+    columns = {name: [value] for name, value in rows[0].items() if name != "prompt"}
+    completions = [[{"role": "assistant", "content": ""}]]
+    for reward in [*task.REWARDS, accuracy_of(task)]:
+        try:
+            reward(prompts=[rows[0]["prompt"]], completions=completions, completion_ids=[[]], **columns)
+        except Exception as error:
+            raise ValueError(
+                f"reward {reward.__name__} of task {args.dataset} cannot score its rows "
+                f"({type(error).__name__}: {error}); they have the columns {', '.join(rows.column_names)}"
+            ) from error
+
+
 def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> None:
     """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`."""
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in rows["prompt"]]
@@ -88,8 +111,6 @@ def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diffu
 
 def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
     """The model to train. An SFT adapter is merged into its base: RL starts from the model SFT left."""
-    if model_args.load_in_8bit:
-        raise ValueError("8-bit loading is not supported; use --load_in_4bit (NF4)")
     model = load_model(
         str(args.model_path),
         dtype=model_args.dtype if model_args.dtype != "float32" else None,
@@ -103,7 +124,7 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
                 "an adapter cannot be merged into 4-bit weights exactly: first run "
                 f"`python -m d1.models merge BASE {args.model_path} OUT` and pass OUT as --model_path"
             )
-        model = model.merge_and_unload()
+        model = merge_adapter(model, str(args.model_path)).requires_grad_(True)  # PEFT froze them
     return model
 
 
@@ -130,19 +151,24 @@ def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
     }
 
 
-def main(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
+def main(
+    args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None = None
+) -> DiffuGRPOTrainer:
     check_settings(args, model_args)
     checkpoint = checkpoint_to_resume(str(args.output_dir), args.resume_from_checkpoint)
     task = load_task(args.dataset)
     train_rows, eval_rows = load_problems(task, args)
+    check_rewards(task, train_rows, args)
     tokenizer = load_tokenizer(str(args.model_path))
     for rows in filter(None, (train_rows, eval_rows)):
         check_prompts(rows, tokenizer, args)
 
     numbers = plan(args, len(train_rows))
+    kind = str(args.distributed_state.distributed_type) if args.distributed_state else "NO"
     if PartialState().is_main_process:
         logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
-        save_record(str(args.output_dir), "run.json", {**args.to_dict(), "model": vars(model_args), "plan": numbers})
+        settings = {**args.to_dict(), "model": vars(model_args), "plan": numbers, "distributed_type": kind}
+        save_record(str(args.output_dir), "run.json", settings)
 
     args.reward_weights = [*(args.reward_weights or [1.0] * len(task.REWARDS)), 0.0]
     trainer = DiffuGRPOTrainer(
@@ -154,6 +180,7 @@ def main(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         task_name=args.dataset,
+        callbacks=callbacks,
     )
     if is_finished(checkpoint, args):
         trainer._load_from_checkpoint(checkpoint)
@@ -163,6 +190,7 @@ def main(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
     trainer.save_state()
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    return trainer
 
 
 if __name__ == "__main__":

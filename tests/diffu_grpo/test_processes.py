@@ -18,16 +18,22 @@ TASK = Path(__file__).with_name("letters_task.py")
 TIMES = ("seconds/", "rollout_tokens", "step_time", "train_runtime", "_per_second", "peak_memory", "profiling/")
 
 
-def command(model_dir, output_dir, *extra, processes=1):
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
-        launch += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"]
+LAUNCHERS = {
+    "alone": [sys.executable],
+    "ddp": [*LAUNCH, "--config_file", "ddp.yaml", "--num_processes", "2"],
+    "zero2": [*LAUNCH, "--config_file", "accelerate.yaml", "--num_processes", "2"],
+    "zero3": [*LAUNCH, "--config_file", "zero3.yaml", "--num_processes", "2"],
+}
+KINDS = {"alone": "NO", "ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+
+
+def command(model_dir, output_dir, *extra, launcher="alone"):
     flags = {
         "model_path": model_dir,
         "task": TASK,
         "output_dir": output_dir,
-        "per_device_train_batch_size": 8 // processes,
+        "per_device_train_batch_size": 8 if launcher == "alone" else 4,
         "num_generations": 4,
         "num_iterations": 3,
         "max_completion_length": 8,
@@ -44,16 +50,18 @@ def command(model_dir, output_dir, *extra, processes=1):
         "loss_type": "dapo",
     }
     settings = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    return [*launch, "diffu_grpo_train.py", *settings, *extra]
+    if KINDS[launcher] == "DEEPSPEED":
+        settings += ["--ddp_backend", "gloo"]
+    return [*LAUNCHERS[launcher], "diffu_grpo_train.py", *settings, *extra]
 
 
 def environment(**extra):
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", **extra}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
 
 
-def run(model_dir, output_dir, *extra, processes=1):
+def run(model_dir, output_dir, *extra, launcher="alone"):
     done = subprocess.run(
-        command(model_dir, output_dir, *extra, processes=processes),
+        command(model_dir, output_dir, *extra, launcher=launcher),
         cwd=ROOT / "diffu-grpo",
         env=environment(),
         capture_output=True,
@@ -83,12 +91,12 @@ def until_written_after(path, process):
         time.sleep(0.02)
 
 
-def killed_and_resumed(model_dir, folder, kills, processes):
+def killed_and_resumed(model_dir, folder, kills, launcher):
     """Kills the run `kills` times at random moments (the whole process group, SIGKILL), then lets it finish."""
     chance = random.Random(0)
     for _ in range(kills):
         process = subprocess.Popen(
-            command(model_dir, folder, "--resume_from_checkpoint", "true", processes=processes),
+            command(model_dir, folder, "--resume_from_checkpoint", "true", launcher=launcher),
             cwd=ROOT / "diffu-grpo",
             env=environment(LETTERS_SECONDS="0.5"),
             stdout=subprocess.DEVNULL,
@@ -99,23 +107,26 @@ def killed_and_resumed(model_dir, folder, kills, processes):
         time.sleep(chance.uniform(0.0, 4.0))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    run(model_dir, folder, "--resume_from_checkpoint", "true", processes=processes)
+    run(model_dir, folder, "--resume_from_checkpoint", "true", launcher=launcher)
 
 
-@pytest.mark.parametrize(("kills", "processes"), [(5, 1), pytest.param(5, 2, marks=pytest.mark.slow)])
-def test_a_killed_run_resumes_bit_for_bit(tiny_model_dir, tmp_path, kills, processes):
-    run(tiny_model_dir, tmp_path / "whole", processes=processes)
-    killed_and_resumed(tiny_model_dir, tmp_path / "killed", kills, processes)
+@pytest.mark.parametrize("launcher", ["alone", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_run_killed_five_times_resumes_bit_for_bit(tiny_model_dir, tmp_path, launcher):
+    run(tiny_model_dir, tmp_path / "whole", launcher=launcher)
+    killed_and_resumed(tiny_model_dir, tmp_path / "killed", 5, launcher)
     whole, killed = final_weights(tmp_path / "whole"), final_weights(tmp_path / "killed")
     for name, value in whole.items():
         assert torch.equal(value, killed[name]), name
     assert logs(tmp_path / "whole") == logs(tmp_path / "killed")
 
 
-def test_two_processes_reach_the_weights_of_one(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("launcher", ["ddp", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_two_processes_reach_the_weights_of_one(tiny_model_dir, tmp_path, launcher):
     run(tiny_model_dir, tmp_path / "one")
-    run(tiny_model_dir, tmp_path / "two", processes=2)
-    assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
+    run(tiny_model_dir, tmp_path / "two", launcher=launcher)
+    record = json.loads((tmp_path / "two" / "run.json").read_text())
+    assert record["processes"] == 2
+    assert KINDS[launcher] in record["settings"]["distributed_type"]
     one, two = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
     start = load_file(tiny_model_dir / "model.safetensors")
     for name, value in one.items():

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import diffu_grpo_train
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
+from peft import LoraConfig, get_peft_model
 from plot_curves import draw, read_run, running_mean, series
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 from trl import ModelConfig
+
+from d1.models import load_model
 
 ROOT = Path(__file__).parents[2]
 STAGE = ROOT / "diffu-grpo"
@@ -81,8 +85,8 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, change, message):
         DiffuGRPOConfig(**settings(tmp_path, **change))
 
 
-def run_main(tmp_path, model_args=None, **changes):
-    diffu_grpo_train.main(DiffuGRPOConfig(**settings(tmp_path, **changes)), model_args or ModelConfig())
+def run_main(tmp_path, model_args=None, callbacks=None, **changes):
+    diffu_grpo_train.main(DiffuGRPOConfig(**settings(tmp_path, **changes)), model_args or ModelConfig(), callbacks)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,89 @@ def run_main(tmp_path, model_args=None, **changes):
 def test_what_is_missing_is_named_before_a_model_is_loaded(tmp_path, change, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_main(tmp_path, **change)
+
+
+def test_four_bit_weights_without_a_gpu_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a GPU and --use_peft"):
+        run_main(tmp_path, ModelConfig(load_in_4bit=True, use_peft=False))
+
+
+def test_a_dataset_without_the_columns_of_a_reward_is_refused(tmp_path):
+    task = tmp_path / "lacking.py"
+    task.write_text(
+        "from datasets import Dataset\n"
+        "def load_rows(split, data_file=None):\n"
+        "    return Dataset.from_list([{'prompt': [{'role': 'user', 'content': 'x'}], 'question': 'x'}])\n"
+        "def extract(text): return text\n"
+        "def score(text, row): return {'accuracy': 1.0}\n"
+        "def equal(completions, ground_truth, **columns): return [0.0]\n"
+        "REWARDS = [equal]\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"reward equal .* cannot score its rows .*'ground_truth'.* columns prompt, question"
+    ):
+        run_main(tmp_path, dataset=str(task))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_sft_adapter_is_a_start_for_both_kinds_of_rl(tiny_model_dir, tmp_path, lora):
+    base = load_model(str(tiny_model_dir))
+    adapted = get_peft_model(base, LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "sft")
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "sft")
+    expected = adapted.merge_and_unload().model.layers[0].self_attn.q_proj.weight
+    seen = {}
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            inner = model.get_base_model() if lora else model
+            layer = inner.model.layers[0].self_attn.q_proj
+            seen["start"] = (layer.base_layer if lora else layer).weight.detach().clone()
+
+    run_main(
+        tmp_path,
+        ModelConfig(use_peft=lora, lora_target_modules=["q_proj", "v_proj"]),
+        dataset=str(Path(__file__).with_name("letters_task.py")),
+        model_path=str(tmp_path / "sft"),
+        max_completion_length=8,
+        block_length=4,
+        diffusion_steps=4,
+        max_steps=1,
+        num_iterations=1,
+        gradient_checkpointing=False,
+        callbacks=[Look()],
+    )
+    torch.testing.assert_close(seen["start"], expected, rtol=0, atol=1e-6)
+    assert (tmp_path / "run" / ("adapter_model.safetensors" if lora else "model.safetensors")).exists()
+    load_model(str(tmp_path / "run"))  # what RL leaves is again a path for eval
+
+
+def test_wandb_works_offline_and_gets_the_completions(tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    run_main(
+        tmp_path,
+        dataset=str(Path(__file__).with_name("letters_task.py")),
+        model_path=str(tiny_model_dir),
+        max_completion_length=8,
+        block_length=4,
+        diffusion_steps=4,
+        max_steps=2,
+        num_iterations=1,
+        logging_steps=1,
+        log_completions=True,
+        gradient_checkpointing=False,
+        report_to="wandb",
+    )
+    import wandb
+
+    wandb.finish()
+    [log] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"train/reward" in log.read_bytes()
+    table, *_ = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/completions_*.table.json"))
+    content = json.loads(table.read_text())
+    assert {"prompt", "completion", "letter_share", "advantage"} <= set(content["columns"])
+    assert len(content["data"]) == 4
 
 
 def test_lora_with_a_synced_reference_is_refused_with_the_reason(tmp_path):
