@@ -15,6 +15,7 @@ from torch import Generator, Tensor
 from d1.models import body_and_head
 
 REMASKING = ("low_confidence", "random")
+CHUNK_ELEMENTS = 2**23  # logits alive at once, positions x vocabulary: 34 MB in fp32
 
 
 def spread(total: int, parts: int) -> list[int]:
@@ -73,32 +74,50 @@ def sample_tokens(
     logits = logits.to(noise_dtype)
     # torch.rand is a multiple of eps/2, zero included; half of one grid cell stands for zero, where the log diverges.
     grid = torch.finfo(noise_dtype).eps / 2
-    exponential = -torch.log1p(-uniform(logits.shape, generator, logits).clamp(min=grid / 2))
-    return (logits - temperature * exponential.log()).argmax(-1)
+    exponential = uniform(logits.shape, generator, logits).clamp_(min=grid / 2).neg_().log1p_().neg_()
+    return (logits - exponential.log_().mul_(temperature)).argmax(-1)
 
 
-def logits_at(model: Any, ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
-    """fp32 logits (rows, n, vocab) at each row's own `positions` (rows, n); the head runs nowhere else."""
-    body, head = body_and_head(model)
-    states = body(ids, attention_mask)
-    return head(states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))).float()
-
-
-def guided_logits(
+def predict(
     model: Any,
     ids: Tensor,
-    attention_mask: Tensor,
+    visible: Tensor | None,
     positions: Tensor,
     prompt: Tensor,
+    *,
     mask_token_id: int,
+    temperature: float,
     cfg_scale: float,
-) -> Tensor:
-    """`logits_at` with classifier-free guidance: un + (scale + 1) (cond - un), `un` with the `prompt` masked."""
-    if cfg_scale == 0:
-        return logits_at(model, ids, attention_mask, positions)
-    both = torch.cat([ids, ids.masked_fill(prompt, mask_token_id)])
-    cond, un = logits_at(model, both, attention_mask.repeat(2, 1), positions.repeat(2, 1)).chunk(2)
-    return un + (cfg_scale + 1) * (cond - un)
+    generator: Generator | Sequence[Generator] | None,
+    noise_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """A token for each row's own `positions` (rows, n) and the token's log-probability, both (rows, n).
+
+    Guidance: logits = un + (scale + 1) (cond - un), `un` with the `prompt` (rows, length) masked. The head runs at
+    `positions` only, a bounded number of them at a time. Chunks hold whole rows, or parts of one row that depend on
+    nothing else, so that a row's random numbers do not depend on its batch.
+    """
+    body, head = body_and_head(model)
+    views = [ids] if cfg_scale == 0 else [ids, ids.masked_fill(prompt, mask_token_id)]
+    states = body(torch.cat(views), None if visible is None else visible.repeat(len(views), 1))
+    rows, n = positions.shape
+    index = positions.repeat(len(views), 1).unsqueeze(-1).expand(-1, -1, states.shape[-1])
+    states = states.gather(1, index).unflatten(0, (len(views), rows))
+    at_once = max(1, CHUNK_ELEMENTS // model.config.vocab_size)
+    rows_at_once = max(1, at_once // n)
+    tokens, logps = torch.empty_like(positions), torch.empty(rows, n, device=ids.device)
+    for first in range(0, rows, rows_at_once):
+        some = slice(first, first + rows_at_once)
+        generators = generator[some] if isinstance(generator, Sequence) else generator
+        for start in range(0, n, at_once):
+            part = some, slice(start, start + at_once)
+            logits = head(states[:, *part].flatten(0, 1)).float().unflatten(0, (len(views), -1))
+            logits = logits[0] if cfg_scale == 0 else logits[1] + (cfg_scale + 1) * (logits[0] - logits[1])
+            log_normaliser = logits.logsumexp(-1)
+            logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token
+            tokens[part] = sample_tokens(logits, temperature, generators, noise_dtype)
+            logps[part] = logits.gather(-1, tokens[part].unsqueeze(-1)).squeeze(-1) - log_normaliser
+    return tokens, logps
 
 
 @torch.no_grad()
@@ -116,6 +135,7 @@ def generate(
     remasking: str = "low_confidence",
     generator: Generator | Sequence[Generator] | None = None,
     noise_dtype: torch.dtype = torch.float32,
+    eos_token_ids: Sequence[int] | None = None,
 ) -> Tensor:
     """Block-wise masked diffusion sampling.
 
@@ -130,6 +150,9 @@ def generate(
         cfg_scale: 0 turns guidance off.
         remasking: which predictions are kept: the most likely ones ("low_confidence"), or "random" ones.
         generator: one for the batch, or one a row, which makes a row's draws independent of its batch.
+        eos_token_ids: EOS stop: a row whose finished blocks hold one of these leaves the batch, its later blocks filled
+            with the first of them. Changes no token up to a row's first EOS. Random draws then need one generator a
+            row, or the rows that stay would get other numbers.
 
     Returns:
         (rows, prompt + gen_length) ids without a mask token in the completion.
@@ -145,29 +168,54 @@ def generate(
     rows, prompt_length = prompt_ids.shape
     if isinstance(generator, Sequence) and len(generator) != rows:
         raise ValueError(f"generate needs one generator a row: {len(generator)} for {rows} rows")
+    draws = temperature > 0 or remasking == "random"
+    if eos_token_ids is not None and draws and not isinstance(generator, Sequence):
+        raise ValueError("eos_token_ids with random draws needs a list of generators, one a row")
 
     canvas = prompt_ids.new_full((rows, gen_length), mask_token_id)
     ids = torch.cat([prompt_ids, canvas], dim=1)
+    result = ids.clone()
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
     prompt = torch.cat([attention_mask.bool(), torch.zeros_like(canvas, dtype=torch.bool)], dim=1)
+    # Transformers asks the device in every forward pass whether a mask hides anything; without a mask it does not ask.
+    padded = not attention_mask.all()
+    alive = torch.arange(rows, device=ids.device)
 
     start = prompt_length
     for reveals in schedule:
         end = start + sum(reveals)
-        hidden = torch.arange(start, end, device=ids.device).expand(rows, -1)  # each row's masked positions, ascending
+        # Each row's masked positions, ascending.
+        hidden = torch.arange(start, end, device=ids.device).expand(len(ids), -1)
         for count in reveals:
-            logits = guided_logits(model, ids, visible, hidden, prompt, mask_token_id, cfg_scale)
-            log_normaliser = logits.logsumexp(-1)
-            logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token
-            tokens = sample_tokens(logits, temperature, generator, noise_dtype)
-            if remasking == "low_confidence":
-                confidence = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_normaliser
-            else:
-                confidence = uniform(tokens.shape, generator, logits)
+            tokens, confidence = predict(
+                model,
+                ids,
+                visible if padded else None,
+                hidden,
+                prompt,
+                mask_token_id=mask_token_id,
+                temperature=temperature,
+                cfg_scale=cfg_scale,
+                generator=generator,
+                noise_dtype=noise_dtype,
+            )
+            if remasking == "random":
+                confidence = uniform(tokens.shape, generator, confidence)
             # A stable sort breaks ties to the left whatever the batch; saturated confidences do tie.
             order = confidence.argsort(dim=-1, descending=True, stable=True)
             chosen = order[:, :count]
             ids.scatter_(1, hidden.gather(1, chosen), tokens.gather(1, chosen))
             hidden = hidden.gather(1, order[:, count:].sort(-1).values)
         start = end
-    return ids
+        if eos_token_ids is not None and end < result.shape[1]:
+            ended = torch.isin(ids[:, prompt_length:end], ids.new_tensor(eos_token_ids)).any(1)
+            stay = [row for row, done in enumerate(ended.tolist()) if not done]  # the block's one host sync
+            if len(stay) < len(ids):
+                ids[:, end:] = ids[:, end:].masked_fill(ended.unsqueeze(1), eos_token_ids[0])
+                result[alive] = ids
+                if not stay:
+                    return result
+                alive, ids, visible, prompt = alive[stay], ids[stay], visible[stay], prompt[stay]
+                generator = [generator[row] for row in stay] if isinstance(generator, Sequence) else generator
+    result[alive] = ids
+    return result

@@ -134,7 +134,7 @@ def test_a_sampled_row_does_not_depend_on_its_batch_when_it_has_its_own_generato
 class Recorder:
     """A model with fixed logits that counts calls and writes down how many tokens were hidden and scored in each."""
 
-    config = SimpleNamespace(model_type="llama")
+    config = SimpleNamespace(model_type="llama", vocab_size=VOCAB)
 
     def __init__(self, logits):
         self.logits, self.calls, self.hidden, self.scored = logits, 0, [], []
