@@ -1,4 +1,4 @@
-"""Pretrain the pocket base model, some 7 minutes on one CPU core: python pocket/make_base.py --seed 0
+"""Pretrain the pocket base model, some 5 minutes on one CPU core: python pocket/make_base.py --seed 0
 
 A 0.2M-parameter bidirectional Llama learns 4x4 Sudoku by masked diffusion (LLaDA, arXiv 2502.09992), on puzzles drawn
 on the fly from the solution grids of the training set alone. Stage 1 reads careful answers only and learns to solve;
@@ -245,7 +245,7 @@ def model_card(model: LlamaForCausalLM, progress: Progress, steps: tuple[int, in
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, nargs=2, default=(2000, 1300), metavar=("STAGE1", "STAGE2"))
+    parser.add_argument("--steps", type=int, nargs=2, default=(2000, 400), metavar=("STAGE1", "STAGE2"))
     parser.add_argument("--data_file", type=Path, default=ROOT / "dataset" / "sudoku_train.csv")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "pocket" / "base")
     parser.add_argument("--checkpoint_dir", type=Path, default=ROOT / "runs" / "pocket-base")
