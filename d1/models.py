@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -325,6 +326,20 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("source", metavar="SRC")
     sub.add_argument("out", metavar="OUT")
     sub.add_argument("--format", choices=["llada"], required=True)
+    sub = commands.add_parser("fit", help="memory of a stage by part, and the largest batch on each card")
+    sub.add_argument("--model_path", required=True, help="only its config.json is read")
+    sub.add_argument("--stage", choices=["sft", "rl", "eval"], required=True)
+    sub.add_argument("--batch", type=int, default=1, help="rows a GPU (default: %(default)s)")
+    sub.add_argument("--length", type=int, default=4096, help="tokens of a row, prompt and completion")
+    sub.add_argument("--block_length", type=int, default=32)
+    sub.add_argument("--gpus", type=int, default=1)
+    sub.add_argument("--zero", type=int, choices=range(4), default=0, help="DeepSpeed ZeRO stage; 0 is plain DDP")
+    sub.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="bfloat16")
+    sub.add_argument("--lora_r", type=int, default=128, help="0: all weights are trained (default: %(default)s)")
+    sub.add_argument("--lora_targets", choices=["attention", "all-linear"], default="attention")
+    sub.add_argument("--load_in_4bit", action="store_true", help="frozen weights in NF4")
+    sub.add_argument("--gradient_checkpointing", action="store_true")
+    sub.add_argument("--beta", type=float, default=0.04, help="RL without LoRA keeps a reference model if > 0")
     return parser
 
 
@@ -338,6 +353,11 @@ def main(args: argparse.Namespace) -> None:
         convert.merge(args.base, args.adapters, args.out, args.dtype, args.device)
     elif args.command == "export":
         convert.export_llada(args.source, args.out)
+    elif args.command == "fit":
+        from d1.memory import Setup, fit_table
+
+        fields = {name: value for name, value in vars(args).items() if name not in ("command", "model_path")}
+        sys.stdout.write(fit_table(native_config(args.model_path)[0], Setup(**fields)) + "\n")
 
 
 if __name__ == "__main__":
