@@ -53,7 +53,9 @@ def grpo(name: str, start: Path, folder: Path, seed: int, miniature: bool, needs
 
 def evaluation(name: str, model: Path, length: int, folder: Path, miniature: bool) -> Phase:
     """Greedy completions of the test problems at one length."""
-    flags = ["--model_path", model, "--dataset", "sudoku", "--gen_length", length, "--block_length", 8]
+    # Relative, so that the generation files name no machine's folders.
+    path = os.path.relpath(model, ROOT / "eval")
+    flags = ["--model_path", path, "--dataset", "sudoku", "--gen_length", length, "--block_length", 8]
     flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
     flags += ["--limit", 16] if miniature else []
     needs = () if name == "base" else (name,)
