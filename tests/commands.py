@@ -31,6 +31,10 @@ ROOMS = ("d1", "SFT", "diffu-grpo", "eval", "dataset", "pocket", "tests")
 OUTPUTS = {"runs", "results"}
 HARMLESS = {"export", "source"}
 TOOLS = ("pytest", "ruff", "mypy")
+NEEDED = {  # what the reader of a command that ends with ... has to add at least
+    "diffu_grpo_train.py": {"--config": "pocket.yaml"},
+    "eval.py": {"--model_path": "m", "--dataset": "sudoku"},
+}
 PYTHON = re.compile(r"python(3(\.\d+)?)?")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
@@ -99,7 +103,8 @@ def check_command(words: list[str], folder: Path) -> Path:
     if not words or words[0] in HARMLESS:
         return folder
     if words[-1] == "...":  # and flags of your own
-        words = words[:-1]
+        needed = next((flags for script, flags in NEEDED.items() if script in words), {})
+        words = [*words[:-1], *(word for flag in needed.items() if flag[0] not in words for word in flag)]
     program, arguments = Path(words[0]).name, words[1:]
     check_paths(arguments, folder)
     if program == "git":

@@ -13,6 +13,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "dataset/R
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img[^>]+src=\"([^\"]+)\"")
 FILE = re.compile(r"(?<![\w/.*<-])[\w.-][\w./-]*\.(?:py|sh|sbatch|ya?ml|md|jsonl?|csv|safetensors|png|toml)\b")
+INLINE = re.compile(r"(?<!`)`((?:make|bash|python|accelerate|pip) [^`]+)`(?!`)")
 SHELLS = ("bash", "sh", "shell", "console")
 
 
@@ -33,6 +34,12 @@ def blocks(*languages: str) -> list:
 @pytest.mark.parametrize(("document", "text"), blocks(*SHELLS))
 def test_commands_could_run_as_written(document, text):
     check_script(text)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_within_sentences_could_run_as_written(document):
+    for command in INLINE.findall(FENCE.sub("", document.read_text())):
+        check_script(command.replace("\n", " "))
 
 
 def test_the_first_commands_are_there():
