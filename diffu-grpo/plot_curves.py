@@ -76,7 +76,7 @@ def draw(runs: list[Path], labels: list[str], output: Path, smooth: int) -> None
                 axis.plot(*series(history, f"eval_{name}", steps_a_rollout), "--", color=line.get_color(), alpha=0.7)
             axis.set(title=title, xlabel="rollouts")
             axis.grid(alpha=0.3)
-    axes.flat[0].legend()
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 4))
     figure.savefig(output, dpi=120)
     plt.close(figure)
 
