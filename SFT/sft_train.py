@@ -23,7 +23,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from sft_data import choose_columns, load_function, load_rows, preprocess_dataset
 from sft_trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
-from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from d1.adapters import lora_targets, merge_adapter
@@ -276,6 +276,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     folder = Path(args.output_dir) / args.job_name
     checkpoint = check_arguments(args, folder)
     training = training_arguments(args, folder)
+    set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
     tokenizer = load_tokenizer(args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
     if training.should_save:

@@ -159,16 +159,17 @@ def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_d
 
 
 def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
-    """A learning rate that ruins the model after a while."""
-    trainer = run(
-        flags, tmp_path, "--max_steps", "12", "--eval_steps", "2", "--learning_rate", "0.1", "--full_finetuning"
-    )
+    """A model that has learned something is ruined by weight decay: the first evaluation is the best."""
+    run([*flags, "--max_steps", "20", "--learning_rate", "1e-2", "--full_finetuning"], tmp_path / "good")
+    ruin = ["--max_steps", "12", "--eval_steps", "2", "--learning_rate", "1e-3", "--weight_decay", "100"]
+    trainer = run([*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin], tmp_path)
     losses = history(tmp_path, "eval_loss")[1:]
-    assert losses[-1] > min(losses)
-    assert trainer.state.best_metric == min(losses)
+    assert trainer.state.best_metric == min(losses) < losses[-1]
     best = weights(Path(str(trainer.state.best_model_checkpoint)))
+    last = weights(tmp_path / "job/checkpoint-12")
     final = weights(tmp_path / "job")
     assert all(torch.equal(final[name], best[name]) for name in best)
+    assert any(not torch.equal(final[name], last[name]) for name in best)
 
 
 def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Rows of logits and peak memory of a training step, beside the usual way of computing all logits.
+
+    python sft_logits_memory.py --length 1024
+
+A narrow model with LLaDA's vocabulary, so that the logits are what fills the memory; half of each row is the answer and
+half of the answer is hidden, as on average. Each way runs in a process of its own. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sft_loss import LOGITS_CHUNK, hidden_token_losses
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LLADA_VOCABULARY = 126464
+
+
+def measure(way: str, rows: int, length: int, vocabulary: int) -> tuple[int, int, int]:
+    """Rows of logits computed in all, rows at one time, and bytes that forward and backward add to the peak."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+    )  # fmt: skip
+    config.is_causal = False
+    model: Any = LlamaForCausalLM(config)
+    model.to(device)
+    calls: list[int] = []
+    project = model.lm_head.forward
+
+    def counted(states: Tensor) -> Tensor:
+        calls.append(states.shape[:-1].numel())
+        return project(states)
+
+    model.lm_head.forward = counted
+    for parameter in model.parameters():  # a step's gradients are there either way
+        parameter.grad = torch.zeros_like(parameter)
+    ids = torch.randint(vocabulary, (rows, length), device=device)
+    hidden = torch.zeros(rows, length, dtype=torch.bool, device=device)
+    hidden[:, length // 2 :: 2] = True
+    before = peak_bytes()
+    if way == "chunks":
+        losses = hidden_token_losses(model, model, ids, torch.ones_like(ids), hidden, ids[hidden])
+    else:
+        logits = model(input_ids=ids).logits
+        losses = F.cross_entropy(logits[hidden].float(), ids[hidden], reduction="none")
+    losses.sum().backward()
+    return sum(calls), max(calls), peak_bytes() - before
+
+
+def peak_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=LLADA_VOCABULARY)
+    return parser
+
+
+def main(args: argparse.Namespace) -> str:
+    lines = [
+        f"{args.rows} x {args.length} tokens, vocabulary {args.vocabulary}",
+        "| | rows of logits computed | at one time | peak |",
+        "| --- | --- | --- | --- |",
+    ]
+    for way, name in (("all", "all logits"), ("chunks", f"hidden answer tokens, {LOGITS_CHUNK} at a time")):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            total, at_once, peak = pool.apply(measure, (way, args.rows, args.length, args.vocabulary))
+        lines.append(f"| {name} | {total} | {at_once} | {peak / 2**20:.0f} MiB |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(main(make_parser().parse_args()) + "\n")
