@@ -54,6 +54,7 @@ def generate(
     x = torch.cat([prompt_ids, canvas], dim=1)
     visible = torch.cat([attention_mask, torch.ones_like(canvas)], dim=1)
     is_prompt = torch.cat([attention_mask, torch.zeros_like(canvas)], dim=1).bool()
+    draw = rand or (lambda _, shape: torch.rand(shape, dtype=dtype or model.dtype, device=x.device))
     end = prompt_length
     for reveals in reveal_schedule(gen_length, block_length, steps):
         end += sum(reveals)
@@ -68,14 +69,13 @@ def generate(
             logits = logits.to(dtype or logits.dtype)
             in_block = hidden.clone()
             in_block[:, end:] = False
-            draw = rand or (lambda _, shape: torch.rand(shape, dtype=logits.dtype, device=logits.device))  # noqa: B023
             noised = logits if temperature == 0 else add_gumbel_noise(logits, temperature, draw(in_block, logits.shape))
-            noised = noised.clone()
+            of_mask = noised[..., mask_token_id].clone()
             noised[..., mask_token_id] = -torch.inf
             x0 = noised.argmax(-1)
+            noised[..., mask_token_id] = of_mask
             if remasking == "low_confidence":
-                probabilities = F.softmax(logits, dim=-1)
-                confidence = probabilities.gather(-1, x0.unsqueeze(-1)).squeeze(-1)
+                confidence = F.softmax(logits, dim=-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1)
             else:
                 confidence = draw(in_block, x0.shape)
             x0 = torch.where(hidden, x0, x)
@@ -84,6 +84,7 @@ def generate(
             for row in range(rows):
                 transfer[row, confidence[row].topk(count).indices] = True
             x[transfer] = x0[transfer]
+            del logits, noised  # before the next forward pass
     return x
 
 

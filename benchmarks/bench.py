@@ -1,0 +1,219 @@
+"""python benchmarks/bench.py {sampler,scoring,memory} [--size goal] [--repeats 5] [--peer FILE.py] [--output_dir DIR]
+
+Races this library against the published way (`benchmarks/published.py`) and the bare transformer, side by side in one
+process, and writes `DIR/<what>_<size>.json` and `.md`.
+
+    sampler   one rollout: published, ours, another library's (`--peer`), and the body's forward passes alone
+    scoring   old log-probs under mu masks; one update (loss and gradients)
+    memory    peak bytes of both, measured, beside the formulas, and what these say at LLaDA-8B's size
+
+A peer is a Python file with `generate(model, prompt_ids, attention_mask, *, mask_token_id, gen_length, block_length,
+steps)` that returns (rows, prompt + gen_length) ids. Set OMP_NUM_THREADS=1 to measure one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import published
+from benchmarks.machine import MASK, SIZES, describe, peak_bytes, race, random_model, random_prompts
+from d1 import sampling, scoring
+from d1.models import body_and_head
+
+LLADA_VOCABULARY, D1 = 126_464, {"rows": 6, "mu": 12, "prompt": 200, "length": 256, "block": 32}
+
+
+def load_peer(path: str) -> Callable[..., torch.Tensor]:
+    spec = importlib.util.spec_from_file_location("peer", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--peer {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "generate"):
+        raise ValueError(f"--peer {path} has no function `generate`")
+    return module.generate
+
+
+def race_samplers(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One greedy rollout each, against the body's forward passes alone."""
+    model = random_model(args.size)
+    ids, mask = random_prompts(model, args.rows, args.prompt)
+    lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
+    options: dict[str, Any] = {"mask_token_id": MASK, **lengths}
+    body, _ = body_and_head(model)
+    canvas = torch.cat([ids, torch.full((args.rows, args.length), MASK, device=ids.device)], dim=1)
+
+    @torch.no_grad()
+    def bare() -> None:
+        for _ in range(args.steps):
+            body(canvas, None)
+
+    contestants: dict[str, Callable[[], Any]] = {
+        "bare body": bare,
+        "exact": lambda: sampling.generate(model, ids, mask, **options),
+        "published": lambda: published.generate(model, ids, mask, **options),
+    }
+    if args.peer:
+        peer = load_peer(args.peer)
+        contestants["peer"] = lambda: peer(model, ids, mask, **options)
+    return race(contestants, args.repeats, base="bare body")
+
+
+def scoring_inputs(args: argparse.Namespace) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    model = random_model(args.size)
+    ids, mask = random_prompts(model, args.rows, args.prompt)
+    completion, _ = random_prompts(model, args.rows, args.length)
+    noise = torch.rand(args.rows, args.mu, args.prompt, generator=torch.Generator().manual_seed(2)) < 0.15
+    return model, (ids, mask, completion, noise.to(ids.device))
+
+
+def our_scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, completion: torch.Tensor, noise: torch.Tensor) -> Any:
+    options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": completion.shape[1]}
+    parts = [scoring.mean_field_scores(model, ids, mask, completion, one, **options)[0] for one in noise.unbind(1)]
+    return torch.stack(parts, dim=1)
+
+
+def race_scoring(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Old log-probs under mu masks without gradients, then one inner update's log-probs with them."""
+    model, inputs = scoring_inputs(args)
+    first = (*inputs[:3], inputs[3][:, :1])
+
+    def update(score: Callable[..., torch.Tensor], **options: Any) -> None:
+        model.zero_grad()
+        score(model, *first, **options).sum().backward()
+
+    old = race(
+        {
+            "published, mu masks": torch.no_grad()(lambda: published.score(model, *inputs, mask_token_id=MASK)),
+            "ours, mu masks": torch.no_grad()(lambda: our_scores(model, *inputs)),
+        },
+        args.repeats,
+        base="published, mu masks",
+    )
+    new = race(
+        {
+            "published, update": lambda: update(published.score, mask_token_id=MASK),
+            "ours, update": lambda: update(our_scores),
+        },
+        args.repeats,
+        base="published, update",
+    )
+    return old | new
+
+
+def published_sampler_bytes(rows: int, tokens: int, vocabulary: int, width: int) -> int:
+    """Logits and probabilities of every position, greedy, `width` bytes a number."""
+    return 2 * rows * tokens * vocabulary * width
+
+
+def our_sampler_bytes(rows: int, block: int, vocabulary: int, width: int) -> int:
+    """fp32 logits of a chunk of hidden positions, and either the model's own or the exponentials of logsumexp."""
+    at_once = max(1, sampling.CHUNK_ELEMENTS // vocabulary)
+    positions = min(rows, max(1, at_once // block)) * min(block, at_once)
+    return positions * vocabulary * (4 + 4)
+
+
+def published_scoring_bytes(rows: int, mu: int, prompt: int, length: int, vocabulary: int, width: int) -> int:
+    """Logits of every position under all masks, the completion's copied together, and their log-softmax."""
+    return rows * mu * vocabulary * width * (prompt + length + 2 * length)
+
+
+def our_scoring_bytes(rows: int, length: int, vocabulary: int, width: int) -> int:
+    """One chunk: fp32 logits, and either the model's own or the exponentials of logsumexp."""
+    chunks = -(-rows * length * vocabulary // scoring.CHUNK_ELEMENTS)
+    return -(-rows * length // chunks) * vocabulary * (4 + 4)
+
+
+def measure_memory(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Peak bytes at a size that fits, beside the formulas; then the formulas for LLaDA-8B in bf16 at d1's settings."""
+    model, inputs = scoring_inputs(args)
+    ids, mask = inputs[:2]
+    options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": args.length, "block_length": args.block}
+    options["steps"] = -(-args.length // args.block)
+    with torch.no_grad():
+        measured = {
+            "sampler": (
+                peak_bytes(lambda: published.generate(model, ids, mask, **options)),
+                peak_bytes(lambda: sampling.generate(model, ids, mask, **options)),
+            ),
+            "scoring": (
+                peak_bytes(lambda: published.score(model, *inputs, mask_token_id=MASK)),
+                peak_bytes(lambda: our_scores(model, *inputs)),
+            ),
+        }
+    here = {"rows": args.rows, "mu": args.mu, "prompt": args.prompt, "length": args.length, "block": args.block}
+    width = next(model.parameters()).element_size()
+    results = {}
+    for name, (theirs, ours) in measured.items():
+        formulas = formula_bytes(name, here, model.config.vocab_size, width)
+        results[f"{name}, measured"] = {"published": theirs, "ours": ours, "published / ours": theirs / ours}
+        results[f"{name}, formula"] = formulas
+        results[f"{name}, LLaDA-8B by formula"] = formula_bytes(name, D1, LLADA_VOCABULARY, 2)
+    return results
+
+
+def formula_bytes(name: str, at: dict[str, int], vocabulary: int, width: int) -> dict[str, float]:
+    rows, mu, prompt, length, block = (at[key] for key in ("rows", "mu", "prompt", "length", "block"))
+    if name == "sampler":
+        theirs = published_sampler_bytes(rows, prompt + length, vocabulary, width)
+        ours = our_sampler_bytes(rows, block, vocabulary, width)
+    else:
+        theirs = published_scoring_bytes(rows, mu, prompt, length, vocabulary, width)
+        ours = our_scoring_bytes(rows, length, vocabulary, width)
+    return {"published": theirs, "ours": ours, "published / ours": theirs / ours}
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The report's settings, machine and results; one table row a contestant."""
+    results = report["results"]
+    columns = list(next(iter(results.values())))
+    lines = [f"{key}: {value}  " for key, value in (report["machine"] | report["settings"]).items()]
+    lines += ["", f"| | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    lines += [f"| {name} | {' | '.join(f'{row[c]:.4g}' for c in columns)} |" for name, row in results.items()]
+    return "\n".join(lines) + "\n"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=list(BENCHMARKS))
+    parser.add_argument("--size", choices=list(SIZES), default="pocket")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
+    parser.add_argument("--length", type=int, default=64, help="tokens of the canvas")
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--mu", type=int, default=4)
+    parser.add_argument("--peer", help="Python file with another library's sampler")
+    parser.add_argument("--output_dir", default="benchmark_results")
+    return parser
+
+
+BENCHMARKS = {"sampler": race_samplers, "scoring": race_scoring, "memory": measure_memory}
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    sampling.reveal_schedule(args.length, args.block, args.steps)
+    settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "peer")}
+    report = {"machine": describe(), "settings": settings, "results": BENCHMARKS[args.what](args)}
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{args.what}_{args.size}.json").write_text(json.dumps(report, indent=1))
+    (folder / f"{args.what}_{args.size}.md").write_text(as_markdown(report))
+    sys.stdout.write(as_markdown(report))
+
+
+if __name__ == "__main__":
+    main(make_parser().parse_args())

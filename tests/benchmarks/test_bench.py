@@ -1,0 +1,95 @@
+"""The benchmarks race what they say, count what they say, and their formulas hold where they can be measured."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import bench, published, scaling
+from benchmarks.machine import MASK, peak_bytes, race, random_model, random_prompts
+from d1 import sampling, scoring
+
+SMALL = ["--rows", "2", "--prompt", "6", "--length", "8", "--block", "4", "--steps", "4", "--mu", "2", "--repeats", "1"]
+
+
+def report(what, folder, *extra):
+    bench.main(bench.make_parser().parse_args([what, "--size", "tiny", *SMALL, "--output_dir", str(folder), *extra]))
+    assert (folder / f"{what}_tiny.md").read_text().count("\n| ") >= 3
+    return json.loads((folder / f"{what}_tiny.json").read_text())
+
+
+def test_a_race_alternates_its_order_and_takes_ratios_within_a_round():
+    order = []
+    results = race({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, base="a")
+    assert order == ["a", "b", *"ab", *"ba", *"ab"]
+    assert results["a"]["ratio"] == results["a"]["ratio_low"] == results["a"]["ratio_high"] == 1
+
+
+def test_samplers_race_with_a_peer_that_is_given_the_same_task(tmp_path, capsys):
+    peer = tmp_path / "peer.py"
+    peer.write_text(
+        "def generate(model, prompt_ids, attention_mask, *, mask_token_id, gen_length, block_length, steps):\n"
+        "    assert (mask_token_id, gen_length, block_length, steps) == (3, 8, 4, 4)\n"
+        "    return prompt_ids\n"
+    )
+    written = report("sampler", tmp_path, "--peer", str(peer))
+    assert set(written["results"]) == {"bare body", "exact", "published", "peer"}
+    assert set(written["machine"]) >= {"cpu", "cores", "threads", "torch"}
+    peer.write_text("x = 1\n")
+    with pytest.raises(ValueError, match="no function `generate`"):
+        report("sampler", tmp_path, "--peer", str(peer))
+
+
+def test_scoring_races_both_ways(tmp_path, capsys):
+    results = report("scoring", tmp_path)["results"]
+    assert {name.split(",")[0] for name in results} == {"published", "ours"}
+
+
+def test_the_published_log_probs_are_ours():
+    model = random_model("tiny")
+    ids, mask = random_prompts(model, 2, 6)
+    mask[0, :2] = 0
+    completion, _ = random_prompts(model, 2, 5)
+    noise = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(0)) < 0.3
+    with torch.no_grad():
+        theirs = published.score(model, ids, mask, completion, noise, mask_token_id=MASK)
+        torch.testing.assert_close(bench.our_scores(model, ids, mask, completion, noise), theirs, rtol=0, atol=1e-5)
+
+
+def test_peak_bytes_counts_temporaries_too():
+    x = torch.zeros(1000)
+    assert peak_bytes(lambda: (x + 1) + 1) == pytest.approx(8000, rel=0.05)
+    assert peak_bytes(lambda: torch.zeros(8, 50_000).logsumexp(-1)) == pytest.approx(2 * 1_600_000, rel=0.05)
+
+
+def test_the_formulas_of_memory_hold_where_they_can_be_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", 2**15)  # 16 positions, so that both ways work in chunks
+    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 2**15)
+    results = report("memory", tmp_path, "--rows", "4", "--prompt", "16", "--length", "32", "--block", "16")["results"]
+    for what in ("sampler", "scoring"):
+        for way in ("published", "ours"):
+            measured, formula = results[f"{what}, measured"][way], results[f"{what}, formula"][way]
+            assert measured == pytest.approx(formula, rel=0.4 if way == "ours" else 0.15), (what, way)
+
+
+def test_at_lladas_size_the_formulas_meet_their_goals():
+    sampler = bench.formula_bytes("sampler", bench.D1, bench.LLADA_VOCABULARY, 2)
+    assert sampler["ours"] < 0.05 * sampler["published"]
+    assert bench.formula_bytes("scoring", bench.D1, bench.LLADA_VOCABULARY, 2)["published / ours"] > 8
+
+
+def test_a_power_law_gives_its_exponent():
+    assert scaling.exponent([1.0, 2.0, 4.0], [3.0, 12.0, 48.0]) == pytest.approx(2.0)
+
+
+def test_the_projection_is_the_roofline_by_hand():
+    args = scaling.make_parser().parse_args(["--peak_tflops", "1000", "--efficiency", "0.5", "--bandwidth_tb", "1"])
+    weights = 32 * (4 * 4096**2 + 3 * 4096 * 12288)
+    assert weights == pytest.approx(6.98e9, rel=0.01)  # LLaDA-8B less its embeddings and head
+    flops = 10 * (456 * (2 * weights + 32 * 4 * 4096 * 456) + 16 * 2 * 4096 * 126464)
+    assert scaling.forward_seconds(10, 456, 16, args) == pytest.approx(flops / 0.5e15)
+    assert scaling.forward_seconds(1e-9, 456, 16, args) == pytest.approx(2 * (weights + 4096 * 126464) / 1e12)
+    one, two = scaling.project(1, args), scaling.project(2, args)
+    assert one["rollout tokens/s"] == pytest.approx(96 * 256 / (128 * 9.6 * flops / 0.5e15))
+    assert two["rollout tokens/s"] == pytest.approx(2 * one["rollout tokens/s"])
+    assert 0.5 < two["optimizer step seconds"] / one["optimizer step seconds"] < 0.51
