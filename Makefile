@@ -41,6 +41,6 @@ clean:
 .venv/.demo: extra =
 .venv/.test: extra = [test]
 .venv/.dev: extra = [dev]
-.venv/.demo .venv/.test .venv/.dev: .venv/bin/pip pyproject.toml
+.venv/.demo .venv/.test .venv/.dev: pyproject.toml | .venv/bin/pip
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".$(extra)"
 	touch $@

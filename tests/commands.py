@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from trl import TrlParser
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("d1", "SFT", "diffu-grpo", "eval", "dataset", "pocket", "tests")
+ROOMS = ("d1", "SFT", "diffu-grpo", "eval", "dataset", "pocket", "benchmarks", "tests")
 OUTPUTS = {"runs", "results"}
 HARMLESS = {"export", "source"}
 TOOLS = ("pytest", "ruff", "mypy")
@@ -198,7 +198,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
 def load_script(script: Path) -> ModuleType:
     """The module of a script; those of the stages import their siblings by name, as pytest's pythonpath allows."""
     need(script.is_file(), f"no script {script}")
-    if script.is_relative_to(ROOT / "d1"):
+    if script.relative_to(ROOT).parts[0] in ("d1", "benchmarks"):
         return importlib.import_module(".".join(script.relative_to(ROOT).with_suffix("").parts))
     if script.parent.name in ("SFT", "diffu-grpo", "eval", "pocket"):
         return importlib.import_module(script.stem)

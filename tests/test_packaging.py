@@ -27,7 +27,9 @@ from tests.commands import (
 )
 
 STAGES = ("SFT", "diffu-grpo", "eval", "pocket", "dataset")
-MODULES = sorted(path for room in ("d1", *STAGES) for path in (ROOT / room).rglob("*.py"))
+PACKAGES = ("d1", "benchmarks")  # imported by their full names; the others hold scripts that import siblings by name
+MODULES = sorted(path for room in (*PACKAGES, *STAGES) for path in (ROOT / room).rglob("*.py"))
+SCRIPTS = [path for path in MODULES if path.relative_to(ROOT).parts[0] in STAGES]
 SHELL = sorted(path for room in ROOMS for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind))
 YAML = sorted(path for room in STAGES for path in (ROOT / room).rglob("*.yaml"))
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn")
@@ -98,7 +100,7 @@ def imports_of(path: Path) -> set[str]:
 def test_what_is_imported_is_what_the_pins_install():
     installed = requirements_of(pyproject()["project"]["dependencies"])
     providers = importlib.metadata.packages_distributions()
-    ours = {"d1", *(path.stem for path in MODULES)}
+    ours = {*PACKAGES, *(path.stem for path in SCRIPTS)}
     for path in MODULES:
         for module in {name.partition(".")[0] for name in imports_of(path)} - ours - set(sys.stdlib_module_names):
             names = {re.sub(r"[-_.]+", "-", name).lower() for name in providers.get(module, [])}
@@ -110,22 +112,23 @@ def test_what_is_imported_is_what_the_pins_install():
 
 @pytest.mark.parametrize("room", ["d1", "SFT", "diffu-grpo", "eval"])
 def test_imports_run_one_way(room):
-    siblings = {path.stem for path in (ROOT / room).glob("*.py")} if room != "d1" else set()
-    others = {path.stem for path in MODULES if path.parts[len(ROOT.parts)] != "d1"} - siblings
+    others = {"benchmarks", *(path.stem for path in SCRIPTS if path.parent.name != room)}
     for path in (ROOT / room).rglob("*.py"):
-        assert not imports_of(path) & others, f"{name_of(path)} imports from another room"
+        found = {name.partition(".")[0] for name in imports_of(path)}
+        assert not found & others, f"{name_of(path)} imports from another room"
 
 
 def test_no_module_hides_another():
-    stages = [path.stem for path in MODULES if path.parts[len(ROOT.parts)] in STAGES]
-    assert len(stages) == len(set(stages)), f"used twice: {sorted({n for n in stages if stages.count(n) > 1})}"
+    names = [path.stem for path in SCRIPTS]
+    assert len(names) == len(set(names)), f"used twice: {sorted({name for name in names if names.count(name) > 1})}"
     taken = sys.stdlib_module_names | importlib.metadata.packages_distributions().keys()
     assert not {path.stem for path in MODULES if path.stem != "__init__"} & taken
 
 
 def test_every_module_imports_in_silence_without_optional_packages(tmp_path):
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "d1").rglob("*.py")]
-    names += [path.stem for path in MODULES if path.parts[len(ROOT.parts)] in STAGES]
+    names = [
+        path.stem if path in SCRIPTS else ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES
+    ]
     program = """
 import importlib, importlib.util, sys
 from importlib.machinery import PathFinder
