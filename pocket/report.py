@@ -39,7 +39,8 @@ def setup(arm: str, length: int) -> str:
 
 def parse(folder: Path, *flags: str) -> Any:
     """JSON output of `parse_and_get_acc.py` on a job's generations."""
-    command = [sys.executable, "parse_and_get_acc.py", str(folder / "generations"), "--format", "json", *flags]
+    generations = folder.resolve() / "generations"
+    command = [sys.executable, "parse_and_get_acc.py", str(generations), "--format", "json", *flags]
     done = subprocess.run(command, cwd=ROOT / "eval", capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
