@@ -136,7 +136,7 @@ def main(args: argparse.Namespace) -> None:
     if not 0 < args.efficiency <= 1:
         raise ValueError(f"--efficiency must be in (0, 1], got {args.efficiency}")
     settings = {key: value for key, value in vars(args).items() if key != "output_dir"}
-    report = {"machine": describe(), "settings": settings, "growth": grow(args.size, args.repeats)}
+    report: dict[str, Any] = {"machine": describe(), "settings": settings, "growth": grow(args.size, args.repeats)}
     report["projection"] = [project(gpus, args) for gpus in (1, 2, 4, 8, 16, 32, 64)]
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
