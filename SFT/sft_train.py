@@ -250,7 +250,6 @@ def prepare_model(args: argparse.Namespace) -> Any:
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
         target_modules=targets,
-        task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)
 

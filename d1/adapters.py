@@ -99,5 +99,6 @@ def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) 
     An adapter trained next therefore records `folder` as its base, and `load_model` finds the whole chain.
     """
     merged = model.merge_and_unload(progressbar=progress)
+    merged.requires_grad_(True)  # PEFT froze the base's weights
     merged.name_or_path = str(folder)
     return merged

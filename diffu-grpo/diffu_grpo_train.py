@@ -124,7 +124,7 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
                 "an adapter cannot be merged into 4-bit weights exactly: first run "
                 f"`python -m d1.models merge BASE {args.model_path} OUT` and pass OUT as --model_path"
             )
-        model = merge_adapter(model, str(args.model_path)).requires_grad_(True)  # PEFT froze them
+        model = merge_adapter(model, str(args.model_path))
     return model
 
 
