@@ -8,13 +8,14 @@ stay the right one, and later training would have nothing to teach.
 
 from __future__ import annotations
 
-import csv
 from itertools import permutations, product
 from pathlib import Path
 
 import numpy as np
 from make_tokenizer import CELLS
 from numpy.random import Generator
+
+from d1.tasks import load_task
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLES = 6
@@ -34,8 +35,7 @@ def solution_grids() -> np.ndarray:
 
 def training_grids(data_file: str | Path) -> np.ndarray:
     """The solutions of a training problem set (columns Puzzle,Solution), each once, (grids, 16)."""
-    with open(data_file, newline="") as file:
-        solutions = {row["Solution"] for row in csv.DictReader(file)}
+    solutions = set(load_task("sudoku").load_rows("train", str(data_file))["ground_truth"])
     return np.array([[int(digit) for digit in solution] for solution in sorted(solutions)])
 
 
