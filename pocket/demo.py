@@ -42,7 +42,7 @@ def sft(folder: Path, seed: int, miniature: bool) -> Phase:
 
 
 def grpo(name: str, start: Path, folder: Path, seed: int, miniature: bool, needs: tuple[str, ...] = ()) -> Phase:
-    """60 rollouts of diffu-GRPO with pocket.yaml."""
+    """120 rollouts of diffu-GRPO with pocket.yaml."""
     flags = ["--config", "pocket.yaml", "--model_path", start, "--output_dir", folder / name, "--seed", seed]
     flags += ["--resume_from_checkpoint", "true"]
     flags += ["--task", ROOT / "pocket" / "shuffled_sudoku.py"] if name == "shuffled" else []

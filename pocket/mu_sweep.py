@@ -50,6 +50,7 @@ def training(mu: int, masking: str, seed: int, args: argparse.Namespace) -> Phas
     flags += ["--output_dir", Path(args.output_dir).resolve() / name, "--resume_from_checkpoint", "true"]
     flags += ["--num_iterations", mu, "--random_masking", MASKINGS[masking], "--max_steps", mu * args.rollouts]
     flags += ["--logging_steps", mu, "--save_steps", 10 * mu, "--eval_strategy", "no"]
+    flags += ["--learning_rate", 2e-4, "--lr_scheduler_type", "constant"]
     command = [sys.executable, "diffu_grpo_train.py", *flags]
     return Phase(name, command, ROOT / "diffu-grpo", weight=60 + 12 * mu)
 
