@@ -295,12 +295,13 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
         antithetic_masks=args.antithetic_masks,
         group_by_length=args.group_by_length,
     )
-    if checkpoint and is_finished(checkpoint, training):
+    if checkpoint and is_finished(checkpoint, training):  # only what comes after training is left to do
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
         trainer._load_from_checkpoint(trainer.state.best_model_checkpoint or checkpoint)
+        trainer._save(str(folder))
     else:
         trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model()
+        trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
         plot_losses(trainer.state.log_history, folder / "losses.png")

@@ -63,7 +63,7 @@ def start(launcher: list[str], flags: list[str], folder: Path, **environment: An
     )
 
 
-def finish(process: subprocess.Popen[bytes], folder: Path, timeout: float = 240) -> None:
+def finish(process: subprocess.Popen[bytes], folder: Path, timeout: float = 400) -> None:
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -118,7 +118,7 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start([], [*flags, *training], whole), whole)
     process = start([], [*flags, *training], killed)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     while not (killed / "job/checkpoint-10").exists():
         assert process.poll() is None, (killed / "log").read_text()[-4000:]
         assert time.monotonic() < deadline
@@ -139,11 +139,15 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
 )
 def test_two_processes(flags: list[str], tmp_path: Path, launcher: list[str], kind: str) -> None:
     """The shipped configurations, told to stay off a GPU; d1's compiles DeepSpeed's CPU Adam, which takes minutes."""
+    odd = [*flags, "--test_split", "0.13", "--eval_draws", "3"]  # 18 draws, which batches of 8 do not divide
     training = ["--max_steps", "3", "--learning_rate", "1e-3", "--merge_at_end", "--debugging"]
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if kind == "MULTI_CPU" else {"CUDA_VISIBLE_DEVICES": ""}
-    finish(start(launcher, [*flags, *training], tmp_path, **on_cpu), tmp_path, timeout=900)
+    finish(start(launcher, [*odd, *training], tmp_path, **on_cpu), tmp_path, timeout=900)
     settings = json.loads((tmp_path / "job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, kind)
+    run([*odd, "--max_steps", "1"], tmp_path / "alone")
+    first = history(tmp_path, "eval_loss")[0]
+    assert first == pytest.approx(history(tmp_path / "alone", "eval_loss")[0], rel=1e-5)
     torch.testing.assert_close(logits(tmp_path / "job"), logits(tmp_path / "job/merged"), rtol=0, atol=1e-4)
 
 
