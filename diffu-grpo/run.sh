@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # diffu-GRPO with d1's settings on the GPUs of this machine:
 #   CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 bash run.sh
-#   DATASET=countdown NUM_ITER=8 MODEL_PATH=../runs/sft/final bash run.sh --learning_rate 1e-6
+#   DATASET=countdown NUM_ITER=8 MODEL_PATH=../SFT/runs/llada-s1/merged bash run.sh --learning_rate 1e-6
 # On any machine, the pocket model:
 #   CONFIG=pocket.yaml bash run.sh
 # Settings come from the environment, with d1's values as defaults; arguments are passed on to diffu_grpo_train.py.
