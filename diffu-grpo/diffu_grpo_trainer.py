@@ -155,13 +155,13 @@ class DiffuGRPOTrainer(GRPOTrainer):
         mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding).to(ids.device)
         self._prompt_noise = self._draw_prompt_masks(ids, mask)
 
-        completions = self._sample(ids, mask)
+        completions = self._sample(ids, mask).cpu()  # which waits for the device, so that the clock below is right
         kept = eos_cut(completions, self.eos_token_ids)
         seconds = time.perf_counter() - started
         self._log("prompt_masked", (self._prompt_noise.sum() / (mask.sum() * self.num_iterations)).item())
         self._log("seconds/rollout", seconds)
         self._log("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
-        return [row[keep].tolist() for row, keep in zip(completions.cpu(), kept.cpu(), strict=True)], None
+        return [row[keep].tolist() for row, keep in zip(completions, kept, strict=True)], None
 
     def _sample(self, ids: Tensor, mask: Tensor) -> Tensor:
         """(rows, max_completion_length) sampled ids, without gradients or dropout."""
@@ -307,8 +307,9 @@ class DiffuGRPOTrainer(GRPOTrainer):
         loss = super()._compute_loss(model, inputs)
         self._check_finite(loss, inputs)
         old = inputs.get("old_per_token_logps")
-        ratio = torch.ones(()) if old is None else (self._new_logps - old).exp()[inputs["completion_mask"].bool()].max()
-        self._log("ratio_max", self.accelerator.gather(ratio.to(loss.device)).max().item())
+        ratios = torch.ones_like(self._new_logps) if old is None else (self._new_logps - old).exp()
+        largest = ratios.masked_fill(~inputs["completion_mask"].bool(), 0.0).max()
+        self._log("ratio_max", self.accelerator.gather(largest).max().item())
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:

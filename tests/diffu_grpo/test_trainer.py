@@ -269,7 +269,9 @@ def test_the_lora_reference_is_the_model_without_its_adapter(tiny_model_dir, tmp
             mask_token_id=trainer.mask_token_id,
             gen_length=8,
         )
-        torch.testing.assert_close(batch["ref_per_token_logps"][:, update], expected, rtol=0, atol=1e-5)
+        scored = batch["completion_mask"].bool()  # up to each row's EOS
+        found = batch["ref_per_token_logps"][:, update]
+        torch.testing.assert_close(found[scored], expected[scored], rtol=0, atol=1e-5)
 
 
 def test_syncing_the_reference_works_in_full_fine_tuning_and_is_refused_with_lora(tiny_model_dir, tmp_path):
