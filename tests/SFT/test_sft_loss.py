@@ -28,10 +28,11 @@ SPLITS_ALONE = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
 SPLITS_OF_TWO = [(4, 1), (2, 2)]
 EOS_PADDINGS = [1, "batch"]  # rows of 2 to 38 tokens with padding between them, and without
 SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty slots
+DEEPSPEED = ["accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--zero_stage"]
 LAUNCHERS = {
     "MULTI_CPU": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    "ZERO2": ["accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--zero_stage", "2"],
-    "ZERO3": ["accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--zero_stage", "3"],
+    "ZERO2": [*DEEPSPEED, "2"],
+    "ZERO3": [*DEEPSPEED, "3", "--zero3_save_16bit_model", "true"],
 }
 
 
