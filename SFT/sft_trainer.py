@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from d1.masking import draw_noise, keyed_generator, noise_level
 from d1.runs import staged_checkpoint
 
-TRAIN_NOISE, EVAL_NOISE, ORDER, STRATA, EVAL_TIMES = range(5)  # the second part of a generator's key: one stream a purpose
+TRAIN_NOISE, EVAL_NOISE, ORDER, STRATA, EVAL_TIMES = range(5)  # second part of a generator's key: one a purpose
 EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t
 IGNORED = -100  # the label of a token that is not trained on
 
