@@ -12,6 +12,7 @@ import argparse
 import itertools
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,50 +26,43 @@ from transformers import TrainingArguments
 from d1.models import load_model, load_tokenizer
 
 WAYS: dict[str, dict[str, bool]] = {
-    "independent (default)": {},
+    "independent": {},
     "--stratified_t": {"stratified_t": True},
     "--antithetic_masks": {"antithetic_masks": True},
     "--stratified_t --antithetic_masks": {"stratified_t": True, "antithetic_masks": True},
 }
 
 
-def step_gradients(
-    trainer: dLLMTrainer, options: dict[str, bool], batches: int, batch_size: int
-) -> tuple[Tensor, Tensor]:
-    """The loss and the gradient, as one vector, of each of `batches` global batches: (batches,), (batches, weights)."""
+def step_gradients(trainer: dLLMTrainer, options: dict[str, bool], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The loss (1,) and the gradient, as one vector, of one global batch after another, without end."""
     dataset: Any = trainer.train_dataset
     model: Any = trainer.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    losses: list[Tensor] = []
-    gradients: list[Tensor] = []
     for epoch in itertools.count():
         slots = list(GlobalBatchSampler(dataset.lengths, batch_size, batch_size, 0, partial(int, epoch), **options))
         for first in range(0, len(slots) - batch_size, batch_size):  # the last batch may not be whole
-            if len(losses) == batches:
-                return torch.stack(losses), torch.stack(gradients)
             batch = trainer.data_collator([dataset[slot] for slot in slots[first : first + batch_size]])
             loss = trainer.compute_loss(model, batch)
-            losses.append(loss.detach())
-            gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)]))
-    raise AssertionError("unreachable")
+            yield loss.detach()[None], torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
 
 
-def spread_of(samples: Tensor) -> tuple[float, float]:
-    """Trace of the covariance of `samples` (number, size), and its standard error."""
-    squares = (samples - samples.mean(0)).pow(2).sum(-1) * len(samples) / (len(samples) - 1)
-    return float(squares.mean()), float(squares.std() / len(samples) ** 0.5)
+def variances(trainer: dLLMTrainer, options: dict[str, bool], pairs: int, batch_size: int) -> Tensor:
+    """(loss, gradient) x (trace of the covariance, its standard error), from half the squared distance of pairs."""
+    steps = step_gradients(trainer, options, batch_size)
+    squares = [
+        torch.stack([(one - other).pow(2).sum() / 2 for one, other in zip(next(steps), next(steps), strict=True)])
+        for _ in tqdm(range(pairs), desc=" ".join(options) or "independent", leave=False)
+    ]
+    table = torch.stack(squares)
+    return torch.stack([table.mean(0), table.std(0) / pairs**0.5], dim=1)
 
 
-def variance_table(trainer: dLLMTrainer, batches: int, batch_size: int) -> str:
-    lines = ["| noise | variance of the gradient | variance of the loss |", "| --- | --- | --- |"]
-    base: list[float] = []
-    for name, options in tqdm(WAYS.items(), desc="ways"):
-        losses, gradients = step_gradients(trainer, options, batches, batch_size)
-        found = [spread_of(gradients), spread_of(losses[:, None])]
-        base = base or [variance for variance, _ in found]
-        cells = [
-            f"{variance / one:.2f} ± {error / one:.2f}" for (variance, error), one in zip(found, base, strict=True)
-        ]
+def variance_table(trainer: dLLMTrainer, pairs: int, batch_size: int) -> str:
+    found = {name: variances(trainer, options, pairs, batch_size) for name, options in WAYS.items()}
+    base = found[next(iter(WAYS))][:, :1]
+    lines = ["| noise | variance of the loss | variance of the gradient |", "| --- | --- | --- |"]
+    for name, table in found.items():
+        cells = [f"{variance:.2f} ± {error:.2f}" for variance, error in (table / base).tolist()]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -80,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_length", type=int, default=4096)
     parser.add_argument("--eos_padding", type=int, default=32, help="answer tokens, EOS included, at least")
     parser.add_argument("--batch_size", type=int, default=16, help="rows of an optimizer step")
-    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=300, help="pairs of global batches")
     return parser
 
 
@@ -94,7 +88,7 @@ def main(args: argparse.Namespace) -> str:
             data_collator=dLLMDataCollator(tokenizer),
             train_dataset=dLLMSFTDataset(rows, tokenizer, args.max_length, eos_padding=args.eos_padding),
         )
-        return variance_table(trainer, args.batches, args.batch_size)
+        return variance_table(trainer, args.pairs, args.batch_size)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sft_noise_variance
 import torch
 from datasets import Dataset
 from sft_trainer import GlobalBatchSampler, Slot, band_losses, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
@@ -177,3 +178,12 @@ def test_eos_padding_of_whole_and_truncated_answers(padding: int | str, length: 
     assert whole[slot]["answer"] == [False] + [True] * (expected - 1)
     assert cut[slot]["input_ids"] == [1] * 5 + [2]
     assert whole.lengths == [length]
+
+
+def test_variance_script_prints_a_row_for_each_way(tiny_model_dir: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1", "completion": "2"}\n{"prompt": "a", "completion": "b c d"}\n' * 8)
+    flags = ["--model_name", str(tiny_model_dir), "--train_data", str(rows), "--pairs", "3", "--batch_size", "4"]
+    table = sft_noise_variance.main(sft_noise_variance.make_parser().parse_args(flags)).splitlines()
+    assert [line.split("|")[1].strip(" `") for line in table[2:]] == list(sft_noise_variance.WAYS)
+    assert table[2].startswith("| `independent` | 1.00 ± ")
