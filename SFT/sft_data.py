@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import os
+import runpy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,12 +85,7 @@ def load_function(spec: str) -> Callable[[Row], Any]:
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise ValueError(f"--data_function {spec}: expected FILE.py:FUNCTION with a file that exists")
-    module_spec = importlib.util.spec_from_file_location(f"sft_user_{Path(file).stem}", file)
-    assert module_spec is not None  # always so for a path that ends with .py
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+    function = runpy.run_path(file).get(name)
     if not callable(function):
         raise ValueError(f"--data_function {spec}: {file} defines no function {name!r}")
     return function
@@ -111,26 +106,17 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
         cells = {name: value for name, value in row.items() if value is not None}
         row = dict(zip(("prompt", "completion"), (part.format_map(cells) for part in template), strict=True))
     elif row.keys() >= S1K:
-        trajectories = row["thinking_trajectories"]
-        for name, value in (("question", row["question"]), ("attempt", row["attempt"])):
-            require_text(value, name)
-        if not isinstance(trajectories, list) or not trajectories:
-            raise ValueError("thinking_trajectories is not a list with a trajectory in it")
-        require_text(trajectories[0], "thinking_trajectories[0]")
-        answer = f"<reasoning>{trajectories[0]}</reasoning>\n<answer>{row['attempt']}</answer>"
-        row = {"prompt": ask(row["question"], "Solve the problem.", "the answer"), "completion": answer}
+        row = from_s1k(row)
     if "messages" in row:
         messages = row["messages"]
     else:
-        messages = as_messages(row["prompt"], "user", "prompt") + as_messages(
-            row["completion"], "assistant", "completion"
-        )
+        messages = as_messages(row["prompt"], "user", "prompt")
+        messages = messages + as_messages(row["completion"], "assistant", "completion")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of {role, content}")
     for message in messages:
-        require_text(
-            message.get("content"), f"the {message.get('role')} message", empty_ok=message.get("role") != "assistant"
-        )
+        role = message.get("role")
+        require_text(message.get("content"), f"the {role} message", empty_ok=role != "assistant")
     while messages and messages[-1].get("role") != "assistant":
         messages = messages[:-1]
     if len(messages) < 2:
@@ -138,9 +124,21 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
+def from_s1k(row: Row) -> Row:
+    """s1K's columns as prompt and completion, in the form that every task's prompt asks for."""
+    question, trajectories, attempt = row["question"], row["thinking_trajectories"], row["attempt"]
+    require_text(question, "question")
+    require_text(attempt, "attempt")
+    if not isinstance(trajectories, list) or not trajectories:
+        raise ValueError("thinking_trajectories is not a list with a trajectory in it")
+    require_text(trajectories[0], "thinking_trajectories[0]")
+    completion = f"<reasoning>{trajectories[0]}</reasoning>\n<answer>{attempt}</answer>"
+    return {"prompt": ask(question, "Solve the problem.", "the answer"), "completion": completion}
+
+
 def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}, not text")
+        raise ValueError(f"{name} is {type(value).__name__}, not text (--template makes text of numbers)")
     if not empty_ok and not value.strip():
         raise ValueError(f"{name} is empty")
 

@@ -160,8 +160,14 @@ def test_columns_template_and_function(tmp_path: Path) -> None:
     assert prepare(choose_columns(other, "q", "a")).to_list() == expected
     assert prepare(other, template=("{q}", "{a}")).to_list() == expected
     file = tmp_path / "mine.py"
-    file.write_text("def convert(row):\n    return {'prompt': row['q'], 'completion': row['a']}\n")
+    file.write_text(
+        "import json\ndef copy(x):\n    return json.loads(json.dumps(x))\n"
+        "def convert(row):\n    return {'prompt': copy(row['q']), 'completion': copy(row['a'])}\n"
+    )
     assert prepare(other, function=load_function(f"{file}:convert")).to_list() == expected
+    many = Dataset.from_list([{"q": f"q{i}", "a": "cd"} for i in range(1000)])  # the function goes to other processes
+    parallel = prepare(many, function=load_function(f"{file}:convert"), num_proc=2)
+    assert parallel.to_list() == prepare(choose_columns(many, "q", "a"), num_proc=1).to_list()
     with pytest.raises(ValueError, match="no column x in the data, which has prompt, q, a"):
         choose_columns(other, "q", "x")
     with pytest.raises(ValueError, match="defines no function 'absent'"):
