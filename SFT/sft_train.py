@@ -137,7 +137,7 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
 
 
-def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArguments:
+def training_arguments(args: argparse.Namespace, folder: Path, fresh: bool) -> TrainingArguments:
     evaluate = args.test_split > 0
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     return TrainingArguments(
@@ -157,7 +157,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         activation_checkpointing=args.gradient_checkpointing,
         eval_strategy="steps" if evaluate else "no",
         eval_steps=args.eval_steps,
-        eval_on_start=evaluate and not args.resume,
+        eval_on_start=evaluate and fresh,
         save_strategy="steps",
         save_steps=args.eval_steps,
         save_total_limit=2,
@@ -165,6 +165,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         metric_for_best_model="eval_loss" if evaluate else None,
         greater_is_better=False if evaluate else None,
         logging_steps=args.logging_steps,
+        restore_callback_states_from_checkpoint=args.early_stop is not None,
         report_to="none" if args.debugging else "wandb",
         ddp_find_unused_parameters=False,
         # Without a GPU, Accelerate gives DeepSpeed no backend and every process then thinks it is alone.
@@ -173,6 +174,13 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         remove_unused_columns=False,
         seed=args.seed,
     )
+
+
+def is_out_of_patience(checkpoint: str, patience: int | None) -> bool:
+    """Whether a run stopped early at `checkpoint`."""
+    stopping = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").stateful_callbacks or {}
+    counter = stopping.get("EarlyStoppingCallback", {}).get("attributes", {}).get("early_stopping_patience_counter", 0)
+    return patience is not None and counter >= patience
 
 
 def log_without_account(folder: Path) -> None:
@@ -274,7 +282,7 @@ def plot_losses(history: list[dict[str, float]], path: Path) -> None:
 def main(args: argparse.Namespace) -> dLLMTrainer:
     folder = Path(args.output_dir) / args.job_name
     checkpoint = check_arguments(args, folder)
-    training = training_arguments(args, folder)
+    training = training_arguments(args, folder, fresh=checkpoint is None)
     set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
     tokenizer = load_tokenizer(args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
@@ -295,7 +303,8 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
         antithetic_masks=args.antithetic_masks,
         group_by_length=args.group_by_length,
     )
-    if checkpoint and is_finished(checkpoint, training):  # only what comes after training is left to do
+    if checkpoint and (is_finished(checkpoint, training) or is_out_of_patience(checkpoint, args.early_stop)):
+        # Only what comes after training is left to do.
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
         trainer._load_from_checkpoint(trainer.state.best_model_checkpoint or checkpoint)
         trainer._save(str(folder))

@@ -178,7 +178,10 @@ def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
 
 def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
     still = [*flags, "--learning_rate", "0", "--eval_steps", "1", "--grad_accum_steps", "1", "--full_finetuning"]
-    assert run([*still, "--max_steps", "9", "--early_stop", "2"], tmp_path).state.global_step == 3
+    assert run([*still, "--max_steps", "2", "--early_stop", "2"], tmp_path).state.global_step == 2
+    for _ in range(2):  # on with the patience that was left; then with none
+        resumed = run([*still, "--max_steps", "9", "--early_stop", "2", "--resume"], tmp_path)
+        assert resumed.state.global_step == 3
     moving = [*flags, "--learning_rate", "1e-3", "--max_steps", "2", "--full_finetuning"]
     run(moving, tmp_path / "done")
     expected = weights(tmp_path / "done/job")
