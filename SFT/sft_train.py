@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from d1.adapters import lora_targets, merge_adapter
 from d1.convert import merge
 from d1.models import load_model, load_tokenizer
-from d1.runs import is_finished, save_record
+from d1.runs import check_processes, is_finished, save_record
 
 logger = logging.getLogger(__name__)
 
@@ -283,6 +283,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     folder = Path(args.output_dir) / args.job_name
     checkpoint = check_arguments(args, folder)
     training = training_arguments(args, folder, fresh=checkpoint is None)
+    check_processes(training.world_size)
     set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
     tokenizer = load_tokenizer(args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)

@@ -58,6 +58,22 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     trainer.accelerator.wait_for_everyone()
 
 
+def check_processes(world_size: int) -> None:
+    """Refuses to start where a launcher started several processes that do not know of each other.
+
+    Without a GPU `accelerate launch` leaves them alone, and each would train the whole run into the same folder.
+
+    Raises:
+        ValueError: says how to launch instead.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != world_size:
+        raise ValueError(
+            f"{launched} processes were started, but each would train alone: set ACCELERATE_USE_CPU=true to train with "
+            "several processes on a CPU, or start a single one"
+        )
+
+
 def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | None:
     """The checkpoint a run continues from: None (start), the last one ("true"), or the folder named.
 

@@ -27,7 +27,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 
 from d1.adapters import merge_adapter
 from d1.models import load_model, load_tokenizer
-from d1.runs import checkpoint_to_resume, is_finished, save_record
+from d1.runs import check_processes, checkpoint_to_resume, is_finished, save_record
 from d1.tasks import load_task, text_of
 
 logger = logging.getLogger(__name__)
@@ -154,6 +154,7 @@ def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
 def main(
     args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None = None
 ) -> DiffuGRPOTrainer:
+    check_processes(args.world_size)
     check_settings(args, model_args)
     checkpoint = checkpoint_to_resume(str(args.output_dir), args.resume_from_checkpoint)
     task = load_task(args.dataset)

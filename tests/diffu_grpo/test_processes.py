@@ -59,11 +59,16 @@ def environment(**extra):
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
 
 
+def on(launcher):
+    """What keeps the processes of a launcher on the CPU, together."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if KINDS[launcher] == "DEEPSPEED" else {"ACCELERATE_USE_CPU": "true"}
+
+
 def run(model_dir, output_dir, *extra, launcher="alone"):
     done = subprocess.run(
         command(model_dir, output_dir, *extra, launcher=launcher),
         cwd=ROOT / "diffu-grpo",
-        env=environment(),
+        env=environment(**on(launcher)),
         capture_output=True,
         text=True,
         timeout=300,
@@ -98,7 +103,7 @@ def killed_and_resumed(model_dir, folder, kills, launcher):
         process = subprocess.Popen(
             command(model_dir, folder, "--resume_from_checkpoint", "true", launcher=launcher),
             cwd=ROOT / "diffu-grpo",
-            env=environment(LETTERS_SECONDS="0.5"),
+            env=environment(LETTERS_SECONDS="0.5", **on(launcher)),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -132,6 +137,19 @@ def test_two_processes_reach_the_weights_of_one(tiny_model_dir, tmp_path, launch
     for name, value in one.items():
         assert (value - start[name]).abs().max() > 1e-3
         torch.testing.assert_close(two[name], value, rtol=0, atol=2e-5)
+
+
+def test_processes_that_would_each_train_alone_are_refused(tiny_model_dir, tmp_path):
+    done = subprocess.run(
+        command(tiny_model_dir, tmp_path, launcher="ddp"),
+        cwd=ROOT / "diffu-grpo",
+        env=environment(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="false"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "2 processes were started, but each would train alone" in done.stderr
 
 
 def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
