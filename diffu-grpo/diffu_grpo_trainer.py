@@ -31,6 +31,7 @@ from trl.models.utils import _ForwardRedirection, unwrap_model_for_generation
 from trl.trainer.utils import pad
 
 from d1.masking import keyed_generator, prompt_masks
+from d1.models import load_model
 from d1.runs import staged_checkpoint
 from d1.sampling import generate
 from d1.scoring import mean_field_scores
@@ -46,11 +47,18 @@ def reference_from(model: Any) -> Iterator[None]:
     Delete when TRL's GRPOTrainer takes a reference model.
     """
     original = trl_grpo.create_model_from_path
-    trl_grpo.create_model_from_path = lambda *args, **kwargs: copy.deepcopy(model)
+    trl_grpo.create_model_from_path = lambda *args, **kwargs: reference_copy(model)
     try:
         yield
     finally:
         trl_grpo.create_model_from_path = original
+
+
+def reference_copy(model: Any) -> Any:
+    """A second model with the same weights. Those that ZeRO-3 cut over the ranks on loading are loaded again."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return load_model(model.name_or_path, dtype=model.dtype)
+    return copy.deepcopy(model)
 
 
 def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
