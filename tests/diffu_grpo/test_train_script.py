@@ -247,6 +247,19 @@ def test_without_a_gpu_and_a_model_run_sh_shows_the_pocket_command():
     assert "CONFIG=pocket.yaml bash run.sh" in done.stderr
 
 
+@pytest.mark.parametrize(("task", "temperature", "mu"), [("sudoku", "0.3", "8"), ("gsm8k", "0.9", "12")])
+def test_each_tasks_script_passes_its_temperature_and_mu_on(task, temperature, mu):
+    done = subprocess.run(
+        ["bash", f"slurm_scripts/{task}_base.sbatch"],
+        cwd=STAGE,
+        env={"PATH": "/usr/bin:/bin", "GPUS": "8", "PYTHON": "echo", "SLURM_SUBMIT_DIR": str(STAGE)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"--num_iterations {mu} --temperature {temperature} " in done.stdout
+
+
 def test_curves_are_drawn_against_rollouts(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
