@@ -125,6 +125,8 @@ def check_arguments(args: argparse.Namespace, folder: Path) -> str | None:
         raise ValueError("use one of --prompt_column/--completion_column, --template and --data_function")
     if args.full_finetuning and (args.merge_at_end or args.load_in_4bit):
         raise ValueError("--merge_at_end and --load_in_4bit are for LoRA: leave --full_finetuning out")
+    if args.load_in_4bit and not on_gpu():  # on a CPU, an evaluation turns its weights into a form without gradients
+        raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
     if args.early_stop and not args.test_split:
         raise ValueError("--early_stop watches the evaluation loss: hold rows out with --test_split")
     checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from sft_train import eos_padding, main, make_parser
+from sft_train import eos_padding, main, make_parser, on_gpu
 from sft_trainer import dLLMTrainer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.models import load_model, load_tokenizer
 
@@ -199,6 +200,7 @@ def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Pat
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
         (["--early_stop", "1", "--test_split", "0"], "hold rows out"),
+        pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
@@ -223,3 +225,22 @@ def test_defaults_are_d1s() -> None:
     assert (args.lora_r, args.lora_alpha, args.lora_dropout) == (128, 256, 0.05)
     assert args.lora_target_modules == ["q_proj", "k_proj", "v_proj"]
     assert (args.weight_decay, args.max_grad_norm, args.eval_steps, args.test_split) == (0.1, 1.0, 100, 0.01)
+
+
+@pytest.mark.gpu
+def test_qlora(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = tmp_path / "base"  # 4-bit blocks have 64 weights: the tiny model's layers are too small
+    config = LlamaConfig.from_pretrained(tiny_model_dir)
+    config.update({"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 32})
+    LlamaForCausalLM(config).save_pretrained(base)
+    load_tokenizer(str(tiny_model_dir)).save_pretrained(base)
+    more = ["--load_in_4bit", "--max_steps", "12", "--learning_rate", "3e-3"]
+    trainer: Any = run([*flags, "--model_name", str(base)], tmp_path, *more)
+    assert trainer.model.get_base_model().model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    losses = history(tmp_path, "eval_loss")
+    assert losses[-1] < 0.9 * losses[0]
+    trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    assert trained
+    assert all(".lora_" in name for name in trained)
+    assert (logits(tmp_path / "job") - logits(base)).abs().max() > 0.01
