@@ -36,12 +36,12 @@ SIZES: dict[str, Any] = {
 DECODER: dict[str, Any] = SIZES | {"num_key_value_heads": 1, "is_causal": False}
 CONFIGS = {
     "llama": LlamaConfig(**DECODER),
-    "next token": Qwen2Config(**DECODER, predicts_next_token=True),
+    "next token": Qwen2Config(**DECODER | {"predicts_next_token": True}),
     "softcap": Gemma2Config(**DECODER, head_dim=8, final_logit_softcapping=2.0),
     "tied": Qwen2Config(**DECODER, tie_word_embeddings=True),
     "bert": BertConfig(**SIZES),
     "roberta": RobertaConfig(**SIZES),
-    "modernbert": ModernBertConfig(**SIZES, global_rope_theta=1e4, reference_compile=False),
+    "modernbert": ModernBertConfig(**SIZES),
 }
 
 

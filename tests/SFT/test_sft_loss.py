@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = 8
 SPLITS_ALONE = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
 SPLITS_OF_TWO = [(4, 1), (2, 2)]
-EOS_PADDINGS = [1, "batch"]  # rows of 2 to 38 tokens with padding between them, and without
+EOS_PADDINGS: list[int | str] = [1, "batch"]  # rows of 2 to 38 tokens with padding between them, and without
 SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty slots
 DEEPSPEED = ["accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--zero_stage"]
 LAUNCHERS = {
@@ -124,7 +124,7 @@ def brute_force(model_dir: Path, folder: Path, eos_padding: int | str) -> tuple[
             total += -math.log(exponentials[clean] / sum(exponentials)) / probability / answers
             naive = naive - scores.log_softmax(-1)[clean] / probability / answers
     naive.backward()
-    return total, {name: weight.grad for name, weight in model.named_parameters()}
+    return total, {name: cast(Tensor, weight.grad) for name, weight in model.named_parameters()}
 
 
 def assert_same(

@@ -52,9 +52,10 @@ def test_estimate_is_unbiased(mode: str, tmp_path: Path) -> None:
     """The mean over many draws against the expectation: masks enumerated, t integrated by quadrature."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=3, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, is_causal=False,
+        vocab_size=3, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
         initializer_range=1.0, pad_token_id=1,
     )  # fmt: skip
+    config.is_causal = False
     model = LlamaForCausalLM(config)
     ids, answers = [1, 2, 1, 2], 3
 
