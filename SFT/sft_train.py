@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from d1.adapters import lora_targets, merge_adapter
 from d1.convert import merge
 from d1.models import load_model, load_tokenizer
-from d1.runs import check_processes, is_finished, save_record
+from d1.runs import check_processes, is_finished, leave, save_record
 
 logger = logging.getLogger(__name__)
 
@@ -327,3 +327,4 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     main(make_parser().parse_args())
+    leave()

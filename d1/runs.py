@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,22 @@ def check_processes(world_size: int) -> None:
             f"{launched} processes were started, but each would train alone: set ACCELERATE_USE_CPU=true to train with "
             "several processes on a CPU, or start a single one"
         )
+
+
+def leave() -> None:
+    """Ends a script at once, once all is written, where several processes trained on the CPU.
+
+    gloo's threads may outlive the process group and abort the interpreter's shutdown ("terminate called without an
+    active exception"), which a launcher takes for a failure. Delete when PyTorch joins them.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or torch.cuda.is_available():
+        return
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | None:

@@ -27,7 +27,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 
 from d1.adapters import merge_adapter
 from d1.models import load_model, load_tokenizer
-from d1.runs import check_processes, checkpoint_to_resume, is_finished, save_record
+from d1.runs import check_processes, checkpoint_to_resume, is_finished, leave, save_record
 from d1.tasks import load_task, text_of
 
 logger = logging.getLogger(__name__)
@@ -197,3 +197,4 @@ def main(
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     main(*make_parser().parse_args_and_config())
+    leave()
