@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import torch
 from peft import PeftModel
-from torch import LongTensor, Tensor
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -207,13 +207,19 @@ def body_and_head(model: torch.nn.Module) -> tuple[Callable[..., Tensor], Callab
     """The two halves of a model of `load_model`, for scoring without the logits of every position at once.
 
     Returns:
-        `body(input_ids, attention_mask)` -> last hidden states (rows, length, hidden), aligned to the token they
-        score; `head(states)` -> logits (..., vocab). `head(body(...))` equals `model(...).logits` for every kind.
+        `body(input_ids, attention_mask, positions)` -> last hidden states, aligned to the token they score:
+        (rows, length, hidden), or (rows, n, hidden) at each row's own `positions` (rows, n).
+        `head(states)` -> logits (..., vocab). `head(body(...))` equals `model(...).logits` for every kind.
     """
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
 
-    def body(input_ids: LongTensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        return inner.base_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+    def body(
+        input_ids: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        states = inner.base_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        if positions is None:
+            return states
+        return states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
     def head(states: Tensor) -> Tensor:
         kind = inner.config.model_type

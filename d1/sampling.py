@@ -99,10 +99,9 @@ def predict(
     """
     body, head = body_and_head(model)
     views = [ids] if cfg_scale == 0 else [ids, ids.masked_fill(prompt, mask_token_id)]
-    states = body(torch.cat(views), None if visible is None else visible.repeat(len(views), 1))
     rows, n = positions.shape
-    index = positions.repeat(len(views), 1).unsqueeze(-1).expand(-1, -1, states.shape[-1])
-    states = states.gather(1, index).unflatten(0, (len(views), rows))
+    everywhere = None if visible is None else visible.repeat(len(views), 1)
+    states = body(torch.cat(views), everywhere, positions.repeat(len(views), 1)).unflatten(0, (len(views), rows))
     at_once = max(1, CHUNK_ELEMENTS // model.config.vocab_size)
     rows_at_once = max(1, at_once // n)
     tokens, logps = torch.empty_like(positions), torch.empty(rows, n, device=ids.device)

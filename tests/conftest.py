@@ -69,6 +69,13 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """DeepSpeed compiles what it needs once a test session: a build killed in the user's own folder leaves a lock
+    there, for which every later process waits without end."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("torch_extensions"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny bidirectional Llama with tokenizer, shared by the session: do not write to it."""
