@@ -69,11 +69,12 @@ def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
 def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a body that predicts the next token: state i becomes that of the real token before i.
 
-    A row's first real token has nobody before it and keeps its own state, as in Dream's published sampler.
+    A row's first real token has nobody before it and keeps its own state, as in Dream's published sampler. With a cache
+    the mask covers it too: the tokens of this pass are its last columns.
     """
     states, mask = output[0], kwargs.get("attention_mask")
     index = torch.arange(states.shape[1], device=states.device).expand(states.shape[:2])
-    seen = index if mask is None else torch.where(mask.bool(), index, -1).cummax(-1).values
+    seen = index if mask is None else torch.where(mask[:, -states.shape[1] :].bool(), index, -1).cummax(-1).values
     before = torch.cat([seen.new_full((len(seen), 1), -1), seen[:, :-1]], dim=1)
     before = torch.where(before < 0, index, before)
     output.last_hidden_state = states.gather(1, before[..., None].expand_as(states))
