@@ -65,27 +65,36 @@ def describe() -> dict[str, Any]:
     return machine | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
-def seconds(run: Callable[[], Any]) -> tuple[float, float]:
-    """(wall, processor) seconds of one call."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    run()
+def now() -> tuple[float, float]:
+    """(wall, processor) clocks, once the GPU has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return time.perf_counter(), time.process_time()
 
 
-def race(contestants: dict[str, Callable[[], Any]], repeats: int, base: str) -> dict[str, dict[str, float]]:
+def seconds(run: Callable[[], Any]) -> tuple[float, float]:
+    """(wall, processor) seconds of one call."""
+    wall, cpu = now()
+    run()
+    after = now()
+    return after[0] - wall, after[1] - cpu
+
+
+def race(
+    contestants: dict[str, Callable[[], Any]], repeats: int, base: str, clocked: bool = False
+) -> dict[str, dict[str, float]]:
     """Times the contestants against each other, in one process, each round in the opposite order of the last.
 
     Every contestant runs once before the first round. Ratios are taken within a round, against `base`: of processor
-    seconds on a CPU, which its other users disturb less than the clock, and of the clock on a GPU.
+    seconds on a CPU, which its other users disturb less than the clock, and of the clock on a GPU. With `clocked` the
+    contestants return their own (wall, processor) seconds.
     """
     for run in contestants.values():
         run()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for number in range(repeats):
         for name in list(contestants)[:: 1 if number % 2 == 0 else -1]:
-            times[name].append(seconds(contestants[name]))
+            times[name].append(contestants[name]() if clocked else seconds(contestants[name]))
     kind = 0 if torch.cuda.is_available() else 1
     results = {}
     for name, measured in times.items():
