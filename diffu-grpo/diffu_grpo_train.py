@@ -22,8 +22,10 @@ from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from reward_guard import rewards_of
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config
+from trl.trainer.utils import get_callable_name
 
 from d1.adapters import merge_adapter
 from d1.models import load_model, load_tokenizer
@@ -81,14 +83,17 @@ def accuracy_of(task: ModuleType) -> Callable[..., list[float]]:
 
 def check_rewards(task: ModuleType, rows: Dataset, args: DiffuGRPOConfig) -> None:
     """Asks every reward for its opinion of an empty completion, so that a column it misses is known now."""
-    columns = {name: [value] for name, value in rows[0].items() if name != "prompt"}
+    columns: dict[str, Any] = {name: [value] for name, value in rows[0].items() if name != "prompt"}
+    columns |= {"prompts": [rows[0]["prompt"]], "completion_ids": [[]]}
+    columns |= {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
     completions = [[{"role": "assistant", "content": ""}]]
     for reward in [*task.REWARDS, accuracy_of(task)]:
         try:
-            reward(prompts=[rows[0]["prompt"]], completions=completions, completion_ids=[[]], **columns)
+            (value,) = rewards_of(reward, completions=completions, **columns)
+            float(0 if value is None else value)
         except Exception as error:
             raise ValueError(
-                f"reward {reward.__name__} of task {args.dataset} cannot score its rows "
+                f"reward {get_callable_name(reward)} of task {args.dataset} cannot score its rows "
                 f"({type(error).__name__}: {error}); they have the columns {', '.join(rows.column_names)}"
             ) from error
 

@@ -110,6 +110,11 @@ class DiffuGRPOTrainer(GRPOTrainer):
                 processing_class=processing_class,
                 **kwargs,
             )
+        if args.sync_ref_model and (self._dist.is_zero3 or self._dist.is_fsdp):
+            raise ValueError(
+                "sync_ref_model keeps a reference that no folder holds, and under ZeRO-3 or FSDP a checkpoint cannot "
+                "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
+            )
         self._eval_rollouts = 0
         self.resumed_from: Path | None = None
         self.add_callback(RestoreRollout(self))
@@ -328,6 +333,8 @@ class DiffuGRPOTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
+        if "train_loss" in logs:  # Trainer's is the mean since the last resume
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
 
     def _check_finite(self, loss: Tensor, inputs: dict[str, Any]) -> None:

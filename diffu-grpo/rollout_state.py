@@ -1,5 +1,6 @@
-"""What a checkpoint of TRL's leaves out: the rollout in use with its masks, where in its cycle the run stands, the
-metrics not logged yet, and the order of later epochs. With it, a resumed run repeats an unbroken one bit for bit."""
+"""What a checkpoint of TRL's leaves out: the rollout in use with its masks, where in its cycle the run stands, a synced
+reference, what is not logged yet, and the order of later epochs. With it, a resumed run repeats an unbroken one bit for
+bit."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
+
+REFERENCE = "reference.safetensors"
 
 
 class EpochSampler(RepeatSampler):
@@ -63,8 +66,17 @@ def save_rollout(trainer: Any, folder: Path) -> None:
         "batches": len(batches),
         "metrics": trainer._metrics["train"],
         "last_logged": trainer._globalstep_last_logged,
+        "total_loss": trainer._total_loss_scalar,
+        "completions": trainer._logs if trainer.log_completions else {},
     }
-    counters_file.write_text(json.dumps(counters))
+    counters_file.write_text(json.dumps(counters, default=list))  # the completions' columns are deques
+    if trainer.args.sync_ref_model and trainer.args.should_save:
+        reference = {name: value.detach().cpu().contiguous() for name, value in reference_weights(trainer)}
+        save_file(reference, folder / REFERENCE)
+
+
+def reference_weights(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()
 
 
 def load_rollout(trainer: Any, folder: Path) -> None:
@@ -91,3 +103,14 @@ def load_rollout(trainer: Any, folder: Path) -> None:
     trainer._buffered_inputs = batches or None
     trainer._metrics["train"].update(counters["metrics"])
     trainer._globalstep_last_logged = counters["last_logged"]
+    trainer._total_loss_scalar = counters["total_loss"]
+    for group, columns in counters["completions"].items():
+        if isinstance(columns, list):
+            trainer._logs[group].extend(columns)
+        else:
+            for name, column in columns.items():
+                trainer._logs[group][name].extend(column)
+    if trainer.args.sync_ref_model:
+        reference = load_file(folder / REFERENCE)
+        for name, value in reference_weights(trainer):
+            value.data.copy_(reference[name])

@@ -1,7 +1,9 @@
 """diffu-GRPO's invariants, on a real trainer with a tiny model: masks, ratios, references, padding, random state."""
 
+import json
 import random
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -284,6 +286,33 @@ def test_syncing_the_reference_works_in_full_fine_tuning_and_is_refused_with_lor
         make_trainer(tiny_model_dir, tmp_path, peft_config=LoraConfig(target_modules=["q_proj"]), **sync)
 
 
+def clockless(log_history):
+    clocks = ("seconds/", "_per_second", "step_time", "runtime", "peak_memory")
+    return [{k: v for k, v in entry.items() if not any(clock in k for clock in clocks)} for entry in log_history]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.1},
+        {"log_completions": True, "num_iterations": 3, "gradient_accumulation_steps": 2, "logging_steps": 4},
+        {"eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": 3, "steps_per_generation": 1},
+    ],
+    ids=["a synced reference", "completions", "evaluations"],
+)
+def test_a_run_goes_on_from_mid_cycle_as_if_it_had_not_stopped(tiny_model_dir, tmp_path, options):
+    options = {"max_steps": 7, "save_strategy": "steps", "save_steps": 3, **options}
+    whole = make_trainer(tiny_model_dir, tmp_path / "whole", **options)
+    whole.train()
+    resumed = make_trainer(tiny_model_dir, tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    expected = weights(whole.model)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
+    assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
+    for table in (tmp_path / "resumed" / "completions").glob("*.parquet"):
+        assert table.read_bytes() == (tmp_path / "whole" / "completions" / table.name).read_bytes()
+
+
 def test_the_loss_is_d1s_formula(tiny_model_dir, tmp_path):
     """-[sum_k m_k min(rho A, clip(rho) A) - beta KL3] / sum_k m_k, in plain Python floats."""
     seen = []
@@ -361,18 +390,42 @@ def test_two_evaluations_see_the_same_random_numbers(tiny_model_dir, tmp_path):
     assert first["eval_reward"] == second["eval_reward"]
 
 
-def test_a_reward_that_raises_names_itself_the_task_and_the_row(tiny_model_dir, tmp_path):
-    def brittle(completions, letter, **columns):
-        if "c" in letter:
-            raise KeyError("no such letter")
-        return [0.0] * len(completions)
+def brittle(completions, letter, **columns):
+    if "c" in letter:
+        raise KeyError("no such letter")
+    return [0.0] * len(completions)
 
-    trainer = make_trainer(tiny_model_dir, tmp_path, reward=brittle, max_steps=40)
-    with pytest.raises(RuntimeError, match="reward brittle of task") as caught:
+
+async def later(completions, letter, **columns):
+    return brittle(completions, letter)
+
+
+class Brittle:
+    def __call__(self, completions, letter, **columns):
+        return brittle(completions, letter)
+
+
+@pytest.mark.parametrize(
+    ("reward", "name"), [(brittle, "brittle"), (later, "later"), (Brittle(), "Brittle"), (partial(brittle), "brittle")]
+)
+def test_a_reward_that_raises_names_itself_the_task_and_the_row(tiny_model_dir, tmp_path, reward, name):
+    trainer = make_trainer(tiny_model_dir, tmp_path, reward=reward, max_steps=40)
+    with pytest.raises(RuntimeError, match=rf"reward {name} of task .*no such letter.* on row 0 of its batch"):
         trainer.train()
-    written = (tmp_path / "reward_error_brittle.json").read_text()
-    assert "no such letter" in str(caught.value)
-    assert '"letter": "c"' in written
+    assert json.loads((tmp_path / f"reward_error_{name}.json").read_text())["letter"] == "c"
+
+
+def test_rewards_see_what_trl_shows_them(tiny_model_dir, tmp_path):
+    seen = {}
+
+    def curious(**columns):
+        seen.update(columns)
+        return [0.0] * len(columns["completions"])
+
+    make_trainer(tiny_model_dir, tmp_path, reward=curious, max_steps=1).train()
+    own = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+    assert seen.keys() == {"letter"} | own
+    assert all(len(seen[name]) == 4 for name in ("prompts", "completions", "completion_ids", "letter"))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(tiny_model_dir, tmp_path):
