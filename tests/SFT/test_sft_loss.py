@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from d1.models import load_model, load_tokenizer
+from d1.runs import leave
 
 ROOT = Path(__file__).parents[2]
 ROWS = 8
@@ -199,3 +200,4 @@ def test_two_processes_of_deepspeed(tiny_model_dir: Path, tmp_path: Path, expect
 if __name__ == "__main__":
     torch.set_num_threads(1)
     process(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    leave()
