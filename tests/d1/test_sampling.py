@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.sampling import generate, reveal_schedule, sample_tokens, spread
+from d1.reveal import reveal_schedule, spread
+from d1.sampling import generate, sample_tokens
 
 MASK, VOCAB = 3, 8
 
@@ -198,7 +199,7 @@ def test_the_smallest_uniform_number_gives_no_freak_noise():
     import d1.sampling as sampling
 
     original = sampling.uniform
-    sampling.uniform = lambda shape, generator, like: torch.zeros(*shape, dtype=like.dtype)
+    sampling.uniform = lambda shape, generator, like, counts=None: torch.zeros(*shape, dtype=like.dtype)
     try:
         logits = torch.tensor([[[0.0, 20.0]]])
         assert sample_tokens(logits, 1.0).item() == 1

@@ -1,0 +1,66 @@
+"""How many tokens a step reveals: as scheduled, or by the confidence of each row, the rules of parallel decoding.
+
+A new rule is a function here and a line in `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def spread(total: int, parts: int) -> list[int]:
+    """Splits `total` into `parts` sizes that differ by at most one, the larger ones first; nothing is dropped."""
+    size, remainder = divmod(total, parts)
+    return [size + (part < remainder) for part in range(parts)]
+
+
+def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list[int]]:
+    """Tokens revealed in each step of each block: one list a block, summing to the block's length.
+
+    Raises:
+        ValueError: a length is not positive, there are fewer steps than blocks, or more steps than tokens.
+    """
+    if min(gen_length, block_length, steps) < 1:
+        raise ValueError(
+            f"gen_length, block_length and steps must be positive, got {gen_length}, {block_length} and {steps}"
+        )
+    num_blocks = -(-gen_length // block_length)
+    if not num_blocks <= steps <= gen_length:
+        raise ValueError(
+            f"{gen_length} tokens in {num_blocks} blocks need between {num_blocks} and {gen_length} steps, got {steps}"
+        )
+    return [
+        spread(tokens, block_steps)
+        for tokens, block_steps in zip(spread(gen_length, num_blocks), spread(steps, num_blocks), strict=True)
+    ]
+
+
+def threshold(logps: Tensor, entropies: Tensor | None, level: float) -> Tensor:
+    """All tokens whose probability exceeds `level` (Fast-dLLM, arXiv 2505.22618, section 3.3)."""
+    return (logps.exp() > level).sum(-1)
+
+
+def factor(logps: Tensor, entropies: Tensor | None, level: float) -> Tensor:
+    """The largest n with (n + 1)(1 - c_n) < `level`, c_n the n-th highest probability (Fast-dLLM, section 3.3)."""
+    n = torch.arange(1, logps.shape[-1] + 1, device=logps.device)
+    return ((n + 1) * -torch.expm1(logps) < level).sum(-1)
+
+
+def entropy_bound(logps: Tensor, entropies: Tensor | None, level: float) -> Tensor:
+    """The largest n whose n most confident tokens have entropies that sum, less the largest, to at most `level` nats:
+    a bound on what revealing them together loses (EB-Sampler, arXiv 2505.24857, section 4)."""
+    assert entropies is not None
+    return (entropies.cumsum(-1) - entropies.cummax(-1).values <= level).sum(-1)
+
+
+Rule = Callable[[Tensor, Tensor | None, float], Tensor]
+# Name -> the rule and its default level. A rule gets (rows, n) log-probabilities, the most confident first, and the
+# entropies at the same places (only "entropy" has them computed), and gives (rows,) counts.
+RULES: dict[str, tuple[Rule, float]] = {
+    "threshold": (threshold, 0.9),
+    "factor": (factor, 1.0),
+    "entropy": (entropy_bound, 0.1),
+}
