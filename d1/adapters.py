@@ -41,11 +41,18 @@ def lora_targets(model_type: str, name: str) -> list[str]:
         ) from None
 
 
+def check_there(path: str) -> None:
+    """Raises FileNotFoundError for a missing folder, of which the hub would only say that it is no repository id."""
+    if (path.startswith(("/", ".", "~")) or path.count("/") > 1) and not Path(path).is_dir():
+        raise FileNotFoundError(f"there is no model folder {path}")
+
+
 def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:
     """The base model under `path`, and the adapters to put on it in order.
 
     An adapter's folder names what it was trained on, which may again be an adapter (RL on top of SFT).
     """
+    check_there(path)
     above = [adapter] if isinstance(adapter, str | Path) else list(adapter or [])
     adapters = [str(folder) for folder in above]
     while find_adapter_config_file(path) is not None:
@@ -58,6 +65,7 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
                 f"adapter {path} does not say which model it was trained on: load_model(base, adapter=...)"
             )
         path = base
+        check_there(path)
     return path, adapters
 
 

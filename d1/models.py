@@ -38,7 +38,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from d1.adapters import adapter_chain, add_adapter, merge_adapter
+from d1.adapters import adapter_chain, add_adapter, check_there, merge_adapter
 from d1.checkpoints import ENCODERS, native_config, needs_copy, reading
 
 logger = logging.getLogger(__name__)
@@ -259,9 +259,13 @@ def load_tokenizer(
     Raises:
         ValueError: No mask or EOS token can be found, or an id lies outside the model's embedding.
     """
+    check_there(str(path))
     folder = str(path) if has_tokenizer(str(path)) else adapter_chain(str(path), None)[0]
     if not has_tokenizer(folder):
-        raise FileNotFoundError(f"{folder} holds none of {', '.join(VOCABULARIES)}: there is no tokenizer to load")
+        unknown = "" if Path(folder).is_dir() else " (it is no folder here, and the hub or its cache has no such model)"
+        raise FileNotFoundError(
+            f"{folder} holds none of {', '.join(VOCABULARIES)}: there is no tokenizer to load{unknown}"
+        )
     raw = config_beside(folder)
     cls: Any = AutoTokenizer
     if not trust_remote_code:  # these name code of their own, which only wraps what Transformers has
