@@ -65,15 +65,14 @@ class Passes:
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the block, and (rows,)
         how many tokens each row fed to get them; padding does not count."""
-        mask = visible if self.padded else None
-        if self.cache is None:
+        mask, length = visible if self.padded else None, ids.shape[1]
+        first, end, _ = self.window.indices(length)
+        if self.cache is None or (first, end) == (0, length):  # all is window: nothing to cache
             return self.body(ids, mask, positions), visible.sum(-1)
         if self.past is None:
             self.past = DynamicCache()
             states = self.body(ids, mask, past_key_values=self.past)
             return at(states, positions), visible.sum(-1)
-        length = ids.shape[1]
-        first, end, _ = self.window.indices(length)
         if self.past.get_seq_length() == length:
             drop_columns(self.past, first, end)
         fed = visible[:, first:end]
