@@ -95,15 +95,15 @@ def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | No
     """The checkpoint a run continues from: None (start), the last one ("true"), or the folder named.
 
     Raises:
-        ValueError: `output_dir` already holds checkpoints and resuming was not asked for, or the folder named is not
-            there.
+        ValueError: `output_dir` already holds checkpoints or a finished run and resuming was not asked for, or the
+            folder named is not there.
     """
     last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     if resume is None or str(resume).lower() == "false":
-        if last is not None:
+        if last is not None or (Path(output_dir) / "trainer_state.json").exists():
             raise ValueError(
-                f"{output_dir} holds another run ({Path(last).name}): add --resume_from_checkpoint true to continue "
-                "it, or choose another output_dir"
+                f"{output_dir} holds another run ({Path(last).name if last else 'finished'}): add "
+                "--resume_from_checkpoint true to continue it, or choose another output_dir"
             )
         return None
     if str(resume).lower() == "true":

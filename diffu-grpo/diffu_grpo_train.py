@@ -11,8 +11,13 @@ Add `--resume_from_checkpoint true` to continue a run that was stopped.
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,9 +39,45 @@ from d1.tasks import load_task, text_of
 
 logger = logging.getLogger(__name__)
 
+RENAMED = {  # names that d1's settings have and TRL and Transformers no longer know
+    "torch_dtype": "dtype",
+    "warmup_ratio": "warmup_steps (below 1 it is a share of the steps)",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "overwrite_output_dir": "resume_from_checkpoint, or an output_dir of its own for each run",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+}
+
+# What a checkpoint's rollout, counters and weights belong to.
+SAME_RUN = (
+    "model_path",
+    "use_peft",
+    "dataset",
+    "data_file",
+    "seed",
+    "per_device_train_batch_size",
+    "steps_per_generation",
+    "num_generations",
+    "num_iterations",
+    "max_completion_length",
+)
+
+
+class Parser(TrlParser):
+    """TRL's, which says what replaced a flag."""
+
+    def parse_args_and_config(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        try:
+            return super().parse_args_and_config(*args, **kwargs)
+        except ValueError as error:
+            hints = [f"--{old} is now --{new}" for old, new in RENAMED.items() if f"--{old}" in str(error)]
+            if not hints:
+                raise
+            raise ValueError("; ".join(hints)) from error
+
 
 def make_parser() -> TrlParser:
-    return TrlParser((DiffuGRPOConfig, ModelConfig), prog="diffu_grpo_train.py")
+    return Parser((DiffuGRPOConfig, ModelConfig), prog="diffu_grpo_train.py")
 
 
 def check_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
@@ -56,6 +97,21 @@ def check_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
         raise ValueError(
             "sync_ref_model needs a reference model in memory; with LoRA the reference is the model without its "
             "adapter. Train fully, or leave sync_ref_model off (with LoRA it did nothing in d1 either)"
+        )
+
+
+def check_same_run(checkpoint: str, args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
+    """Refuses to continue a run whose checkpoints mean something else under the settings of now."""
+    record = Path(checkpoint).parent / "run.json"
+    if not record.exists():
+        return
+    settings = json.loads(record.read_text())["settings"]
+    before, now = {**settings, **settings["model"]}, {**vars(args), **vars(model_args)}
+    changed = [f"{name} {before[name]} (now {now[name]})" for name in SAME_RUN if before[name] != now[name]]
+    if changed:
+        raise ValueError(
+            f"{record.parent} holds another run, of {', '.join(changed)}: continue it with its own settings, or choose "
+            "another output_dir"
         )
 
 
@@ -134,15 +190,25 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
 
 
 def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
-    """What the run is about to do, in numbers."""
+    """What the run is about to do, in numbers.
+
+    Raises:
+        ValueError: the training problems are too few for one rollout.
+    """
     completions = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     rollout = args.per_device_train_batch_size * args.world_size * int(args.steps_per_generation or 1)
     cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
-    rollouts_an_epoch = num_prompts // (rollout // int(args.num_generations or 1))
-    steps = args.max_steps
-    if steps <= 0:
-        steps = int(args.num_train_epochs * rollouts_an_epoch * cycle // args.gradient_accumulation_steps)
-    rollouts = -(-steps * args.gradient_accumulation_steps // cycle)
+    groups = rollout // int(args.num_generations or 1)
+    rollouts_an_epoch = num_prompts // groups
+    if not rollouts_an_epoch:
+        raise ValueError(
+            f"a rollout takes {groups} prompts and there are {num_prompts}: lower per_device_train_batch_size or "
+            "steps_per_generation (by default gradient_accumulation_steps), or add problems"
+        )
+    steps_an_epoch = math.ceil(rollouts_an_epoch * cycle / args.gradient_accumulation_steps)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_an_epoch)
+    epochs, rest = divmod(steps, steps_an_epoch)  # the last step of an epoch may be short of micro-steps
+    rollouts = epochs * rollouts_an_epoch + math.ceil(rest * args.gradient_accumulation_steps / cycle)
     scored = args.num_iterations * (2 if args.beta else 1)
     return {
         "processes": args.world_size,
@@ -156,12 +222,42 @@ def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
     }
 
 
+class TimeLeft(TrainerCallback):
+    """Says once how long a run will take, when two steps and a rollout are done; evaluations come on top."""
+
+    def __init__(self, rollout_seconds: list[float]) -> None:
+        self.rollout_seconds = rollout_seconds
+        self.steps, self.started, self.said = 0, 0.0, False
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        if not self.steps:
+            self.started = time.perf_counter()
+
+    def on_step_end(self, args: DiffuGRPOConfig, state: TrainerState, control: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.said or self.steps < 2 or not self.rollout_seconds:
+            return
+        self.said = True
+        rollout = sum(self.rollout_seconds) / len(self.rollout_seconds)
+        step = (time.perf_counter() - self.started - sum(self.rollout_seconds)) / self.steps
+        steps = state.max_steps - state.global_step
+        rollouts = (
+            steps * args.gradient_accumulation_steps / (int(args.steps_per_generation or 1) * args.num_iterations)
+        )
+        if state.is_world_process_zero:
+            left = timedelta(seconds=round(steps * step + rollouts * rollout))
+            logger.info("About %s left: %d steps of %.2g s, rollouts of %.2g s", left, steps, step, rollout)
+
+
 def main(
     args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None = None
 ) -> DiffuGRPOTrainer:
     check_processes(args.world_size)
     check_settings(args, model_args)
     checkpoint = checkpoint_to_resume(str(args.output_dir), args.resume_from_checkpoint)
+    if checkpoint:
+        check_same_run(checkpoint, args, model_args)
+        args.eval_on_start = False  # it was, at the start
     task = load_task(args.dataset)
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args)
@@ -188,6 +284,7 @@ def main(
         task_name=args.dataset,
         callbacks=callbacks,
     )
+    trainer.add_callback(TimeLeft(trainer.rollout_seconds))
     if is_finished(checkpoint, args):
         trainer._load_from_checkpoint(checkpoint)
     else:

@@ -116,6 +116,7 @@ class DiffuGRPOTrainer(GRPOTrainer):
                 "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
             )
         self._eval_rollouts = 0
+        self.rollout_seconds: list[float] = []  # of each rollout, its rewards and its scoring
         self.resumed_from: Path | None = None
         self.add_callback(RestoreRollout(self))
 
@@ -219,7 +220,9 @@ class DiffuGRPOTrainer(GRPOTrainer):
             raise RuntimeError(f"prompt masks {tuple(masks)} do not fit the prompts {tuple(prompts)}")
         output["prompt_noise"] = self._prompt_noise
         self._generation_seconds = time.perf_counter() - started
-        if not self.model.training:
+        if self.model.training:
+            self.rollout_seconds.append(self._generation_seconds)
+        else:
             self._eval_rollouts += 1
         return output
 
@@ -254,12 +257,12 @@ class DiffuGRPOTrainer(GRPOTrainer):
         prompt_mask = attention_mask[:, :-logits_to_keep]
         if self._prompt_noise.dim() == 3:
             started = time.perf_counter()
+            # All copies of a fixed mask give the same log-probs, and an evaluation looks at the first mask alone.
+            masks = self.num_iterations if self.args.random_masking and self.model.training else 1
             with evaluating(model):
-                # A fixed mask is scored once: all mu copies of it give the same log-probs.
-                noises = self._prompt_noise.unbind(1)[: self.num_iterations if self.args.random_masking else 1]
                 scored = [
                     self._score(model, prompt_ids, prompt_mask, completion_ids, noise, batch_size)[0]
-                    for noise in noises
+                    for noise in self._prompt_noise.unbind(1)[:masks]
                 ]
             self._log("seconds/scoring", time.perf_counter() - started)
             return torch.stack(scored, dim=1).expand(-1, self.num_iterations, -1), None, None

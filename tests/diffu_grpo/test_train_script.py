@@ -1,6 +1,8 @@
 """The entry point: what it accepts, what it refuses and how it says so, before a model is loaded."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +252,71 @@ def test_the_plan_counts_what_d1_does(tmp_path):
     assert numbers["rollouts"] == 10
     assert numbers["optimizer steps"] == 120
     assert numbers["forward passes a rollout (sampling + old and reference log-probs)"] == 128 + 2 * 12
+    with pytest.raises(ValueError, match="a rollout takes 16 prompts and there are 15"):
+        diffu_grpo_train.plan(args, num_prompts=15)
+
+
+TINY = {
+    "dataset": str(Path(__file__).with_name("letters_task.py")),
+    "max_completion_length": 8,
+    "block_length": 4,
+    "diffusion_steps": 4,
+    "gradient_checkpointing": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "per_generation", "mu", "epochs"), [(1, 1, 2, 1), (5, 1, 1, 1), (2, 4, 3, 1), (3, 3, 1, 1.5)]
+)
+def test_the_plan_is_what_happens(tiny_model_dir, tmp_path, caplog, accumulation, per_generation, mu, epochs):
+    args = DiffuGRPOConfig(
+        **settings(
+            tmp_path,
+            model_path=str(tiny_model_dir),
+            gradient_accumulation_steps=accumulation,
+            steps_per_generation=per_generation,
+            num_iterations=mu,
+            num_train_epochs=epochs,
+            save_strategy="no",
+            **TINY,
+        )
+    )
+    with caplog.at_level("INFO"):
+        trainer = diffu_grpo_train.main(args, ModelConfig())
+    planned = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["plan"]
+    assert planned["optimizer steps"] == trainer.state.global_step
+    assert planned["rollouts"] == len(trainer.rollout_seconds)
+    (said,) = [message for message in caplog.messages if "left" in message]
+    assert re.match(r"About 0:\d\d:\d\d left: \d+ steps of [\d.]+ s, rollouts of [\d.]+ s", said)
+
+
+@pytest.mark.parametrize(
+    ("name", "replaced_by"), [("torch_dtype", "dtype"), ("warmup_ratio", r"warmup_steps \(below 1 it is a share")]
+)
+def test_flags_that_are_gone_say_what_replaced_them(tmp_path, name, replaced_by):
+    parser = diffu_grpo_train.make_parser()
+    config = tmp_path / "old.yaml"
+    config.write_text(f"{name}: 0.5\noutput_dir: {tmp_path}\n")
+    for arguments in (["--output_dir", "x", f"--{name}", "0.5"], [f"--{name}=0.5"], ["--config", str(config)]):
+        with pytest.raises(ValueError, match=f"--{name} is now --{replaced_by}"):
+            parser.parse_args_and_config(["--use_cpu", "true", "--per_device_train_batch_size", "6", *arguments])
+    fields = DiffuGRPOConfig.__dataclass_fields__.keys() | ModelConfig.__dataclass_fields__.keys()
+    assert not fields & diffu_grpo_train.RENAMED.keys()
+    assert all(re.match(r"\w+", new)[0] in fields for new in diffu_grpo_train.RENAMED.values())
+
+
+def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
+    once = {"model_path": str(tiny_model_dir), "max_steps": 2, "num_iterations": 2, **TINY}
+    run_main(tmp_path, save_steps=1, **once)
+    with pytest.raises(ValueError, match=r"holds another run \(checkpoint-2\)"):
+        run_main(tmp_path, **once)
+    changed = {**once, "num_iterations": 1, "seed": 7}
+    with pytest.raises(ValueError, match=r"another run, of seed 42 \(now 7\), num_iterations 2 \(now 1\)"):
+        run_main(tmp_path, resume_from_checkpoint="true", **changed)
+    for checkpoint in (tmp_path / "run").glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(ValueError, match=r"holds another run \(finished\)"):
+        run_main(tmp_path, **once)
 
 
 @pytest.mark.parametrize("path", [STAGE / "pocket.yaml", STAGE / "slurm_scripts" / "train.yaml"])
