@@ -39,7 +39,8 @@ from transformers import (
 from transformers.utils import cached_file
 
 from d1.adapters import adapter_chain, add_adapter, check_there, merge_adapter
-from d1.checkpoints import ENCODERS, native_config, needs_copy, reading
+from d1.checkpoints import DECODERS, ENCODERS, native_config, needs_copy, reading
+from d1.last_layer import can_narrow, few_rows, narrow
 
 logger = logging.getLogger(__name__)
 
@@ -66,18 +67,33 @@ def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     return args, kwargs
 
 
-def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook of a body that predicts the next token: state i becomes that of the real token before i.
+def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
+    """The index of the real token before each of `tokens` (rows, length, ...), for models that predict the next one.
 
-    A row's first real token has nobody before it and keeps its own state, as in Dream's published sampler. With a cache
-    the mask covers it too: the tokens of this pass are its last columns.
+    A row's first real token has nobody before it and is its own, as in Dream's published sampler. With a cache the mask
+    covers it too: the tokens of this pass are its last columns.
     """
-    states, mask = output[0], kwargs.get("attention_mask")
-    index = torch.arange(states.shape[1], device=states.device).expand(states.shape[:2])
-    seen = index if mask is None else torch.where(mask[:, -states.shape[1] :].bool(), index, -1).cummax(-1).values
-    before = torch.cat([seen.new_full((len(seen), 1), -1), seen[:, :-1]], dim=1)
-    before = torch.where(before < 0, index, before)
-    output.last_hidden_state = states.gather(1, before[..., None].expand_as(states))
+    rows, length = tokens.shape[:2]
+    index = torch.arange(length, device=tokens.device).expand(rows, length)
+    seen = index if mask is None else torch.where(mask[:, -length:].bool(), index, -1).cummax(-1).values
+    before = torch.cat([seen.new_full((rows, 1), -1), seen[:, :-1]], dim=1)
+    return torch.where(before < 0, index, before)
+
+
+def align_positions(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of a body that predicts the next token: states are asked for one real token earlier."""
+    positions = kwargs.get("state_positions")
+    if positions is not None:
+        kwargs["state_positions"] = real_before(kwargs.get("attention_mask"), kwargs["input_ids"]).gather(1, positions)
+    return args, kwargs
+
+
+def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of a body that predicts the next token: state i becomes that of the real token before i."""
+    if kwargs.get("state_positions") is None:
+        states = output[0]
+        before = real_before(kwargs.get("attention_mask"), states)
+        output.last_hidden_state = states.gather(1, before[..., None].expand_as(states))
     return output
 
 
@@ -96,7 +112,10 @@ def attach_hooks(model: PreTrainedModel) -> PreTrainedModel:
     body = model.base_model
     body.register_forward_pre_hook(place_tokens, with_kwargs=True)
     if getattr(model.config, "predicts_next_token", False):
+        body.register_forward_pre_hook(align_positions, with_kwargs=True)
         body.register_forward_hook(align_states, with_kwargs=True)
+    if model.config.model_type in DECODERS:
+        cast(Any, body).layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
     if model.config.model_type in ENCODERS:
         body.register_forward_hook(keep_states, with_kwargs=True)
     # Trainers read it; masked-LM classes have none.
@@ -209,7 +228,8 @@ def body_and_head(model: torch.nn.Module) -> tuple[Callable[..., Tensor], Callab
 
     Returns:
         `body(input_ids, attention_mask, positions)` -> last hidden states, aligned to the token they score:
-        (rows, length, hidden), or (rows, n, hidden) at each row's own `positions` (rows, n).
+        (rows, length, hidden), or (rows, n, hidden) at each row's own `positions` (rows, n), where most decoders run
+        their last layer alone.
         `head(states)` -> logits (..., vocab). `head(body(...))` equals `model(...).logits` for every kind.
     """
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -217,8 +237,11 @@ def body_and_head(model: torch.nn.Module) -> tuple[Callable[..., Tensor], Callab
     def body(
         input_ids: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
+        narrowed = positions is not None and can_narrow(inner)
+        if narrowed:
+            kwargs["state_positions"] = positions
         states = inner.base_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
-        if positions is None:
+        if positions is None or narrowed:
             return states
         return states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
@@ -228,7 +251,7 @@ def body_and_head(model: torch.nn.Module) -> tuple[Callable[..., Tensor], Callab
             return inner.cls(states)
         if kind == "modernbert":
             return inner.decoder(inner.head(states))
-        logits = inner.lm_head(states)
+        logits = few_rows(inner.lm_head, states)
         cap = getattr(inner.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

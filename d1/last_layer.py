@@ -1,0 +1,102 @@
+"""Of what follows the last keys and values, only the positions matter whose logits are asked for.
+
+A decoder's last layer feeds nothing but the head: its keys and values are needed of all positions, its queries,
+attention output and feed-forward of those alone (`narrow`). The head's product with a wide vocabulary then has few
+rows, at which CPU libraries are slow (`few_rows`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import rotate_half
+
+from d1.checkpoints import DECODERS
+
+FEW, COLUMNS = 64, 256  # rows; vocabulary entries in one product, whose weights fit a processor's own cache
+
+
+def can_narrow(model: Any) -> bool:
+    """Whether the body of `model` takes `state_positions` (rows, n) and gives the states at these alone.
+
+    Kernels other than these two read masks and windows in ways of their own, and checkpointed layers take no cache.
+    """
+    return (
+        model.config.model_type in DECODERS
+        and getattr(model.config, "_attn_implementation", None) in ("sdpa", "eager")
+        and not (model.training and model.is_gradient_checkpointing)
+    )
+
+
+class AllKeys:
+    """What `narrow` gives a layer for its cache: in place of the keys and values of its few queries, those of all."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+
+def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of a body's last layer: only `state_positions` (rows, n), if given, go through it.
+
+    The layer's own code runs, under whatever wraps it; its keys are rebuilt here from its own modules.
+    """
+    positions = kwargs.pop("state_positions", None)
+    if positions is None:
+        return args, kwargs
+    attention, states, (cos, sin) = layer.self_attn, args[0], kwargs["position_embeddings"]
+    normed = layer.input_layernorm(states)
+    keys, values = (
+        project(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for project in (attention.k_proj, attention.v_proj)
+    )
+    if hasattr(attention, "k_norm"):
+        keys = attention.k_norm(keys)
+    keys = keys * cos.unsqueeze(1) + rotate_half(keys) * sin.unsqueeze(1)
+    past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if past is not None:
+        keys, values = past.update(keys, values, attention.layer_idx)
+    at = positions.unsqueeze(-1)
+    kwargs |= {
+        "past_key_values": AllKeys(keys, values),
+        "position_embeddings": (torch.take_along_dim(cos, at, 1), torch.take_along_dim(sin, at, 1)),
+        "position_ids": None,
+        "attention_mask": None if mask is None else torch.take_along_dim(mask, at.unsqueeze(1), 2),
+    }
+    return (torch.take_along_dim(states, at, 1), *args[1:]), kwargs
+
+
+def few_rows(head: nn.Module, states: Tensor) -> Tensor:
+    """`head(states)`, (..., hidden) -> (..., vocab), equal up to rounding.
+
+    On a CPU, fp32 and without gradients, MKL multiplies a few rows by a wide matrix up to three times faster as a batch
+    of products with narrow ones. A head that something has wrapped or sharded is called as it is.
+    """
+    if (
+        type(head) is not nn.Linear
+        or type(weight := head.weight) is not nn.Parameter
+        or (weight.device.type, weight.dtype, states.dtype) != ("cpu", torch.float32, torch.float32)
+        or states.shape[:-1].numel() > FEW
+        or weight.shape != (head.out_features, head.in_features)
+        or len(weight) < 16 * COLUMNS
+        or head.bias is not None
+        or head._forward_pre_hooks
+        or head._forward_hooks
+        or torch.is_grad_enabled()
+        or not torch.backends.mkl.is_available()
+    ):
+        return head(states)
+    flat, blocks = states.reshape(-1, states.shape[-1]), len(weight) // COLUMNS
+    rest = blocks * COLUMNS
+    logits = flat.new_empty(len(flat), len(weight))
+    torch.bmm(
+        flat.expand(blocks, -1, -1),
+        weight[:rest].unflatten(0, (blocks, COLUMNS)).mT,
+        out=logits[:, :rest].unflatten(1, (blocks, COLUMNS)).transpose(0, 1),
+    )
+    torch.mm(flat, weight[rest:].T, out=logits[:, rest:])
+    return logits.view(*states.shape[:-1], -1)
