@@ -145,7 +145,7 @@ def step_in_processes(kind: str, model_dir: Path, folder: Path) -> None:
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -64,7 +64,7 @@ def start(launcher: list[str], flags: list[str], folder: Path, **environment: An
     )
 
 
-def finish(process: subprocess.Popen[bytes], folder: Path, timeout: float = 400) -> None:
+def finish(process: subprocess.Popen[bytes], folder: Path, timeout: float = 900) -> None:
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -119,7 +119,7 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start([], [*flags, *training], whole), whole)
     process = start([], [*flags, *training], killed)
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 900
     while not (killed / "job/checkpoint-10").exists():
         assert process.poll() is None, (killed / "log").read_text()[-4000:]
         assert time.monotonic() < deadline
@@ -143,7 +143,7 @@ def test_two_processes(flags: list[str], tmp_path: Path, launcher: list[str], ki
     odd = [*flags, "--test_split", "0.13", "--eval_draws", "3"]  # 18 draws, which batches of 8 do not divide
     training = ["--max_steps", "3", "--learning_rate", "1e-3", "--merge_at_end", "--debugging"]
     on_cpu = {"ACCELERATE_USE_CPU": "true"} if kind == "MULTI_CPU" else {"CUDA_VISIBLE_DEVICES": ""}
-    finish(start(launcher, [*odd, *training], tmp_path, **on_cpu), tmp_path, timeout=900)
+    finish(start(launcher, [*odd, *training], tmp_path, **on_cpu), tmp_path)
     settings = json.loads((tmp_path / "job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, kind)
     run([*odd, "--max_steps", "1"], tmp_path / "alone")

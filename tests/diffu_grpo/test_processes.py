@@ -71,7 +71,7 @@ def run(model_dir, output_dir, *extra, launcher="alone"):
         env=environment(**on(launcher)),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -25,11 +25,11 @@ def miniature(tmp_path_factory):
     while first.poll() is None and not (state.exists() and json.loads(state.read_text())["done"]):
         time.sleep(0.1)
     first.send_signal(signal.SIGINT)
-    _, errors = first.communicate(timeout=60)
+    _, errors = first.communicate(timeout=300)
     assert first.returncode == 1
     assert "The same command continues from here" in errors
     done = json.loads(state.read_text())["done"]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     assert second.returncode == 0, second.stdout + second.stderr
     for name in done:
         assert f"\n  {name} " not in second.stdout, f"{name} was done and ran again"
