@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_CHUNK = 256  # rows of logits alive at a time: at LLaDA's vocabulary 0.13 GB in fp32
+LOGITS_KEPT = 2**25  # logits that may wait for the backward pass: 0.13 GB in fp32
 
 
 def hidden_token_losses(
@@ -23,9 +24,9 @@ def hidden_token_losses(
 ) -> Tensor:
     """Cross-entropy of the model's prediction at each hidden position.
 
-    The output layer is applied to the hidden positions alone, and in chunks whose logits are computed again in the
-    backward pass. This happens inside the model's own forward pass, in the output layer's place, so that wrappers which
-    gather that layer's weights there (DDP, ZeRO-3, FSDP) see an ordinary call.
+    The output layer is applied to the hidden positions alone, and in chunks whose logits, but for the last ones, are
+    computed again in the backward pass. This happens inside the model's own forward pass, in the output layer's place,
+    so that wrappers which gather that layer's weights there (DDP, ZeRO-3, FSDP) see an ordinary call.
 
     Args:
         model: the model as wrapped for training; called with `input_ids` and `attention_mask`, (rows, length) each.
@@ -52,9 +53,16 @@ def hidden_token_losses(
         return F.cross_entropy(logits, tokens, reduction="none")
 
     def losses(states: Tensor) -> Tensor:
-        pieces = zip(states[hidden].split(chunk_size), targets.split(chunk_size), strict=True)
+        pieces = list(zip(states[hidden].split(chunk_size), targets.split(chunk_size), strict=True))
+        # The backward pass begins with the last ones and frees them before it computes others again.
+        recomputed = len(pieces) - max(1, LOGITS_KEPT // (chunk_size * config.vocab_size))
         return torch.cat(
-            [checkpoint(chunk_losses, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+            [
+                checkpoint(chunk_losses, *piece, use_reentrant=False, preserve_rng_state=False)
+                if number < recomputed
+                else chunk_losses(*piece)
+                for number, piece in enumerate(pieces)
+            ]
         )
 
     patched = "forward" in vars(head)  # some wrappers (bitsandbytes, accelerate) already keep their own there

@@ -39,9 +39,8 @@ def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator, *, mirr
     `mirror` uses 1 - u in its place: same distribution, opposite draw.
     """
     maskable = maskable.bool()
-    uniform = torch.ones(maskable.shape)
     drawn = torch.rand(int(maskable.sum()), generator=generator)
-    uniform[maskable.cpu()] = 1 - drawn if mirror else drawn
+    uniform = torch.ones(maskable.shape).masked_scatter_(maskable.cpu(), 1 - drawn if mirror else drawn)
     probability = p.cpu() if isinstance(p, Tensor) else p
     return (uniform < probability).to(maskable.device) & maskable  # type: ignore[return-value]
 
