@@ -16,6 +16,7 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from d1.tasks import ask
+from d1.tasks.data import read_csv
 
 logger = logging.getLogger(__name__)
 
@@ -41,26 +42,31 @@ FEATURES = Features(
 def load_rows(train_data: str) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 
+    Cells of a csv file are text.
+
     Raises:
         FileNotFoundError: neither exists here, nor does the hub answer; says how to give a local file.
         ValueError: the file cannot be read, or has no rows.
     """
     path = Path(train_data)
+    if path.suffix in READERS and not path.exists():
+        raise FileNotFoundError(f"--train_data {train_data}: no file {path.absolute()}")
+    if path.is_file() and path.suffix not in READERS:
+        raise ValueError(f"--train_data {train_data}: not a file of the kinds {', '.join(READERS)}")
     try:
         if path.is_dir():
             data = load_from_disk(str(path))
             rows = data["train"] if isinstance(data, DatasetDict) else data
-        elif path.suffix in READERS and path.is_file():
+        elif path.suffix == ".csv":
+            rows = read_csv(train_data)
+        elif path.is_file():
             rows = load_dataset(READERS[path.suffix], data_files=str(path), split="train")
-        elif path.suffix in READERS:
-            raise FileNotFoundError(f"no file {path.absolute()}")
         else:
             rows = load_dataset(train_data, split="train")
-    except FileNotFoundError:
-        raise
     except Exception as error:  # each reader and the hub client fail in their own ways
+        reason = error.__cause__ or error
         if path.exists():
-            raise ValueError(f"--train_data {train_data}: cannot be read: {error.__cause__ or error}") from error
+            raise ValueError(f"--train_data {train_data}: cannot be read: {type(reason).__name__}: {reason}") from error
         raise FileNotFoundError(
             f"--train_data {train_data}: neither a local file nor a data set that the hub gives "
             f"({type(error).__name__}: {error}). Download it elsewhere and pass a local file with the same columns, "
@@ -174,6 +180,8 @@ def conversation_segments(
         whole = render(messages[: turn + 1], False)
         if whole.startswith(prompt):
             answer = whole[len(prompt) :]
+            if whole == render(messages[: turn + 1], True):
+                answer = first_turn(answer, content, tokenizer)
         elif turn == last:  # a template whose generation prompt is not in the finished conversation
             answer = content
         else:
@@ -184,6 +192,17 @@ def conversation_segments(
         segments += [(prompt[len(text) :], False), (answer, True)]
         text = prompt + answer
     return segments
+
+
+def first_turn(answer: str, content: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """`answer` up to the token that ends its turn.
+
+    Templates that do not ask whether an answer is wanted, such as LLaDA's, may go on to the next answer's header.
+    """
+    after = answer.find(content) + len(content) if content in answer else 0
+    marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
+    ends = [answer.index(mark, after) + len(mark) for mark in marks if mark in answer[after:]]
+    return answer[: min(ends, default=len(answer))]
 
 
 def tokenize_segments(

@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--template",
         nargs=2,
         metavar=("PROMPT", "COMPLETION"),
-        help="two format strings with {column} fields, e.g. '{instruction}\\n{input}' '{output}'",
+        help="two format strings with {column} fields, e.g. '{instruction} {input}' '{output}' ($'...' for newlines)",
     )
     add("--data_function", metavar="FILE.py:FUNCTION", help="turns a row into messages, or prompt and completion")
     add("--train_on", choices=("last", "all"), default="last", help="the last assistant turn, or all of them")

@@ -45,10 +45,7 @@ def read_file(path: str, *schemas: Iterable[str]) -> Dataset:
         raise FileNotFoundError(f"no data file {path}")
     try:
         if file.suffix == ".csv":
-            with open(file, newline="", encoding="utf-8-sig") as lines:
-                header = next(csv.reader(lines), [])
-            features = Features({name: Value("string") for name in header})
-            rows = Dataset.from_csv(str(file), features=features, keep_in_memory=True)
+            rows = read_csv(path, keep_in_memory=True)
         elif file.suffix in _READERS:
             rows = _READERS[file.suffix](str(file), keep_in_memory=True)
         else:
@@ -57,6 +54,25 @@ def read_file(path: str, *schemas: Iterable[str]) -> Dataset:
         raise ValueError(f"cannot read {path}: {error.__cause__ or error}") from error
     check_columns(rows, path, *schemas)
     return rows
+
+
+def read_csv(path: str, **options: Any) -> Dataset:
+    """The rows of a csv file with a header, every cell as the text it is: "007", "None" and "" stay what they are.
+
+    Raises:
+        ValueError: a row has more or fewer cells than the header.
+    """
+    csv.field_size_limit(1 << 30)
+    with open(path, newline="", encoding="utf-8-sig") as lines:
+        rows = csv.reader(lines)
+        header = next(rows, [])
+        for number, cells in enumerate(filter(None, rows), start=1):
+            if len(cells) != len(header):
+                raise ValueError(
+                    f"row {number} has {len(cells)} cells, the header {len(header)}: quote texts with commas"
+                )
+    features = Features({name: Value("string") for name in header})
+    return Dataset.from_csv(path, features=features, keep_default_na=False, **options)
 
 
 def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str]) -> Dataset:

@@ -39,7 +39,7 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 def _task_row(source: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
     solution = str(row.get("solution") or "")
     answer = row.get("answer")
-    gold = str(answer if answer is not None else last_boxed(solution) or "").strip()
+    gold = str(last_boxed(solution) or "" if answer in (None, "") else answer).strip()
     if not gold:
         raise ValueError(rf"{source}, row {number}: neither an answer nor a \boxed{{}} in the solution")
     return {

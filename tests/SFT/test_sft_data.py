@@ -25,6 +25,10 @@ TEMPLATES = {
         "<|startoftext|>{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}<|eot|>"
         "{% endfor %}{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
     ),
+    "unasked": (  # LLaDA's own: it goes on to the next answer's header, whatever add_generation_prompt says
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}"
+    ),
     "plain": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -63,6 +67,7 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         eos_token="<eos>",
         mask_token="<mask>",
+        extra_special_tokens={"eot_token": "<|im_end|>"},
         clean_up_tokenization_spaces=False,
     )
 
@@ -110,6 +115,8 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
     assert answer_ids.count(tokenizer.eos_token_id) == 1
     text = tokenizer.decode(prompt_ids + answer_ids[:-1])
     expected = whole if whole.startswith(prompt) else prompt + answer
+    if name == "unasked":
+        expected = expected.removesuffix("<|im_start|>assistant\n")
     assert text.rstrip() == expected.removesuffix("<eos>").rstrip()
     # The ids are those of the whole text, unless one of its tokens reaches over the boundary.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -140,6 +147,18 @@ def test_local_files(suffix: str, tmp_path: Path) -> None:
     }
     writers[suffix](Dataset.from_list(rows))
     assert prepare(load_rows(str(file))).to_list() == prepare(rows).to_list()
+
+
+def test_cells_of_csv_files_stay_what_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text('prompt,completion\n0012,None\n1e5,"a, b\nNA"\n')
+    assert load_rows(str(file)).to_list() == [
+        {"prompt": "0012", "completion": "None"},
+        {"prompt": "1e5", "completion": "a, b\nNA"},
+    ]
+    file.write_text("prompt,completion\nhow many, exactly?,3\n")
+    with pytest.raises(ValueError, match=r"rows.csv: cannot be read: .*row 1 has 3 cells, the header 2"):
+        load_rows(str(file))
 
 
 def test_schemas() -> None:
@@ -185,6 +204,8 @@ def test_last_turn_or_all_turns() -> None:
     assert [text for text, answer in parts(every, tokenizer) if answer] == ["b<|im_end|>\n", "d<|im_end|><eos>"]
     assert every["input_ids"] == last["input_ids"]
     assert every["start"] == last["start"]
+    (unasked,) = prepare(rows, TOKENIZERS["unasked"], train_on="all")
+    assert [text for text, answer in parts(unasked, tokenizer) if answer] == ["b<|im_end|>", "d<|im_end|><eos>"]
     with pytest.raises(ValueError, match="use --train_on last"):
         prepare(rows, TOKENIZERS["thinking"], train_on="all")
 

