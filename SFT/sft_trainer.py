@@ -186,7 +186,7 @@ class dLLMDataCollator(DefaultDataCollator):
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Tensor]:
         length = max(len(row["input_ids"]) for row in features)
 
-        def filled(rows: list[list], filling: int | bool) -> Tensor:
+        def filled(rows: Sequence[list], filling: int | bool) -> Tensor:
             return torch.tensor([row + [filling] * (length - len(row)) for row in rows])
 
         clean = filled([row["input_ids"] for row in features], self.pad_token_id)

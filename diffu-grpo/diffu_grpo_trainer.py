@@ -26,6 +26,7 @@ from diffu_grpo_config import DiffuGRPOConfig
 from reward_guard import guarded
 from rollout_state import EpochSampler, RestoreRollout, save_rollout
 from torch import Tensor
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.models.utils import _ForwardRedirection, unwrap_model_for_generation
 from trl.trainer.utils import pad
@@ -287,7 +288,8 @@ class DiffuGRPOTrainer(GRPOTrainer):
         # TRL may pad completions past the canvas (pad_to_multiple_of); nothing is scored there, its mask is 0.
         width = min(completion_ids.shape[1], self.max_completion_length)
         scored = eos_cut(completion_ids, self.eos_token_ids)
-        bare = self.accelerator.unwrap_model(model)
+        # Unwrapping reads package metadata on every call: 2 ms, too long for a small model.
+        bare = model if isinstance(model, PreTrainedModel) else self.accelerator.unwrap_model(model)
         score = functools.partial(
             mean_field_scores,
             bare,
