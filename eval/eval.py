@@ -19,6 +19,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -27,15 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from eval_journal import Journal, Key, weights_fingerprint
-from generate_completions import Problem, generate_all
+from generate_completions import Problem, generate_all, sampler_of
 from generation_files import read_setups
 from parse_and_get_acc import as_table
 from score_setups import score_setup
 
 from d1.adapters import adapter_chain
+from d1.caching import CACHES, check_cacheable
+from d1.checkpoints import native_config
 from d1.models import load_tokenizer
+from d1.reveal import RULES
 from d1.runs import run_record
-from d1.sampling import REMASKING, reveal_schedule
+from d1.sampling import EXACT, REMASKING, SAMPLERS, check_settings
 from d1.tasks import SPLITS, TASKS, few_shot_messages, load_task
 
 logger = logging.getLogger("eval")
@@ -70,6 +74,16 @@ def make_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--remasking", choices=REMASKING, default="low_confidence")
     sampling.add_argument("--num_samples", type=int, default=1, help="completions a problem, for pass@k and majority")
     sampling.add_argument("--seed", type=int, default=0, help="of sampling and of the few-shot draw")
+    sampling.add_argument(
+        "--sampler", choices=SAMPLERS, default="exact", help="all but exact trade accuracy for speed (default: exact)"
+    )
+    sampling.add_argument("--kv_cache", choices=CACHES, help="what a cached sampler keeps (default: dual)")
+    levels = ", ".join(f"{rule} {level}" for rule, (_, level) in RULES.items())
+    sampling.add_argument("--reveal", choices=RULES, help="a parallel sampler's rule (default: threshold)")
+    sampling.add_argument("--reveal_level", type=float, help=f"the rule's level (default: {levels})")
+    sampling.add_argument(
+        "--eos_stop", action="store_true", help="leave out the blocks after a completion's end: same answers, less work"
+    )
     run = parser.add_argument_group("run")
     run.add_argument("--batch_size", type=int, default=4, help="completions generated at a time by each process")
     run.add_argument("--output_dir", default="results/")
@@ -123,14 +137,23 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    reveal_schedule(args.gen_length, args.block_length, args.diffusion_steps)
+    sampler = sampler_of(args)
+    check_settings(
+        gen_length=args.gen_length,
+        block_length=args.block_length,
+        steps=args.diffusion_steps,
+        temperature=args.temperature,
+        cfg_scale=args.cfg_scale,
+        remasking=args.remasking,
+        sampler=sampler,
+    )
     for name in ("batch_size", "num_samples"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.limit is not None and args.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {args.limit}")
-    if min(args.few_shot, args.temperature, args.cfg_scale, args.seed) < 0:
-        raise ValueError("--few_shot, --temperature, --cfg_scale and --seed must not be negative")
+    if min(args.few_shot, args.seed) < 0:
+        raise ValueError("--few_shot and --seed must not be negative")
     if args.num_samples > 1 and args.temperature == 0 and args.remasking != "random":
         raise ValueError(
             "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"
@@ -141,6 +164,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--few_shot_file and --data_file are the same: the problems shown must not be those asked")
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
+    if sampler.kv_cache and not args.trust_remote_code:
+        check_cacheable(native_config(adapter_chain(args.model_path, args.checkpoint_path or None)[0])[0])
 
 
 # ---- processes
@@ -230,13 +255,19 @@ def run_identity(args: argparse.Namespace, problems: list[Problem]) -> dict[str,
     base, adapters = adapter_chain(args.model_path, args.checkpoint_path or None)
     prompts = json.dumps([[problem.index, problem.prompt, problem.ground_truth] for problem in problems], default=str)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
+    # What is off is left out, so that runs begun before there was a choice can still be resumed.
+    approximate = {"sampler": asdict(sampler_of(args))} if sampler_of(args) != EXACT else {}
+    stop = {"eos_stop": True} if args.eos_stop else {}
     return {
         "weights": [weights_fingerprint(path) for path in (base, *adapters)],
         "problems": len(problems),
         "prompts": hashlib.sha256(prompts.encode()).hexdigest()[:16],
         "seed": args.seed,
         "dtype": str(pick_dtype(args)),
-    } | {name: getattr(args, name) for name in names}
+        **{name: getattr(args, name) for name in names},
+        **approximate,
+        **stop,
+    }
 
 
 def results_file(args: argparse.Namespace, problems: list[Problem], done: dict[Key, dict[str, Any]]) -> dict[str, Any]:

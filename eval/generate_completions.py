@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.sampling import generate
+from d1.sampling import Sampler, choose_sampler, rollout
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Problem:
     ids: list[int]
     question: str
     ground_truth: Any
+
+
+def sampler_of(args: argparse.Namespace) -> Sampler:
+    """The sampler that eval.py's flags name."""
+    return choose_sampler(args.sampler, kv_cache=args.kv_cache, reveal=args.reveal, reveal_level=args.reveal_level)
 
 
 def generate_all(
@@ -47,28 +52,26 @@ def generate_all(
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and longest + args.gen_length > room:
         raise ValueError(f"a prompt of {longest} tokens and gen_length {args.gen_length} exceed the model's {room}")
-    passes = [0]
-    # Every pass looks its tokens up once, whichever part of the model the sampler calls.
-    model.get_input_embeddings().register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     ends = torch.tensor(end_ids(tokenizer), device=device)
-    tokens, started = 0, time.perf_counter()
+    tokens, passes, started = 0, 0, time.perf_counter()
     share = "" if not dist.is_initialized() else f" (process 0 of {dist.get_world_size()})"
     with tqdm(total=len(work), desc=journal.setup + share, unit="problem", disable=journal.rank != 0) as progress:
         for start in range(0, len(work), args.batch_size):
             batch = work[start : start + args.batch_size]
-            entries = generate_batch(args, model, tokenizer, batch, ends, passes)
+            entries = generate_batch(args, model, tokenizer, batch, ends)
             for entry in entries:
                 journal.append(entry)
             tokens += sum(entry["tokens"] for entry in entries)
-            rate = tokens / (time.perf_counter() - started)
-            progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes[0]} forward passes", refresh=False)
+            passes += sum(entry["forward_passes"] for entry in entries)
+            rate, mean_passes = tokens / (time.perf_counter() - started), passes / (start + len(batch))
+            progress.set_postfix_str(f"{rate:.0f} tokens/s, {mean_passes:.1f} forward passes each", refresh=False)
             progress.update(len(batch))
 
 
 def end_ids(tokenizer: Any) -> list[int]:
-    """Tokens that end a completion: end of text, end of turn, padding."""
+    """Tokens that end a completion: end of text (first, it fills what an EOS stop leaves out), end of turn, padding."""
     turn = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "eot_token", None) or tokenizer.eos_token)
-    return sorted({tokenizer.eos_token_id, tokenizer.pad_token_id, turn})
+    return list(dict.fromkeys([tokenizer.eos_token_id, turn, tokenizer.pad_token_id]))
 
 
 def generate_batch(
@@ -77,17 +80,17 @@ def generate_batch(
     tokenizer: Any,
     batch: list[tuple[Problem, int]],
     ends: torch.Tensor,
-    passes: list[int],
 ) -> list[dict[str, Any]]:
-    """Journal entries of one batch: texts, tokens before the end, forward passes and seconds (the batch's, shared)."""
-    began, passes_before = time.perf_counter(), passes[0]
+    """Journal entries of one batch: texts, tokens before the end, forward passes and the tokens these fed through the
+    model, and seconds (the batch's, shared)."""
+    began = time.perf_counter()
     width = max(len(problem.ids) for problem, _ in batch)
     ids = torch.full((len(batch), width), tokenizer.pad_token_id)
     mask = torch.zeros_like(ids)
     for row, (problem, _) in enumerate(batch):
         ids[row, width - len(problem.ids) :] = torch.tensor(problem.ids)
         mask[row, width - len(problem.ids) :] = 1
-    output = generate(
+    sampled = rollout(
         model,
         ids.to(ends.device),
         mask.to(ends.device),
@@ -99,7 +102,10 @@ def generate_batch(
         cfg_scale=args.cfg_scale,
         remasking=args.remasking,
         generator=[keyed_generator(args.seed, problem.index, sample) for problem, sample in batch],
-    )[:, width:]
+        eos_token_ids=ends.tolist() if args.eos_stop else None,
+        sampler=sampler_of(args),
+    )
+    output = sampled.ids[:, width:]
     lengths = (torch.isin(output, ends).cumsum(1) == 0).sum(1).tolist()
     seconds = (time.perf_counter() - began) / len(batch)
     return [
@@ -109,8 +115,11 @@ def generate_batch(
             "generations": tokenizer.decode(row),
             "text": tokenizer.decode(row[:length], skip_special_tokens=True),
             "tokens": length,
-            "forward_passes": passes[0] - passes_before,
+            "forward_passes": passes,
+            "forward_tokens": fed,
             "seconds": seconds,
         }
-        for (problem, sample), row, length in zip(batch, output.tolist(), lengths, strict=True)
+        for (problem, sample), row, length, passes, fed in zip(
+            batch, output.tolist(), lengths, sampled.passes.tolist(), sampled.tokens.tolist(), strict=True
+        )
     ]

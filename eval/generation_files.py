@@ -2,7 +2,8 @@
 
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
 `{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Ours add `text`, `tokens`,
-`forward_passes` (and `samples`, when there are several) to an item, and `task` and `expected_problems` to the file.
+`forward_passes`, `forward_tokens` (and `samples`, when there are several) to an item, `task` and `expected_problems` to
+the file.
 Whatever is wrong with a file or an item is noted, and the rest is read.
 """
 

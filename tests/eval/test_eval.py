@@ -11,11 +11,12 @@ import generate_completions
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import BertConfig
 
 import eval as evaluation
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
-from d1.sampling import generate
+from d1.sampling import choose_sampler, generate, rollout
 from d1.tasks import load_task
 
 LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")
@@ -89,6 +90,11 @@ def test_an_end_of_text_ends_text_and_count(tiny_model_dir, tmp_path):
         assert item["text"].split() == before.split()
         assert item["tokens"] == len(before.split())
         assert (item["tokens"] == 12) == (not after and "<eos>" not in item["generations"])
+    stopped = evaluate(tmp_path / "ends", tmp_path / "stopped", "--limit", "8", "--eos_stop")["generations"]
+    for item, whole in zip(stopped, items, strict=True):
+        assert (item["text"], item["tokens"]) == (whole["text"], whole["tokens"])
+        blocks = min(item["tokens"] // 4 + 1, 3)  # two steps each
+        assert (item["forward_passes"], whole["forward_passes"]) == (2 * blocks, 6)
 
 
 def test_the_record_names_model_settings_seed_versions_and_hardware(tiny_model_dir, tmp_path):
@@ -261,6 +267,43 @@ def test_an_adapter_its_merged_model_and_its_folder_alone_agree(tiny_model_dir, 
     assert outputs[0] != plain
 
 
+def test_an_approximate_sampler_is_sampled_counted_and_recorded_row_by_row(tiny_model_dir, tmp_path):
+    flags = ("--limit", "6", "--temperature", "1.0", "--sampler", "cached+parallel", "--kv_cache", "prefix")
+    flags += ("--reveal", "factor", "--reveal_level", "2.9", "--diffusion_steps", "12")
+    items = evaluate(tiny_model_dir, tmp_path, *flags)["generations"]
+    assert len({item["forward_passes"] for item in items}) > 1
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    sampler = choose_sampler("cached+parallel", kv_cache="prefix", reveal="factor", reveal_level=2.9)
+    for item in items:
+        ids = torch.tensor([tokenizer(item["prompt_input"], add_special_tokens=False).input_ids])
+        alone = rollout(
+            model,
+            ids,
+            torch.ones_like(ids),
+            mask_token_id=tokenizer.mask_token_id,
+            gen_length=12,
+            block_length=4,
+            steps=12,
+            temperature=1.0,
+            generator=[keyed_generator(0, item["index"], 0)],
+            sampler=sampler,
+        )
+        assert item["generations"] == tokenizer.decode(alone.ids[0, ids.shape[1] :])
+        assert (item["forward_passes"], item["forward_tokens"]) == (alone.passes.item(), alone.tokens.item())
+    record = json.loads(next(tmp_path.glob("*_record.json")).read_text())
+    assert record["settings"]["sampler"] == "cached+parallel"
+    with pytest.raises(ValueError, match=r"different run \(.*sampler: .*'factor'.* there, None now"):
+        evaluate(tiny_model_dir, tmp_path, "--limit", "6", "--temperature", "1.0", "--diffusion_steps", "12")
+
+
+def test_an_encoder_is_refused_a_cache_before_its_weights_are_read(tiny_model_dir, tmp_path):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((tiny_model_dir / file).read_bytes())
+    BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="bert is an encoder"):
+        evaluate(tmp_path, tmp_path, "--sampler", "cached")
+
+
 # ---- resuming
 
 
@@ -337,7 +380,10 @@ def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch)
         (("--diffusion_steps", "2", "--gen_length", "12"), "need between 3 and 12 steps"),
         (("--batch_size", "0"), "--batch_size must be at least 1"),
         (("--limit", "0"), "--limit must be at least 1"),
-        (("--temperature", "-1"), "must not be negative"),
+        (("--temperature", "-1"), "must be >= 0"),
+        (("--seed", "-1"), "must not be negative"),
+        (("--sampler", "cached", "--reveal", "factor"), "would be ignored by the sampler cached"),
+        (("--sampler", "parallel", "--remasking", "random"), "needs remasking low_confidence"),
         (("--num_samples", "2"), "needs a --temperature"),
         (("--few_shot", "1", "--dont_use_box"), "does not go with --few_shot"),
         (("--few_shot", "1", "--few_shot_file", "x", "--data_file", "x"), "are the same"),
