@@ -13,10 +13,8 @@ import argparse
 import logging
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import matplotlib
 import torch
@@ -29,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from d1.adapters import lora_targets, merge_adapter
 from d1.convert import merge
 from d1.models import load_model, load_tokenizer
-from d1.runs import check_processes, is_finished, leave, save_record
+from d1.runs import check_processes, is_finished, leave, log_without_account, save_record
 
 logger = logging.getLogger(__name__)
 
@@ -183,23 +181,6 @@ def is_out_of_patience(checkpoint: str, patience: int | None) -> bool:
     stopping = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").stateful_callbacks or {}
     counter = stopping.get("EarlyStoppingCallback", {}).get("attributes", {}).get("early_stopping_patience_counter", 0)
     return patience is not None and counter >= patience
-
-
-def log_without_account(folder: Path) -> None:
-    """Weights & Biases logs to local files where no account is set up or its server cannot be reached."""
-    import wandb
-
-    os.environ.setdefault("WANDB_DIR", str(folder))
-    if "WANDB_MODE" in os.environ:
-        return
-    server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    try:
-        socket.create_connection((server.hostname, server.port or 443), timeout=5).close()
-        online = wandb.login(prompt=False)
-    except OSError:
-        online = False
-    if not online:
-        os.environ["WANDB_MODE"] = "offline"
 
 
 def load_data(

@@ -9,10 +9,12 @@ import logging
 import os
 import platform
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import torch
 from transformers import TrainerState, TrainingArguments
@@ -123,6 +125,23 @@ def is_finished(checkpoint: str | None, args: TrainingArguments) -> bool:
     if args.max_steps > 0:
         return state.global_step >= args.max_steps
     return state.num_train_epochs == args.num_train_epochs and state.global_step >= state.max_steps
+
+
+def log_without_account(folder: str | Path) -> None:
+    """Weights & Biases logs to local files where no account is set up or its server cannot be reached."""
+    import wandb
+
+    os.environ.setdefault("WANDB_DIR", str(folder))
+    if "WANDB_MODE" in os.environ:
+        return
+    server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    try:
+        socket.create_connection((server.hostname, server.port or 443), timeout=5).close()
+        online = wandb.login(prompt=False)
+    except OSError:
+        online = False
+    if not online:
+        os.environ["WANDB_MODE"] = "offline"
 
 
 def run_record() -> dict[str, Any]:

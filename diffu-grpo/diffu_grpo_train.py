@@ -34,7 +34,7 @@ from trl.trainer.utils import get_callable_name
 
 from d1.adapters import merge_adapter
 from d1.models import load_model, load_tokenizer
-from d1.runs import check_processes, checkpoint_to_resume, is_finished, leave, save_record
+from d1.runs import check_processes, checkpoint_to_resume, is_finished, leave, log_without_account, save_record
 from d1.tasks import load_task, text_of
 
 logger = logging.getLogger(__name__)
@@ -271,6 +271,8 @@ def main(
         logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
         settings = {**args.to_dict(), "model": vars(model_args), "plan": numbers, "distributed_type": kind}
         save_record(str(args.output_dir), "run.json", settings)
+        if "wandb" in args.report_to:
+            log_without_account(str(args.output_dir))
 
     args.reward_weights = [*(args.reward_weights or [1.0] * len(task.REWARDS)), 0.0]
     trainer = DiffuGRPOTrainer(

@@ -16,14 +16,14 @@ elif command -v nvidia-smi >/dev/null; then
 else
     visible=0
 fi
-GPUS=${GPUS:-$visible}
 NODES=${NODES:-1}
 PYTHON=${PYTHON:-python}
 
-if [ -n "${CONFIG:-}" ]; then # a yaml that says everything itself, such as pocket.yaml
-    exec "$PYTHON" -m accelerate.commands.launch --num_processes "$((GPUS > 0 ? GPUS : 1))" --num_machines 1 \
+if [ -n "${CONFIG:-}" ]; then # a yaml that says everything itself, such as pocket.yaml; its batch is one process's
+    exec "$PYTHON" -m accelerate.commands.launch --num_processes "${GPUS:-1}" --num_machines 1 \
         --mixed_precision no --dynamo_backend no diffu_grpo_train.py --config "$CONFIG" "$@"
 fi
+GPUS=${GPUS:-$visible}
 if [ "$GPUS" -eq 0 ] && [ -z "${MODEL_PATH:-}" ]; then
     echo "run.sh: no GPU here and no MODEL_PATH given, so the default (LLaDA-8B, 8 GPUs) cannot run." >&2
     echo "The pocket model runs on this machine:  CONFIG=pocket.yaml bash run.sh" >&2
@@ -32,10 +32,17 @@ fi
 
 DATASET=${DATASET:-gsm8k}
 MODEL_PATH=${MODEL_PATH:-GSAI-ML/LLaDA-8B-Instruct}
-NUM_ITER=${NUM_ITER:-12} # mu; d1 uses 12 for gsm8k and math, 8 for countdown and sudoku
-TEMPERATURE=${TEMPERATURE:-0.9}
+case $DATASET in # d1's mu and temperature
+    sudoku) NUM_ITER=${NUM_ITER:-8} TEMPERATURE=${TEMPERATURE:-0.3} ;;
+    countdown) NUM_ITER=${NUM_ITER:-8} TEMPERATURE=${TEMPERATURE:-0.9} ;;
+    *) NUM_ITER=${NUM_ITER:-12} TEMPERATURE=${TEMPERATURE:-0.9} ;;
+esac
 RUN_NAME=${RUN_NAME:-${DATASET}_$(basename "$MODEL_PATH")_mu$NUM_ITER}
 OUTPUT_DIR=${OUTPUT_DIR:-../runs/$RUN_NAME}
+if [ "$GPUS" -eq 0 ]; then
+    ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-cpu.yaml}
+    set -- --bf16 false --load_in_4bit false --dtype float32 "$@"
+fi
 ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-accelerate.yaml}
 COMPLETIONS=${COMPLETIONS:-96}
 PER_DEVICE=${PER_DEVICE:-6}

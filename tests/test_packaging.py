@@ -180,6 +180,19 @@ def test_the_effective_batch_does_not_depend_on_the_number_of_gpus(gpus, tmp_pat
     assert int(sizes[0]) * int(sizes[1]) * int(flags["--gradient_accumulation_steps"]) == 96
 
 
+def test_a_named_model_runs_without_a_gpu(tmp_path):
+    settings = {"GPUS": "0", "MODEL_PATH": "../pocket/base", "DATASET": "sudoku"}
+    (call,) = calls_of(ROOT / "diffu-grpo" / "run.sh", ["--max_steps", "1"], settings, tmp_path)
+    flags = flags_of(call)
+    assert (flags["--config_file"], flags["--load_in_4bit"], flags["--bf16"]) == ("cpu.yaml", "false", "false")
+    assert (flags["--num_processes"], flags["--max_steps"]) == ("1", "1")
+
+
+def test_a_config_of_its_own_keeps_its_batch_whatever_the_number_of_gpus(tmp_path):
+    (call,) = calls_of(ROOT / "diffu-grpo" / "run.sh", [], {"CONFIG": "pocket.yaml"}, tmp_path, gpus=8)
+    assert flags_of(call)["--num_processes"] == "1"
+
+
 def test_two_nodes_share_the_same_batch(tmp_path):
     scripts = [path for path in SHELL if path.name.endswith("2nodes.sbatch")]
     assert scripts

@@ -188,8 +188,10 @@ def test_an_sft_adapter_is_a_start_for_both_kinds_of_rl(tiny_model_dir, tmp_path
     load_model(str(tmp_path / "run"))  # what RL leaves is again a path for eval
 
 
-def test_wandb_works_offline_and_gets_the_completions(tiny_model_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_wandb_works_without_an_account_and_gets_the_completions(tiny_model_dir, tmp_path, monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     run_main(
         tmp_path,
@@ -342,17 +344,25 @@ def test_without_a_gpu_and_a_model_run_sh_shows_the_pocket_command():
     assert "CONFIG=pocket.yaml bash run.sh" in done.stderr
 
 
-@pytest.mark.parametrize(("task", "temperature", "mu"), [("sudoku", "0.3", "8"), ("gsm8k", "0.9", "12")])
-def test_each_tasks_script_passes_its_temperature_and_mu_on(task, temperature, mu):
-    done = subprocess.run(
-        ["bash", f"slurm_scripts/{task}_base.sbatch"],
-        cwd=STAGE,
-        env={"PATH": "/usr/bin:/bin", "GPUS": "8", "PYTHON": "echo", "SLURM_SUBMIT_DIR": str(STAGE)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"--num_iterations {mu} --temperature {temperature} " in done.stdout
+@pytest.mark.parametrize(
+    ("task", "temperature", "mu"),
+    [("gsm8k", "0.9", "12"), ("math", "0.9", "12"), ("countdown", "0.9", "8"), ("sudoku", "0.3", "8")],
+)
+@pytest.mark.parametrize("script", ["run.sh", "slurm_scripts/{task}_base.sbatch", "slurm_scripts/{task}_sft.sbatch"])
+def test_each_task_gets_d1s_temperature_and_mu_unless_the_environment_says_otherwise(script, task, temperature, mu):
+    def launched(**settings):
+        environment = {"PATH": "/usr/bin:/bin", "GPUS": "8", "PYTHON": "echo", "SLURM_SUBMIT_DIR": str(STAGE)}
+        return subprocess.run(
+            ["bash", script.format(task=task)],
+            cwd=STAGE,
+            env={**environment, "DATASET": task, **settings},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    assert f"--dataset {task} --num_iterations {mu} --temperature {temperature} " in launched()
+    assert "--num_iterations 3 --temperature 0.5 " in launched(NUM_ITER="3", TEMPERATURE="0.5")
 
 
 def test_curves_are_drawn_against_rollouts(tmp_path):
