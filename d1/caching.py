@@ -45,7 +45,7 @@ class Passes:
     def __init__(self, model: Any, cache: str | None, padded: bool) -> None:
         if cache is not None:
             check_cacheable(model.config)
-        self.body, self.head = body_and_head(model)
+        self.body, _ = body_and_head(model)
         self.cache, self.padded = cache, padded
         # Where logits speak of the next token, a block's first state is the one before it.
         self.before = int(getattr(model.config, "predicts_next_token", False))

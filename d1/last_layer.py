@@ -2,11 +2,12 @@
 
 A decoder's last layer feeds nothing but the head: its keys and values are needed of all positions, its queries,
 attention output and feed-forward of those alone (`narrow`). The head's product with a wide vocabulary then has few
-rows, at which CPU libraries are slow (`few_rows`).
+rows, at which CPU libraries are slow (`in_parts`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from d1.checkpoints import DECODERS
 
-FEW, COLUMNS = 64, 256  # rows; vocabulary entries in one product, whose weights fit a processor's own cache
+FEW = 64  # rows
+COLUMNS = 256  # entries of the vocabulary in one product, whose weights fit a processor's own cache
+PART = 32 * COLUMNS  # entries in one part, whose logits fit there too
 
 
 def can_narrow(model: Any) -> bool:
@@ -70,11 +73,12 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     return (torch.take_along_dim(states, at, 1), *args[1:]), kwargs
 
 
-def few_rows(head: nn.Module, states: Tensor) -> Tensor:
-    """`head(states)`, (..., hidden) -> (..., vocab), equal up to rounding.
+def in_parts(head: nn.Module, states: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """`head(states)`, (..., hidden) -> (..., vocab), in parts of the vocabulary: where a part starts, and its logits.
 
     On a CPU, fp32 and without gradients, MKL multiplies a few rows by a wide matrix up to three times faster as a batch
-    of products with narrow ones. A head that something has wrapped or sharded is called as it is.
+    of products with narrow ones, and a part of the logits stays in the processor's own cache for what is done with it.
+    Elsewhere, and where something has wrapped or sharded the head, all logits are one part.
     """
     if (
         type(head) is not nn.Linear
@@ -82,21 +86,55 @@ def few_rows(head: nn.Module, states: Tensor) -> Tensor:
         or (weight.device.type, weight.dtype, states.dtype) != ("cpu", torch.float32, torch.float32)
         or states.shape[:-1].numel() > FEW
         or weight.shape != (head.out_features, head.in_features)
-        or len(weight) < 16 * COLUMNS
+        or len(weight) < 2 * PART
         or head.bias is not None
         or head._forward_pre_hooks
         or head._forward_hooks
         or torch.is_grad_enabled()
         or not torch.backends.mkl.is_available()
     ):
-        return head(states)
-    flat, blocks = states.reshape(-1, states.shape[-1]), len(weight) // COLUMNS
-    rest = blocks * COLUMNS
-    logits = flat.new_empty(len(flat), len(weight))
-    torch.bmm(
-        flat.expand(blocks, -1, -1),
-        weight[:rest].unflatten(0, (blocks, COLUMNS)).mT,
-        out=logits[:, :rest].unflatten(1, (blocks, COLUMNS)).transpose(0, 1),
-    )
-    torch.mm(flat, weight[rest:].T, out=logits[:, rest:])
-    return logits.view(*states.shape[:-1], -1)
+        yield 0, head(states)
+        return
+    flat = states.reshape(-1, states.shape[-1])
+    for start in range(0, len(weight), PART):
+        part = weight[start : start + PART]
+        blocks, rest = divmod(len(part), COLUMNS)
+        wide = len(part) - rest
+        logits = flat.new_empty(len(flat), len(part))
+        torch.bmm(
+            flat.expand(blocks, -1, -1),
+            part[:wide].unflatten(0, (blocks, COLUMNS)).mT,
+            out=logits[:, :wide].unflatten(1, (blocks, COLUMNS)).transpose(0, 1),
+        )
+        torch.mm(flat, part[wide:].T, out=logits[:, wide:])
+        yield start, logits.view(*states.shape[:-1], -1)
+
+
+def joined(parts: Iterable[tuple[int, Tensor]]) -> Tensor:
+    """All logits (..., vocab)."""
+    logits = [part for _, part in parts]
+    return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
+
+
+def most_likely(parts: Iterable[tuple[int, Tensor]], excluded: int) -> tuple[Tensor, Tensor]:
+    """The most likely entry of the vocabulary but `excluded`, the first of equals, and its log-probability among all.
+
+    Args:
+        parts: (start, logits (..., part)) in order; the logits' memory is overwritten.
+
+    Returns:
+        (...) each.
+    """
+    tops, places, sums = [], [], []
+    for start, logits in parts:
+        if start <= excluded < start + logits.shape[-1]:
+            other = logits[..., excluded - start].clone()
+            logits[..., excluded - start] = -torch.inf
+        top, place = logits.max(-1)
+        sums.append(logits.sub_(top.unsqueeze(-1)).exp_().sum(-1))
+        tops.append(top)
+        places.append(place + start)
+    top, part = torch.stack(tops, -1).max(-1, keepdim=True)
+    total = (torch.stack(sums, -1) * (torch.stack(tops, -1) - top).exp()).sum(-1)
+    entries = torch.stack(places, -1).gather(-1, part).squeeze(-1)
+    return entries, -torch.logaddexp(total.log(), other - top.squeeze(-1))

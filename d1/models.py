@@ -18,12 +18,13 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -40,7 +41,7 @@ from transformers.utils import cached_file
 
 from d1.adapters import adapter_chain, add_adapter, check_there, merge_adapter
 from d1.checkpoints import DECODERS, ENCODERS, native_config, needs_copy, reading
-from d1.last_layer import can_narrow, few_rows, narrow
+from d1.last_layer import can_narrow, in_parts, joined, narrow
 
 logger = logging.getLogger(__name__)
 
@@ -181,11 +182,16 @@ def load_base(
     config, mapping = native_config(path)
     auto: Any = AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM
     options |= {"key_mapping": mapping, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    with reading(copies=needs_copy(path, options["dtype"], options.get("device_map"))):
-        model, report = auto.from_pretrained(path, config=config, **options)
+    try:
+        with reading(copies=needs_copy(path, options["dtype"], options.get("device_map"))):
+            model, report = auto.from_pretrained(path, config=config, **options)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
     check_loaded(path, report)
     if mapping is not None:
         del model._weight_conversions  # or `save_pretrained` would write the old names back
+    if Path(path).is_dir():  # adapters made on this model keep its name as the way back
+        model.name_or_path = str(Path(path).resolve())
     return attach_hooks(model)
 
 
@@ -245,17 +251,20 @@ def body_and_head(model: torch.nn.Module) -> tuple[Callable[..., Tensor], Callab
             return states
         return states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
-    def head(states: Tensor) -> Tensor:
-        kind = inner.config.model_type
-        if kind == "bert":
-            return inner.cls(states)
-        if kind == "modernbert":
-            return inner.decoder(inner.head(states))
-        logits = few_rows(inner.lm_head, states)
-        cap = getattr(inner.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+    return body, lambda states: joined(logit_parts(model, states))
 
-    return body, head
+
+def logit_parts(model: torch.nn.Module, states: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The head of `body_and_head` in parts of the vocabulary: where each starts, and its logits (..., part)."""
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    kind, cap = inner.config.model_type, getattr(inner.config, "final_logit_softcapping", None)
+    if kind == "bert":
+        yield 0, inner.cls(states)
+    elif kind == "modernbert":
+        yield 0, inner.decoder(inner.head(states))
+    else:
+        for start, logits in in_parts(inner.lm_head, states):
+            yield start, logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def load_tokenizer(

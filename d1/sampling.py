@@ -8,7 +8,7 @@ the approximate samplers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,6 +18,8 @@ import torch
 from torch import Generator, Tensor
 
 from d1.caching import CACHES, Passes
+from d1.last_layer import joined, most_likely
+from d1.models import logit_parts
 from d1.reveal import RULES, reveal_schedule
 from d1.scoring import token_entropies
 
@@ -150,12 +152,18 @@ def sample_tokens(
     return (logits - exponential.log_().mul_(temperature)).argmax(-1)
 
 
+def guided(parts: Iterable[tuple[int, Tensor]], views: int, scale: float) -> Iterator[tuple[int, Tensor]]:
+    """fp32 logits of parts whose rows are those of one view, or of two: un + (scale + 1) (cond - un)."""
+    for start, logits in parts:
+        logits = logits.float().unflatten(0, (views, -1))
+        yield start, logits[0] if views == 1 else logits[1] + (scale + 1) * (logits[0] - logits[1])
+
+
 def predict(
-    head: Callable[[Tensor], Tensor],
+    model: Any,
     states: Tensor,
     counts: Sequence[int],
     *,
-    vocabulary: int,
     mask_token_id: int,
     temperature: float,
     cfg_scale: float,
@@ -165,16 +173,15 @@ def predict(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """A token for each position, its log-probability and, if asked for, the entropy there: (rows, n) each.
 
-    Guidance: logits = un + (scale + 1) (cond - un). The head runs at a bounded number of positions at a time. Chunks
-    hold whole rows, or parts of one row that depend on nothing else, so that a row's random numbers do not depend on
-    its batch.
+    The head runs at a bounded number of positions at a time. Chunks hold whole rows, or parts of one row that depend on
+    nothing else, so that a row's random numbers do not depend on its batch.
 
     Args:
         states: (views, rows, n, hidden); the views are the conditional and, with guidance, the unconditional one.
         counts: how many of its n positions each row has use for; it draws for no more.
     """
     rows, n = states.shape[1:3]
-    at_once = max(1, CHUNK_ELEMENTS // vocabulary)
+    at_once = max(1, CHUNK_ELEMENTS // model.config.vocab_size)
     rows_at_once = max(1, at_once // n)
     tokens = torch.empty(rows, n, dtype=torch.long, device=states.device)
     logps = torch.empty(rows, n, device=states.device)
@@ -184,9 +191,12 @@ def predict(
         generators = generator[some] if isinstance(generator, Sequence) else generator
         for start in range(0, n, at_once):
             part = some, slice(start, start + at_once)
+            parts = guided(logit_parts(model, states[:, *part].flatten(0, 1)), len(states), cfg_scale)
+            if temperature == 0 and entropies is None:
+                tokens[part], logps[part] = most_likely(parts, mask_token_id)
+                continue
             drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
-            logits = head(states[:, *part].flatten(0, 1)).float().unflatten(0, (len(states), -1))
-            logits = logits[0] if cfg_scale == 0 else logits[1] + (cfg_scale + 1) * (logits[0] - logits[1])
+            logits = joined(parts)
             log_normaliser = logits.logsumexp(-1)
             if entropies is not None:
                 entropies[part] = token_entropies(logits)
@@ -279,8 +289,7 @@ def rollout(
     passes = Passes(model, sampler.kv_cache, padded=not attention_mask.all())
     draw = partial(
         predict,
-        passes.head,
-        vocabulary=model.config.vocab_size,
+        model,
         mask_token_id=mask_token_id,
         temperature=temperature,
         cfg_scale=cfg_scale,

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from d1.adapters import lora_targets
 from d1.checkpoints import DECODERS
-from d1.last_layer import COLUMNS, FEW, few_rows
+from d1.last_layer import COLUMNS, FEW, PART, in_parts, joined, most_likely
 from d1.masking import keyed_generator
 from d1.models import body_and_head, load_model
 
@@ -129,20 +129,37 @@ def test_compiled(kind_dirs, name):
 
 
 @pytest.mark.parametrize("rows", [(1,), (2,), (10,), (FEW,), (FEW + 1,), (2, 3)])
-def test_the_head_at_few_rows_is_the_head(rows):
+@pytest.mark.parametrize("excluded", [0, PART + 5, 2 * PART + 2 * COLUMNS + 6])
+def test_the_head_in_parts(rows, excluded):
     torch.manual_seed(0)
-    head = nn.Linear(48, 20 * COLUMNS + 7, bias=False)
-    states = torch.randn(*rows, 48)
+    head = nn.Linear(24, 2 * PART + 2 * COLUMNS + 7, bias=False)
+    states = torch.randn(*rows, 24) * 6
     with torch.no_grad():
-        torch.testing.assert_close(few_rows(head, states), head(states), atol=1e-5, rtol=0)
+        logits = head(states)
+        assert len(list(in_parts(head, states))) == (1 if rows == (FEW + 1,) else 3)
+        torch.testing.assert_close(joined(in_parts(head, states)), logits, atol=1e-5, rtol=0)
+        tokens, logps = most_likely(in_parts(head, states), excluded)
+    allowed = logits.clone()
+    allowed[..., excluded] = -torch.inf
+    assert torch.equal(tokens, allowed.argmax(-1))
+    expected = logits.double().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_the_most_likely_of_equals_is_the_first_and_no_logit_overflows():
+    parts = [torch.tensor([[1.0, 5.0]]), torch.tensor([[5.0, 1e4]]), torch.tensor([[5.0, -1e4]])]
+    for excluded, token, logp in ((3, 1, 5 - 1e4), (0, 3, 0.0)):
+        tokens, logps = most_likely(zip((0, 2, 4), [part.clone() for part in parts], strict=True), excluded)
+        assert tokens.tolist() == [token]
+        assert logps.item() == pytest.approx(logp)
 
 
 def test_a_head_that_something_hooks_or_trains_is_called():
     torch.manual_seed(0)
-    head, states, calls = nn.Linear(48, 20 * COLUMNS, bias=False), torch.randn(2, 48), []
-    few_rows(head, states).sum().backward()
+    head, states, calls = nn.Linear(8, 2 * PART, bias=False), torch.randn(2, 8), []
+    joined(in_parts(head, states)).sum().backward()
     assert head.weight.grad is not None
     head.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
     with torch.no_grad():
-        few_rows(head, states)
+        assert len(list(in_parts(head, states))) == 1
     assert calls == [2]
