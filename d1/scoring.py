@@ -1,7 +1,10 @@
 """Log-probabilities of a completion under a masked diffusion model: the estimators of diffu-GRPO.
 
 The body (the model without its head) runs once over prompt and canvas. The head, whose logits are what fills memory,
-runs over a few of the scored positions at a time, and again in the backward pass instead of being kept.
+runs over a few of the scored positions at a time, and for all but the last of them again in the backward pass.
+
+Nothing of the prompt can be shared between masks: every position attends to all others, so from the second layer on the
+states of even unmasked tokens depend on which others are hidden. Equal masks are the one exact case, scored once.
 """
 
 from __future__ import annotations
@@ -70,9 +73,11 @@ def mean_field_scores(
     def recomputed(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         return checkpoint(score, states, ids, use_reentrant=False)  # type: ignore[return-value]
 
-    run = recomputed if chunks > 1 and torch.is_grad_enabled() else score
+    # The backward pass begins with the last chunk and frees it before it computes others again.
+    kept = 1 if torch.is_grad_enabled() else chunks
     parts = zip(states.tensor_split(chunks), completion_ids[scored].tensor_split(chunks), strict=True)
-    logps, entropies = zip(*(run(*part) for part in parts), strict=True)
+    done = [score(*part) if number >= chunks - kept else recomputed(*part) for number, part in enumerate(parts)]
+    logps, entropies = zip(*done, strict=True)
 
     def placed(values: tuple[Tensor, ...]) -> Tensor:
         return torch.zeros(scored.shape, device=scored.device).masked_scatter(scored, torch.cat(values))
