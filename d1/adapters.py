@@ -108,5 +108,5 @@ def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) 
     """
     merged = model.merge_and_unload(progressbar=progress)
     merged.requires_grad_(True)  # PEFT froze the base's weights
-    merged.name_or_path = str(folder)
+    merged.name_or_path = str(Path(folder).resolve())
     return merged

@@ -58,8 +58,12 @@ LLADA_FIELDS = {  # LLaDA's config field -> Llama's
     "eos_token_id": "eos_token_id",
 }
 
+# Fields that speak of files and code; an export writes its own.
+ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype")
+
 LLADA_FIXED = {  # the one architecture every published LLaDA has; another value would need other layers
     "block_type": "llama",
+    "block_group_size": 1,
     "layer_norm_type": "rms",
     "layer_norm_with_affine": True,
     "activation_type": "silu",
@@ -101,8 +105,11 @@ def llama_from_llada(raw: dict[str, Any]) -> LlamaConfig:
     """The Llama config of a LLaDA `config.json`.
 
     Raises:
-        ValueError: the file lacks a field, or asks for a layer no published LLaDA has.
+        ValueError: the file lacks a field, or asks for a layer no LLaDA-8B has.
     """
+    if any("MoE" in name for name in raw.get("architectures") or ()):  # published under the same model_type
+        raise ValueError(f"{raw['architectures'][0]} is not supported: {REFUSED['llada_moe']}")
+    rest = {k: v for k, v in raw.items() if k not in (*LLADA_FIELDS, *LLADA_FIXED, *ABOUT_FILES, "rope_theta")}
     odd = {k: raw[k] for k, v in LLADA_FIXED.items() if k in raw and (raw[k] or None) != (v or None)}
     if odd:
         raise ValueError(f"this LLaDA config asks for layers that are not supported: {odd}")
@@ -114,7 +121,8 @@ def llama_from_llada(raw: dict[str, Any]) -> LlamaConfig:
         raise ValueError(f"this LLaDA config.json lacks {', '.join(absent)}")
     fields = {new: raw[old] for old, new in LLADA_FIELDS.items() if old in raw}
     rope = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
-    return LlamaConfig(**fields, rope_parameters=rope, bos_token_id=raw.get("bos_token_id"))
+    # What a Llama has no use for is kept for the way back.
+    return LlamaConfig(**fields, rope_parameters=rope, bos_token_id=raw.get("bos_token_id"), llada_fields=rest)
 
 
 def llada_from_llama(config: PreTrainedConfig) -> dict[str, Any]:
@@ -152,6 +160,7 @@ def llada_from_llama(config: PreTrainedConfig) -> dict[str, Any]:
         "init_device": "cpu",
         "flash_attention": False,
         "use_cache": False,
+        **getattr(config, "llada_fields", {}),
     }
 
 
@@ -173,6 +182,8 @@ def native_config(path: str) -> tuple[PreTrainedConfig, dict[str, str] | None]:
         OSError: there is no `config.json`.
     """
     raw, _ = PreTrainedConfig.get_config_dict(path)
+    if not raw:
+        raise FileNotFoundError(f"{path} holds no config.json: it is no model folder")
     kind = raw.get("model_type", "")
     mapping = None
     config: PreTrainedConfig

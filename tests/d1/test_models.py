@@ -218,6 +218,22 @@ def test_a_llada_config_with_other_layers_is_refused(tmp_path, llada_writer, fie
         load_model(llada_writer(tmp_path, **fields))
 
 
+def test_a_mixture_of_experts_is_refused_though_it_calls_itself_llada(tmp_path, llada_writer):
+    with pytest.raises(ValueError, match="LLaDAMoEModelLM is not supported: its mixture-of-experts"):
+        load_model(llada_writer(tmp_path, architectures=["LLaDAMoEModelLM"]))
+
+
+def test_folders_that_are_no_models_are_called_so(tmp_path, llada_writer):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty holds no config\.json"):
+        load_model(tmp_path / "empty")
+    cut = llada_writer(tmp_path / "cut")
+    file = cut / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cut: a file of weights is damaged or cut off"):
+        load_model(cut)
+
+
 def test_weights_that_do_not_fit_are_all_listed(tmp_path, llada_writer):
     from safetensors.torch import load_file, save_file
 

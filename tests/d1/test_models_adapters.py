@@ -131,6 +131,17 @@ def test_an_adapter_that_names_no_base_says_what_to_do(kind_dirs, tmp_path):
     torch.testing.assert_close(logits_of(load_model(kind_dirs["llama"], adapter=tmp_path)), expected, atol=1e-6, rtol=0)
 
 
+def test_an_adapter_made_on_a_relative_path_loads_from_anywhere(kind_dirs, tmp_path, monkeypatch):
+    monkeypatch.chdir(kind_dirs["llama"].parent)
+    expected = train_adapter(load_model("llama"), tmp_path / "first")
+    monkeypatch.chdir(tmp_path)
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "first")), expected, atol=1e-6, rtol=0)
+    first: Any = load_model("first")
+    expected = train_adapter(merge_adapter(first, "first"), tmp_path / "second", seed=1)
+    monkeypatch.chdir("/")
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "second")), expected, atol=1e-6, rtol=0)
+
+
 def test_rl_on_top_of_sft_is_found_again_from_the_last_folder(kind_dirs, tmp_path):
     """The second adapter is trained on the first, merged; its folder alone leads to base + first + second."""
     base, sft, rl = kind_dirs["llada"], tmp_path / "sft", tmp_path / "rl"

@@ -103,6 +103,31 @@ def test_export_writes_lladas_own_names_bit_for_bit(kind_dirs, tmp_path):
     assert torch.equal(logits_of(load_model(tmp_path / "llada")), logits_of(load_model(source)))
 
 
+def test_export_keeps_every_field_of_the_published_config(tmp_path, llada_writer):
+    """As on the hub, where some fields have no meaning for a Llama and the embedding is larger than the vocabulary."""
+    hub = {
+        "alibi_bias_max": 8.0,
+        "attention_layer_norm_with_affine": True,
+        "block_group_size": 1,
+        "init_fn": "mitchell",
+    }
+    hub |= {
+        "init_cutoff_factor": None,
+        "init_device": "meta",
+        "init_std": 0.02,
+        "precision": "amp_bf16",
+        "mlp_ratio": 4,
+    }
+    hub |= {"flash_attention": False, "use_cache": False, "vocab_size": 60, "bos_token_id": 1, "init_fn": "mitchell"}
+    source = llada_writer(tmp_path / "hub", torch.bfloat16, **hub)
+    load_model(source, "auto").save_pretrained(tmp_path / "native")
+    run("export", tmp_path / "native", tmp_path / "out", "--format", "llada")
+    old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out"))
+    assert new.pop("torch_dtype") == "bfloat16"
+    assert old.keys() == new.keys()
+    assert {name: value for name, value in new.items() if value != old[name]}.keys() == {"auto_map"}
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma", "bert"])
 def test_export_refuses_what_lladas_code_cannot_run(kind_dirs, tmp_path, name):
     with pytest.raises(ValueError, match="only a Llama"):
