@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from trl import GRPOConfig
 
-from d1.sampling import REMASKING, reveal_schedule
+from d1.caching import CACHES
+from d1.reveal import RULES
+from d1.sampling import REMASKING, SAMPLERS, Sampler, check_settings, choose_sampler
 
 # Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
 AUTOREGRESSIVE_ONLY = {
@@ -55,6 +57,26 @@ class DiffuGRPOConfig(GRPOConfig):
     diffusion_steps: int = field(default=128, metadata={"help": "Forward passes a completion, spread over the blocks."})
     cfg_scale: float = field(default=0.0, metadata={"help": "Classifier-free guidance; 0 turns it off."})
     remasking: str = field(default="low_confidence", metadata={"help": f"One of {', '.join(REMASKING)}."})
+    sampler: str = field(
+        default="exact",
+        metadata={"help": f"One of {', '.join(SAMPLERS)}; all but exact trade accuracy for speed."},
+    )
+    kv_cache: str | None = field(
+        default=None, metadata={"help": f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset)."}
+    )
+    reveal: str | None = field(
+        default=None, metadata={"help": f"A parallel sampler's rule: {', '.join(RULES)} (threshold if unset)."}
+    )
+    reveal_level: float | None = field(
+        default=None, metadata={"help": f"The rule's level; if unset {', '.join(str(v) for _, v in RULES.values())}."}
+    )
+    eos_stop: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Leave out the blocks after a completion's EOS, which changes nothing that is trained on. If unset, "
+            "on, but where processes must keep step."
+        },
+    )
     rollout_batch_size: int | None = field(
         default=None, metadata={"help": "Completions sampled at once on a device; the whole generation batch if unset."}
     )
@@ -102,8 +124,6 @@ class DiffuGRPOConfig(GRPOConfig):
                     f"leave it at {off!r}. Rollouts are shaped by temperature, diffusion_steps, block_length, "
                     "remasking and cfg_scale."
                 )
-        if self.remasking not in REMASKING:
-            raise ValueError(f"remasking must be one of {', '.join(REMASKING)}, got {self.remasking!r}")
         if not 0 <= self.p_mask_prompt < 1:
             raise ValueError(f"p_mask_prompt must be in [0, 1), got {self.p_mask_prompt}")
         if not self.max_completion_length or self.max_completion_length % self.block_length:
@@ -111,4 +131,15 @@ class DiffuGRPOConfig(GRPOConfig):
                 f"max_completion_length ({self.max_completion_length}) must be a multiple of block_length "
                 f"({self.block_length})"
             )
-        reveal_schedule(self.max_completion_length, self.block_length, self.diffusion_steps)
+        check_settings(
+            gen_length=self.max_completion_length,
+            block_length=self.block_length,
+            steps=self.diffusion_steps,
+            temperature=self.temperature,
+            cfg_scale=self.cfg_scale,
+            remasking=self.remasking,
+            sampler=self.chosen_sampler(),
+        )
+
+    def chosen_sampler(self) -> Sampler:
+        return choose_sampler(self.sampler, kv_cache=self.kv_cache, reveal=self.reveal, reveal_level=self.reveal_level)

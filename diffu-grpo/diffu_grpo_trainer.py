@@ -31,10 +31,11 @@ from trl import GRPOTrainer
 from trl.models.utils import _ForwardRedirection, unwrap_model_for_generation
 from trl.trainer.utils import pad
 
+from d1.caching import check_cacheable
 from d1.masking import keyed_generator, prompt_masks
 from d1.models import load_model
 from d1.runs import staged_checkpoint
-from d1.sampling import generate
+from d1.sampling import Rollout, rollout
 from d1.scoring import mean_field_scores
 
 # Streams of random numbers: masks and rollouts, in training and evaluation, never share one.
@@ -60,6 +61,11 @@ def reference_copy(model: Any) -> Any:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return load_model(model.name_or_path, dtype=model.dtype)
     return copy.deepcopy(model)
+
+
+def in_step_to_sample(dist: Any, ds3_gather_for_generation: bool) -> bool:
+    """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
+    return dist.is_fsdp or (dist.is_zero3 and not ds3_gather_for_generation)
 
 
 def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
@@ -100,6 +106,9 @@ class DiffuGRPOTrainer(GRPOTrainer):
         if mask_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         self.mask_token_id = mask_id
+        self.sampler = args.chosen_sampler()
+        if self.sampler.kv_cache:
+            check_cacheable(model.config)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         functions = [guarded(function, task_name, Path(args.output_dir)) for function in functions]
         with reference_from(model):
@@ -116,6 +125,14 @@ class DiffuGRPOTrainer(GRPOTrainer):
                 "sync_ref_model keeps a reference that no folder holds, and under ZeRO-3 or FSDP a checkpoint cannot "
                 "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
             )
+        in_step = self.accelerator.num_processes > 1 and in_step_to_sample(self._dist, args.ds3_gather_for_generation)
+        if in_step and (self.sampler.reveal or args.eos_stop):
+            raise ValueError(
+                "a parallel sampler and eos_stop take as many forward passes as the text asks for, but processes that "
+                "each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
+                "ds3_gather_for_generation, or leave both off"
+            )
+        self.eos_stop = not in_step if args.eos_stop is None else args.eos_stop
         self._eval_rollouts = 0
         self.rollout_seconds: list[float] = []  # of each rollout, its rewards and its scoring
         self.resumed_from: Path | None = None
@@ -170,19 +187,23 @@ class DiffuGRPOTrainer(GRPOTrainer):
         mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding).to(ids.device)
         self._prompt_noise = self._draw_prompt_masks(ids, mask)
 
-        completions = self._sample(ids, mask).cpu()  # which waits for the device, so that the clock below is right
+        sampled = self._sample(ids, mask)
+        completions = sampled.ids.cpu()  # which waits for the device, so that the clock below is right
+        self._rollout_logps = sampled.logps
         kept = eos_cut(completions, self.eos_token_ids)
         seconds = time.perf_counter() - started
         self._log("prompt_masked", (self._prompt_noise.sum() / (mask.sum() * self.num_iterations)).item())
         self._log("seconds/rollout", seconds)
+        self._log("sampling/forward_passes", sampled.passes.float().mean().item())
+        self._log("sampling/forward_tokens", sampled.tokens.float().mean().item())
         self._log("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
         return [row[keep].tolist() for row, keep in zip(completions, kept, strict=True)], None
 
-    def _sample(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """(rows, max_completion_length) sampled ids, without gradients or dropout."""
+    def _sample(self, ids: Tensor, mask: Tensor) -> Rollout:
+        """Completions, ids (rows, max_completion_length), sampled without gradients or dropout."""
         generators = self._generators("rollout", len(ids))
         size = self.args.rollout_batch_size or len(ids)
-        completions = []
+        parts = []
         with (
             unwrap_model_for_generation(
                 self.model_wrapped,
@@ -196,7 +217,7 @@ class DiffuGRPOTrainer(GRPOTrainer):
         ):
             for start in range(0, len(ids), size):
                 rows = slice(start, start + size)
-                sampled = generate(
+                part = rollout(
                     model,
                     ids[rows],
                     mask[rows],
@@ -208,18 +229,23 @@ class DiffuGRPOTrainer(GRPOTrainer):
                     cfg_scale=self.args.cfg_scale,
                     remasking=self.args.remasking,
                     generator=generators[rows],
+                    eos_token_ids=self.eos_token_ids if self.eos_stop else None,
+                    sampler=self.sampler,
                 )
-                completions.append(sampled[:, ids.shape[1] :])
-        return torch.cat(completions)
+                parts.append((part.ids[:, ids.shape[1] :], part.logps, part.passes, part.tokens))
+        return Rollout(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, with this rollout's prompt masks added, so that they are shuffled and split with their samples."""
+        """TRL's, with this rollout's prompt masks and log-probs added, to be shuffled and split with their samples."""
         started = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
         masks, prompts = self._prompt_noise.shape, output["prompt_ids"].shape
         if masks[::2] != prompts:
             raise RuntimeError(f"prompt masks {tuple(masks)} do not fit the prompts {tuple(prompts)}")
         output["prompt_noise"] = self._prompt_noise
+        # To the width of the completions, which end where the longest does.
+        beyond = output["completion_ids"].shape[1] - self._rollout_logps.shape[1]
+        output["rollout_logps"] = F.pad(self._rollout_logps, (0, beyond))
         self._generation_seconds = time.perf_counter() - started
         if self.model.training:
             self.rollout_seconds.append(self._generation_seconds)
@@ -328,7 +354,23 @@ class DiffuGRPOTrainer(GRPOTrainer):
         ratios = torch.ones_like(self._new_logps) if old is None else (self._new_logps - old).exp()
         largest = ratios.masked_fill(~inputs["completion_mask"].bool(), 0.0).max()
         self._log("ratio_max", self.accelerator.gather(largest).max().item())
+        if update == 0:
+            self._log_mismatch(inputs["rollout_logps"], inputs["completion_mask"].bool())
         return loss
+
+    def _log_mismatch(self, rollout_logps: Tensor, scored: Tensor) -> None:
+        """How far the policy that sampled is from the one that is trained, before the first inner update.
+
+        The mean difference of log-probs estimates the KL from the first to the second (Schulman's k1). Even the exact
+        sampler's is not zero: its tokens were revealed in the light of others, the estimator scores each alone.
+        """
+        gap = (rollout_logps - self._new_logps).masked_fill(~scored, 0.0)
+        sums = torch.stack([gap.sum(), gap.abs().sum(), scored.sum()])
+        total, absolute, count = self.accelerator.gather(sums).view(-1, 3).sum(0).tolist()
+        largest = self.accelerator.gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
+        self._log("sampling/logp_difference_mean", total / max(count, 1))
+        self._log("sampling/logp_difference_abs", absolute / max(count, 1))
+        self._log("sampling/ratio_max", largest)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started, self._generation_seconds = time.perf_counter(), 0.0
