@@ -39,7 +39,7 @@ from benchmarks import published
 from benchmarks.machine import now, race, random_model
 from d1.masking import noise_level
 from d1.models import body_and_head, load_model, load_tokenizer
-from d1.sampling import reveal_schedule
+from d1.sampling import Rollout, reveal_schedule
 from d1.tasks import load_task, text_of
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<mask>"]  # ids 0 to 3, as in random_model's config
@@ -135,7 +135,8 @@ def different_words(completions: list, **columns: Any) -> list[float]:
 class PublishedRL(DiffuGRPOTrainer):
     """The trainer with the published rollout, and scores of all masks in one forward pass with full logits."""
 
-    def _sample(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def _sample(self, ids: Tensor, mask: Tensor) -> Rollout:
+        """Log-probs of the rollout, which d1 does not keep, are zeros."""
         sampled = published.generate(
             self.accelerator.unwrap_model(self.model),
             ids,
@@ -146,7 +147,8 @@ class PublishedRL(DiffuGRPOTrainer):
             steps=self.args.diffusion_steps,
             temperature=self.temperature,
         )
-        return sampled[:, ids.shape[1] :]
+        completions, steps = sampled[:, ids.shape[1] :], torch.full_like(ids[:, 0], self.args.diffusion_steps)
+        return Rollout(completions, torch.zeros(completions.shape), steps, steps * sampled.shape[1])
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any

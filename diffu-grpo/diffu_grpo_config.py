@@ -73,8 +73,8 @@ class DiffuGRPOConfig(GRPOConfig):
     eos_stop: bool | None = field(
         default=None,
         metadata={
-            "help": "Leave out the blocks after a completion's EOS, which changes nothing that is trained on. If unset, "
-            "on, but where processes must keep step."
+            "help": "Leave out the blocks after a completion's EOS: less work for the same completions. Unset means on, "
+            "save where processes must keep step."
         },
     )
     rollout_batch_size: int | None = field(
