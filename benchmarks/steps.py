@@ -50,11 +50,11 @@ TEMPLATE = (
 
 
 class Clock:
-    """Seconds by phase. A phase entered within another stops the outer one's clock."""
+    """Seconds by phase, of the clock and of the processor. A phase entered within another stops the outer one's clock."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()  # of the processor on a CPU, of the wall on a GPU
-        self.wall = 0.0
+        self.wall: Counter[str] = Counter()
+        self.cpu: Counter[str] = Counter()
         self.open: list[str] = []
         self.since = 0.0, 0.0
 
@@ -62,8 +62,8 @@ class Clock:
         """Books the time since the last turn to the innermost open phase."""
         wall, cpu = now()
         if self.open:
-            self.wall += wall - self.since[0]
-            self.seconds[self.open[-1]] += wall - self.since[0] if torch.cuda.is_available() else cpu - self.since[1]
+            self.wall[self.open[-1]] += wall - self.since[0]
+            self.cpu[self.open[-1]] += cpu - self.since[1]
         self.since = wall, cpu
 
     @contextlib.contextmanager
@@ -148,7 +148,7 @@ class PublishedRL(DiffuGRPOTrainer):
             temperature=self.temperature,
         )
         completions, steps = sampled[:, ids.shape[1] :], torch.full_like(ids[:, 0], self.args.diffusion_steps)
-        return Rollout(completions, torch.zeros(completions.shape), steps, steps * sampled.shape[1])
+        return Rollout(completions, torch.zeros(completions.shape, device=ids.device), steps, steps * sampled.shape[1])
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
@@ -170,7 +170,7 @@ class PublishedRL(DiffuGRPOTrainer):
         return logps[:, 0], torch.zeros_like(self._new_logps), None
 
 
-def rl_trainer(kind: type[DiffuGRPOTrainer], args: Any, folder: Path, clock: Clock) -> DiffuGRPOTrainer:
+def rl_trainer(kind: type[DiffuGRPOTrainer], args: Any, folder: Path, clock: Clock) -> Any:
     """A trainer whose every `train()` is one rollout with its mu optimizer steps, watched by `clock`."""
     if args.size == "pocket":
         path = str(ROOT / "pocket" / "base")
@@ -200,7 +200,7 @@ def rl_trainer(kind: type[DiffuGRPOTrainer], args: Any, folder: Path, clock: Clo
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = kind(model, list(rewards), config, rows, tokenizer, callbacks=[ClockedTraining(clock)])
+    trainer: Any = kind(model, list(rewards), config, rows, tokenizer, callbacks=[ClockedTraining(clock)])
     trainer.remove_callback(PrinterCallback)
     clock.watch(trainer, "_generate_and_score_completions", "bookkeeping")
     clock.watch(trainer, "_generate_single_turn", "rollout")
@@ -217,7 +217,7 @@ def rl_trainer(kind: type[DiffuGRPOTrainer], args: Any, folder: Path, clock: Clo
     return trainer
 
 
-def bare_rl(trainer: DiffuGRPOTrainer, clock: Clock) -> None:
+def bare_rl(trainer: Any, clock: Clock) -> None:
     """The passes that the trainer's last rollout and updates cannot do without, on the same rows.
 
     Sampling: the body over prompt and canvas and the head at the positions still hidden in the block, each step.
@@ -231,7 +231,6 @@ def bare_rl(trainer: DiffuGRPOTrainer, clock: Clock) -> None:
     mask = None
     if not batch["prompt_mask"].all():
         mask = torch.cat([batch["prompt_mask"], torch.ones_like(canvas)], dim=1)
-    body, head = body_and_head(trainer.model)
 
     def logits(of: Any) -> Tensor:
         body, head = body_and_head(of)
@@ -239,6 +238,7 @@ def bare_rl(trainer: DiffuGRPOTrainer, clock: Clock) -> None:
         return head(states[:, : hidden.shape[1]][hidden])
 
     with clock.phase("rollout"), torch.no_grad():
+        body, head = body_and_head(trainer.model)
         for reveals in reveal_schedule(args.max_completion_length, args.block_length, args.diffusion_steps):
             left = sum(reveals)
             for count in reveals:
@@ -267,7 +267,7 @@ class PublishedSFT(dLLMTrainer):
         return losses.view(labels.shape).sum(1) / noise_level(inputs["t"])
 
 
-def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) -> dLLMTrainer:
+def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) -> Any:
     """A trainer whose every `train()` is `args.mu` optimizer steps of `args.rows` rows, watched by `clock`.
 
     Random rows have a prompt of `args.prompt` tokens and an answer of a quarter to all of `args.length`.
@@ -304,7 +304,7 @@ def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) 
         remove_unused_columns=False,
         disable_tqdm=True,
     )
-    trainer = kind(
+    trainer: Any = kind(
         model=model,
         args=config,
         data_collator=dLLMDataCollator(tokenizer),
@@ -326,7 +326,7 @@ def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) 
     return trainer
 
 
-def bare_sft(trainer: dLLMTrainer, clock: Clock) -> None:
+def bare_sft(trainer: Any, clock: Clock) -> None:
     """Body, head at the hidden positions, and the backward pass from a given gradient of the logits, for the rows of
     the trainer's last steps."""
     body, head = body_and_head(trainer.model)
@@ -339,27 +339,29 @@ def bare_sft(trainer: dLLMTrainer, clock: Clock) -> None:
             trainer.model.zero_grad()
 
 
-def race_steps(kind: str, args: Any, folder: Path) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    """Ours, the bare passes and the published way: the race's results, and the seconds by phase (medians)."""
+def race_steps(kind: str, args: Any, folder: Path) -> dict[str, Any]:
+    """Ours, the bare passes and the published way: the race, seconds by phase (medians), and the share of the bare."""
     make, bare = (rl_trainer, bare_rl) if kind == "rl" else (sft_trainer, bare_sft)
-    ways: tuple[Any, Any] = (DiffuGRPOTrainer, PublishedRL) if kind == "rl" else (dLLMTrainer, PublishedSFT)
+    ways: Any = (DiffuGRPOTrainer, PublishedRL) if kind == "rl" else (dLLMTrainer, PublishedSFT)
     clocks = {name: Clock() for name in ("ours", "bare", "published")}
-    ours = make(ways[0], args, folder, clocks["ours"])
-    theirs = make(ways[1], args, folder, clocks["published"])
+    ours: Any = make(ways[0], args, folder, clocks["ours"])
+    theirs: Any = make(ways[1], args, folder, clocks["published"])
     runs = {"ours": ours.train, "bare": lambda: bare(ours, clocks["bare"]), "published": theirs.train}
     rounds: dict[str, list[Counter[str]]] = {name: [] for name in runs}
 
     def timed(name: str) -> tuple[float, float]:
-        clocks[name].seconds.clear()
-        clocks[name].wall = 0.0
+        clock = clocks[name]
+        clock.wall.clear()
+        clock.cpu.clear()
         runs[name]()
-        rounds[name].append(clocks[name].seconds.copy())
-        return clocks[name].wall, clocks[name].seconds.total()
+        rounds[name].append((clock.wall if torch.cuda.is_available() else clock.cpu).copy())
+        return clock.wall.total(), clock.cpu.total()
 
     results = race({name: functools.partial(timed, name) for name in runs}, args.repeats, base="bare", clocked=True)
-    phases = {}
-    for phase in rounds["published"][0]:
-        phases[phase] = {
-            name: statistics.median(counter[phase] for counter in found[1:]) for name, found in rounds.items()
-        }
-    return results, phases
+    phases = {
+        phase: {name: statistics.median(seconds[phase] for seconds in found[1:]) for name, found in rounds.items()}
+        for phase in rounds["ours"][0]
+    }
+    share, low, high = (1 / results["ours"][key] for key in ("ratio", "ratio_high", "ratio_low"))
+    remark = f"Share of the bare forward and backward passes in our whole: {share:.1%} ({low:.1%} to {high:.1%})."
+    return {"results": results, "seconds by phase": phases, "remarks": [remark]}

@@ -73,7 +73,7 @@ class DiffuGRPOConfig(GRPOConfig):
     eos_stop: bool | None = field(
         default=None,
         metadata={
-            "help": "Leave out the blocks after a completion's EOS: less work for the same completions. Unset means on, "
+            "help": "Leave out the blocks after a completion's EOS: less work, the same completions. Unset means on, "
             "save where processes must keep step."
         },
     )
