@@ -52,6 +52,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
         state.save_to_json(str(staging / name / "trainer_state.json"))
         shutil.rmtree(final / name, ignore_errors=True)
         os.replace(staging / name, final / name)
+        shutil.rmtree(staging)
         rotate_checkpoints(
             output_dir=str(final),
             save_total_limit=limit,

@@ -156,7 +156,8 @@ def check_rewards(task: ModuleType, rows: Dataset, args: DiffuGRPOConfig) -> Non
 
 def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> None:
     """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`."""
-    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in rows["prompt"]]
+    options = {"tokenize": False, "add_generation_prompt": True, **(args.chat_template_kwargs or {})}
+    texts = [tokenizer.apply_chat_template(prompt, **options) for prompt in rows["prompt"]]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     too_long = [index for index, length in enumerate(lengths) if length > args.max_prompt_length]
     if not too_long:

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from functools import partial
 
+import diffu_grpo_trainer
 import numpy as np
 import pytest
 import torch
@@ -12,9 +13,11 @@ from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer, eos_cut
 from peft import LoraConfig
+from rollout_state import save_rollout
 from transformers import TrainerCallback
 
 from d1.models import load_model, load_tokenizer
+from d1.runs import checkpoint_to_resume
 
 # Long enough that two random masks of one prompt are never equal by chance, each of another length.
 WORDS = [letter * (24 + index) for index, letter in enumerate("abcdefghijkl")]
@@ -331,6 +334,34 @@ def test_a_run_goes_on_from_mid_cycle_as_if_it_had_not_stopped(tiny_model_dir, t
     assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
     for table in (tmp_path / "resumed" / "completions").glob("*.parquet"):
         assert table.read_bytes() == (tmp_path / "whole" / "completions" / table.name).read_bytes()
+
+
+def test_a_half_written_checkpoint_is_never_picked(tiny_model_dir, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(trainer, folder):
+        if trainer.state.global_step == 4:
+            assert (folder / "model.safetensors").exists()  # the weights are written, the rollout is not
+            raise Killed
+        save_rollout(trainer, folder)
+
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(tiny_model_dir, tmp_path / "whole", **options)
+    whole.train()
+    assert not (tmp_path / "whole" / ".saving").exists()
+    killed = make_trainer(tiny_model_dir, tmp_path / "killed", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(diffu_grpo_trainer, "save_rollout", die)
+        with pytest.raises(Killed):
+            killed.train()
+    checkpoint = checkpoint_to_resume(str(tmp_path / "killed"), "true")
+    assert checkpoint is not None
+    assert checkpoint.endswith("checkpoint-2")
+    resumed = make_trainer(tiny_model_dir, tmp_path / "killed", **options)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    expected = weights(whole.model)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
 
 
 def test_the_loss_is_d1s_formula(tiny_model_dir, tmp_path):
