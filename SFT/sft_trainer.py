@@ -192,7 +192,8 @@ class dLLMDataCollator(DefaultDataCollator):
         clean = filled([row["input_ids"] for row in features], self.pad_token_id)
         answer = filled([row["answer"] for row in features], False)
         visible = filled([[1] * len(row["input_ids"]) for row in features], 0)
-        times, hidden = [], []
+        times: list[Tensor] = []
+        hidden: list[Tensor] = []
         for row, maskable in zip(features, answer, strict=True):
             span = {"low": row["low"], "high": row["high"], "mirror": row["mirror"]}
             t, mask = draw_noise(maskable, keyed_generator(*row["key"]), **span)

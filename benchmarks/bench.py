@@ -1,11 +1,13 @@
-"""python benchmarks/bench.py {sampler,scoring,memory} [--size goal] [--repeats 5] [--peer FILE.py] [--output_dir DIR]
+"""python benchmarks/bench.py {sampler,scoring,memory,rl,sft,gpu} [--size goal] [--repeats 5] [--output_dir DIR]
 
 Races this library against the published way (`benchmarks/published.py`) and the bare transformer, side by side in one
 process, and writes `DIR/<what>_<size>.json` and `.md`.
 
-    sampler   one rollout: published, ours, another library's (`--peer`), and the body's forward passes alone
+    sampler   one rollout: published, ours, another library's (`--peer FILE.py`), and the body's forward passes alone
     scoring   old log-probs under mu masks; one update (loss and gradients)
     memory    peak bytes of both, measured, beside the formulas, and what these say at LLaDA-8B's size
+    rl, sft   whole optimizer steps of the real trainers by phase (`benchmarks/steps.py`): mu of them, on one rollout
+    gpu       LLaDA-8B's shape with LoRA: rollout, scoring, update, compiled and not, with flash attention and without
 
 A peer is a Python file with `generate(model, prompt_ids, attention_mask, *, mask_token_id, gen_length, block_length,
 steps)` that returns (rows, prompt + gen_length) ids. Set OMP_NUM_THREADS=1 to measure one thread.
@@ -14,9 +16,10 @@ steps)` that returns (rows, prompt + gen_length) ids. Set OMP_NUM_THREADS=1 to m
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
-import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,24 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import published
-from benchmarks.machine import MASK, SIZES, describe, peak_bytes, race, random_model, random_prompts
+from benchmarks import gpu, published, steps
+from benchmarks.machine import (
+    MASK,
+    SIZES,
+    describe,
+    our_scores,
+    peak_bytes,
+    race,
+    random_model,
+    random_prompts,
+    scoring_inputs,
+    update,
+    write_report,
+)
 from d1 import sampling, scoring
 from d1.models import body_and_head
 
-LLADA_VOCABULARY, D1 = 126_464, {"rows": 6, "mu": 12, "prompt": 200, "length": 256, "block": 32}
+LLADA_VOCABULARY, D1 = SIZES["llada"][0], {"rows": 6, "mu": 12, "prompt": 200, "length": 256, "block": 32}
 
 
 def load_peer(path: str) -> Callable[..., torch.Tensor]:
@@ -44,7 +59,7 @@ def load_peer(path: str) -> Callable[..., torch.Tensor]:
     return module.generate
 
 
-def race_samplers(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
     """One greedy rollout each, against the body's forward passes alone."""
     model = random_model(args.size)
     ids, mask = random_prompts(model, args.rows, args.prompt)
@@ -66,35 +81,17 @@ def race_samplers(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     if args.peer:
         peer = load_peer(args.peer)
         contestants["peer"] = lambda: peer(model, ids, mask, **options)
-    return race(contestants, args.repeats, base="bare body")
+    return {"results": race(contestants, args.repeats, base="bare body")}
 
 
-def scoring_inputs(args: argparse.Namespace) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    model = random_model(args.size)
-    ids, mask = random_prompts(model, args.rows, args.prompt)
-    completion, _ = random_prompts(model, args.rows, args.length)
-    noise = torch.rand(args.rows, args.mu, args.prompt, generator=torch.Generator().manual_seed(2)) < 0.15
-    return model, (ids, mask, completion, noise.to(ids.device))
-
-
-def our_scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, completion: torch.Tensor, noise: torch.Tensor) -> Any:
-    options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": completion.shape[1]}
-    parts = [scoring.mean_field_scores(model, ids, mask, completion, one, **options)[0] for one in noise.unbind(1)]
-    return torch.stack(parts, dim=1)
-
-
-def race_scoring(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def race_scoring(args: argparse.Namespace) -> dict[str, Any]:
     """Old log-probs under mu masks without gradients, then one inner update's log-probs with them."""
-    model, inputs = scoring_inputs(args)
-    first = (*inputs[:3], inputs[3][:, :1])
-
-    def update(score: Callable[..., torch.Tensor], **options: Any) -> None:
-        model.zero_grad()
-        score(model, *first, **options).sum().backward()
-
+    model = random_model(args.size)
+    inputs = scoring_inputs(model, args)
+    theirs: Callable[..., torch.Tensor] = functools.partial(published.score, mask_token_id=MASK)
     old = race(
         {
-            "published, mu masks": torch.no_grad()(lambda: published.score(model, *inputs, mask_token_id=MASK)),
+            "published, mu masks": torch.no_grad()(lambda: theirs(model, *inputs)),
             "ours, mu masks": torch.no_grad()(lambda: our_scores(model, *inputs)),
         },
         args.repeats,
@@ -102,13 +99,13 @@ def race_scoring(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     )
     new = race(
         {
-            "published, update": lambda: update(published.score, mask_token_id=MASK),
-            "ours, update": lambda: update(our_scores),
+            "published, update": lambda: update(model, theirs, inputs),
+            "ours, update": lambda: update(model, our_scores, inputs),
         },
         args.repeats,
         base="published, update",
     )
-    return old | new
+    return {"results": old | new}
 
 
 def published_sampler_bytes(rows: int, tokens: int, vocabulary: int, width: int) -> int:
@@ -134,9 +131,10 @@ def our_scoring_bytes(rows: int, length: int, vocabulary: int, width: int) -> in
     return -(-rows * length // chunks) * vocabulary * (4 + 4)
 
 
-def measure_memory(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     """Peak bytes at a size that fits, beside the formulas; then the formulas for LLaDA-8B in bf16 at d1's settings."""
-    model, inputs = scoring_inputs(args)
+    model = random_model(args.size)
+    inputs = scoring_inputs(model, args)
     ids, mask = inputs[:2]
     options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": args.length, "block_length": args.block}
     options["steps"] = -(-args.length // args.block)
@@ -159,7 +157,12 @@ def measure_memory(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         results[f"{name}, measured"] = {"published": theirs, "ours": ours, "published / ours": theirs / ours}
         results[f"{name}, formula"] = formulas
         results[f"{name}, LLaDA-8B by formula"] = formula_bytes(name, D1, LLADA_VOCABULARY, 2)
-    return results
+    return {"results": results, "remarks": ["Peak bytes, beyond the weights."]}
+
+
+def race_whole_steps(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return steps.race_steps(args.what, args, Path(folder))
 
 
 def formula_bytes(name: str, at: dict[str, int], vocabulary: int, width: int) -> dict[str, float]:
@@ -173,16 +176,6 @@ def formula_bytes(name: str, at: dict[str, int], vocabulary: int, width: int) ->
     return {"published": theirs, "ours": ours, "published / ours": theirs / ours}
 
 
-def as_markdown(report: dict[str, Any]) -> str:
-    """The report's settings, machine and results; one table row a contestant."""
-    results = report["results"]
-    columns = list(next(iter(results.values())))
-    lines = [f"{key}: {value}  " for key, value in (report["machine"] | report["settings"]).items()]
-    lines += ["", f"| | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
-    lines += [f"| {name} | {' | '.join(f'{row[c]:.4g}' for c in columns)} |" for name, row in results.items()]
-    return "\n".join(lines) + "\n"
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(BENCHMARKS))
@@ -193,26 +186,30 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=64, help="tokens of the canvas")
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--mu", type=int, default=4)
+    parser.add_argument("--mu", type=int, default=4, help="masks, and updates on a rollout")
+    parser.add_argument("--compile", action="store_true", help="gpu: also with torch.compile, which takes minutes")
     parser.add_argument("--peer", help="Python file with another library's sampler")
     parser.add_argument("--output_dir", default="benchmark_results")
     return parser
 
 
-BENCHMARKS = {"sampler": race_samplers, "scoring": race_scoring, "memory": measure_memory}
+BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "sampler": race_samplers,
+    "scoring": race_scoring,
+    "memory": measure_memory,
+    "rl": race_whole_steps,
+    "sft": race_whole_steps,
+    "gpu": gpu.race_gpu,
+}
 
 
 def main(args: argparse.Namespace) -> None:
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     sampling.reveal_schedule(args.length, args.block, args.steps)
-    settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "peer")}
-    report = {"machine": describe(), "settings": settings, "results": BENCHMARKS[args.what](args)}
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{args.what}_{args.size}.json").write_text(json.dumps(report, indent=1))
-    (folder / f"{args.what}_{args.size}.md").write_text(as_markdown(report))
-    sys.stdout.write(as_markdown(report))
+    settings = {key: value for key, value in vars(args).items() if key not in ("what", "output_dir", "peer")}
+    report = {"machine": describe(), "settings": settings} | BENCHMARKS[args.what](args)
+    write_report(report, args.output_dir, f"{args.what}_{args.size}")
 
 
 if __name__ == "__main__":

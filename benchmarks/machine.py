@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from d1 import scoring
 from d1.models import attach_hooks
 
 MASK = 3
@@ -23,6 +26,7 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
     "60m": (26_000, 512, 2048, 8, 8),
     "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary on next to no body: for the memory of logits
     "goal": (126_464, 512, 2048, 8, 8),
+    "llada": (126_464, 4096, 12_288, 32, 32),  # LLaDA-8B
 }
 
 
@@ -43,9 +47,10 @@ def random_model(size: str, vocabulary: int | None = None) -> Any:
         is_causal=False,
     )
     torch.manual_seed(0)
-    model: Any = attach_hooks(LlamaForCausalLM(config))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
+    with torch.device(device):  # made where it is used: a large model need not fit elsewhere first
+        model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    return attach_hooks(model).eval()
 
 
 def random_prompts(model: Any, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,13 +60,35 @@ def random_prompts(model: Any, rows: int, length: int) -> tuple[torch.Tensor, to
     return ids, torch.ones_like(ids)
 
 
+def scoring_inputs(model: Any, args: Any) -> tuple[torch.Tensor, ...]:
+    """Prompts and their mask (rows, prompt), completions (rows, length), and prompt noise (rows, mu, prompt)."""
+    ids, mask = random_prompts(model, args.rows, args.prompt)
+    completion, _ = random_prompts(model, args.rows, args.length)
+    noise = torch.rand(args.rows, args.mu, args.prompt, generator=torch.Generator().manual_seed(2)) < 0.15
+    return ids, mask, completion, noise.to(ids.device)
+
+
+def our_scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, completion: torch.Tensor, noise: torch.Tensor) -> Any:
+    """Log-probs (rows, mu, completion) as the RL trainer takes them: one mask after the other."""
+    options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": completion.shape[1]}
+    parts = [scoring.mean_field_scores(model, ids, mask, completion, one, **options)[0] for one in noise.unbind(1)]
+    return torch.stack(parts, dim=1)
+
+
+def update(model: Any, score: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> None:
+    """The log-probs under the first mask, and their gradients."""
+    model.zero_grad()
+    score(model, *inputs[:3], inputs[3][:, :1]).sum().backward()
+
+
 def describe() -> dict[str, Any]:
     """The machine: processor model, cores, threads, GPU."""
     model = platform.processor()
     if Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    machine = {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    machine = {"processor": model, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    machine |= {"PyTorch": torch.__version__}
     return machine | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
@@ -126,3 +153,38 @@ def peak_bytes(run: Callable[[], Any]) -> int:
         held += change
         peak = max(peak, held)
     return peak
+
+
+def markdown_table(rows: dict[str, dict[str, float]]) -> list[str]:
+    """Lines of a table, one row a name; a ratio stands with the lowest and the highest of its rounds."""
+    columns = [name for name in next(iter(rows.values())) if name not in ("ratio_low", "ratio_high")]
+    lines = [f"| | {' | '.join(name.replace('_', ' ') for name in columns)} |", "| --- |" + " ---: |" * len(columns)]
+    for name, row in rows.items():
+        cells = [f"{row[column]:.4g}" if column in row else "" for column in columns]
+        if "ratio" in columns:
+            spread = (
+                f" ({row['ratio_low']:.3g} to {row['ratio_high']:.3g})" if row["ratio_low"] < row["ratio_high"] else ""
+            )
+            cells[columns.index("ratio")] = f"{row['ratio']:.3f}{spread}"
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """A report's machine and settings in a line each, its tables, and its remarks."""
+    parts = [", ".join(f"{key} {value}" for key, value in report[of].items()) + "  " for of in ("machine", "settings")]
+    for key, value in report.items():
+        if key == "remarks":
+            parts += ["", *value]
+        elif key not in ("machine", "settings"):
+            parts += ["", *([] if key == "results" else [f"{key}:", ""]), *markdown_table(value)]
+    return "\n".join(parts) + "\n"
+
+
+def write_report(report: dict[str, Any], folder: str, name: str) -> None:
+    """Writes `folder/name.json` and `.md`, and prints the latter."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / f"{name}.json").write_text(json.dumps(report, indent=1))
+    (path / f"{name}.md").write_text(as_markdown(report))
+    sys.stdout.write(as_markdown(report))

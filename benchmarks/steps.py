@@ -15,7 +15,7 @@ import json
 import random
 import statistics
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ class Clock:
     """Seconds by phase, of the clock and of the processor. A phase entered within another stops the outer one's clock."""
 
     def __init__(self) -> None:
-        self.wall: Counter[str] = Counter()
-        self.cpu: Counter[str] = Counter()
+        self.wall: dict[str, float] = defaultdict(float)
+        self.cpu: dict[str, float] = defaultdict(float)
         self.open: list[str] = []
         self.since = 0.0, 0.0
 
@@ -347,7 +347,7 @@ def race_steps(kind: str, args: Any, folder: Path) -> dict[str, Any]:
     ours: Any = make(ways[0], args, folder, clocks["ours"])
     theirs: Any = make(ways[1], args, folder, clocks["published"])
     runs = {"ours": ours.train, "bare": lambda: bare(ours, clocks["bare"]), "published": theirs.train}
-    rounds: dict[str, list[Counter[str]]] = {name: [] for name in runs}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
 
     def timed(name: str) -> tuple[float, float]:
         clock = clocks[name]
@@ -355,7 +355,7 @@ def race_steps(kind: str, args: Any, folder: Path) -> dict[str, Any]:
         clock.cpu.clear()
         runs[name]()
         rounds[name].append((clock.wall if torch.cuda.is_available() else clock.cpu).copy())
-        return clock.wall.total(), clock.cpu.total()
+        return sum(clock.wall.values()), sum(clock.cpu.values())
 
     results = race({name: functools.partial(timed, name) for name in runs}, args.repeats, base="bare", clocked=True)
     phases = {
