@@ -1,4 +1,4 @@
-"""One GPU at d1's settings: LLaDA-8B's shape with random weights in bf16 and a LoRA adapter, against the published way."""
+"""One GPU at d1's settings: LLaDA-8B's shape, random weights in bf16, a LoRA adapter, against the published way."""
 
 from __future__ import annotations
 

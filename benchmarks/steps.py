@@ -3,7 +3,7 @@
     rl    one rollout and its mu optimizer steps: sampling, rewards, old and reference log-probs, updates, AdamW
     sft   a few optimizer steps: collating, noise, loss and gradients, AdamW
 
-`pocket` is the pocket model with its own task and data and the settings of `diffu-grpo/pocket.yaml`; the other sizes are
+`pocket` is the pocket model with its own task and data, as `diffu-grpo/pocket.yaml` trains it; the other sizes are
 random models on random words.
 """
 
@@ -27,8 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback, TrainingArguments
 
-ROOT = Path(__file__).parents[1]
-sys.path[1:1] = [str(ROOT), str(ROOT / "SFT"), str(ROOT / "diffu-grpo")]
+sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("", "SFT", "diffu-grpo"))
 
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
@@ -42,6 +41,7 @@ from d1.models import body_and_head, load_model, load_tokenizer
 from d1.sampling import Rollout, reveal_schedule
 from d1.tasks import load_task, text_of
 
+ROOT = Path(__file__).parents[1]
 WORDS = ["<pad>", "<bos>", "<eos>", "<mask>"]  # ids 0 to 3, as in random_model's config
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<bos> {{ message['content'] }} "
@@ -50,7 +50,7 @@ TEMPLATE = (
 
 
 class Clock:
-    """Seconds by phase, of the clock and of the processor. A phase entered within another stops the outer one's clock."""
+    """Wall and processor seconds by phase. A phase entered within another stops the outer one's clock."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = defaultdict(float)

@@ -34,7 +34,7 @@ def test_samplers_race_with_a_peer_that_is_given_the_same_task(tmp_path, capsys)
     )
     written = report("sampler", tmp_path, "--peer", str(peer))
     assert set(written["results"]) == {"bare body", "exact", "published", "peer"}
-    assert set(written["machine"]) >= {"cpu", "cores", "threads", "torch"}
+    assert set(written["machine"]) >= {"processor", "cores", "threads", "PyTorch"}
     peer.write_text("x = 1\n")
     with pytest.raises(ValueError, match="no function `generate`"):
         report("sampler", tmp_path, "--peer", str(peer))
