@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
+from sft_data import preprocess_dataset as preprocess_dataset  # d1's users import it from here
 from sft_loss import hidden_token_losses
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -41,9 +42,9 @@ class Slot(NamedTuple):
 class dLLMSFTDataset(torch.utils.data.Dataset):
     """Completion-only rows: `input_ids`, `answer` (bool, what is trained on) and what their noise is drawn from.
 
-    Training rows are asked for by a `Slot`. With `eval`, every row appears `eval_draws` times, its times spread over
-    [0, 1] so that all draws together lie on an even grid; rows come sorted by length, so that batches need little
-    padding.
+    Training rows are asked for by a `Slot`; a plain number is that row in epoch 0. With `eval`, every row appears
+    `eval_draws` times, its times spread over [0, 1] so that all draws together lie on an even grid; rows come sorted by
+    length, so that batches need little padding.
 
     Args:
         rows: a data set of `sft_data.preprocess_dataset`.
@@ -89,12 +90,14 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
 
     def __getitems__(self, places: Sequence[Slot | int]) -> list[dict[str, Any]]:
         """A batch, as DataLoader asks for it: its rows are read at once, which takes a third of the time."""
-        slots = [place if isinstance(place, Slot) else self.evaluation_slot(place) for place in places]
+        slots = [place if isinstance(place, Slot) else self.slot(place) for place in places]
         rows = self.rows.__getitems__([max(slot.row, 0) for slot in slots])
         return [self.item(*both) for both in zip(slots, rows, strict=True)]
 
-    def evaluation_slot(self, place: int) -> Slot:
-        """The row and t of an evaluation draw, whose number stands in the epoch's place."""
+    def slot(self, place: int) -> Slot:
+        """A row as in epoch 0; with `eval`, the row and t of a draw, whose number stands in the epoch's place."""
+        if not self.eval:
+            return Slot(range(len(self))[place])
         position, draw = divmod(place, self.eval_draws)
         row = self.order[position]
         t = (draw + (self.place[row] + 0.5) / len(self.rows)) / self.eval_draws

@@ -50,8 +50,8 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
     if not checkpoints:
         raise FileNotFoundError(f"no checkpoint-* folder in {run}")
     fill_from_run(args, run)
-    common = [part for name in TRAINED_WITH if (value := getattr(args, name)) for part in (f"--{name}", str(value))]
-    common += flags
+    settings = {name: str(value) for name in TRAINED_WITH if (value := getattr(args, name)) is not None}
+    common = [part for name, value in settings.items() for part in (f"--{name}", value)] + flags
     chosen = run / "eval" / "selected.json"
     names = [checkpoint.name for checkpoint in checkpoints]
     if not chosen.exists():
@@ -59,13 +59,18 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
             evaluate(checkpoint, "validation", args.validation_file, run / "eval" / "validation", common)
         rows = {name: read_row(run / "eval" / "validation", name, args.dataset) for name in names}
         best = max(names, key=lambda name: (rows[name].accuracy or 0.0, -names.index(name)))
-        selection = {"checkpoint": best, "validation": {name: asdict(row) for name, row in rows.items()}}
+        selection = {"checkpoint": best, "settings": settings}
+        selection["validation"] = {name: asdict(row) for name, row in rows.items()}
         write_atomically(chosen, json.dumps(selection, indent=1))
     selection = json.loads(chosen.read_text())
     if list(selection["validation"]) != names:
         raise ValueError(
             f"{chosen} chose from {', '.join(selection['validation'])}, now there are {', '.join(names)}: the test set "
             f"has been used for that choice. Move {chosen.parent} away to choose anew"
+        )
+    if selection["settings"] != settings:
+        raise ValueError(
+            f"{chosen} chose with {selection['settings']}, not {settings}: move {chosen.parent} away first"
         )
     best = selection["checkpoint"]
     evaluate(run / best, "test", args.test_file, run / "eval" / "test", common)

@@ -86,6 +86,17 @@ def test_estimate_is_unbiased(mode: str, tmp_path: Path) -> None:
     assert np.mean(means) == pytest.approx(exact, abs=4 * error)
 
 
+def test_a_plain_number_is_a_row_in_epoch_0() -> None:
+    tokenizer: Any = ThreeTokens()
+    dataset = dLLMSFTDataset(make_rows([4, 6, 5]), tokenizer, 64)
+    assert [len(row["input_ids"]) for row in dataset] == [4, 6, 5]
+    assert dataset[1] == dataset[Slot(1)] == dataset[-2]
+    (batch,) = torch.utils.data.DataLoader(dataset, batch_size=3, collate_fn=dLLMDataCollator(tokenizer))
+    assert torch.equal(
+        batch["input_ids"], dLLMDataCollator(tokenizer)([dataset[Slot(i)] for i in range(3)])["input_ids"]
+    )
+
+
 def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone() -> None:
     tokenizer: Any = ThreeTokens()
     collate = dLLMDataCollator(tokenizer)

@@ -202,6 +202,9 @@ def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_mode
     tested = [path.name for path in (run / "eval" / "test").iterdir()]
     assert tested
     assert all("checkpoint-10" in name for name in tested)
+    longer = bash(EVAL / "eval_checkpoints.sh", run, "--dataset", task, "--gen_length", "16")
+    assert longer.returncode == 1
+    assert "'gen_length': '12'" in longer.stderr
     (run / "checkpoint-10").rename(run / "checkpoint-11")
     again = bash(EVAL / "eval_checkpoints.sh", run, "--dataset", task)
     assert again.returncode == 1
