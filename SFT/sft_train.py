@@ -27,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from d1.adapters import lora_targets, merge_adapter
 from d1.convert import merge
 from d1.models import load_model, load_tokenizer
-from d1.runs import check_processes, is_finished, leave, log_without_account, save_record
+from d1.runs import check_processes, copy_model, is_finished, leave, log_without_account, save_record
 
 logger = logging.getLogger(__name__)
 
@@ -290,8 +290,8 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     if checkpoint and (is_finished(checkpoint, training) or is_out_of_patience(checkpoint, args.early_stop)):
         # Only what comes after training is left to do.
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
-        trainer._load_from_checkpoint(trainer.state.best_model_checkpoint or checkpoint)
-        trainer._save(str(folder))
+        if training.should_save:
+            copy_model(trainer.state.best_model_checkpoint or checkpoint, folder)
     else:
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()

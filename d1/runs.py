@@ -24,6 +24,13 @@ logger = logging.getLogger(__name__)
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes")
 
+# Of the Trainer, DeepSpeed, FSDP and diffu-GRPO.
+ONLY_TO_RESUME = (
+    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
+    *("global_step*", "latest", "zero_to_fp32.py", "pytorch_model_fsdp*"),
+    *("rollout_rank*", "reference.safetensors"),
+)
+
 
 @contextlib.contextmanager
 def staged_checkpoint(trainer: Any) -> Iterator[Path]:
@@ -126,6 +133,11 @@ def is_finished(checkpoint: str | None, args: TrainingArguments) -> bool:
     if args.max_steps > 0:
         return state.global_step >= args.max_steps
     return state.num_train_epochs == args.num_train_epochs and state.global_step >= state.max_steps
+
+
+def copy_model(checkpoint: str, output_dir: str | Path) -> None:
+    """The files of a checkpoint without those that only a resume needs: what a Trainer saves at the end of a run."""
+    shutil.copytree(checkpoint, output_dir, ignore=shutil.ignore_patterns(*ONLY_TO_RESUME), dirs_exist_ok=True)
 
 
 def log_without_account(folder: str | Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,7 +35,15 @@ from trl.trainer.utils import get_callable_name
 
 from d1.adapters import merge_adapter
 from d1.models import load_model, load_tokenizer
-from d1.runs import check_processes, checkpoint_to_resume, is_finished, leave, log_without_account, save_record
+from d1.runs import (
+    check_processes,
+    checkpoint_to_resume,
+    copy_model,
+    is_finished,
+    leave,
+    log_without_account,
+    save_record,
+)
 from d1.tasks import load_task, text_of
 
 logger = logging.getLogger(__name__)
@@ -113,6 +122,17 @@ def check_same_run(checkpoint: str, args: DiffuGRPOConfig, model_args: ModelConf
             f"{record.parent} holds another run, of {', '.join(changed)}: continue it with its own settings, or choose "
             "another output_dir"
         )
+
+
+def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:
+    """All that is left to do where a run was killed between its last checkpoint and its end."""
+    states = [Path(folder) / "trainer_state.json" for folder in (checkpoint, str(args.output_dir))]
+    steps = [TrainerState.load_from_json(str(state)).global_step for state in states if state.exists()]
+    if steps[1:] != steps[:1]:
+        best = TrainerState.load_from_json(str(states[0])).best_model_checkpoint
+        copy_model(best if args.load_best_model_at_end and best else checkpoint, str(args.output_dir))
+        shutil.copy(states[0], states[1])
+    logger.info("%s is finished: there is nothing left to train.", args.output_dir)
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
@@ -252,13 +272,18 @@ class TimeLeft(TrainerCallback):
 
 def main(
     args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None = None
-) -> DiffuGRPOTrainer:
+) -> DiffuGRPOTrainer | None:
+    """Trains; returns the trainer, or None where the run was finished already."""
     check_processes(args.world_size)
     check_settings(args, model_args)
     checkpoint = checkpoint_to_resume(str(args.output_dir), args.resume_from_checkpoint)
     if checkpoint:
         check_same_run(checkpoint, args, model_args)
         args.eval_on_start = False  # it was, at the start
+        if is_finished(checkpoint, args):
+            if args.should_save:
+                save_finished(checkpoint, args)
+            return None
     task = load_task(args.dataset)
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args)
@@ -288,10 +313,7 @@ def main(
         callbacks=callbacks,
     )
     trainer.add_callback(TimeLeft(trainer.rollout_seconds))
-    if is_finished(checkpoint, args):
-        trainer._load_from_checkpoint(checkpoint)
-    else:
-        trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(args.output_dir)
     trainer.save_state()
     trainer.accelerator.wait_for_everyone()

@@ -89,7 +89,8 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, change, message):
 
 
 def run_main(tmp_path, model_args=None, callbacks=None, **changes):
-    diffu_grpo_train.main(DiffuGRPOConfig(**settings(tmp_path, **changes)), model_args or ModelConfig(), callbacks)
+    args = DiffuGRPOConfig(**settings(tmp_path, **changes))
+    return diffu_grpo_train.main(args, model_args or ModelConfig(), callbacks)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +306,22 @@ def test_flags_that_are_gone_say_what_replaced_them(tmp_path, name, replaced_by)
     fields = DiffuGRPOConfig.__dataclass_fields__.keys() | ModelConfig.__dataclass_fields__.keys()
     assert not fields & diffu_grpo_train.RENAMED.keys()
     assert all(re.match(r"\w+", new)[0] in fields for new in diffu_grpo_train.RENAMED.values())
+
+
+def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(tiny_model_dir, tmp_path):
+    once = {"model_path": str(tiny_model_dir), "max_steps": 2, "num_iterations": 2, "save_steps": 2, **TINY}
+    again = {"resume_from_checkpoint": "true", **once}
+    run_main(tmp_path, **once)
+    folder = tmp_path / "run"
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert run_main(tmp_path, **again) is None
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == files
+    for name in files.keys() - {"run.json"}:  # as if it had been killed right after its last checkpoint
+        (folder / name).unlink()
+    assert run_main(tmp_path, **again) is None
+    assert {path.name for path in folder.iterdir() if path.is_file()} == files.keys()
+    assert (folder / "model.safetensors").read_bytes() == files["model.safetensors"]
+    assert run_main(tmp_path, **{**again, "max_steps": 3}).state.global_step == 3
 
 
 def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
