@@ -150,17 +150,3 @@ def test_processes_that_would_each_train_alone_are_refused(tiny_model_dir, tmp_p
     )
     assert done.returncode != 0
     assert "2 processes were started, but each would train alone" in done.stderr
-
-
-def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
-    (tmp_path / "checkpoint-2").mkdir()
-    done = subprocess.run(
-        command(tiny_model_dir, tmp_path),
-        cwd=ROOT / "diffu-grpo",
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "holds another run (checkpoint-2): add --resume_from_checkpoint true" in done.stderr
