@@ -1,10 +1,12 @@
-"""python benchmarks/scaling.py [--size tiny] [--repeats 3] [--output_dir DIR] [--peak_tflops 989 --bandwidth_tb 3.35]
+"""python benchmarks/scaling.py [--size pocket] [--repeats 3] [--output_dir DIR] [--peak_tflops 989 --bandwidth_tb 3.35]
 
 Measures how a rollout's and a scoring pass's time and peak memory grow with canvas length, rows, mu and vocabulary, one
-at a time, fits time ~ x^a and memory ~ x^a by least squares on logarithms, and projects LLaDA-8B on 1 to 64 GPUs from a
-roofline. The projection is arithmetic, not a measurement: a forward pass takes as long as its floating-point operations
-at `--efficiency` of the peak, or as reading its weights once, whichever is longer; data parallel, LoRA, bf16; GPUs that
-have fewer than one row are idle; the adapter's all-reduce is counted, everything else is not.
+at a time, and fits time ~ x^a and memory ~ x^a by least squares on logarithms. Then runs the real RL trainer in one and
+in two processes (gloo, data parallel). Last, projects LLaDA-8B on 1 to 64 GPUs from a roofline. The projection is
+arithmetic, not a measurement: a forward pass takes as long as its floating-point operations at `--efficiency` of the
+peak, or as reading its weights once, whichever is longer; data parallel, LoRA, bf16; GPUs that have fewer than one row
+are idle; the adapter's all-reduce is counted, everything else is not. `--efficiency measured` takes that of a forward
+pass of LLaDA-8B's shape on the GPU here.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +26,38 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.bench import our_scores
-from benchmarks.machine import MASK, SIZES, describe, peak_bytes, random_model, random_prompts, seconds
+from benchmarks.machine import (
+    MASK,
+    SIZES,
+    describe,
+    our_scores,
+    peak_bytes,
+    random_model,
+    random_prompts,
+    scoring_inputs,
+    seconds,
+    write_report,
+)
 from d1 import sampling
+from d1.models import body_and_head
+from d1.runs import leave
 
 BASE = {"length": 64, "rows": 2, "mu": 2, "vocabulary": 2048}
 GROWTH = {"length": (64, 128, 256), "rows": (2, 4, 8), "mu": (2, 4, 8), "vocabulary": (2048, 8192, 32768)}
 PROMPT, BLOCK, STEPS_PER_TOKEN = 64, 32, 0.5
+MEANING = {
+    "length": "a rollout's steps and passes both grow, its time towards 2 and beyond once attention weighs, scoring's "
+    "towards 1; memory is the body's states and a chunk of logits, towards 1",
+    "rows": "time towards 1 once a pass is large enough to fill the processor, memory 1",
+    "mu": "one scoring pass a mask, one after the other: time 1, memory 0; the rollout knows no mu",
+    "vocabulary": "only the head grows, at hidden and scored positions: towards 1 where it outweighs the body",
+}
 
-LLADA = {"layers": 32, "hidden": 4096, "feed_forward": 12_288, "vocabulary": 126_464}
+# The RL trainer in processes: rows a process, and what is compared with one process
+PROCESSES = {"1 process": (1, 4), "2 processes, as many rows each": (2, 4), "2 processes, half the rows each": (2, 2)}
+RL = {"size": "60m", "prompt": 32, "length": 32, "block": 16, "steps": 16, "mu": 2}
+
+LLADA = dict(zip(("vocabulary", "hidden", "feed_forward", "layers", "heads"), SIZES["llada"], strict=True))
 # d1's RL run: 96 completions an optimizer step, each rollout used mu times; LoRA of rank 128 on all linear layers.
 D1 = {"completions": 96, "prompt": 200, "length": 256, "steps": 128, "block": 32, "mu": 12, "lora_rank": 128}
 
@@ -44,13 +72,12 @@ def measure(size: str, at: dict[str, int], repeats: int) -> dict[str, float]:
     """Processor seconds (median) and peak bytes of a rollout and of scoring it under mu masks."""
     model = random_model(size, at["vocabulary"])
     ids, mask = random_prompts(model, at["rows"], PROMPT)
-    completion, _ = random_prompts(model, at["rows"], at["length"])
-    noise = torch.rand(at["rows"], at["mu"], PROMPT, generator=torch.Generator().manual_seed(0)).to(ids.device) < 0.15
+    inputs = scoring_inputs(model, argparse.Namespace(prompt=PROMPT, **at))
     lengths = {"gen_length": at["length"], "block_length": BLOCK, "steps": int(at["length"] * STEPS_PER_TOKEN)}
     options: dict[str, Any] = {"mask_token_id": MASK, **lengths}
     runs = {
         "rollout": lambda: sampling.generate(model, ids, mask, **options),
-        "scoring": torch.no_grad()(lambda: our_scores(model, ids, mask, completion, noise)),
+        "scoring": torch.no_grad()(lambda: our_scores(model, *inputs)),
     }
     kind = 0 if torch.cuda.is_available() else 1
     found = {}
@@ -70,12 +97,69 @@ def grow(size: str, repeats: int) -> dict[str, dict[str, Any]]:
     return results
 
 
-def forward_flops(rows: float, tokens: int, scored: int) -> float:
+def run_processes(repeats: int, settings: dict[str, Any] | None = None) -> dict[str, dict[str, float]]:
+    """Wall seconds of one rollout and its mu updates by phase, for each of `PROCESSES` (launched, real).
+
+    Ideal are the seconds of one process where each has as many rows (twice the work done), half of them where each has
+    half the rows. `efficiency` is the ideal over the measured.
+    """
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (count, rows) in PROCESSES.items():
+            out = Path(folder) / "seconds.json"
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+            worker = json.dumps({**(settings or RL), "rows": rows, "repeats": repeats, "out": str(out)})
+            subprocess.run(
+                [*launch, __file__, "--worker", worker], check=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+            )
+            phases = json.loads(out.read_text())
+            if phases.pop("world_size") != count:
+                raise RuntimeError(f"{count} processes were launched, but each trained alone")
+            row = {"processes": count, "rows a process": rows, "whole": sum(phases.values())}
+            results[name] = row | {phase: phases[phase] for phase in ("rollout", "scoring", "update", "optimizer")}
+            one = next(iter(results.values()))
+            ideal = one["whole"] * rows / one["rows a process"]
+            results[name]["efficiency"] = ideal / row["whole"]
+    return results
+
+
+def work(settings: dict[str, Any]) -> None:
+    """One process of `run_processes`: a warm-up and `repeats` rollouts with their updates; the first writes."""
+    from benchmarks import steps
+
+    args, clock, rounds = argparse.Namespace(**settings), steps.Clock(), []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = steps.rl_trainer(steps.DiffuGRPOTrainer, args, Path(folder), clock)
+        for _ in range(args.repeats + 1):
+            clock.wall.clear()
+            trainer.train()
+            rounds.append(dict(clock.wall))
+    if trainer.accelerator.is_main_process:
+        medians = {phase: statistics.median(found[phase] for found in rounds[1:]) for phase in rounds[0]}
+        Path(args.out).write_text(json.dumps(medians | {"world_size": trainer.accelerator.num_processes}))
+    trainer.accelerator.end_training()
+    leave()
+
+
+def forward_flops(rows: float, tokens: int, scored: int, shape: dict[str, int] = LLADA) -> float:
     """Of one pass over `rows` sequences of `tokens`, the head at `scored` positions each: 2 a weight and token, and
     4 x hidden x tokens a token and layer for attention."""
-    weights = LLADA["layers"] * (4 * LLADA["hidden"] ** 2 + 3 * LLADA["hidden"] * LLADA["feed_forward"])
-    attention = LLADA["layers"] * 4 * LLADA["hidden"] * tokens
-    return rows * (tokens * (2 * weights + attention) + scored * 2 * LLADA["hidden"] * LLADA["vocabulary"])
+    weights = shape["layers"] * (4 * shape["hidden"] ** 2 + 3 * shape["hidden"] * shape["feed_forward"])
+    attention = shape["layers"] * 4 * shape["hidden"] * tokens
+    return rows * (tokens * (2 * weights + attention) + scored * 2 * shape["hidden"] * shape["vocabulary"])
+
+
+def measured_efficiency(peak_tflops: float, size: str = "llada", repeats: int = 5) -> float:
+    """Share of the peak that a forward pass of 6 rows at d1's lengths reaches, the head at half a block."""
+    model = random_model(size)
+    tokens, scored = D1["prompt"] + D1["length"], D1["block"] // 2
+    ids, _ = random_prompts(model, 6, tokens)
+    body, head = body_and_head(model)
+    run = torch.no_grad()(lambda: head(body(ids, None)[:, -scored:]))
+    run()
+    taken = statistics.median(seconds(run)[0] for _ in range(repeats))
+    shape = dict(zip(LLADA, SIZES[size], strict=True))
+    return forward_flops(6, tokens, scored, shape) / taken / (peak_tflops * 1e12)
 
 
 def forward_seconds(rows: float, tokens: int, scored: int, args: argparse.Namespace) -> float:
@@ -98,7 +182,6 @@ def project(gpus: int, args: argparse.Namespace) -> dict[str, float]:
     reduce = 0.0 if gpus == 1 else 2 * 4 * adapter * (gpus - 1) / gpus / (args.network_gb * 1e9)
     step = rollout / D1["mu"] + 2 * once + 3 * once + reduce
     return {
-        "gpus": gpus,
         "rows a GPU": rows,
         "rollout tokens/s": D1["completions"] * D1["length"] / rollout,
         "optimizer step seconds": step,
@@ -107,42 +190,59 @@ def project(gpus: int, args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def as_markdown(report: dict[str, Any]) -> str:
-    lines = [f"{key}: {value}  " for key, value in (report["machine"] | report["settings"]).items()]
-    keys = list(next(iter(report["growth"].values()))["exponents"])
-    lines += ["", f"| exponent in | {' | '.join(keys)} |", "| --- |" + " --- |" * len(keys)]
-    for name, found in report["growth"].items():
-        lines.append(f"| {name} | {' | '.join(format(found['exponents'][key], '.2f') for key in keys)} |")
-    columns = list(report["projection"][0])
-    lines += ["", "LLaDA-8B, by roofline, not measured:", ""]
-    lines += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
-    lines += [f"| {' | '.join(f'{row[c]:.4g}' for c in columns)} |" for row in report["projection"]]
-    return "\n".join(lines) + "\n"
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SIZES), default="tiny", help="the body; vocabularies are our own")
+    parser.add_argument("--size", choices=list(SIZES), default="pocket", help="the body; vocabularies are our own")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peak_tflops", type=float, default=989.0, help="dense bf16 peak of a GPU (default: H100 SXM)")
     parser.add_argument("--bandwidth_tb", type=float, default=3.35, help="memory bandwidth, TB/s")
     parser.add_argument("--network_gb", type=float, default=50.0, help="all-reduce bandwidth a GPU, GB/s")
-    parser.add_argument("--efficiency", type=float, default=0.4, help="share of the peak that is reached")
+    parser.add_argument("--efficiency", default="0.4", help="share of the peak that is reached, or 'measured'")
     parser.add_argument("--output_dir", default="benchmark_results")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # one process of run_processes, its settings as json
     return parser
 
 
+def efficiency(args: argparse.Namespace) -> float:
+    """`--efficiency` as a number.
+
+    Raises:
+        ValueError: neither a share nor "measured", or "measured" without a GPU.
+    """
+    if args.efficiency == "measured":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "--efficiency measured needs a CUDA device; without one give a share of the peak, e.g. 0.4"
+            )
+        return measured_efficiency(args.peak_tflops)
+    try:
+        share = float(args.efficiency)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(f"--efficiency must be in (0, 1] or 'measured', got {args.efficiency}")
+    return share
+
+
 def main(args: argparse.Namespace) -> None:
-    if not 0 < args.efficiency <= 1:
-        raise ValueError(f"--efficiency must be in (0, 1], got {args.efficiency}")
-    settings = {key: value for key, value in vars(args).items() if key != "output_dir"}
-    report: dict[str, Any] = {"machine": describe(), "settings": settings, "growth": grow(args.size, args.repeats)}
-    report["projection"] = [project(gpus, args) for gpus in (1, 2, 4, 8, 16, 32, 64)]
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scaling.json").write_text(json.dumps(report, indent=1))
-    (folder / "scaling.md").write_text(as_markdown(report))
-    sys.stdout.write(as_markdown(report))
+    if args.worker:
+        return work(json.loads(args.worker))
+    args.efficiency = efficiency(args)
+    settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "worker")}
+    growth = grow(args.size, args.repeats)
+    report: dict[str, Any] = {"machine": describe(), "settings": settings}
+    report["measured"] = {
+        f"{name} {value}": row
+        for name, found in growth.items()
+        for value, row in zip(found["values"], found["measured"], strict=True)
+    }
+    report["fitted exponents"] = {f"in {name}": found["exponents"] for name, found in growth.items()}
+    report["the RL trainer in processes, wall seconds a rollout and its updates"] = run_processes(args.repeats)
+    report["LLaDA-8B by roofline, not measured"] = {
+        f"{gpus} GPU{'s' * (gpus > 1)}": project(gpus, args) for gpus in (1, 2, 4, 8, 16, 32, 64)
+    }
+    report["remarks"] = [f"- {name}: {meaning}." for name, meaning in MEANING.items()]
+    write_report(report, args.output_dir, "scaling")
 
 
 if __name__ == "__main__":

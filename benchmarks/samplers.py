@@ -1,0 +1,182 @@
+"""python benchmarks/samplers.py --model_path runs/demo/seed0/sft_grpo [--gen_length 32] [--problems 1000]
+
+What each sampler costs in accuracy and saves in work, on fresh Sudoku puzzles, greedy: exact solves, forward passes and
+tokens fed through the model a problem, processor seconds. Everything is compared with the exact sampler at gen_length / 2
+steps in blocks of 8, problem by problem. Writes `samplers_<gen_length>.json` and `.md` to --output_dir.
+
+The puzzles' solution grids are those of the test split, which no training sees; the puzzles are drawn anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import math
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[1:1] = [str(ROOT), str(ROOT / "dataset")]
+
+from make_problems import solution_grids, sudoku_puzzles
+
+from benchmarks.machine import describe, race, write_report
+from d1.models import load_model, load_tokenizer
+from d1.sampling import Rollout, choose_sampler, rollout
+from d1.tasks import load_task
+
+BASE = "exact"
+Z95 = 1.959963984540054
+
+
+def settings(length: int) -> dict[str, dict[str, Any]]:
+    """Name in the table -> block length (8), most steps (length / 2), sampler and its options, EOS stop (on).
+
+    The levels were chosen on validation puzzles; "one block" is the whole canvas at once.
+    """
+    whole = {"block": length}
+    return {
+        BASE: {"stop": False},
+        "exact, EOS stop": {},
+        "exact, one block": whole,
+        "exact, one block, 4 steps": whole | {"steps": 4},
+        "cached: prefix": {"sampler": "cached", "kv_cache": "prefix"},
+        "cached: dual": {"sampler": "cached", "kv_cache": "dual"},
+        "parallel: threshold 0.9": {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.9},
+        "parallel: factor 1": {"sampler": "parallel", "reveal": "factor", "reveal_level": 1.0},
+        "parallel: entropy 0.3": {"sampler": "parallel", "reveal": "entropy", "reveal_level": 0.3},
+        "parallel: threshold 0.8, one block, at most 4 steps": whole
+        | {"steps": 4, "sampler": "parallel", "reveal": "threshold", "reveal_level": 0.8},
+        "parallel: factor 2, one block, at most 4 steps": whole
+        | {"steps": 4, "sampler": "parallel", "reveal": "factor", "reveal_level": 2.0},
+        "parallel: entropy 1.75, one block, at most 4 steps": whole
+        | {"steps": 4, "sampler": "parallel", "reveal": "entropy", "reveal_level": 1.75},
+        "cached+parallel: dual, factor 1.5, two blocks": {"block": length // 2, "sampler": "cached+parallel"}
+        | {"kv_cache": "dual", "reveal": "factor", "reveal_level": 1.5},
+        "cached+parallel: prefix, factor 1.5, one block": whole
+        | {"sampler": "cached+parallel", "kv_cache": "prefix", "reveal": "factor", "reveal_level": 1.5},
+    }
+
+
+def fresh_problems(count: int, seed: int) -> Any:
+    """Rows of `count` new puzzles on the test split's solution grids."""
+    task = load_task("sudoku")
+    solutions = sorted(set(task.load_rows("test")["ground_truth"]))
+    puzzles = sudoku_puzzles(solutions, count, solution_grids(), random.Random(seed))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "puzzles.csv"
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows([("Puzzle", "Solution"), *puzzles])
+        return task.load_rows("test", str(path))
+
+
+def sample(
+    model: Any,
+    tokenizer: Any,
+    prompts: Tensor,
+    length: int,
+    batch: int,
+    *,
+    block: int = 8,
+    steps: int | None = None,
+    stop: bool = True,
+    sampler: str = "exact",
+    **options: Any,
+) -> list[Rollout]:
+    return [
+        rollout(
+            model,
+            rows,
+            torch.ones_like(rows),
+            mask_token_id=tokenizer.mask_token_id,
+            gen_length=length,
+            block_length=block,
+            steps=steps or length // 2,
+            eos_token_ids=[tokenizer.eos_token_id] if stop else None,
+            sampler=choose_sampler(sampler, **options),
+        )
+        for rows in prompts.split(batch)
+    ]
+
+
+def solved(rollouts: list[Rollout], tokenizer: Any, width: int, rows: Any) -> list[float]:
+    """1 for each problem whose completion, up to its end, holds the solution."""
+    texts = [
+        tokenizer.decode(ids).split(tokenizer.eos_token)[0] for part in rollouts for ids in part.ids[:, width:].tolist()
+    ]
+    return [load_task("sudoku").score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)]
+
+
+def with_margin(values: list[float]) -> tuple[float, float]:
+    """Mean of values a problem, and half of its 95% interval (normal approximation), in points."""
+    return 100 * statistics.fmean(values), 100 * Z95 * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    model, tokenizer = load_model(args.model_path), load_tokenizer(args.model_path)
+    rows = fresh_problems(args.problems, args.seed)
+    prompts = torch.tensor(
+        tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False)
+    )
+    runs = {
+        name: functools.partial(sample, model, tokenizer, prompts, args.gen_length, args.batch, **options)
+        for name, options in settings(args.gen_length).items()
+    }
+    right: dict[str, list[float]] = {}
+    work: dict[str, tuple[float, float]] = {}
+    for name, run in runs.items():
+        parts = run()
+        right[name] = solved(parts, tokenizer, prompts.shape[1], rows)
+        counts = torch.cat([torch.stack([part.passes, part.tokens]) for part in parts], dim=1).double().mean(1)
+        work[name] = (counts[0].item(), counts[1].item())
+    times = race(runs, args.repeats, base=BASE)
+    results = {}
+    for name in runs:
+        accuracy, margin = with_margin(right[name])
+        gain, gain_margin = with_margin([a - b for a, b in zip(right[name], right[BASE], strict=True)])
+        passes, tokens = work[name]
+        results[name] = {
+            "exact solves, %": accuracy,
+            "±": margin,
+            "minus exact": gain,
+            "± of it": gain_margin,
+            "forward passes": passes,
+            "tokens": tokens,
+            "times fewer tokens": work[BASE][1] / tokens,
+            "times faster": 1 / times[name]["ratio"],
+        }
+    return results
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="a pocket model, e.g. of `make demo`")
+    parser.add_argument("--gen_length", type=int, default=32)
+    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=125, help="problems sampled at once")
+    parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
+    parser.add_argument("--seed", type=int, default=0, help="of the puzzles")
+    parser.add_argument("--output_dir", default="benchmark_results")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.problems < 2 or args.gen_length < 8 or args.gen_length % 8:
+        raise ValueError(
+            f"need at least 2 problems and a gen_length in blocks of 8, got {args.problems} and {args.gen_length}"
+        )
+    named = {key: value for key, value in vars(args).items() if key not in ("output_dir", "model_path")}
+    report = {"machine": describe(), "settings": named, "results": measure(args)}
+    write_report(report, args.output_dir, f"samplers_{args.gen_length}")
+
+
+if __name__ == "__main__":
+    main(make_parser().parse_args())
