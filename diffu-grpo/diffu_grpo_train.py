@@ -57,6 +57,14 @@ RENAMED = {  # names that d1's settings have and TRL and Transformers no longer 
     "wandb_log_unique_prompts": "log_unique_prompts",
 }
 
+ONLY = {  # settings of TRL's that nothing here reads, and their defaults
+    "model_init_kwargs": None,
+    "cast_lm_head_to_fp32": False,
+    "model_revision": "main",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": None,
+}
+
 # What a checkpoint's rollout, counters and weights belong to.
 SAME_RUN = (
     "model_path",
@@ -95,6 +103,10 @@ def check_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
         raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
     if model_args.model_name_or_path:
         raise ValueError("--model_name_or_path is not used here; the model is --model_path")
+    for name, only in ONLY.items():
+        value = getattr(args if hasattr(args, name) else model_args, name)
+        if value != only:
+            raise ValueError(f"{name}={value!r} would be ignored here: leave it at {only!r}")
     if model_args.load_in_8bit:
         raise ValueError("8-bit loading is not supported; use --load_in_4bit (NF4)")
     if model_args.load_in_4bit and not (torch.cuda.is_available() and model_args.use_peft):

@@ -115,6 +115,13 @@ def test_four_bit_weights_without_a_gpu_are_refused(tmp_path):
         run_main(tmp_path, ModelConfig(load_in_4bit=True, use_peft=False))
 
 
+def test_settings_that_would_be_ignored_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="bnb_4bit_quant_type='fp4' would be ignored"):
+        run_main(tmp_path, ModelConfig(bnb_4bit_quant_type="fp4"))
+    with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True would be ignored"):
+        run_main(tmp_path, cast_lm_head_to_fp32=True)
+
+
 def test_a_dataset_without_the_columns_of_a_reward_is_refused(tmp_path):
     task = tmp_path / "lacking.py"
     task.write_text(
