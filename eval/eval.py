@@ -237,7 +237,8 @@ def task_name(args: argparse.Namespace) -> str:
 def setup_name(args: argparse.Namespace) -> str:
     """`{task}_{model}_{gen_length}_{steps}`, the model being named after its folder."""
     path = Path(args.checkpoint_path or args.model_path)
-    parts = [path.resolve().parent.name, path.name] if path.name.startswith("checkpoint-") else [path.resolve().name]
+    within_run = path.name.startswith("checkpoint-") or path.name == "merged"
+    parts = [path.resolve().parent.name, path.name] if within_run else [path.resolve().name]
     if args.split != "test":
         parts.append(args.split)
     if args.few_shot:

@@ -64,12 +64,16 @@ def read_setups(folder: str | Path) -> list[Setup]:
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: run eval.py first, or name the folder of its results")
     ranks: dict[str, dict[int, Path]] = {}
+    setups = []
     for path in sorted(folder.glob("*_generations.json")):
         if match := FILE_NAME.fullmatch(path.name):
             ranks.setdefault(match["setup"], {})[int(match["rank"])] = path
-    if not ranks:
+        else:
+            error = f"{path.name}: not read, because its name is not TASK_MODEL_LENGTH_STEPS_RANK_generations.json"
+            setups.append(Setup(path.name, "unknown", "", 0, None, errors=[error]))
+    if not ranks and not setups:
         raise FileNotFoundError(f"no generation files ({FILE_NAME.pattern}) in {folder}: run eval.py first")
-    setups = [read_setup(name, files) for name, files in ranks.items()]
+    setups += [read_setup(name, files) for name, files in ranks.items()]
     return sorted(setups, key=lambda setup: (setup.task, setup.model, setup.gen_length, setup.name))
 
 

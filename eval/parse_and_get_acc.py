@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--compare",
         nargs=2,
         metavar=("A", "B"),
-        help="paired difference of two setups: their names in FOLDER, or FOLDER/NAME",
+        help="paired difference of two setups: their names in FOLDER, OTHER_FOLDER/NAME, or a folder of one setup",
     )
     parser.add_argument("--plot", metavar="PNG", help="draw accuracy by length beside d1's published figures")
     parser.add_argument("--allow-partial", action="store_true", help="exit with 0 even if problems are missing")
@@ -82,8 +82,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def find_setup(name: str, folder: str) -> Setup:
-    """A setup by its name in `folder`, or by `other_folder/name`."""
+    """A setup by its name in `folder`, by `other_folder/name`, or by a folder that holds it alone."""
     path = Path(name)
+    if path.is_dir() and len(alone := read_setups(path)) == 1:
+        return alone[0]
     where = path.parent if path.parent != Path() else Path(folder)
     setups = {setup.name: setup for setup in read_setups(where)}
     if path.name not in setups:

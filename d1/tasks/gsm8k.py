@@ -88,7 +88,7 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_correct(text: str, gold: float) -> bool:
-    if not isinstance(gold, int | float):
+    if not isinstance(gold, int | float) or isinstance(gold, bool) or not math.isfinite(gold):
         raise ValueError(f"the ground truth must be a number, got {gold!r}")
     answer = extract(text)
     return answer is not None and math.isclose(answer, gold, rel_tol=1e-9, abs_tol=1e-9)

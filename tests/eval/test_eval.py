@@ -404,6 +404,7 @@ def test_file_names_tell_setups_apart(tmp_path):
         return evaluation.setup_name(evaluation.make_parser().parse_args([*required, *flags]))
 
     assert name() == "math_sft_checkpoint-20_128_64"
+    assert name("--model_path", "runs/sft/merged") == "math_sft_merged_128_64"
     assert name("--model_path", "GSAI-ML/LLaDA-8B-Instruct") == "math_LLaDA-8B-Instruct_128_64"
     assert name("--split", "validation", "--few_shot", "2", "--suffix", "a b") == (
         "math_sft_checkpoint-20_validation_fs2_a-b_128_64"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_malformed_items_are_named_and_the_rest_scored(tmp_path):
 
 
 BAD_TRUTHS: dict[str, list[Any]] = {
-    "gsm8k": [None, "eighteen", [1], {}],
+    "gsm8k": [None, "eighteen", [1], {}, math.nan],
     "math": [None, 5, ["1"]],
     "countdown": [None, "27", [], [[3, 4], "x"], [["3", {}], 1], [3, 4]],
     "sudoku": [None, "12", 12, ["1234341221434321"]],
@@ -134,6 +135,14 @@ def test_broken_files_are_named_and_the_others_read(tmp_path, content):
     row, _ = score_all(tmp_path)["sudoku_m_32_16"]
     assert (row.n, row.accuracy, row.complete) == (1, 100, False)
     assert "sudoku_m_32_16_0_generations.json" in row.errors[0]
+
+
+def test_a_file_of_another_name_is_named(tmp_path):
+    write(tmp_path, "sudoku_m_32_16", [item("sudoku", RIGHT["sudoku"])])
+    write(tmp_path, "sudoku_m_32_16_0", [item("sudoku", RIGHT["sudoku"])])
+    rows = {name: row for name, (row, _) in score_all(tmp_path).items()}
+    assert rows["sudoku_m_32_16"].accuracy == 100
+    assert "its name is not TASK_MODEL_LENGTH_STEPS_RANK" in rows["sudoku_m_32_16_generations.json"].errors[0]
 
 
 def test_unknown_tasks_are_errors_of_their_row(tmp_path):

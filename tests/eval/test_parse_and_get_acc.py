@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,13 +84,17 @@ def test_details_hold_every_problem(folder, tmp_path):
     assert details[0]["answers"] == [details[0]["ground_truth"]]
 
 
-def test_comparison(folder):
+def test_comparison(folder, tmp_path):
     done = run(folder, "--compare", "sudoku_base_32_16", folder / "sudoku_my_tuned_32_16", "--format", "json")
     result = json.loads(done.stdout)
     assert (done.returncode, result["shared"], result["difference"]) == (0, 8, 50)
     assert (result["b_better"], result["a_better"]) == (4, 0)
     assert result["p_value"] == pytest.approx(2 / 2**4)
     assert "p = 0.125" in run(folder, "--compare", "sudoku_base_32_16", "sudoku_my_tuned_32_16").stdout
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(folder / "sudoku_my_tuned_32_16_0_generations.json", alone)
+    assert "p = 0.125" in run(folder, "--compare", "sudoku_base_32_16", alone).stdout
     missing = run(folder, "--compare", "sudoku_base_32_16", "nothing")
     assert missing.returncode == 1
     assert "no setup 'nothing'" in missing.stderr
