@@ -1,8 +1,8 @@
 """python benchmarks/samplers.py --model_path runs/demo/seed0/sft_grpo [--gen_length 32] [--problems 1000]
 
 What each sampler costs in accuracy and saves in work, on fresh Sudoku puzzles, greedy: exact solves, forward passes and
-tokens fed through the model a problem, processor seconds. Everything is compared with the exact sampler at gen_length / 2
-steps in blocks of 8, problem by problem. Writes `samplers_<gen_length>.json` and `.md` to --output_dir.
+tokens fed through the model a problem, processor seconds, compared problem by problem with the exact sampler (gen_length
+/ 2 steps, blocks of 8). Writes `samplers_<gen_length>.json` and `.md` to --output_dir. Set OMP_NUM_THREADS=1.
 
 The puzzles' solution grids are those of the test split, which no training sees; the puzzles are drawn anew.
 """
@@ -17,14 +17,15 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(ROOT), str(ROOT / "dataset")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dataset"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from make_problems import solution_grids, sudoku_puzzles
 
@@ -126,7 +127,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     prompts = torch.tensor(
         tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False)
     )
-    runs = {
+    runs: dict[str, Callable[[], Any]] = {
         name: functools.partial(sample, model, tokenizer, prompts, args.gen_length, args.batch, **options)
         for name, options in settings(args.gen_length).items()
     }
