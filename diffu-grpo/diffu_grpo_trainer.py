@@ -389,13 +389,21 @@ class DiffuGRPOTrainer(GRPOTrainer):
             return
         path = Path(self.args.output_dir) / f"bad_loss_step{self.state.global_step}_rank{self.args.process_index}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        decode = self._tokenizer.batch_decode
-        rows = {
-            "prompts": decode(inputs["prompt_ids"]),
-            "completions": decode(inputs["completion_ids"]),
-            "advantages": inputs["advantages"].tolist(),
-            "logps": self._new_logps.tolist(),
-        }
+        bad = ~(torch.isfinite(self._new_logps).all(-1) & torch.isfinite(inputs["advantages"]))
+        offending = bad if bad.any() else torch.ones_like(bad)  # the sum may overflow where no row does
+
+        def text(part: str, row: int) -> str:
+            return self._tokenizer.decode(inputs[f"{part}_ids"][row][inputs[f"{part}_mask"][row].bool()])
+
+        rows = [
+            {
+                "prompt": text("prompt", row),
+                "completion": text("completion", row),
+                "advantage": inputs["advantages"][row].item(),
+                "logps": self._new_logps[row].tolist(),
+            }
+            for row in offending.nonzero().flatten().tolist()
+        ]
         path.write_text(json.dumps(rows, indent=1))
         raise FloatingPointError(
             f"the loss became {loss.item()} at step {self.state.global_step}; its rows are in {path}. Lower the "

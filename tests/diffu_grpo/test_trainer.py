@@ -480,6 +480,25 @@ def test_rewards_see_what_trl_shows_them(tiny_model_dir, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(tiny_model_dir, tmp_path):
+    class Poison(DiffuGRPOTrainer):
+        """Makes the third row of the second step's batch infinite."""
+
+        def _compute_loss(self, model, inputs):
+            if self.state.global_step == 1:
+                inputs = {**inputs, "advantages": inputs["advantages"].clone()}
+                inputs["advantages"][2] = torch.inf
+                self.poisoned = self._tokenizer.decode(inputs["completion_ids"][2][inputs["completion_mask"][2].bool()])
+            return super()._compute_loss(model, inputs)
+
+    trainer = make_trainer(tiny_model_dir, tmp_path, Poison, max_steps=4)
+    with pytest.raises(FloatingPointError, match=r"became (nan|-?inf) at step 1"):
+        trainer.train()
+    [row] = json.loads((tmp_path / "bad_loss_step1_rank0.json").read_text())
+    assert row["completion"] == trainer.poisoned
+    assert row["prompt"].startswith("<bos>")
+
+
+def test_weights_that_are_not_finite_stop_the_run_too(tiny_model_dir, tmp_path):
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, model, **kwargs):
             if state.global_step == 1:
@@ -488,4 +507,4 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(tiny_model_
     trainer = make_trainer(tiny_model_dir, tmp_path, callbacks=[Poison()], max_steps=4)
     with pytest.raises(FloatingPointError, match="became nan at step 1"):
         trainer.train()
-    assert "completions" in (tmp_path / "bad_loss_step1_rank0.json").read_text()
+    assert len(json.loads((tmp_path / "bad_loss_step1_rank0.json").read_text())) == 4
