@@ -201,13 +201,21 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "sft": race_whole_steps,
     "gpu": gpu.race_gpu,
 }
+MATTERS = {  # settings beyond those that matter to all
+    "sampler": ("block", "steps"),
+    "scoring": ("mu",),
+    "memory": ("block", "mu"),
+    "rl": ("block", "steps", "mu"),
+    "sft": ("mu",),
+    "gpu": ("block", "steps", "mu", "compile"),
+}
 
 
 def main(args: argparse.Namespace) -> None:
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     sampling.reveal_schedule(args.length, args.block, args.steps)
-    settings = {key: value for key, value in vars(args).items() if key not in ("what", "output_dir", "peer")}
+    settings = {key: getattr(args, key) for key in ("size", "repeats", "rows", "prompt", "length", *MATTERS[args.what])}
     report = {"machine": describe(), "settings": settings} | BENCHMARKS[args.what](args)
     write_report(report, args.output_dir, f"{args.what}_{args.size}")
 

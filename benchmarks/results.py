@@ -2,7 +2,7 @@
 
 Runs the commands of `RESULTS.md`, one after the other on one thread, and puts the tables they write into it: each
 command stands above a comment that names its table, a file of `benchmark_results/`. `--only` runs those that contain
-TEXT; commands for a GPU are left out where there is none. Alone on two cores all of it takes about a quarter of an hour.
+TEXT; commands for a GPU are left out where there is none. Alone on two cores all of it takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 COMMAND = re.compile(
-    r"(?P<head>^```bash\n(?P<command>python [^`]+)\n```\n\n<!-- (?P<table>[\w-]+\.md) -->\n)(?P<body>.*?)(?=^<!-- end -->$)",
+    r"(?P<head>^```bash\n(?P<command>python [^`]+)\n```\n\n<!-- (?P<table>[\w-]+\.md) -->\n).*?(?=^<!-- end -->$)",
     re.MULTILINE | re.DOTALL,
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
+import operator
 import random
 import statistics
 import sys
@@ -220,7 +222,8 @@ def rl_trainer(kind: type[DiffuGRPOTrainer], args: Any, folder: Path, clock: Clo
 def bare_rl(trainer: Any, clock: Clock) -> None:
     """The passes that the trainer's last rollout and updates cannot do without, on the same rows.
 
-    Sampling: the body over prompt and canvas and the head at the positions still hidden in the block, each step.
+    Sampling: each step, the body over prompt and canvas, its last layer and the head at the positions still hidden in
+    the block.
     Scoring: body, and head at the positions up to each row's EOS, mu times for the policy and mu for the reference.
     Updates: the same mu times, and the backward pass from a given gradient of the logits.
     """
@@ -239,11 +242,11 @@ def bare_rl(trainer: Any, clock: Clock) -> None:
 
     with clock.phase("rollout"), torch.no_grad():
         body, head = body_and_head(trainer.model)
+        end = prompt.shape[1]
         for reveals in reveal_schedule(args.max_completion_length, args.block_length, args.diffusion_steps):
-            left = sum(reveals)
-            for count in reveals:
-                head(body(ids, mask)[:, -left:])
-                left -= count
+            end += sum(reveals)
+            for left in itertools.accumulate(reveals[:-1], operator.sub, initial=sum(reveals)):
+                head(body(ids, mask, torch.arange(end - left, end, device=ids.device).expand(len(ids), -1)))
     with clock.phase("scoring"), torch.no_grad():
         for scored in [trainer.model, trainer.ref_model] * args.num_iterations:
             logits(scored)
