@@ -153,7 +153,9 @@ class DiffuGRPOTrainer(GRPOTrainer):
         """(rows, mu, prompt) bool: mask k is the one of inner update k."""
         maskable = attention_mask.bool()
         if self.args.protect_special_tokens:
-            special = torch.tensor(self._tokenizer.all_special_ids, device=prompt_ids.device)
+            # Those without a role of their own are only flagged, such as LLaDA's header tokens.
+            flagged = [index for index, token in self._tokenizer.added_tokens_decoder.items() if token.special]
+            special = torch.tensor([*self._tokenizer.all_special_ids, *flagged], device=prompt_ids.device)
             maskable &= ~torch.isin(prompt_ids, special)
         return prompt_masks(
             maskable,

@@ -14,7 +14,7 @@ from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer, eos_cut
 from peft import LoraConfig
 from rollout_state import save_rollout
-from transformers import TrainerCallback
+from transformers import AddedToken, TrainerCallback
 
 from d1.models import load_model, load_tokenizer
 from d1.runs import checkpoint_to_resume
@@ -195,11 +195,14 @@ def test_masks_and_rollouts_leave_the_global_random_state_alone(tiny_model_dir, 
 
 
 def test_special_tokens_are_masked_unless_protected(tiny_model_dir, tmp_path):
-    ids = torch.tensor([[0, 1, 5, 9, 10, 11, 6]] * 40)
-    mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1]] * 40)
-    special = torch.tensor([True, True, True, False, False, False, True])
     for protect in (False, True):
         trainer = make_trainer(tiny_model_dir, tmp_path, protect_special_tokens=protect)
+        trainer.processing_class.add_tokens(AddedToken("<header>", special=True))  # flagged, but with no role
+        header = trainer.processing_class.convert_tokens_to_ids("<header>")
+        assert header not in trainer.processing_class.all_special_ids
+        ids = torch.tensor([[0, 1, 5, 9, 10, 11, 6, header]] * 40)
+        mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]] * 40)
+        special = torch.tensor([True, True, True, False, False, False, True, True])
         noise = trainer._draw_prompt_masks(ids, mask)
         assert not noise[..., 0].any()  # padding
         assert noise[..., ~special].any()
