@@ -127,7 +127,8 @@ def check_same_run(checkpoint: str, args: DiffuGRPOConfig, model_args: ModelConf
     if not record.exists():
         return
     settings = json.loads(record.read_text())["settings"]
-    before, now = {**settings, **settings["model"]}, {**vars(args), **vars(model_args)}
+    now = {**vars(args), **vars(model_args)}
+    before = {**now, **settings, **settings["model"]}
     changed = [f"{name} {before[name]} (now {now[name]})" for name in SAME_RUN if before[name] != now[name]]
     if changed:
         raise ValueError(
