@@ -407,6 +407,33 @@ def fill_block(
             rows, hidden = rows[picked], hidden[picked]
 
 
-def generate(model: Any, prompt_ids: Tensor, attention_mask: Tensor, **settings: Any) -> Tensor:
-    """The ids (rows, prompt + gen_length) of `rollout`, which see for its settings."""
-    return rollout(model, prompt_ids, attention_mask, **settings).ids
+def generate(
+    model: Any,
+    prompt_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    mask_token_id: int,
+    gen_length: int,
+    block_length: int,
+    steps: int,
+    temperature: float = 0.0,
+    cfg_scale: float = 0.0,
+    remasking: str = "low_confidence",
+    generator: Generators = None,
+    **options: Any,
+) -> Tensor:
+    """The ids (rows, prompt + gen_length) of `rollout`, which see for the settings and the further `options`."""
+    return rollout(
+        model,
+        prompt_ids,
+        attention_mask,
+        mask_token_id=mask_token_id,
+        gen_length=gen_length,
+        block_length=block_length,
+        steps=steps,
+        temperature=temperature,
+        cfg_scale=cfg_scale,
+        remasking=remasking,
+        generator=generator,
+        **options,
+    ).ids
