@@ -82,7 +82,10 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
         config = native_lora_config(config, weights, folder)
     config.inference_mode = False
     peft = get_peft_model(model, config)
-    result: Any = set_peft_model_state_dict(peft, weights)
+    try:
+        result: Any = set_peft_model_state_dict(peft, weights)
+    except RuntimeError as error:  # of another shape
+        raise ValueError(f"adapter {folder} does not fit the model: {error}") from error
     missing = [name for name in result.missing_keys if "lora_" in name or "modules_to_save" in name]
     if missing or result.unexpected_keys:
         raise ValueError(

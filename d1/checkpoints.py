@@ -120,9 +120,9 @@ def llama_from_llada(raw: dict[str, Any]) -> LlamaConfig:
     if absent := [field for field in needed if raw.get(field) is None]:
         raise ValueError(f"this LLaDA config.json lacks {', '.join(absent)}")
     fields = {new: raw[old] for old, new in LLADA_FIELDS.items() if old in raw}
+    fields["llada_fields"] = rest  # what a Llama has no use for, kept for the way back
     rope = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
-    # What a Llama has no use for is kept for the way back.
-    return LlamaConfig(**fields, rope_parameters=rope, bos_token_id=raw.get("bos_token_id"), llada_fields=rest)
+    return LlamaConfig(**fields, rope_parameters=rope, bos_token_id=raw.get("bos_token_id"))
 
 
 def llada_from_llama(config: PreTrainedConfig) -> dict[str, Any]:

@@ -213,7 +213,11 @@ def read_problems(args: argparse.Namespace, task: ModuleType, tokenizer: Any) ->
     chosen: Sequence[int] = range(len(rows))
     if args.limit is not None and args.limit < len(rows):
         chosen = sorted(random.Random(0).sample(chosen, args.limit))
-    shots = few_shot_messages(task, args.few_shot, args.seed, args.few_shot_file)
+    asked = rows.select(chosen)["question"]
+    try:
+        shots = few_shot_messages(task, args.few_shot, args.seed, args.few_shot_file, asked)
+    except ConnectionError as error:  # which speaks of the flag for the problems asked
+        raise ConnectionError(str(error).replace("--data_file", "--few_shot_file")) from error
     problems = []
     for index in chosen:
         row = rows[index]

@@ -77,11 +77,13 @@ def ask(question: str, instructions: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": f"{instructions} {_FORMAT.format(answer=answer)}\n\n{question}"}]
 
 
-def few_shot_messages(task: ModuleType, count: int, seed: int, data_file: str | None = None) -> list[Message]:
+def few_shot_messages(
+    task: ModuleType, count: int, seed: int, data_file: str | None = None, asked: Sequence[str] = ()
+) -> list[Message]:
     """`count` solved problems as user/assistant turns, to put before a problem's own `prompt`.
 
     They are drawn with `seed` from the task's training split (or from `data_file`, which then holds training
-    problems), so no test problem is ever shown.
+    problems), never from the questions `asked`.
 
     Raises:
         ValueError: the task has no `demonstrate`, or fewer than `count` training rows.
@@ -93,10 +95,12 @@ def few_shot_messages(task: ModuleType, count: int, seed: int, data_file: str | 
             f"task {task.__name__} has no demonstrate(row), so it cannot be prompted few-shot; use --few_shot 0"
         )
     rows = task.load_rows("train", data_file)
-    if not 0 < count <= len(rows):
-        raise ValueError(f"--few_shot must be between 0 and the {len(rows)} training rows, got {count}")
+    held_out = set(asked)
+    usable = [index for index, question in enumerate(rows["question"]) if question not in held_out]
+    if not 0 < count <= len(usable):
+        raise ValueError(f"--few_shot must be between 0 and the {len(usable)} training rows, got {count}")
     messages: list[Message] = []
-    for index in random.Random(seed).sample(range(len(rows)), count):
+    for index in random.Random(seed).sample(usable, count):
         row = rows[index]
         messages += [*row["prompt"], {"role": "assistant", "content": task.demonstrate(row)}]
     return messages

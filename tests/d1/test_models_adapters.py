@@ -122,6 +122,13 @@ def test_an_adapter_that_does_not_fit_is_an_error(kind_dirs, tmp_path):
         load_model(tmp_path / "a")
 
 
+def test_an_adapter_of_another_width_is_an_error(kind_dirs, tmp_path, llada_writer):
+    train_adapter(load_model(kind_dirs["llada"]), tmp_path / "a")
+    wide = llada_writer(tmp_path / "wide", d_model=64)
+    with pytest.raises(ValueError, match="does not fit the model: Error.*\n.*size mismatch"):
+        load_model(wide, adapter=tmp_path / "a")
+
+
 def test_an_adapter_that_names_no_base_says_what_to_do(kind_dirs, tmp_path):
     expected = train_adapter(load_model(kind_dirs["llama"]), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}

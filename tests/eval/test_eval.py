@@ -205,6 +205,21 @@ def test_few_shot_problems_are_drawn_from_the_training_split(tiny_model_dir):
             assert question not in held_out
 
 
+def test_few_shot_never_shows_what_is_asked(tiny_model_dir, tmp_path):
+    for name, words in (("asked", "abc"), ("shown", "abcde")):
+        rows = [json.dumps({"question": f"what is {w} ?", "answer": "so\n#### 3"}) for w in words]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    flags = ["--data_file", str(tmp_path / "asked.jsonl"), "--few_shot_file", str(tmp_path / "shown.jsonl")]
+    for problem in prompts(tiny_model_dir, *flags, "--few_shot", "2", task="gsm8k"):
+        *shown, last = problem.prompt.split("<user>")[1:]
+        assert {turn.partition("what is ")[2][0] for turn in shown} == {"d", "e"}
+        assert last.partition("what is ")[2][0] in "abc"
+    with pytest.raises(ValueError, match="the 2 training rows"):
+        prompts(tiny_model_dir, *flags, "--few_shot", "3", task="gsm8k")
+    with pytest.raises(ConnectionError, match="pass --few_shot_file FILE"):
+        prompts(tiny_model_dir, *flags[:2], "--few_shot", "1", task="gsm8k")
+
+
 USER_TASK = '''
 """Say a letter."""
 from datasets import Dataset
