@@ -1,7 +1,7 @@
 """python benchmarks/samplers.py --model_path runs/demo/seed0/sft_grpo [--gen_length 32] [--problems 1000]
 
 What each sampler costs in accuracy and saves in work, on fresh Sudoku puzzles, greedy: exact solves, forward passes and
-tokens fed through the model a problem, processor seconds, compared problem by problem with the exact sampler (gen_length
+tokens fed through the model a problem, processor seconds, compared problem by problem with the exact sampler (length
 / 2 steps, blocks of 8). Writes `samplers_<gen_length>.json` and `.md` to --output_dir. Set OMP_NUM_THREADS=1.
 
 The puzzles' solution grids are those of the test split, which no training sees; the puzzles are drawn anew.

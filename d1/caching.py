@@ -71,23 +71,19 @@ class Passes:
             return self.body(ids, mask, positions), visible.sum(-1)
         if self.past is None:
             self.past = DynamicCache()
-            states = self.body(ids, mask, past_key_values=self.past)
-            return at(states, positions), visible.sum(-1)
+            return self.body(ids, mask, positions, past_key_values=self.past), visible.sum(-1)
         if self.past.get_seq_length() == length:
             drop_columns(self.past, first, end)
         fed = visible[:, first:end]
         states = self.body(
             ids[:, first:end],
             torch.cat([visible[:, :first], visible[:, end:], fed], dim=1) if self.padded else None,
+            positions - first,
             position_ids=(visible.cumsum(-1) - 1).clamp(min=0)[:, first:end],
             past_key_values=self.past,
         )
         self.past.crop(first - end)
-        return at(states, positions - first), fed.sum(-1)
-
-
-def at(states: Tensor, positions: Tensor) -> Tensor:
-    return states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+        return states, fed.sum(-1)
 
 
 def drop_columns(past: DynamicCache, first: int, end: int) -> None:
