@@ -93,7 +93,7 @@ def load_rollout(trainer: Any, folder: Path) -> None:
             f"{trainer.accelerator.num_processes}: start the run with {written}"
         )
     counters = json.loads(counters_file.read_text())
-    tensors = load_file(tensors_file, device=str(trainer.accelerator.device))
+    tensors = {name: value.to(trainer.accelerator.device) for name, value in load_file(tensors_file).items()}
     trainer._tr_loss = tensors.pop("loss")
     batches: list[dict[str, Any]] = [{} for _ in range(counters["batches"])]
     for name, value in tensors.items():

@@ -3,12 +3,12 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -97,20 +97,21 @@ def until_written_after(path, process):
 
 
 def killed_and_resumed(model_dir, folder, kills, launcher):
-    """Kills the run `kills` times at random moments (the whole process group, SIGKILL), then lets it finish."""
+    """Kills the run `kills` times at random moments (SIGKILL, launcher and workers), then lets it finish."""
     chance = random.Random(0)
     for _ in range(kills):
         process = subprocess.Popen(
             command(model_dir, folder, "--resume_from_checkpoint", "true", launcher=launcher),
             cwd=ROOT / "diffu-grpo",
-            env=environment(LETTERS_SECONDS="0.5", **on(launcher)),
+            env=environment(LETTERS_SECONDS="1", **on(launcher)),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
         )
         until_written_after(folder / "run.json", process)
         time.sleep(chance.uniform(0.0, 4.0))
-        os.killpg(process.pid, signal.SIGKILL)
+        assert process.poll() is None, "the run ended before it was killed"
+        for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+            member.kill()  # one by one: a launcher's workers have sessions of their own
         process.wait()
     run(model_dir, folder, "--resume_from_checkpoint", "true", launcher=launcher)
 
