@@ -1,5 +1,6 @@
 # make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues
 # make test [ARGS=...] the tests; e.g. ARGS="-m slow", ARGS=tests/d1
+# make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; a quarter of an hour
 # make lint            ruff and mypy
 # make clean           remove the environment and what tools left behind; never runs/ or results
 # Needs Python 3.11 or newer and, for the tests, a C++ compiler; all else goes into .venv: 2 GB, more with CUDA.
@@ -10,7 +11,7 @@ ARGS ?=
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo test lint clean
+.PHONY: demo test bench lint clean
 
 # Small models waste threads, and nothing here is to wait for a network.
 demo test: export OMP_NUM_THREADS = 1
@@ -23,6 +24,9 @@ demo: .venv/.demo
 
 test: .venv/.test
 	python -m pytest $(ARGS)
+
+bench: .venv/.demo
+	python benchmarks/results.py $(ARGS)
 
 lint: .venv/.dev
 	ruff check .

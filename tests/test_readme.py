@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import OUTPUTS, ROOMS, ROOT, check_script, parse_shell
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "dataset/README.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "dataset/README.md", "benchmarks/RESULTS.md")]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img[^>]+src=\"([^\"]+)\"")
 FILE = re.compile(r"(?<![\w/.*<-])[\w.-][\w./-]*\.(?:py|sh|sbatch|ya?ml|md|jsonl?|csv|safetensors|png|toml)\b")

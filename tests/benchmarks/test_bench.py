@@ -1,11 +1,12 @@
 """The benchmarks race what they say, count what they say, and their formulas hold where they can be measured."""
 
 import json
+import shlex
 
 import pytest
 import torch
 
-from benchmarks import bench, published, scaling
+from benchmarks import bench, gpu, published, results, scaling
 from benchmarks.machine import MASK, peak_bytes, race, random_model, random_prompts
 from d1 import sampling, scoring
 
@@ -41,8 +42,8 @@ def test_samplers_race_with_a_peer_that_is_given_the_same_task(tmp_path, capsys)
 
 
 def test_scoring_races_both_ways(tmp_path, capsys):
-    results = report("scoring", tmp_path)["results"]
-    assert {name.split(",")[0] for name in results} == {"published", "ours"}
+    found = report("scoring", tmp_path)["results"]
+    assert {name.split(",")[0] for name in found} == {"published", "ours"}
 
 
 def test_the_published_log_probs_are_ours():
@@ -84,6 +85,7 @@ def test_a_power_law_gives_its_exponent():
 
 def test_the_projection_is_the_roofline_by_hand():
     args = scaling.make_parser().parse_args(["--peak_tflops", "1000", "--efficiency", "0.5", "--bandwidth_tb", "1"])
+    args.efficiency = scaling.efficiency(args)
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 12288)
     assert weights == pytest.approx(6.98e9, rel=0.01)  # LLaDA-8B less its embeddings and head
     flops = 10 * (456 * (2 * weights + 32 * 4 * 4096 * 456) + 16 * 2 * 4096 * 126464)
@@ -93,3 +95,95 @@ def test_the_projection_is_the_roofline_by_hand():
     assert one["rollout tokens/s"] == pytest.approx(96 * 256 / (128 * 9.6 * flops / 0.5e15))
     assert two["rollout tokens/s"] == pytest.approx(2 * one["rollout tokens/s"])
     assert 0.5 < two["optimizer step seconds"] / one["optimizer step seconds"] < 0.51
+
+
+def test_the_gpu_race_covers_every_way_and_refuses_lladas_size_without_one(tmp_path, capsys):
+    found = report("gpu", tmp_path)["results"]
+    both = {"published", "ours"}
+    tasks = {"rollout": {"published", "exact", *gpu.APPROXIMATE}, "scoring": both, "update": both}
+    for mode in ("flash", "no flash"):
+        for task, ways in tasks.items():
+            rows = {way: found[f"{task}, {way}, {mode}"] for way in ways}
+            assert rows["published"]["ratio"] == 1
+            assert all(row["peak_gb"] > 0 and row["tokens_per_second"] > 0 for row in rows.values())
+    assert len(found) == 2 * (5 + 2 + 2)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA device"):
+            bench.main(bench.make_parser().parse_args(["gpu", "--size", "llada"]))
+
+
+def test_efficiency_is_a_share_or_measured_on_a_gpu():
+    def asked(text):
+        return scaling.efficiency(scaling.make_parser().parse_args(["--efficiency", text]))
+
+    assert asked("0.25") == 0.25
+    for text in ("0", "1.5", "much"):
+        with pytest.raises(ValueError, match="must be in"):
+            asked(text)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="needs a CUDA device"):
+            asked("measured")
+    assert 0 < scaling.measured_efficiency(peak_tflops=10.0, size="tiny", repeats=1) < 1
+
+
+def test_growth_is_measured_at_every_value_and_fitted(monkeypatch):
+    monkeypatch.setattr(scaling, "GROWTH", {"mu": (2, 4), "vocabulary": (64, 128)})
+    monkeypatch.setattr(scaling, "BASE", {"length": 32, "rows": 1, "mu": 2, "vocabulary": 64})
+    found = scaling.grow("tiny", repeats=1)
+    assert found["mu"]["exponents"]["rollout bytes"] == pytest.approx(0, abs=0.05)
+    assert [len(found[name]["measured"]) for name in ("mu", "vocabulary")] == [2, 2]
+
+
+@pytest.mark.slow
+def test_processes_train_together(monkeypatch):
+    monkeypatch.setattr(scaling, "PROCESSES", {"one": (1, 4), "two": (2, 2)})
+    settings = {"size": "tiny", "prompt": 6, "length": 8, "block": 4, "steps": 4, "mu": 2}
+    rows = scaling.run_processes(1, settings)
+    assert [rows[name]["processes"] for name in ("one", "two")] == [1, 2]
+    assert rows["one"]["efficiency"] == 1
+    assert rows["two"]["efficiency"] == pytest.approx(rows["one"]["whole"] / 2 / rows["two"]["whole"])
+
+
+TEXT = """Words.
+
+```bash
+python a.py --b \\
+    1
+```
+
+<!-- a_1.md -->
+old
+<!-- end -->
+
+```bash
+python benchmarks/bench.py gpu
+```
+
+<!-- gpu.md -->
+kept
+<!-- end -->
+"""
+
+
+def test_results_replaces_a_commands_table_and_nothing_else(monkeypatch, tmp_path, capsys):
+    ran = []
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "benchmarks" / "RESULTS.md")
+    monkeypatch.setattr(results, "run", ran.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "benchmark_results").mkdir()
+    (tmp_path / "benchmark_results" / "a_1.md").write_text("| new |\n")
+    assert results.fill(TEXT) == TEXT.replace("old\n", "\n| new |\n\n")
+    assert ran == ["python a.py --b \\\n    1"]
+    assert results.fill(TEXT, only="nothing has this") == TEXT
+
+
+def test_every_command_of_the_results_writes_the_table_below_it():
+    text = results.RESULTS.read_text()
+    found = list(results.COMMAND.finditer(text))
+    assert len(found) == text.count("<!-- end -->") > 0
+    for match in found:
+        words = shlex.split(match["command"].replace("\\\n", " "))[1:]
+        if words[0] == "benchmarks/bench.py":
+            args = bench.make_parser().parse_args(words[1:])
+            assert match["table"] == f"{args.what}_{args.size}.md"
+            sampling.reveal_schedule(args.length, args.block, args.steps)
