@@ -51,10 +51,16 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
     """The base model under `path`, and the adapters to put on it in order.
 
     An adapter's folder names what it was trained on, which may again be an adapter (RL on top of SFT).
+
+    Raises:
+        ValueError, FileNotFoundError: One of them is not there or does not say what it was trained on.
     """
     check_there(path)
     above = [adapter] if isinstance(adapter, str | Path) else list(adapter or [])
     adapters = [str(folder) for folder in above]
+    for folder in adapters:
+        if find_adapter_config_file(folder) is None:
+            raise ValueError(f"{folder} holds no adapter_config.json: it is no adapter")
     while find_adapter_config_file(path) is not None:
         if path in adapters:
             raise ValueError(f"adapter {path} names itself as its base")

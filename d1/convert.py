@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from d1.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.checkpoints import DECODERS, TO_LLADA, llada_from_llama, rename
@@ -68,6 +68,14 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
         raise ValueError(f"{out} does not give the logits of the merged model: the disk or its files are damaged")
 
 
+def load_whole(source: str) -> Any:
+    """The model in `source`, in the dtype of its files; ValueError for an adapter, which is only part of one."""
+    base, adapters = adapter_chain(source, None)
+    if adapters:
+        raise ValueError(f"{source} is an adapter: run `python -m d1.models merge {base} {source} OUT` first")
+    return load_model(source, "auto")
+
+
 def save_tokenizer(source: str, folder: Path) -> None:
     """Copy the tokenizer, its special tokens resolved; weights alone are no error."""
     if has_tokenizer(source):
@@ -83,8 +91,12 @@ def export_llada(source: str, out: str) -> None:
         ValueError: LLaDA's code has no layer for something in this model.
     """
     folder = fresh_folder(out)
-    model = cast(PreTrainedModel, load_model(source, "auto"))
+    model = load_whole(source)
     config = llada_from_llama(model.config) | {"torch_dtype": str(model.dtype).removeprefix("torch.")}
+    if has_tokenizer(source):
+        tokenizer = load_tokenizer(source)
+        for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
+            config[name] = getattr(tokenizer, name) if config[name] is None else config[name]
     weights = {rename(name, TO_LLADA): weight for name, weight in model.state_dict().items()}
     if config["weight_tying"]:
         del weights["model.transformer.ff_out.weight"]
@@ -112,7 +124,7 @@ def a2d(source: str, out: str, mask_token: str = "<|mask|>", keep_shift: bool = 
         ValueError: The checkpoint is not a decoder, or already has a mask token.
     """
     folder = fresh_folder(out)
-    model: Any = load_model(source, "auto")
+    model = load_whole(source)
     config = model.config
     if config.model_type not in DECODERS or getattr(config, "mask_token_id", None) is not None:
         raise ValueError(f"{source} is a masked model already, not an autoregressive decoder")

@@ -399,9 +399,15 @@ def main(args: argparse.Namespace) -> None:
     elif args.command == "fit":
         from d1.memory import Setup, fit_table
 
+        if min(args.batch, args.length, args.block_length, args.gpus) < 1 or args.lora_r < 0:
+            raise ValueError("--batch, --length, --block_length and --gpus must be at least 1, --lora_r at least 0")
         fields = {name: value for name, value in vars(args).items() if name not in ("command", "model_path")}
-        sys.stdout.write(fit_table(native_config(args.model_path)[0], Setup(**fields)) + "\n")
+        base, _ = adapter_chain(args.model_path, None)
+        sys.stdout.write(fit_table(native_config(base)[0], Setup(**fields)) + "\n")
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    try:
+        main(make_parser().parse_args())
+    except (ValueError, OSError) as error:
+        sys.exit(f"d1.models: {error}")

@@ -125,8 +125,13 @@ def test_an_adapter_that_does_not_fit_is_an_error(kind_dirs, tmp_path):
 def test_an_adapter_of_another_width_is_an_error(kind_dirs, tmp_path, llada_writer):
     train_adapter(load_model(kind_dirs["llada"]), tmp_path / "a")
     wide = llada_writer(tmp_path / "wide", d_model=64)
-    with pytest.raises(ValueError, match="does not fit the model: Error.*\n.*size mismatch"):
+    with pytest.raises(ValueError, match=r"does not fit the model: Error.*\n.*size mismatch"):
         load_model(wide, adapter=tmp_path / "a")
+
+
+def test_what_is_no_adapter_is_said_before_the_model_is_read(kind_dirs, tmp_path):
+    with pytest.raises(ValueError, match=r"llama holds no adapter_config\.json"):
+        load_model(tmp_path, adapter=kind_dirs["llama"])
 
 
 def test_an_adapter_that_names_no_base_says_what_to_do(kind_dirs, tmp_path):
@@ -186,8 +191,10 @@ def test_nf4_weights_compute_what_their_dequantised_values_do(tmp_path, llada_wr
     peft = get_peft_model(model, LoraConfig(target_modules=lora_targets("llama", "attention")))
     peft(input_ids=IDS).logits.square().mean().backward()
     assert all(p.grad is not None for p in peft.parameters() if p.requires_grad)
+    for name in ("sft", "rl"):
+        peft.save_pretrained(str(tmp_path / name))
     with pytest.raises(ValueError, match="4-bit weights cannot take a merged adapter"):
-        load_model(folder, adapter=["sft", "rl"], quantization="nf4")
+        load_model(folder, adapter=[tmp_path / "sft", tmp_path / "rl"], quantization="nf4")
 
 
 def test_quantization_is_refused_by_name(kind_dirs):

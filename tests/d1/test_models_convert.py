@@ -128,6 +128,20 @@ def test_export_keeps_every_field_of_the_published_config(tmp_path, llada_writer
     assert {name: value for name, value in new.items() if value != old[name]}.keys() == {"auto_map"}
 
 
+@pytest.mark.parametrize("command", [["export", "--format", "llada"], ["a2d"]])
+def test_an_adapter_is_no_model_to_convert(kind_dirs, tmp_path, command):
+    adapter_on(kind_dirs["llama"], tmp_path / "adapter", seed=1)
+    with pytest.raises(ValueError, match=r"adapter is an adapter: run `python -m d1\.models merge"):
+        run(command[0], tmp_path / "adapter", *command[1:], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_takes_the_mask_from_the_tokenizer_where_the_config_has_none(tiny_model_dir, tmp_path):
+    run("export", tiny_model_dir, tmp_path / "out", "--format", "llada")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["mask_token_id"], config["eos_token_id"], config["pad_token_id"]) == (3, 2, 0)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma", "bert"])
 def test_export_refuses_what_lladas_code_cannot_run(kind_dirs, tmp_path, name):
     with pytest.raises(ValueError, match="only a Llama"):
