@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ def command(model_dir, output_dir, *extra, launcher="alone"):
         "diffusion_steps": 4,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
-        "max_steps": 26,  # an epoch has 18
+        "max_steps": 28,  # an epoch has 18
         "save_steps": 2,
         "save_total_limit": 2,
         "logging_steps": 3,
@@ -127,7 +128,7 @@ def test_a_run_killed_five_times_resumes_bit_for_bit(tiny_model_dir, tmp_path, l
 
 
 @pytest.mark.parametrize("launcher", ["ddp", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_two_processes_reach_the_weights_of_one(tiny_model_dir, tmp_path, launcher):
+def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_model_dir, tmp_path, launcher):
     run(tiny_model_dir, tmp_path / "one")
     run(tiny_model_dir, tmp_path / "two", launcher=launcher)
     record = json.loads((tmp_path / "two" / "run.json").read_text())
@@ -138,6 +139,11 @@ def test_two_processes_reach_the_weights_of_one(tiny_model_dir, tmp_path, launch
     for name, value in one.items():
         assert (value - start[name]).abs().max() > 1e-3
         torch.testing.assert_close(two[name], value, rtol=0, atol=2e-5)
+    shutil.copytree(tmp_path / "two" / "checkpoint-26", tmp_path / "resumed" / "checkpoint-26")  # cycles end at 24, 27
+    run(tiny_model_dir, tmp_path / "resumed", "--resume_from_checkpoint", "true", launcher=launcher)
+    resumed = final_weights(tmp_path / "resumed")
+    assert all(torch.equal(value, two[name]) for name, value in resumed.items())
+    assert logs(tmp_path / "resumed") == logs(tmp_path / "two")
 
 
 def test_processes_that_would_each_train_alone_are_refused(tiny_model_dir, tmp_path):
