@@ -24,7 +24,8 @@ from sft_trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from d1.adapters import lora_targets, merge_adapter
+from d1.adapters import adapter_chain, lora_targets, merge_adapter
+from d1.checkpoints import native_config
 from d1.convert import merge
 from d1.models import load_model, load_tokenizer
 from d1.runs import check_processes, copy_model, is_finished, leave, log_without_account, save_record
@@ -117,6 +118,10 @@ def check_arguments(args: argparse.Namespace, folder: Path) -> str | None:
     Raises:
         ValueError: says which flags, and what to use instead.
     """
+    counts = ("batch_size", "grad_accum_steps", "max_length", "eval_draws", "eval_steps", "logging_steps", "early_stop")
+    for name in counts:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
     if bool(args.prompt_column) != bool(args.completion_column):
         raise ValueError("--prompt_column and --completion_column need each other")
     if sum(map(bool, (args.prompt_column, args.template, args.data_function))) > 1:
@@ -125,6 +130,8 @@ def check_arguments(args: argparse.Namespace, folder: Path) -> str | None:
         raise ValueError("--merge_at_end and --load_in_4bit are for LoRA: leave --full_finetuning out")
     if args.load_in_4bit and not on_gpu():  # on a CPU, an evaluation turns its weights into a form without gradients
         raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
+    if args.num_epochs <= 0:
+        raise ValueError(f"--num_epochs must be positive, got {args.num_epochs}")
     if args.early_stop and not args.test_split:
         raise ValueError("--early_stop watches the evaluation loss: hold rows out with --test_split")
     checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
@@ -211,6 +218,14 @@ def load_data(
     return train_dataset, dLLMSFTDataset(held_out, tokenizer, args.max_length, eval=True, **shared)
 
 
+def check_room(model_name: str, longest: int) -> None:
+    """Raises ValueError where a row has more tokens than the model has positions."""
+    config, _ = native_config(adapter_chain(model_name, None)[0])
+    room = config.max_position_embeddings
+    if longest > room:
+        raise ValueError(f"a row has {longest} tokens and {model_name} {room} positions: lower --max_length")
+
+
 def prepare_model(args: argparse.Namespace) -> Any:
     """The model to train: all of it in fp32, or frozen in `--dtype` or 4 bits with an fp32 LoRA adapter.
 
@@ -242,7 +257,10 @@ def prepare_model(args: argparse.Namespace) -> Any:
         lora_dropout=args.lora_dropout,
         target_modules=targets,
     )
-    return get_peft_model(model, config)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:  # PEFT knows no more than that a name is not there
+        raise ValueError(f"{error} (--lora_target_modules attention has the names of every kind of model)") from error
 
 
 def plot_losses(history: list[dict[str, float]], path: Path) -> None:
@@ -270,6 +288,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
     tokenizer = load_tokenizer(args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
+    check_room(args.model_name, max(train_dataset.lengths))
     if training.should_save:
         launched = {"world_size": training.world_size, "distributed_type": training.distributed_state.distributed_type}
         save_record(str(folder), "run.json", vars(args) | launched)

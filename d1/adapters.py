@@ -59,6 +59,7 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
     above = [adapter] if isinstance(adapter, str | Path) else list(adapter or [])
     adapters = [str(folder) for folder in above]
     for folder in adapters:
+        check_there(folder)
         if find_adapter_config_file(folder) is None:
             raise ValueError(f"{folder} holds no adapter_config.json: it is no adapter")
     while find_adapter_config_file(path) is not None:

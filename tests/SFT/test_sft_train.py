@@ -200,6 +200,9 @@ def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Pat
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
         (["--early_stop", "1", "--test_split", "0"], "hold rows out"),
+        (["--max_length", "-5"], "--max_length must be at least 1, got -5"),
+        (["--grad_accum_steps", "0"], "--grad_accum_steps must be at least 1"),
+        (["--num_epochs", "0"], "--num_epochs must be positive"),
         pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
     ],
 )
@@ -209,6 +212,13 @@ def test_arguments_that_cannot_work_are_refused(
     with pytest.raises(ValueError, match=problem):
         run(flags, tmp_path, *more)
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a row has 4096 tokens and .* 512 positions: lower --max_length"):
+        run(flags, tmp_path, "--eos_padding", "max")
+    with pytest.raises(ValueError, match=r"not found in the base model.*--lora_target_modules attention"):
+        run(flags, tmp_path, "--lora_target_modules", "c_attn")
 
 
 def test_eos_padding_flag() -> None:
