@@ -122,6 +122,7 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
         raise ValueError("messages is not a list of {role, content}")
     for message in messages:
         role = message.get("role")
+        require_text(role, "a message's role")
         require_text(message.get("content"), f"the {role} message", empty_ok=role != "assistant")
     while messages and messages[-1].get("role") != "assistant":
         messages = messages[:-1]
@@ -168,9 +169,8 @@ def conversation_segments(
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask_for_answer))
 
     last = len(messages) - 1
-    turns = [
-        i for i, message in enumerate(messages) if message["role"] == "assistant" and (train_on == "all" or i == last)
-    ]
+    first = 1 if train_on == "all" else last  # a greeting before any question answers nothing
+    turns = [turn for turn in range(first, last + 1) if messages[turn]["role"] == "assistant"]
     segments: list[tuple[str, bool]] = []
     text = ""
     for turn in turns:

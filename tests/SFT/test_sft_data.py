@@ -204,6 +204,9 @@ def test_last_turn_or_all_turns() -> None:
     assert [text for text, answer in parts(every, tokenizer) if answer] == ["b<|im_end|>\n", "d<|im_end|><eos>"]
     assert every["input_ids"] == last["input_ids"]
     assert every["start"] == last["start"]
+    greeted = [{"messages": [{"role": "assistant", "content": "hi"}, *rows[0]["messages"]]}]
+    answers = [text for text, answer in parts(prepare(greeted, train_on="all")[0], tokenizer) if answer]
+    assert answers == ["b<|im_end|>\n", "d<|im_end|><eos>"]
     (unasked,) = prepare(rows, TOKENIZERS["unasked"], train_on="all")
     assert [text for text, answer in parts(unasked, tokenizer) if answer] == ["b<|im_end|>", "d<|im_end|><eos>"]
     with pytest.raises(ValueError, match="use --train_on last"):
@@ -259,6 +262,7 @@ def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFi
             "assistant message is empty",
         ),
         ({"messages": "text"}, "messages is not a list"),
+        ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "a message's role is NoneType"),
     ],
 )
 def test_malformed_rows(row: dict[str, Any], problem: str) -> None:
