@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import functools
 import math
 import random
 import statistics
@@ -127,18 +126,19 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     prompts = torch.tensor(
         tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False)
     )
-    runs: dict[str, Callable[[], Any]] = {
-        name: functools.partial(sample, model, tokenizer, prompts, args.gen_length, args.batch, **options)
-        for name, options in settings(args.gen_length).items()
-    }
+    sampled: dict[str, list[Rollout]] = {}
+
+    def contestant(name: str, options: dict[str, Any]) -> Callable[[], Any]:
+        return lambda: sampled.update({name: sample(model, tokenizer, prompts, args.gen_length, args.batch, **options)})
+
+    runs = {name: contestant(name, options) for name, options in settings(args.gen_length).items()}
+    times = race(runs, args.repeats, base=BASE)
     right: dict[str, list[float]] = {}
     work: dict[str, tuple[float, float]] = {}
-    for name, run in runs.items():
-        parts = run()
+    for name, parts in sampled.items():
         right[name] = solved(parts, tokenizer, prompts.shape[1], rows)
         counts = torch.cat([torch.stack([part.passes, part.tokens]) for part in parts], dim=1).double().mean(1)
         work[name] = (counts[0].item(), counts[1].item())
-    times = race(runs, args.repeats, base=BASE)
     results = {}
     for name in runs:
         accuracy, margin = with_margin(right[name])
