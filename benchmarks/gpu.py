@@ -21,9 +21,9 @@ WITHOUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 @contextlib.contextmanager
 def compiled(model: Any) -> Iterator[None]:
-    """The body compiled in place, each shape on its own; afterwards as it was."""
+    """The body compiled in place; afterwards as it was."""
     body = model.get_base_model().base_model
-    body.compile(dynamic=False)
+    body.compile()
     try:
         yield
     finally:
