@@ -31,7 +31,7 @@ from d1.scoring import CHUNK_ELEMENTS
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
 RESERVED = 1.2 * GB  # CUDA context, kernels and libraries
-SFT_CHUNK = 512  # positions whose logits SFT holds at a time
+SFT_ROWS, SFT_LOGITS = 256, 2**25  # positions, or logits, that SFT holds at a time (SFT/sft_loss.py)
 BUCKET = 5 * 10**8  # elements of DeepSpeed's default reduction bucket
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, an fp32 a 256 of these (QLoRA, section 3)
 
@@ -139,7 +139,8 @@ def step_peak(config: PreTrainedConfig, setup: Setup, layers: int, rows: int) ->
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
                 (logits - 0.5 * exponential.log()).argmax(-1)
             else:
-                chunk = SFT_CHUNK if setup.stage == "sft" else max(1, CHUNK_ELEMENTS // config.vocab_size)
+                sft_rows = max(SFT_ROWS, SFT_LOGITS // config.vocab_size)
+                chunk = sft_rows if setup.stage == "sft" else max(1, CHUNK_ELEMENTS // config.vocab_size)
                 flat = states.flatten(0, 1)
                 targets = torch.zeros(len(flat[:chunk]), dtype=torch.long)
                 loss = F.cross_entropy(head(flat[:chunk]).float(), targets)

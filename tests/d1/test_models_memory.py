@@ -7,11 +7,13 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+import sft_loss
 import torch
 from peft import LoraConfig, get_peft_model
 from sft_loss import hidden_token_losses
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
 
+from d1 import memory
 from d1.adapters import lora_targets
 from d1.memory import BUCKET, Setup, activation_bytes, fit_table, resident_bytes
 from d1.models import attach_hooks, main, make_parser
@@ -88,6 +90,10 @@ def test_the_estimate_is_near_the_measured_peak(kind_, name):
     resident = resident_bytes(CONFIGS[kind_], replace(setup, beta=0.0))
     estimated = sum(resident.values()) + constant + per_row * setup.batch
     assert estimated == pytest.approx(measured_peak(kind_, setup), rel=0.15)
+
+
+def test_sft_holds_as_many_logits_as_the_estimate_says():
+    assert (memory.SFT_ROWS, memory.SFT_LOGITS) == (sft_loss.LOGITS_CHUNK, sft_loss.LOGITS_KEPT)
 
 
 LLADA = LlamaConfig(
