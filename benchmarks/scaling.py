@@ -101,11 +101,13 @@ def run_processes(repeats: int, settings: dict[str, Any] | None = None) -> dict[
     """Wall seconds of one rollout and its mu updates by phase, for each of `PROCESSES` (launched, real).
 
     Ideal are the seconds of one process where each has as many rows (twice the work done), half of them where each has
-    half the rows. `efficiency` is the ideal over the measured.
+    half the rows. `efficiency` is the ideal over the measured. A GPU gets one process.
     """
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (count, rows) in PROCESSES.items():
+            if torch.cuda.is_available() and count > torch.cuda.device_count():
+                continue
             out = Path(folder) / "seconds.json"
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
             worker = json.dumps({**(settings or RL), "rows": rows, "repeats": repeats, "out": str(out)})
