@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import published
 from benchmarks.machine import MASK, our_scores, peak_bytes, race, random_model, random_prompts, scoring_inputs, update
-from d1 import sampling
+from d1 import samplers, sampling
 
 APPROXIMATE = ("cached", "parallel", "cached+parallel")
 WITHOUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -43,7 +43,7 @@ def contestants(model: Any, args: Any) -> dict[str, dict[str, Callable[[], Any]]
         "exact": sample,
     }
     for name in APPROXIMATE:
-        rollouts[name] = functools.partial(sample, sampler=sampling.choose_sampler(name))
+        rollouts[name] = functools.partial(sample, sampler=samplers.choose_sampler(name))
     return {
         "rollout": rollouts,
         "scoring": {

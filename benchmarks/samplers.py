@@ -30,7 +30,8 @@ from make_problems import solution_grids, sudoku_puzzles
 
 from benchmarks.machine import describe, race, write_report
 from d1.models import load_model, load_tokenizer
-from d1.sampling import Rollout, choose_sampler, rollout
+from d1.samplers import choose_sampler
+from d1.sampling import Rollout, rollout
 from d1.tasks import load_task
 
 BASE = "exact"

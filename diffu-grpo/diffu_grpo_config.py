@@ -9,7 +9,8 @@ from trl import GRPOConfig
 
 from d1.caching import CACHES
 from d1.reveal import RULES
-from d1.sampling import REMASKING, SAMPLERS, Sampler, check_settings, choose_sampler
+from d1.samplers import SAMPLERS, Sampler, choose_sampler
+from d1.sampling import REMASKING, check_settings
 
 # Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
 AUTOREGRESSIVE_ONLY = {

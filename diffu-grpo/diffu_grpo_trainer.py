@@ -9,7 +9,6 @@ update k).
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import json
 import resource
@@ -21,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import trl.trainer.grpo_trainer as trl_grpo
 from diffu_grpo_config import DiffuGRPOConfig
+from reference_model import reference_from
 from reward_guard import guarded
 from rollout_state import EpochSampler, RestoreRollout, save_rollout
 from torch import Tensor
@@ -33,34 +32,12 @@ from trl.trainer.utils import pad
 
 from d1.caching import check_cacheable
 from d1.masking import keyed_generator, prompt_masks
-from d1.models import load_model
 from d1.runs import staged_checkpoint
 from d1.sampling import Rollout, rollout
 from d1.scoring import mean_field_scores
 
 # Streams of random numbers: masks and rollouts, in training and evaluation, never share one.
 STREAMS = {("mask", "train"): 0, ("rollout", "train"): 1, ("mask", "eval"): 2, ("rollout", "eval"): 3}
-
-
-@contextlib.contextmanager
-def reference_from(model: Any) -> Iterator[None]:
-    """TRL reloads a full fine-tune's reference from its path, as a causal model; ours is a copy of the model in memory.
-
-    Delete when TRL's GRPOTrainer takes a reference model.
-    """
-    original = trl_grpo.create_model_from_path
-    trl_grpo.create_model_from_path = lambda *args, **kwargs: reference_copy(model)
-    try:
-        yield
-    finally:
-        trl_grpo.create_model_from_path = original
-
-
-def reference_copy(model: Any) -> Any:
-    """A second model with the same weights. Those that ZeRO-3 cut over the ranks on loading are loaded again."""
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return load_model(model.name_or_path, dtype=model.dtype)
-    return copy.deepcopy(model)
 
 
 def in_step_to_sample(dist: Any, ds3_gather_for_generation: bool) -> bool:

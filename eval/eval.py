@@ -39,7 +39,8 @@ from d1.checkpoints import native_config
 from d1.models import load_tokenizer
 from d1.reveal import RULES
 from d1.runs import run_record
-from d1.sampling import EXACT, REMASKING, SAMPLERS, check_settings
+from d1.samplers import EXACT, SAMPLERS
+from d1.sampling import REMASKING, check_settings
 from d1.tasks import SPLITS, TASKS, few_shot_messages, load_task
 
 logger = logging.getLogger("eval")

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.sampling import Sampler, choose_sampler, rollout
+from d1.samplers import Sampler, choose_sampler
+from d1.sampling import rollout
 
 
 @dataclass(frozen=True)

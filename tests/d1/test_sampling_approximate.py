@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.reveal import RULES, reveal_schedule
-from d1.sampling import SAMPLERS, Sampler, choose_sampler, rollout
+from d1.samplers import SAMPLERS, Sampler, choose_sampler
+from d1.sampling import rollout
 
 MASK, VOCAB = 3, 64
 GIVEN = {"max_examples": 25, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}

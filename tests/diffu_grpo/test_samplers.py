@@ -11,7 +11,8 @@ from diffu_grpo_trainer import DiffuGRPOTrainer, in_step_to_sample
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
-from d1.sampling import choose_sampler, rollout
+from d1.samplers import choose_sampler
+from d1.sampling import rollout
 
 WORDS = ["abc", "defgh", "ij", "klmn"]
 SETTINGS = {
