@@ -57,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="two format strings with {column} fields, e.g. '{instruction} {input}' '{output}' ($'...' for newlines)",
     )
     add("--data_function", metavar="FILE.py:FUNCTION", help="turns a row into messages, or prompt and completion")
+    add("--plain_chat_template", action="store_true", help="give a tokenizer that has no chat template a plain one")
     add("--train_on", choices=("last", "all"), default="last", help="the last assistant turn, or all of them")
     add("--overlong", choices=("truncate", "drop", "refuse"), default="truncate", help="rows over --max_length")
     add("--bad_rows", choices=("error", "skip"), default="error", help="rows that cannot be trained on")
@@ -286,7 +287,9 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     training = training_arguments(args, folder, fresh=checkpoint is None)
     check_processes(training.world_size)
     set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
-    tokenizer = load_tokenizer(args.model_name)
+    tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
+    if tokenizer.chat_template is None:
+        raise ValueError(f"the tokenizer of {args.model_name} has no chat template: --plain_chat_template gives it one")
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
     check_room(args.model_name, max(train_dataset.lengths))
     if training.should_save:

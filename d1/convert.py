@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from d1.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.checkpoints import DECODERS, TO_LLADA, llada_from_llama, rename
-from d1.models import has_tokenizer, load_model, load_tokenizer
+from d1.models import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_model, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,9 @@ def export_llada(source: str, out: str) -> None:
         tokenizer_config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
-def a2d(source: str, out: str, mask_token: str = "<|mask|>", keep_shift: bool = False) -> None:
+def a2d(
+    source: str, out: str, mask_token: str = "<|mask|>", keep_shift: bool = False, plain_chat_template: bool = False
+) -> None:
     """Turn an autoregressive decoder into a masked diffusion model, ready for SFT.
 
     Attention goes both ways and `mask_token`, added where the tokenizer lacks it, starts as the mean of all tokens.
@@ -119,6 +121,7 @@ def a2d(source: str, out: str, mask_token: str = "<|mask|>", keep_shift: bool = 
         mask_token: A spare token of the tokenizer, or a new name.
         keep_shift: Go on predicting the next position, as Dream does (arXiv 2508.15487), instead of learning to
             predict the masked one; the rest of the project sees no difference.
+        plain_chat_template: As in `load_tokenizer`.
 
     Raises:
         ValueError: The checkpoint is not a decoder, or already has a mask token.
@@ -140,6 +143,8 @@ def a2d(source: str, out: str, mask_token: str = "<|mask|>", keep_shift: bool = 
         set_mean_rows(table.data, known, [config.mask_token_id, *range(rows, len(table))])
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None and plain_chat_template:
+        tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     config.pad_token_id = tokenizer.pad_token_id
     if keep_shift:
         config.predicts_next_token = True

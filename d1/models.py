@@ -280,8 +280,8 @@ def load_tokenizer(
     """Load the tokenizer of a model, padding left, with every special token this project relies on.
 
     Tokens come from the arguments, else the tokenizer, else the ids in `config.json`; the end-of-turn token (as
-    `tokenizer.eot_token`) also from the usual names, else it is EOS; padding falls back to EOS. `save_pretrained`
-    keeps all of it. SFT, RL and eval all use this tokenizer's chat template.
+    `tokenizer.eot_token`) also from the usual names, else it is EOS; padding falls back to EOS, EOS to BERT's [SEP].
+    `save_pretrained` keeps all of it. SFT, RL and eval all use this tokenizer's chat template.
 
     Args:
         path: A checkpoint folder, hub name or adapter folder (its own tokenizer, else that of its base).
@@ -340,6 +340,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], **ch
         id_ = raw.get(f"{name}_id")
         if token is None and isinstance(id_, int):
             token = tokenizer.convert_ids_to_tokens(id_)
+        if token is None and name == "eos_token":
+            token = tokenizer.sep_token  # what ends a text of BERT's
         if token is None and name == "pad_token":
             token = found["eos_token"]
         if token is None:
@@ -359,6 +361,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("out", metavar="OUT")
     sub.add_argument("--mask_token", default="<|mask|>", help="a spare token of the tokenizer, or a new name")
     sub.add_argument("--keep_shift", action="store_true", help="go on predicting the next position, as Dream does")
+    sub.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer that has none")
     sub = commands.add_parser("merge", help="fold LoRA adapters into the weights")
     sub.add_argument("base", metavar="BASE")
     sub.add_argument("adapters", metavar="ADAPTER", nargs="+", help="in order of training")
@@ -391,7 +394,7 @@ def main(args: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.command == "a2d":
-        convert.a2d(args.source, args.out, args.mask_token, args.keep_shift)
+        convert.a2d(args.source, args.out, args.mask_token, args.keep_shift, args.plain_chat_template)
     elif args.command == "merge":
         convert.merge(args.base, args.adapters, args.out, args.dtype, args.device)
     elif args.command == "export":

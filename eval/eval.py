@@ -56,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--checkpoint_path", default="", help="LoRA adapter to put on the model")
     model.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on a GPU, float32 on a CPU)")
     model.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
+    model.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
     model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     task = parser.add_argument_group("task")
     task.add_argument("--dataset", required=True, help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
@@ -105,7 +106,11 @@ def main(args: argparse.Namespace) -> None:
     check_arguments(args)
     rank, world = join_processes()
     task = load_task(args.dataset)
-    tokenizer = load_tokenizer(tokenizer_path(args), trust_remote_code=args.trust_remote_code)
+    tokenizer = load_tokenizer(
+        tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
+    )
+    if tokenizer.chat_template is None:
+        raise ValueError(f"the tokenizer of {args.model_path} has no chat template: --plain_chat_template gives it one")
     problems = read_problems(args, task, tokenizer)
     if args.dont_save:
         args.output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from sft_train import eos_padding, main, make_parser, on_gpu
 from sft_trainer import dLLMTrainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from d1.models import load_model, load_tokenizer
+from d1.models import PLAIN_CHAT_TEMPLATE, load_model, load_tokenizer
 
 SFT = Path(__file__).parents[2] / "SFT"
 ALONE = ["-m", "accelerate.commands.launch", "--config_file", "cpu.yaml"]
@@ -212,6 +213,16 @@ def test_arguments_that_cannot_work_are_refused(
     with pytest.raises(ValueError, match=problem):
         run(flags, tmp_path, *more)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(tiny_model_dir, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    without = [*flags, "--model_name", str(base), "--max_steps", "1"]
+    with pytest.raises(ValueError, match="has no chat template: --plain_chat_template gives it one"):
+        run(without, tmp_path)
+    run(without, tmp_path, "--plain_chat_template")
+    assert load_tokenizer(str(tmp_path / "job")).chat_template == PLAIN_CHAT_TEMPLATE
 
 
 def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from d1 import convert
-from d1.models import load_model, load_tokenizer, main, make_parser
+from d1.models import PLAIN_CHAT_TEMPLATE, load_model, load_tokenizer, main, make_parser
 
 IDS = torch.randint(4, 60, (2, 11), generator=torch.Generator().manual_seed(0))
 
@@ -203,7 +203,9 @@ def test_a2d_turns_a_causal_model_both_ways(tmp_path, kind_, words, rows, token,
 def test_a2d_can_keep_predicting_the_next_position(tmp_path):
     source = autoregressive(tmp_path / "ar", "qwen2", 60, 60)
     run("a2d", source, tmp_path / "plain")
-    run("a2d", source, tmp_path / "shifted", "--keep_shift")
+    run("a2d", source, tmp_path / "shifted", "--keep_shift", "--plain_chat_template")
+    assert load_tokenizer(tmp_path / "plain").chat_template is None
+    assert load_tokenizer(tmp_path / "shifted").chat_template == PLAIN_CHAT_TEMPLATE
     plain, shifted = (logits_of(load_model(tmp_path / name)) for name in ("plain", "shifted"))
     torch.testing.assert_close(shifted[:, 1:], plain[:, :-1], atol=1e-6, rtol=0)
 

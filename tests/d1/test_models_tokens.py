@@ -62,6 +62,13 @@ def test_a_turn_ends_with_eos_where_nothing_else_is_known(tmp_path):
     assert tokenizer.eot_token_id == tokenizer.eos_token_id == 0
 
 
+def test_berts_separator_ends_a_text(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]
+    tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    tokenizer = load_tokenizer(write(tmp_path, {"model_type": "bert", "vocab_size": 6}, words, **tokens))
+    assert (tokenizer.eos_token, tokenizer.eot_token, tokenizer.pad_token_id) == ("[SEP]", "[SEP]", 0)
+
+
 def test_dream_needs_none_of_its_own_code(tmp_path):
     """Dream ships a Qwen2 vocabulary under a tokenizer class of its own."""
     vocab = {word: i for i, word in enumerate(["a", "b", "ab", "Ġ", "Ġa", "<|endoftext|>", "<|im_end|>", "<|mask|>"])}

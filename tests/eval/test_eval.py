@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,16 @@ def test_splits_are_different_problems(tiny_model_dir):
     assert test
     assert validation
     assert not test & validation
+
+
+def test_a_plain_chat_template_comes_on_request(tiny_model_dir, tmp_path):
+    base = shutil.copytree(tiny_model_dir, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template: --plain_chat_template gives it one"):
+        evaluate(base, tmp_path, "--limit", "1")
+    (item,) = evaluate(base, tmp_path, "--limit", "1", "--plain_chat_template")["generations"]
+    assert item["prompt_input"].startswith("user: ")
+    assert item["prompt_input"].endswith("assistant: ")
 
 
 def test_prefill_is_the_end_of_the_prompt(tiny_model_dir):
