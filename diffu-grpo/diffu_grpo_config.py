@@ -54,6 +54,9 @@ class DiffuGRPOConfig(GRPOConfig):
     truncate_prompts: bool = field(
         default=False, metadata={"help": "Cut the beginning off prompts longer than max_prompt_length instead."}
     )
+    plain_chat_template: bool = field(
+        default=False, metadata={"help": "Give a tokenizer without a chat template a plain one."}
+    )
     block_length: int = field(default=32, metadata={"help": "Tokens a block; blocks are filled left to right."})
     diffusion_steps: int = field(default=128, metadata={"help": "Forward passes a completion, spread over the blocks."})
     cfg_scale: float = field(default=0.0, metadata={"help": "Classifier-free guidance; 0 turns it off."})
@@ -104,6 +107,9 @@ class DiffuGRPOConfig(GRPOConfig):
     scale_rewards: str = field(default="none", metadata={"help": "d1 does not divide advantages by the group's std."})
     use_bias_correction_kl: bool = field(default=False, metadata={"help": "Importance-weight the KL term; d1: no."})
     bf16: bool | None = field(default=None, metadata={"help": "bf16 mixed precision; by default where there is a GPU."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Every trained weight has a part in every loss; DDP need not look for others."}
+    )
     disable_dropout: bool = field(default=True, metadata={"help": "Without it the first ratio would not be 1."})
 
     def __post_init__(self) -> None:

@@ -300,7 +300,11 @@ def main(
     task = load_task(args.dataset)
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args)
-    tokenizer = load_tokenizer(str(args.model_path))
+    tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer of {args.model_path} has no chat template: --plain_chat_template true gives it one"
+        )
     for rows in filter(None, (train_rows, eval_rows)):
         check_prompts(rows, tokenizer, args)
 

@@ -241,6 +241,15 @@ def test_a_model_without_a_mask_token_is_refused(tiny_model_dir, tmp_path):
         run_main(tmp_path, model_path=str(folder))
 
 
+def test_a_plain_chat_template_comes_on_request(tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template: --plain_chat_template true gives it one"):
+        run_main(tmp_path, model_path=str(folder))
+    with pytest.raises(ValueError, match=r"prompts are longer than max_prompt_length=1 tokens"):  # it went on
+        run_main(tmp_path, model_path=str(folder), plain_chat_template=True, max_prompt_length=1)
+
+
 def test_prompts_that_are_too_long_are_counted_and_truncated_only_if_asked(tiny_model_dir, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a" * n}]} for n in (5, 40, 60)])
