@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from datasets import Dataset
 from sft_data import preprocess_dataset as preprocess_dataset  # d1's users import it from here
@@ -187,14 +188,15 @@ class dLLMDataCollator(DefaultDataCollator):
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Tensor]:
-        length = max(len(row["input_ids"]) for row in features)
+        lengths = [len(row["input_ids"]) for row in features]
+        longest = max(lengths)
 
         def filled(rows: Sequence[list], filling: int | bool) -> Tensor:
-            return torch.tensor([row + [filling] * (length - len(row)) for row in rows])
+            return torch.from_numpy(np.array([row + [filling] * (longest - len(row)) for row in rows]))
 
         clean = filled([row["input_ids"] for row in features], self.pad_token_id)
         answer = filled([row["answer"] for row in features], False)
-        visible = filled([[1] * len(row["input_ids"]) for row in features], 0)
+        visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
         times: list[Tensor] = []
         hidden: list[Tensor] = []
         for row, maskable in zip(features, answer, strict=True):
