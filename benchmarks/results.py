@@ -2,7 +2,7 @@
 
 Runs the commands of `RESULTS.md`, one after the other on one thread, and puts the tables they write into it: each
 command stands above a comment that names its table, a file of `benchmark_results/`. `--only` runs those that contain
-TEXT; commands for a GPU are left out where there is none. Alone on two cores all of it takes a quarter of an hour.
+TEXT; commands for a GPU are left out where there is none. Alone on two cores all of it takes ten minutes.
 """
 
 from __future__ import annotations

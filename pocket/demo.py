@@ -1,7 +1,7 @@
 """The main job: all of d1 on the pocket model, base -> SFT -> diffu-GRPO -> evaluation -> report.
 
     make demo                                 # sets up an environment, then does what the next line does
-    python pocket/demo.py --seed 0            # about ten minutes on two cores; results in runs/demo/seed0
+    python pocket/demo.py --seed 0            # about five minutes on two cores; results in runs/demo/seed0
     python pocket/demo.py --seed 0 --miniature --output_dir runs/miniature     # a minute; shows that all of it works
 
 Every stage is its real entry point, started as its users do. Ctrl-C and the same command again: it continues.
