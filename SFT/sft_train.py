@@ -27,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from d1.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.checkpoints import native_config
 from d1.convert import merge
-from d1.models import load_model, load_tokenizer
+from d1.models import check_chat_template, load_model, load_tokenizer
 from d1.runs import check_processes, copy_model, is_finished, leave, log_without_account, save_record
 
 logger = logging.getLogger(__name__)
@@ -288,8 +288,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     check_processes(training.world_size)
     set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
-    if tokenizer.chat_template is None:
-        raise ValueError(f"the tokenizer of {args.model_name} has no chat template: --plain_chat_template gives it one")
+    check_chat_template(tokenizer, args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
     check_room(args.model_name, max(train_dataset.lengths))
     if training.should_save:

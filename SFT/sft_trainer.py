@@ -18,11 +18,11 @@ from sft_data import preprocess_dataset as preprocess_dataset  # d1's users impo
 from sft_loss import hidden_token_losses
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import DefaultDataCollator, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import DefaultDataCollator, EvalPrediction, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from d1.masking import draw_noise, keyed_generator, noise_level
-from d1.runs import staged_checkpoint
+from d1.runs import staged_checkpoint, unwrapped
 
 TRAIN_NOISE, EVAL_NOISE, ORDER, STRATA, EVAL_TIMES = range(5)  # second part of a generator's key: one a purpose
 EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t
@@ -267,8 +267,7 @@ class dLLMTrainer(Trainer):
             hidden[0, 0], weights = True, torch.zeros_like(weights)
         losses = hidden_token_losses(
             model,
-            # Unwrapping reads package metadata on every call: 2 ms, too long for a small model.
-            model if isinstance(model, PreTrainedModel) else self.accelerator.unwrap_model(model),
+            unwrapped(self.accelerator, model),
             inputs["input_ids"],
             inputs["attention_mask"],
             hidden,

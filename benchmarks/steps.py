@@ -147,7 +147,7 @@ class PublishedRL(DiffuGRPOTrainer):
             gen_length=self.max_completion_length,
             block_length=self.args.block_length,
             steps=self.args.diffusion_steps,
-            temperature=self.temperature,
+            temperature=self.args.temperature,
         )
         completions, steps = sampled[:, ids.shape[1] :], torch.full_like(ids[:, 0], self.args.diffusion_steps)
         return Rollout(completions, torch.zeros(completions.shape, device=ids.device), steps, steps * sampled.shape[1])

@@ -319,6 +319,14 @@ def load_tokenizer(
     return tokenizer
 
 
+def check_chat_template(
+    tokenizer: PreTrainedTokenizerBase, path: str | Path, flag: str = "--plain_chat_template"
+) -> None:
+    """Raises ValueError for a tokenizer that cannot write prompts, with the `flag` that gives it a template."""
+    if tokenizer.chat_template is None:
+        raise ValueError(f"the tokenizer of {path} has no chat template: {flag} gives it one")
+
+
 def has_tokenizer(folder: str) -> bool:
     """Whether the folder or hub name holds a vocabulary: some classes would start an empty one without a word."""
     return any(cached_file(folder, name, _raise_exceptions_for_missing_entries=False) for name in VOCABULARIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from trl import GRPOConfig
@@ -138,15 +139,19 @@ class DiffuGRPOConfig(GRPOConfig):
                 f"max_completion_length ({self.max_completion_length}) must be a multiple of block_length "
                 f"({self.block_length})"
             )
-        check_settings(
-            gen_length=self.max_completion_length,
-            block_length=self.block_length,
-            steps=self.diffusion_steps,
-            temperature=self.temperature,
-            cfg_scale=self.cfg_scale,
-            remasking=self.remasking,
-            sampler=self.chosen_sampler(),
-        )
+        check_settings(**self.sampling_settings())
 
     def chosen_sampler(self) -> Sampler:
         return choose_sampler(self.sampler, kv_cache=self.kv_cache, reveal=self.reveal, reveal_level=self.reveal_level)
+
+    def sampling_settings(self) -> dict[str, Any]:
+        """Those of `d1.sampling.rollout` that the run chooses."""
+        return {
+            "gen_length": self.max_completion_length,
+            "block_length": self.block_length,
+            "steps": self.diffusion_steps,
+            "temperature": self.temperature,
+            "cfg_scale": self.cfg_scale,
+            "remasking": self.remasking,
+            "sampler": self.chosen_sampler(),
+        }

@@ -34,7 +34,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from trl.trainer.utils import get_callable_name
 
 from d1.adapters import merge_adapter
-from d1.models import load_model, load_tokenizer
+from d1.models import check_chat_template, load_model, load_tokenizer
 from d1.runs import (
     check_processes,
     checkpoint_to_resume,
@@ -301,10 +301,7 @@ def main(
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args)
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"the tokenizer of {args.model_path} has no chat template: --plain_chat_template true gives it one"
-        )
+    check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     for rows in filter(None, (train_rows, eval_rows)):
         check_prompts(rows, tokenizer, args)
 

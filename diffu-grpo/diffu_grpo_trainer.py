@@ -25,14 +25,13 @@ from reference_model import reference_from
 from reward_guard import guarded
 from rollout_state import EpochSampler, RestoreRollout, save_rollout
 from torch import Tensor
-from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.models.utils import _ForwardRedirection, unwrap_model_for_generation
 from trl.trainer.utils import pad
 
 from d1.caching import check_cacheable
 from d1.masking import keyed_generator, prompt_masks
-from d1.runs import staged_checkpoint
+from d1.runs import staged_checkpoint, unwrapped
 from d1.sampling import Rollout, rollout
 from d1.scoring import mean_field_scores
 
@@ -83,8 +82,8 @@ class DiffuGRPOTrainer(GRPOTrainer):
         if mask_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         self.mask_token_id = mask_id
-        self.sampler = args.chosen_sampler()
-        if self.sampler.kv_cache:
+        sampler = args.chosen_sampler()
+        if sampler.kv_cache:
             check_cacheable(model.config)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         functions = [guarded(function, task_name, Path(args.output_dir)) for function in functions]
@@ -103,7 +102,7 @@ class DiffuGRPOTrainer(GRPOTrainer):
                 "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
             )
         in_step = self.accelerator.num_processes > 1 and in_step_to_sample(self._dist, args.ds3_gather_for_generation)
-        if in_step and (self.sampler.reveal or args.eos_stop):
+        if in_step and (sampler.reveal or args.eos_stop):
             raise ValueError(
                 "a parallel sampler and eos_stop take as many forward passes as the text asks for, but processes that "
                 "each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
@@ -201,15 +200,9 @@ class DiffuGRPOTrainer(GRPOTrainer):
                     ids[rows],
                     mask[rows],
                     mask_token_id=self.mask_token_id,
-                    gen_length=self.max_completion_length,
-                    block_length=self.args.block_length,
-                    steps=self.args.diffusion_steps,
-                    temperature=self.temperature,
-                    cfg_scale=self.args.cfg_scale,
-                    remasking=self.args.remasking,
                     generator=generators[rows],
                     eos_token_ids=self.eos_token_ids if self.eos_stop else None,
-                    sampler=self.sampler,
+                    **self.args.sampling_settings(),
                 )
                 parts.append((part.ids[:, ids.shape[1] :], part.logps, part.passes, part.tokens))
         return Rollout(*(torch.cat(values) for values in zip(*parts, strict=True)))
@@ -293,8 +286,7 @@ class DiffuGRPOTrainer(GRPOTrainer):
         # TRL may pad completions past the canvas (pad_to_multiple_of); nothing is scored there, its mask is 0.
         width = min(completion_ids.shape[1], self.max_completion_length)
         scored = eos_cut(completion_ids, self.eos_token_ids)
-        # Unwrapping reads package metadata on every call: 2 ms, too long for a small model.
-        bare = model if isinstance(model, PreTrainedModel) else self.accelerator.unwrap_model(model)
+        bare = unwrapped(self.accelerator, model)
         score = functools.partial(
             mean_field_scores,
             bare,

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from eval_journal import Journal, Key, weights_fingerprint
-from generate_completions import Problem, generate_all, sampler_of
+from generate_completions import Problem, generate_all, sampling_settings
 from generation_files import read_setups
 from parse_and_get_acc import as_table
 from score_setups import score_setup
@@ -36,7 +36,7 @@ from score_setups import score_setup
 from d1.adapters import adapter_chain
 from d1.caching import CACHES, check_cacheable
 from d1.checkpoints import native_config
-from d1.models import load_tokenizer
+from d1.models import check_chat_template, load_tokenizer
 from d1.reveal import RULES
 from d1.runs import run_record
 from d1.samplers import EXACT, SAMPLERS
@@ -109,8 +109,7 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(
         tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
     )
-    if tokenizer.chat_template is None:
-        raise ValueError(f"the tokenizer of {args.model_path} has no chat template: --plain_chat_template gives it one")
+    check_chat_template(tokenizer, args.model_path)
     problems = read_problems(args, task, tokenizer)
     if args.dont_save:
         args.output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_"))
@@ -143,16 +142,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    sampler = sampler_of(args)
-    check_settings(
-        gen_length=args.gen_length,
-        block_length=args.block_length,
-        steps=args.diffusion_steps,
-        temperature=args.temperature,
-        cfg_scale=args.cfg_scale,
-        remasking=args.remasking,
-        sampler=sampler,
-    )
+    settings = sampling_settings(args)
+    check_settings(**settings)
     for name in ("batch_size", "num_samples"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
@@ -170,7 +161,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--few_shot_file and --data_file are the same: the problems shown must not be those asked")
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
-    if sampler.kv_cache and not args.trust_remote_code:
+    if settings["sampler"].kv_cache and not args.trust_remote_code:
         check_cacheable(native_config(adapter_chain(args.model_path, args.checkpoint_path or None)[0])[0])
 
 
@@ -267,7 +258,8 @@ def run_identity(args: argparse.Namespace, problems: list[Problem]) -> dict[str,
     prompts = json.dumps([[problem.index, problem.prompt, problem.ground_truth] for problem in problems], default=str)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
     # What is off is left out, so that runs begun before there was a choice can still be resumed.
-    approximate = {"sampler": asdict(sampler_of(args))} if sampler_of(args) != EXACT else {}
+    sampler = sampling_settings(args)["sampler"]
+    approximate = {"sampler": asdict(sampler)} if sampler != EXACT else {}
     stop = {"eos_stop": True} if args.eos_stop else {}
     return {
         "weights": [weights_fingerprint(path) for path in (base, *adapters)],

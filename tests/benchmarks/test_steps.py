@@ -36,7 +36,7 @@ def test_the_published_rl_trainer_samples_and_scores_as_ours(rl):
     (ours, _), (theirs, _) = rl
     ids, mask = random_prompts(ours.model, 4, 6)
     mask[0, :3] = 0
-    ours.temperature = theirs.temperature = 0.0
+    ours.args.temperature = theirs.args.temperature = 0.0
     ours.model.train(), theirs.model.train()  # an evaluation scores one mask
     sampled = ours._sample(ids, mask).ids
     torch.testing.assert_close(theirs._sample(ids, mask).ids[:, -8:], sampled[:, -8:])
