@@ -20,6 +20,7 @@ def miniature(tmp_path_factory):
     """Result folder of a miniature job that was stopped by Ctrl-C after its first phase and then continued."""
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "pocket/demo.py", "--miniature", "--seed", "3", "--output_dir", str(folder)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore it
     first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     state = folder / "seed3" / "phases.json"
     while first.poll() is None and not (state.exists() and json.loads(state.read_text())["done"]):
