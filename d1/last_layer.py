@@ -2,11 +2,12 @@
 
 A decoder's last layer feeds nothing but the head: its keys and values are needed of all positions, its queries,
 attention output and feed-forward of those alone (`narrow`). The head's product with a wide vocabulary then has few
-rows, at which CPU libraries are slow (`in_parts`).
+rows, and what is made of its logits need not hold them all (`in_parts`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,9 +17,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from d1.checkpoints import DECODERS
 
-FEW = 64  # rows
-COLUMNS = 256  # entries of the vocabulary in one product, whose weights fit a processor's own cache
-PART = 32 * COLUMNS  # entries in one part, whose logits fit there too
+PART = 8192  # entries of the vocabulary in one part, whose logits fit a processor's own cache
+GROUP = 64
 
 
 def can_narrow(model: Any) -> bool:
@@ -76,44 +76,42 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
 def in_parts(head: nn.Module, states: Tensor) -> Iterator[tuple[int, Tensor]]:
     """`head(states)`, (..., hidden) -> (..., vocab), in parts of the vocabulary: where a part starts, and its logits.
 
-    On a CPU, fp32 and without gradients, MKL multiplies a few rows by a wide matrix up to three times faster as a batch
-    of products with narrow ones, and a part of the logits stays in the processor's own cache for what is done with it.
-    Elsewhere, and where something has wrapped or sharded the head, all logits are one part.
+    On a CPU, in fp32 and without gradients. There oneDNN multiplies a few rows by a wide matrix in two thirds of the
+    time of the library behind `nn.Linear`. Elsewhere, and where something has wrapped or sharded the head, all logits
+    are one part.
     """
     if (
         type(head) is not nn.Linear
         or type(weight := head.weight) is not nn.Parameter
         or (weight.device.type, weight.dtype, states.dtype) != ("cpu", torch.float32, torch.float32)
-        or states.shape[:-1].numel() > FEW
         or weight.shape != (head.out_features, head.in_features)
         or len(weight) < 2 * PART
         or head.bias is not None
         or head._forward_pre_hooks
         or head._forward_hooks
         or torch.is_grad_enabled()
-        or not torch.backends.mkl.is_available()
+        or not torch.backends.mkldnn.is_available()
     ):
         yield 0, head(states)
         return
-    flat = states.reshape(-1, states.shape[-1])
-    for start in range(0, len(weight), PART):
-        part = weight[start : start + PART]
-        blocks, rest = divmod(len(part), COLUMNS)
-        wide = len(part) - rest
-        logits = flat.new_empty(len(flat), len(part))
-        torch.bmm(
-            flat.expand(blocks, -1, -1),
-            part[:wide].unflatten(0, (blocks, COLUMNS)).mT,
-            out=logits[:, :wide].unflatten(1, (blocks, COLUMNS)).transpose(0, 1),
-        )
-        torch.mm(flat, part[wide:].T, out=logits[:, wide:])
-        yield start, logits.view(*states.shape[:-1], -1)
+    for number, part in enumerate(weight.split(PART)):
+        yield number * PART, torch.ops.mkldnn._linear_pointwise(states, part, None, "none", [], "")
 
 
 def joined(parts: Iterable[tuple[int, Tensor]]) -> Tensor:
     """All logits (..., vocab)."""
     logits = [part for _, part in parts]
     return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`logits.max(-1)`: a CPU finds the largest value in a tenth of the time that it takes to find its place."""
+    if logits.shape[-1] % GROUP:
+        return torch.max(logits, -1)
+    groups = logits.unflatten(-1, (-1, GROUP))
+    top, group = groups.amax(-1).max(-1)
+    place = groups.take_along_dim(group[..., None, None], -2).squeeze(-2).max(-1).indices
+    return top, group * GROUP + place
 
 
 def most_likely(parts: Iterable[tuple[int, Tensor]], excluded: int) -> tuple[Tensor, Tensor]:
@@ -130,8 +128,9 @@ def most_likely(parts: Iterable[tuple[int, Tensor]], excluded: int) -> tuple[Ten
         if start <= excluded < start + logits.shape[-1]:
             other = logits[..., excluded - start].clone()
             logits[..., excluded - start] = -torch.inf
-        top, place = logits.max(-1)
-        sums.append(logits.sub_(top.unsqueeze(-1)).exp_().sum(-1))
+        top, place = largest(logits)
+        # PyTorch's exp2 is vectorised on every processor, its exp not on all.
+        sums.append(logits.sub_(top.unsqueeze(-1)).mul_(1 / math.log(2)).exp2_().sum(-1))
         tops.append(top)
         places.append(place + start)
     top, part = torch.stack(tops, -1).max(-1, keepdim=True)

@@ -41,7 +41,7 @@ from transformers.utils import cached_file
 
 from d1.adapters import adapter_chain, add_adapter, check_there, merge_adapter
 from d1.checkpoints import DECODERS, ENCODERS, native_config, needs_copy, reading
-from d1.last_layer import can_narrow, in_parts, joined, narrow
+from d1.last_layer import can_narrow, in_parts, narrow
 
 logger = logging.getLogger(__name__)
 
@@ -251,10 +251,10 @@ def body_and_head(model: torch.nn.Module) -> tuple[Callable[..., Tensor], Callab
             return states
         return states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
-    return body, lambda states: joined(logit_parts(model, states))
+    return body, lambda states: next(logit_parts(model, states, whole=True))[1]
 
 
-def logit_parts(model: torch.nn.Module, states: Tensor) -> Iterator[tuple[int, Tensor]]:
+def logit_parts(model: torch.nn.Module, states: Tensor, whole: bool = False) -> Iterator[tuple[int, Tensor]]:
     """The head of `body_and_head` in parts of the vocabulary: where each starts, and its logits (..., part)."""
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     kind, cap = inner.config.model_type, getattr(inner.config, "final_logit_softcapping", None)
@@ -263,7 +263,8 @@ def logit_parts(model: torch.nn.Module, states: Tensor) -> Iterator[tuple[int, T
     elif kind == "modernbert":
         yield 0, inner.decoder(inner.head(states))
     else:
-        for start, logits in in_parts(inner.lm_head, states):
+        parts = iter([(0, inner.lm_head(states))]) if whole else in_parts(inner.lm_head, states)
+        for start, logits in parts:
             yield start, logits if cap is None else torch.tanh(logits / cap) * cap
 
 
