@@ -33,6 +33,7 @@ from benchmarks.machine import (
     MASK,
     SIZES,
     describe,
+    multiply_adds,
     our_scores,
     peak_bytes,
     race,
@@ -81,7 +82,11 @@ def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
     if args.peer:
         peer = load_peer(args.peer)
         contestants["peer"] = lambda: peer(model, ids, mask, **options)
-    return {"results": race(contestants, args.repeats, base="bare body")}
+    work = {name: multiply_adds(run) for name, run in contestants.items()}
+    results = race(contestants, args.repeats, base="bare body")
+    for name, row in results.items():
+        row["multiply-adds / bare"] = work[name] / work["bare body"]
+    return {"results": results}
 
 
 def race_scoring(args: argparse.Namespace) -> dict[str, Any]:

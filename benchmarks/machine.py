@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1 import scoring
@@ -134,6 +136,18 @@ def race(
             "ratio_high": max(ratios),
         }
     return results
+
+
+def multiply_adds(run: Callable[[], Any]) -> int:
+    """Multiplications, each with an addition, in the matrix products of a call; on a CPU all but attention's own."""
+
+    def of_linear(states: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+        return 2 * math.prod(states) * weight[0]
+
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.mkldnn._linear_pointwise: of_linear})
+    with counter:
+        run()
+    return counter.get_total_flops() // 2
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

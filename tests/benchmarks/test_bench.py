@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from benchmarks import bench, gpu, published, results, scaling
-from benchmarks.machine import MASK, peak_bytes, race, random_model, random_prompts
+from benchmarks.machine import MASK, SIZES, multiply_adds, peak_bytes, race, random_model, random_prompts
 from d1 import sampling, scoring
+from d1.last_layer import PART
+from d1.models import body_and_head
 
 SMALL = ["--rows", "2", "--prompt", "6", "--length", "8", "--block", "4", "--steps", "4", "--mu", "2", "--repeats", "1"]
 
@@ -39,6 +41,24 @@ def test_samplers_race_with_a_peer_that_is_given_the_same_task(tmp_path, capsys)
     peer.write_text("x = 1\n")
     with pytest.raises(ValueError, match="no function `generate`"):
         report("sampler", tmp_path, "--peer", str(peer))
+
+
+@pytest.mark.parametrize("vocabulary", [100, 2 * PART + 7])  # the head whole and in parts
+def test_the_exact_sampler_multiplies_for_hidden_positions_alone_after_the_last_keys_and_values(vocabulary):
+    model = random_model("tiny", vocabulary)
+    _, hidden, feed_forward, layers, _ = SIZES["tiny"]
+    ids, mask = random_prompts(model, rows := 2, prompt := 5)
+    token = 4 * hidden**2 + 3 * hidden * feed_forward  # in one layer
+    tokens = rows * (prompt + 6)
+    with torch.no_grad():
+        body, _ = body_and_head(model)
+        assert multiply_adds(lambda: body(torch.cat([ids, ids[:, :1].expand(-1, 6)], 1))) == tokens * layers * token
+    expected = 0
+    for left in (3, 2, 1) * 2:
+        expected += tokens * ((layers - 1) * token + 2 * hidden**2)
+        expected += rows * left * (token + hidden * vocabulary)
+    options = {"mask_token_id": MASK, "gen_length": 6, "block_length": 3, "steps": 6}
+    assert multiply_adds(lambda: sampling.generate(model, ids, mask, **options)) == expected
 
 
 def test_scoring_races_both_ways(tmp_path, capsys):
