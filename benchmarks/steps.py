@@ -39,7 +39,7 @@ from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from benchmarks import published
 from benchmarks.machine import now, race, random_model
 from d1.masking import noise_level
-from d1.models import body_and_head, load_model, load_tokenizer
+from d1.models import body_and_head, load_model, load_tokenizer, logit_parts
 from d1.sampling import Rollout, reveal_schedule
 from d1.tasks import load_task, text_of
 
@@ -223,7 +223,7 @@ def bare_rl(trainer: Any, clock: Clock) -> None:
     """The passes that the trainer's last rollout and updates cannot do without, on the same rows.
 
     Sampling: each step, the body over prompt and canvas, its last layer and the head at the positions still hidden in
-    the block.
+    the block; with the EOS stop, of the rows that have not ended before it.
     Scoring: body, and head at the positions up to each row's EOS, mu times for the policy and mu for the reference.
     Updates: the same mu times, and the backward pass from a given gradient of the logits.
     """
@@ -240,19 +240,26 @@ def bare_rl(trainer: Any, clock: Clock) -> None:
         states = body(ids, mask)[:, prompt.shape[1] :]
         return head(states[:, : hidden.shape[1]][hidden])
 
-    with clock.phase("rollout"), torch.no_grad():
-        body, head = body_and_head(trainer.model)
-        end = prompt.shape[1]
+    with clock.phase("rollout"), torch.no_grad(), trainer.accelerator.autocast():
+        body, _ = body_and_head(trainer.model)
+        end, lengths = prompt.shape[1], hidden.sum(1)
         for reveals in reveal_schedule(args.max_completion_length, args.block_length, args.diffusion_steps):
+            live = lengths > end - prompt.shape[1] if trainer.eos_stop else torch.ones_like(lengths, dtype=torch.bool)
+            if not live.any():
+                break
+            rows, visible = ids[live], None if mask is None else mask[live]
             end += sum(reveals)
             for left in itertools.accumulate(reveals[:-1], operator.sub, initial=sum(reveals)):
-                head(body(ids, mask, torch.arange(end - left, end, device=ids.device).expand(len(ids), -1)))
-    with clock.phase("scoring"), torch.no_grad():
+                states = body(rows, visible, torch.arange(end - left, end, device=ids.device).expand(len(rows), -1))
+                for _ in logit_parts(trainer.model, states):  # as the sampler takes them: the faster way
+                    pass
+    with clock.phase("scoring"), torch.no_grad(), trainer.accelerator.autocast():
         for scored in [trainer.model, trainer.ref_model] * args.num_iterations:
             logits(scored)
     with clock.phase("update"):
         for _ in range(args.num_iterations):
-            found = logits(trainer.model)
+            with trainer.accelerator.autocast():
+                found = logits(trainer.model)
             found.backward(torch.ones_like(found))
             trainer.model.zero_grad()
 
@@ -337,7 +344,8 @@ def bare_sft(trainer: Any, clock: Clock) -> None:
         for inputs in trainer.seen[-trainer.args.max_steps :]:
             hidden = (inputs["input_ids"] != inputs["labels"]) & (inputs["labels"] != IGNORED)
             mask = inputs["attention_mask"]
-            logits = head(body(inputs["input_ids"], None if mask.all() else mask)[hidden])
+            with trainer.accelerator.autocast():
+                logits = head(body(inputs["input_ids"], None if mask.all() else mask)[hidden])
             logits.backward(torch.ones_like(logits))
             trainer.model.zero_grad()
 

@@ -68,6 +68,51 @@ def test_the_bare_passes_of_rl_are_as_many_as_ours(rl):
     assert all(parameter.grad is None for parameter in ours.model.parameters())
 
 
+def rows_fed(model, run):
+    fed = []
+    body = model.base_model
+    hook = body.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    run()
+    hook.remove()
+    return fed
+
+
+def test_the_bare_rollout_leaves_out_rows_that_have_ended(rl, monkeypatch):
+    (ours, clock), _ = rl
+    sample = ours._sample
+
+    def ends_early(ids, mask):
+        sampled = sample(ids, mask)
+        sampled.ids[1:, :] = 5
+        sampled.ids[1:, 2] = ours._tokenizer.eos_token_id  # in the first block, in three of the four rows
+        return sampled
+
+    monkeypatch.setattr(ours, "_sample", ends_early)
+    ours.train()
+    ours.eos_stop = True
+    assert rows_fed(ours.model, lambda: steps.bare_rl(ours, clock))[:4] == [4, 4, 1, 1]
+    ours.eos_stop = False
+    assert rows_fed(ours.model, lambda: steps.bare_rl(ours, clock))[:4] == [4, 4, 4, 4]
+
+
+def entered(trainer, monkeypatch, run):
+    counts, autocast = [], trainer.accelerator.autocast
+    monkeypatch.setattr(trainer.accelerator, "autocast", lambda *a, **k: counts.append(1) or autocast(*a, **k))
+    run()
+    return len(counts)
+
+
+def test_the_bare_passes_run_in_the_trainers_precision(rl, tmp_path, monkeypatch):
+    (ours, clock), _ = rl
+    ours.train()
+    assert entered(ours, monkeypatch, lambda: steps.bare_rl(ours, clock)) == 1 + 1 + 2  # rollout, scoring, updates
+    tuned, clock = make("sft", steps.dLLMTrainer, tmp_path)
+    tuned.train()
+    assert entered(tuned, monkeypatch, lambda: steps.bare_sft(tuned, clock)) == 2
+
+
 def test_the_published_sft_trainer_has_our_loss(tmp_path):
     (ours, clock), (theirs, _) = make("sft", steps.dLLMTrainer, tmp_path), make("sft", steps.PublishedSFT, tmp_path)
     ours.train()
