@@ -52,8 +52,10 @@ def generate(
     rows, prompt_length = prompt_ids.shape
     canvas = prompt_ids.new_full((rows, gen_length), mask_token_id)
     x = torch.cat([prompt_ids, canvas], dim=1)
-    visible = torch.cat([attention_mask, torch.ones_like(canvas)], dim=1)
+    # Without padding d1 needs no mask; with one Transformers would ask the device about it in every step.
+    visible = None if attention_mask.all() else torch.cat([attention_mask, torch.ones_like(canvas)], dim=1)
     is_prompt = torch.cat([attention_mask, torch.zeros_like(canvas)], dim=1).bool()
+    twice = None if visible is None else visible.repeat(2, 1)
     draw = rand or (lambda _, shape: torch.rand(shape, dtype=dtype or model.dtype, device=x.device))
     end = prompt_length
     for reveals in reveal_schedule(gen_length, block_length, steps):
@@ -62,7 +64,7 @@ def generate(
             hidden = x == mask_token_id
             if cfg_scale > 0:
                 both = torch.cat([x, torch.where(is_prompt, mask_token_id, x)])
-                logits, un = model(input_ids=both, attention_mask=visible.repeat(2, 1)).logits.chunk(2)
+                logits, un = model(input_ids=both, attention_mask=twice).logits.chunk(2)
                 logits = un + (cfg_scale + 1) * (logits - un)
             else:
                 logits = model(input_ids=x, attention_mask=visible).logits
@@ -106,7 +108,8 @@ def score(
     noised = torch.where(prompt_noise, mask_token_id, prompt_ids.unsqueeze(1)).flatten(0, 1)
     targets = completion_ids.repeat_interleave(mu, dim=0)
     canvas = targets.new_full((len(targets), gen_length or targets.shape[1]), mask_token_id)
-    visible = torch.cat([attention_mask.repeat_interleave(mu, dim=0), torch.ones_like(canvas)], dim=1)
+    mask = attention_mask.repeat_interleave(mu, dim=0)
+    visible = None if mask.all() else torch.cat([mask, torch.ones_like(canvas)], dim=1)
     logits = model(input_ids=torch.cat([noised, canvas], dim=1), attention_mask=visible).logits
     logits = logits[:, prompt_length : prompt_length + targets.shape[1]]
     loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.flatten(), reduction="none")
