@@ -122,10 +122,12 @@ def with_margin(values: list[float]) -> tuple[float, float]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    model, tokenizer = load_model(args.model_path), load_tokenizer(args.model_path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = load_model(args.model_path, device=device), load_tokenizer(args.model_path)
     rows = fresh_problems(args.problems, args.seed)
     prompts = torch.tensor(
-        tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False)
+        tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False),
+        device=device,
     )
     sampled: dict[str, list[Rollout]] = {}
 
@@ -175,7 +177,11 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(
             f"need at least 2 problems and a gen_length in blocks of 8, got {args.problems} and {args.gen_length}"
         )
-    named = {key: value for key, value in vars(args).items() if key not in ("output_dir", "model_path")}
+    for name in ("batch", "repeats"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    named = {key: value for key, value in vars(args).items() if key != "output_dir"}
     report = {"machine": describe(), "settings": named, "results": measure(args)}
     write_report(report, args.output_dir, f"samplers_{args.gen_length}")
 

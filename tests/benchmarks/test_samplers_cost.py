@@ -30,7 +30,9 @@ def test_a_margin_is_half_of_the_normal_interval():
 def test_the_table_holds_every_sampler_and_counts_its_work(tmp_path, capsys):
     flags = ["--model_path", str(Path(__file__).parents[2] / "pocket" / "base"), "--problems", "6", "--repeats", "1"]
     samplers.main(samplers.make_parser().parse_args([*flags, "--gen_length", "40", "--output_dir", str(tmp_path)]))
-    results = json.loads((tmp_path / "samplers_40.json").read_text())["results"]
+    written = json.loads((tmp_path / "samplers_40.json").read_text())
+    results = written["results"]
+    assert written["settings"]["model_path"] == flags[1]
     assert set(results) == set(samplers.settings(40))
     exact = results[samplers.BASE]
     assert (exact["forward passes"], exact["tokens"], exact["minus exact"]) == (20, 20 * 58, 0)
@@ -40,3 +42,9 @@ def test_the_table_holds_every_sampler_and_counts_its_work(tmp_path, capsys):
     for row in results.values():
         assert row["times fewer tokens"] == pytest.approx(exact["tokens"] / row["tokens"])
     assert "| parallel: entropy" in (tmp_path / "samplers_40.md").read_text()
+
+
+@pytest.mark.parametrize("flag", ["--repeats", "--batch"])
+def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(flag):
+    with pytest.raises(ValueError, match=f"{flag} must be at least 1"):
+        samplers.main(samplers.make_parser().parse_args(["--model_path", "nowhere", flag, "0"]))
