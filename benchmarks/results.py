@@ -2,7 +2,8 @@
 
 Runs the commands of `RESULTS.md`, one after the other on one thread, and puts the tables they write into it: each
 command stands above a comment that names its table, a file of `benchmark_results/`. `--only` runs those that contain
-TEXT; commands for a GPU are left out where there is none. Alone on two cores all of it takes ten minutes.
+TEXT; commands for a GPU are left out where there is none, and see no GPU but for those. Alone on two cores all of it
+takes ten minutes. Each table is written as soon as it is made: a command that fails stops the run and loses none.
 """
 
 from __future__ import annotations
@@ -24,28 +25,27 @@ COMMAND = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # the text around the other tables speaks of one thread of a processor
+
+
+def for_gpu(command: str) -> bool:
+    return "bench.py gpu" in command
 
 
 def run(command: str) -> None:
     """Runs a `python ...` command from the repository's root, with this interpreter."""
     words = shlex.split(command.replace("\\\n", " "))
-    subprocess.run([sys.executable, *words[1:]], check=True, cwd=RESULTS.parents[1], env=os.environ | ONE_THREAD)
+    env = os.environ | ONE_THREAD | ({} if for_gpu(command) else NO_GPU)
+    subprocess.run([sys.executable, *words[1:]], check=True, cwd=RESULTS.parents[1], env=env)
 
 
-def fill(text: str, only: str = "") -> str:
-    """`text` with the tables of its commands that contain `only` made anew."""
+def fill(text: str, command: str, table: str) -> str:
+    """`text` with `table` below `command`."""
 
-    def made(found: re.Match[str]) -> str:
-        command = found["command"]
-        if only not in command or ("bench.py gpu" in command and not torch.cuda.is_available()):
-            return found[0]
-        started = time.perf_counter()
-        run(command)
-        table = (RESULTS.parents[1] / "benchmark_results" / found["table"]).read_text()
-        sys.stdout.write(f"--- {time.perf_counter() - started:.0f} s: {command}\n\n")
-        return f"{found['head']}\n{table}\n"
+    def filled(found: re.Match[str]) -> str:
+        return f"{found['head']}\n{table}\n" if found["command"] == command else found[0]
 
-    return COMMAND.sub(made, text)
+    return COMMAND.sub(filled, text)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -55,7 +55,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    RESULTS.write_text(fill(RESULTS.read_text(), args.only))
+    chosen = [found for found in COMMAND.finditer(RESULTS.read_text()) if args.only in found["command"]]
+    chosen = [found for found in chosen if torch.cuda.is_available() or not for_gpu(found["command"])]
+    if not chosen:
+        raise ValueError(f"{RESULTS.name} has no command with {args.only!r} that can run here")
+    for found in chosen:
+        started = time.perf_counter()
+        run(found["command"])
+        table = (RESULTS.parents[1] / "benchmark_results" / found["table"]).read_text()
+        sys.stdout.write(f"--- {time.perf_counter() - started:.0f} s: {found['command']}\n\n")
+        RESULTS.write_text(fill(RESULTS.read_text(), found["command"], table))  # read anew: it may have been edited
 
 
 if __name__ == "__main__":

@@ -192,9 +192,42 @@ def test_results_replaces_a_commands_table_and_nothing_else(monkeypatch, tmp_pat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "benchmark_results").mkdir()
     (tmp_path / "benchmark_results" / "a_1.md").write_text("| new |\n")
-    assert results.fill(TEXT) == TEXT.replace("old\n", "\n| new |\n\n")
+    results.RESULTS.parent.mkdir()
+    results.RESULTS.write_text(TEXT)
+    results.main(results.make_parser().parse_args([]))
+    assert results.RESULTS.read_text() == TEXT.replace("old\n", "\n| new |\n\n")
     assert ran == ["python a.py --b \\\n    1"]
-    assert results.fill(TEXT, only="nothing has this") == TEXT
+    with pytest.raises(ValueError, match=r"no command .* that can run here"):
+        results.main(results.make_parser().parse_args(["--only", "bench.py gpu"]))
+
+
+def test_a_command_that_fails_loses_neither_tables_nor_what_was_written_meanwhile(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "benchmarks" / "RESULTS.md")
+    second = TEXT.split("Words.\n")[1].replace("a.py --b \\\n    1", "b.py").replace("a_1", "b_1")
+    results.RESULTS.parent.mkdir()
+    results.RESULTS.write_text(TEXT + second)
+    (tmp_path / "benchmark_results").mkdir()
+    (tmp_path / "benchmark_results" / "a_1.md").write_text("| new |\n")
+
+    def run(command):
+        if command == "python b.py":
+            raise subprocess.CalledProcessError(1, command)
+        results.RESULTS.write_text(results.RESULTS.read_text().replace("Words.", "Other words."))
+
+    monkeypatch.setattr(results, "run", run)
+    with pytest.raises(subprocess.CalledProcessError):
+        results.main(results.make_parser().parse_args([]))
+    made = (TEXT + second).replace("Words.", "Other words.").replace("old\n", "\n| new |\n\n", 1)
+    assert results.RESULTS.read_text() == made
+
+
+def test_only_the_gpu_race_sees_a_gpu(monkeypatch):
+    seen = []
+    monkeypatch.setattr(results.subprocess, "run", lambda *args, env, **options: seen.append(env))
+    results.run("python benchmarks/bench.py gpu --size llada")
+    results.run("python benchmarks/bench.py sampler --size goal")
+    assert seen[0].get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert seen[1]["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_every_command_of_the_results_writes_the_table_below_it():
