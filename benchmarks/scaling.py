@@ -98,7 +98,8 @@ def grow(size: str, repeats: int) -> dict[str, dict[str, Any]]:
 
 
 def run_processes(repeats: int, settings: dict[str, Any] | None = None) -> dict[str, dict[str, float]]:
-    """Wall seconds of one rollout and its mu updates by phase, for each of `PROCESSES` (launched, real).
+    """Wall seconds of one rollout and its mu updates by phase, and a process's peak memory, for each of `PROCESSES`
+    (launched, real).
 
     Ideal are the seconds of one process where each has as many rows (twice the work done), half of them where each has
     half the rows. `efficiency` is the ideal over the measured. A GPU gets one process.
@@ -115,13 +116,14 @@ def run_processes(repeats: int, settings: dict[str, Any] | None = None) -> dict[
                 [*launch, __file__, "--worker", worker], check=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
             )
             phases = json.loads(out.read_text())
+            memory = phases.pop("peak_gib")
             if phases.pop("world_size") != count:
                 raise RuntimeError(f"{count} processes were launched, but each trained alone")
             row = {"processes": count, "rows a process": rows, "whole": sum(phases.values())}
             results[name] = row | {phase: phases[phase] for phase in ("rollout", "scoring", "update", "optimizer")}
             one = next(iter(results.values()))
             ideal = one["whole"] * rows / one["rows a process"]
-            results[name]["efficiency"] = ideal / row["whole"]
+            results[name] |= {"efficiency": ideal / row["whole"], "peak GiB a process": memory}
     return results
 
 
@@ -138,7 +140,11 @@ def work(settings: dict[str, Any]) -> None:
             rounds.append(dict(clock.wall))
     if trainer.accelerator.is_main_process:
         medians = {phase: statistics.median(found[phase] for found in rounds[1:]) for phase in rounds[0]}
-        Path(args.out).write_text(json.dumps(medians | {"world_size": trainer.accelerator.num_processes}))
+        rest = {
+            "world_size": trainer.accelerator.num_processes,
+            "peak_gib": trainer.state.log_history[-1]["peak_memory_gb"],
+        }
+        Path(args.out).write_text(json.dumps(medians | rest))
     trainer.accelerator.end_training()
     leave()
 
@@ -226,9 +232,18 @@ def efficiency(args: argparse.Namespace) -> float:
     return share
 
 
+def check_settings(args: argparse.Namespace) -> None:
+    """Raises ValueError for numbers that make no sense, before anything is measured."""
+    for name in ("repeats", "peak_tflops", "bandwidth_tb", "network_gb"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name} must be positive, got {getattr(args, name)}")
+
+
 def main(args: argparse.Namespace) -> None:
     if args.worker:
         return work(json.loads(args.worker))
+    check_settings(args)
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     args.efficiency = efficiency(args)
     settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "worker")}
     growth = grow(args.size, args.repeats)

@@ -240,3 +240,11 @@ def test_every_command_of_the_results_writes_the_table_below_it():
             args = bench.make_parser().parse_args(words[1:])
             assert match["table"] == f"{args.what}_{args.size}.md"
             sampling.reveal_schedule(args.length, args.block, args.steps)
+@pytest.mark.parametrize("flag", ["--repeats", "--peak_tflops", "--bandwidth_tb", "--network_gb"])
+def test_scaling_refuses_what_makes_no_sense_before_it_measures(flag, monkeypatch, tmp_path):
+    monkeypatch.setattr(scaling, "grow", None)
+    with pytest.raises(ValueError, match=f"{flag} must be positive"):
+        scaling.main(scaling.make_parser().parse_args([flag, "0", "--output_dir", str(tmp_path)]))
+
+
+    assert all(0.1 < row["peak GiB a process"] < 10 for row in rows.values())
