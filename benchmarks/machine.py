@@ -33,7 +33,11 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
 
 
 def random_model(size: str, vocabulary: int | None = None) -> Any:
-    """A bidirectional Llama of a size in `SIZES`, with random weights."""
+    """A bidirectional Llama of a size in `SIZES`, with random weights.
+
+    Raises:
+        ValueError: LLaDA-8B without a GPU.
+    """
     default, hidden, feed_forward, layers, heads = SIZES[size]
     config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=vocabulary or default,
@@ -50,6 +54,11 @@ def random_model(size: str, vocabulary: int | None = None) -> Any:
     )
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if size == "llada" and device == "cpu":
+        raise ValueError(
+            "no CUDA device here: LLaDA-8B's shape needs one with about 40 GB (80 GB for the published scoring at "
+            "d1's settings). --size tiny runs the same code on any machine"
+        )
     with torch.device(device):  # made where it is used: a large model need not fit elsewhere first
         model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     return attach_hooks(model).eval()
@@ -79,8 +88,8 @@ def our_scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, completion: to
 
 def update(model: Any, score: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> None:
     """The log-probs under the first mask, and their gradients."""
-    model.zero_grad()
     score(model, *inputs[:3], inputs[3][:, :1]).sum().backward()
+    model.zero_grad()  # or the next call would free these gradients and its peak miss them
 
 
 def describe() -> dict[str, Any]:
@@ -110,16 +119,17 @@ def seconds(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def race(
-    contestants: dict[str, Callable[[], Any]], repeats: int, base: str, clocked: bool = False
+    contestants: dict[str, Callable[[], Any]], repeats: int, base: str, clocked: bool = False, warm: bool = False
 ) -> dict[str, dict[str, float]]:
     """Times the contestants against each other, in one process, each round in the opposite order of the last.
 
-    Every contestant runs once before the first round. Ratios are taken within a round, against `base`: of processor
-    seconds on a CPU, which its other users disturb less than the clock, and of the clock on a GPU. With `clocked` the
-    contestants return their own (wall, processor) seconds.
+    Every contestant runs once before the first round, unless all are `warm`. Ratios are taken within a round, against
+    `base`: of processor seconds on a CPU, which its other users disturb less than the clock, and of the clock on a GPU.
+    With `clocked` the contestants return their own (wall, processor) seconds.
     """
-    for run in contestants.values():
-        run()
+    if not warm:
+        for run in contestants.values():
+            run()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for number in range(repeats):
         for name in list(contestants)[:: 1 if number % 2 == 0 else -1]:
