@@ -51,21 +51,39 @@ LLADA_VOCABULARY, D1 = SIZES["llada"][0], {"rows": 6, "mu": 12, "prompt": 200, "
 
 def load_peer(path: str) -> Callable[..., torch.Tensor]:
     spec = importlib.util.spec_from_file_location("peer", path)
-    if spec is None or spec.loader is None:
+    if spec is None or spec.loader is None or not Path(path).is_file():
         raise ValueError(f"--peer {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["peer"] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
     spec.loader.exec_module(module)
-    if not hasattr(module, "generate"):
+    if not callable(getattr(module, "generate", None)):
         raise ValueError(f"--peer {path} has no function `generate`")
     return module.generate
 
 
+def check_peer(peer: Callable[..., torch.Tensor], args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Raises ValueError for a peer that does not fill the canvas of a tiny model: it would win without the work."""
+    model = random_model("tiny")
+    ids, mask = random_prompts(model, args.rows, args.prompt)
+    found: Any = peer(model, ids, mask, **options)
+    wanted = (args.rows, args.prompt + args.length)
+    if not isinstance(found, torch.Tensor) or found.shape != wanted:
+        given = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ValueError(f"--peer {args.peer}: `generate` must return a tensor of ids {wanted}, got {given}")
+    if not torch.equal(found[:, : args.prompt], ids):
+        raise ValueError(f"--peer {args.peer}: the ids that `generate` returns must begin with the prompt's")
+    if (found == MASK).any():
+        raise ValueError(f"--peer {args.peer}: `generate` left {int((found == MASK).sum())} tokens masked")
+
+
 def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
     """One greedy rollout each, against the body's forward passes alone."""
-    model = random_model(args.size)
-    ids, mask = random_prompts(model, args.rows, args.prompt)
     lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
     options: dict[str, Any] = {"mask_token_id": MASK, **lengths}
+    peer = load_peer(args.peer) if args.peer else None
+    if peer is not None:
+        check_peer(peer, args, options)
+    model = random_model(args.size)
+    ids, mask = random_prompts(model, args.rows, args.prompt)
     body, _ = body_and_head(model)
     canvas = torch.cat([ids, torch.full((args.rows, args.length), MASK, device=ids.device)], dim=1)
 
@@ -79,8 +97,7 @@ def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
         "exact": lambda: sampling.generate(model, ids, mask, **options),
         "published": lambda: published.generate(model, ids, mask, **options),
     }
-    if args.peer:
-        peer = load_peer(args.peer)
+    if peer is not None:
         contestants["peer"] = lambda: peer(model, ids, mask, **options)
     work = {name: multiply_adds(run) for name, run in contestants.items()}
     results = race(contestants, args.repeats, base="bare body")
@@ -216,11 +233,34 @@ MATTERS = {  # settings beyond those that matter to all
 }
 
 
+def check_settings(args: argparse.Namespace) -> None:
+    """Raises ValueError for settings that make no sense, before a model is built."""
+    for name in ("repeats", "rows", "prompt", "length", "block", "steps", "mu"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    matters = MATTERS[args.what]
+    if "steps" in matters:
+        sampling.reveal_schedule(args.length, args.block, args.steps)
+    if "block" in matters and args.block > args.length:
+        raise ValueError(f"--block {args.block} is longer than the canvas, --length {args.length}")
+    for name, benchmark in (("peer", "sampler"), ("compile", "gpu")):
+        if getattr(args, name) and args.what != benchmark:
+            raise ValueError(f"--{name} is for the benchmark {benchmark}: {args.what} would ignore it")
+    if args.what == "rl" and args.length % args.block:
+        raise ValueError(f"rl: --length {args.length} must be a multiple of --block {args.block}")
+    if args.what == "rl" and (args.rows < 2 or args.rows % steps.group_size(args.rows)):
+        raise ValueError(f"rl: --rows {args.rows} do not split into equal groups of about 8; try a multiple of 8")
+    if args.what in ("rl", "sft") and args.size != "pocket" and (args.prompt < 2 or args.length < 8):
+        raise ValueError(f"{args.what}: rows need --prompt 2 or more and --length 8 or more, for a word on either side")
+    if args.what in ("rl", "sft") and args.size == "pocket" and args.prompt < steps.POCKET_PROMPT:
+        raise ValueError(f"the pocket model's prompts have {steps.POCKET_PROMPT} tokens, got --prompt {args.prompt}")
+
+
 def main(args: argparse.Namespace) -> None:
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
-    sampling.reveal_schedule(args.length, args.block, args.steps)
+    check_settings(args)
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     settings = {key: getattr(args, key) for key in ("size", "repeats", "rows", "prompt", "length", *MATTERS[args.what])}
+    settings |= {"peer": args.peer} if args.peer else {}
     report = {"machine": describe(), "settings": settings} | BENCHMARKS[args.what](args)
     write_report(report, args.output_dir, f"{args.what}_{args.size}")
 

@@ -44,6 +44,7 @@ from d1.sampling import Rollout, reveal_schedule
 from d1.tasks import load_task, text_of
 
 ROOT = Path(__file__).parents[1]
+POCKET_PROMPT = 18  # tokens of the pocket model's prompts
 WORDS = ["<pad>", "<bos>", "<eos>", "<mask>"]  # ids 0 to 3, as in random_model's config
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<bos> {{ message['content'] }} "
@@ -172,6 +173,11 @@ class PublishedRL(DiffuGRPOTrainer):
         return logps[:, 0], torch.zeros_like(self._new_logps), None
 
 
+def group_size(rows: int) -> int:
+    """Completions a prompt in a rollout of `rows`: all of them, or about 8."""
+    return rows // max(1, rows // 8)
+
+
 def rl_trainer(kind: type[DiffuGRPOTrainer], args: Any, folder: Path, clock: Clock) -> Any:
     """A trainer whose every `train()` is one rollout with its mu optimizer steps, watched by `clock`."""
     if args.size == "pocket":
@@ -187,7 +193,7 @@ def rl_trainer(kind: type[DiffuGRPOTrainer], args: Any, folder: Path, clock: Clo
     config = DiffuGRPOConfig(
         output_dir=str(folder),
         per_device_train_batch_size=args.rows,
-        num_generations=args.rows // max(1, args.rows // 8),
+        num_generations=group_size(args.rows),
         max_prompt_length=args.prompt,
         max_completion_length=args.length,
         block_length=args.block,

@@ -1,16 +1,31 @@
 """The benchmarks race what they say, count what they say, and their formulas hold where they can be measured."""
 
+import argparse
+import functools
 import json
+import os
 import shlex
+import subprocess
 
 import pytest
 import torch
 
-from benchmarks import bench, gpu, published, results, scaling
-from benchmarks.machine import MASK, SIZES, multiply_adds, peak_bytes, race, random_model, random_prompts
+from benchmarks import bench, gpu, published, results, scaling, steps
+from benchmarks.machine import (
+    MASK,
+    SIZES,
+    multiply_adds,
+    peak_bytes,
+    race,
+    random_model,
+    random_prompts,
+    scoring_inputs,
+    update,
+)
 from d1 import sampling, scoring
 from d1.last_layer import PART
-from d1.models import body_and_head
+from d1.models import body_and_head, load_tokenizer
+from d1.tasks import load_task
 
 SMALL = ["--rows", "2", "--prompt", "6", "--length", "8", "--block", "4", "--steps", "4", "--mu", "2", "--repeats", "1"]
 
@@ -33,14 +48,89 @@ def test_samplers_race_with_a_peer_that_is_given_the_same_task(tmp_path, capsys)
     peer.write_text(
         "def generate(model, prompt_ids, attention_mask, *, mask_token_id, gen_length, block_length, steps):\n"
         "    assert (mask_token_id, gen_length, block_length, steps) == (3, 8, 4, 4)\n"
-        "    return prompt_ids\n"
+        "    import torch\n"
+        "    return torch.cat([prompt_ids, prompt_ids.new_full((len(prompt_ids), gen_length), 7)], dim=1)\n"
     )
     written = report("sampler", tmp_path, "--peer", str(peer))
     assert set(written["results"]) == {"bare body", "exact", "published", "peer"}
     assert set(written["machine"]) >= {"processor", "cores", "threads", "PyTorch"}
-    peer.write_text("x = 1\n")
-    with pytest.raises(ValueError, match="no function `generate`"):
-        report("sampler", tmp_path, "--peer", str(peer))
+    assert written["settings"]["peer"] == str(peer)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("generate = 1\n", "no function `generate`"),
+        ("def generate(*args, **options): pass\n", r"ids \(2, 14\), got NoneType"),
+        ("def generate(model, ids, mask, **options): return ids\n", r"ids \(2, 14\), got \(2, 6\)"),
+        ("def generate(model, ids, mask, **options): return ids.new_full((2, 14), 7)\n", "begin with the prompt"),
+        (
+            "from torch.nn.functional import pad\n"
+            "def generate(model, ids, mask, **options): return pad(ids, (0, 8), value=3)\n",
+            "left 16 tokens masked",
+        ),
+        (None, "not a Python file"),
+    ],
+)
+def test_a_peer_that_does_not_do_the_work_is_refused_before_the_race(tmp_path, monkeypatch, text, message):
+    monkeypatch.setattr(bench, "race", None)
+    if text is not None:
+        (tmp_path / "peer.py").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        report("sampler", tmp_path, "--peer", str(tmp_path / "peer.py"))
+
+
+def test_a_peer_may_hold_dataclasses(tmp_path):
+    path = tmp_path / "peer.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Options:\n    steps: int = 1\ndef generate(): pass\n"
+    )
+    assert bench.load_peer(str(path)).__name__ == "generate"
+
+
+@pytest.mark.parametrize(
+    ("what", "flags", "message"),
+    [
+        *(
+            (what, f"--{name} 0", f"--{name} must be at least 1")
+            for what in bench.BENCHMARKS
+            for name in ("rows", "mu")
+        ),
+        ("sampler", "--repeats 0", "--repeats must be at least 1"),
+        ("scoring", "--prompt 0", "--prompt must be at least 1"),
+        ("sampler", "--block 16", "longer than the canvas"),
+        ("memory", "--block 16", "longer than the canvas"),
+        ("gpu", "--steps 9", "between 2 and 8 steps"),
+        ("rl", "--length 10", "multiple of --block"),
+        ("rl", "--rows 1", "equal groups"),
+        ("rl", "--rows 17", "equal groups"),
+        ("rl", "--size pocket", "prompts have 18 tokens"),
+        ("sft", "--prompt 1", "a word on either side"),
+        ("scoring", "--peer x.py", "scoring would ignore it"),
+        ("sft", "--compile", "sft would ignore it"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_a_model_is_built(what, flags, message, tmp_path, monkeypatch):
+    monkeypatch.setitem(bench.BENCHMARKS, what, None)
+    with pytest.raises(ValueError, match=message):
+        report(what, tmp_path, *flags.split())
+
+
+def test_settings_that_do_not_matter_are_not_asked_about():
+    bench.check_settings(bench.make_parser().parse_args(["scoring", "--length", "16"]))  # fewer than the default steps
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 12, 20, 64])
+def test_groups_of_a_rollout_are_equal_and_of_about_eight(rows):
+    assert rows % steps.group_size(rows) == 0
+    assert min(rows, 8) <= steps.group_size(rows) <= 15
+
+
+def test_the_pocket_models_prompts_have_the_length_that_is_asked_for():
+    tokenizer, rows = load_tokenizer(str(steps.ROOT / "pocket" / "base")), load_task("sudoku").load_rows("train")
+    prompt = tokenizer.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True, return_dict=False)
+    assert len(prompt) == steps.POCKET_PROMPT
 
 
 @pytest.mark.parametrize("vocabulary", [100, 2 * PART + 7])  # the head whole and in parts
@@ -128,8 +218,39 @@ def test_the_gpu_race_covers_every_way_and_refuses_lladas_size_without_one(tmp_p
             assert all(row["peak_gb"] > 0 and row["tokens_per_second"] > 0 for row in rows.values())
     assert len(found) == 2 * (5 + 2 + 2)
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="no CUDA device"):
-            bench.main(bench.make_parser().parse_args(["gpu", "--size", "llada"]))
+        for what in ("gpu", "sampler", "scoring"):
+            with pytest.raises(ValueError, match="no CUDA device"):
+                bench.main(bench.make_parser().parse_args([what, "--size", "llada", "--output_dir", str(tmp_path)]))
+
+
+def test_a_way_that_runs_out_of_memory_is_left_out_and_named(tmp_path, capsys, monkeypatch):
+    def too_large(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB.\nMore.")
+
+    monkeypatch.setattr(published, "score", too_large)
+    written = report("gpu", tmp_path)
+    assert "scoring, published, flash" not in written["results"]
+    assert written["results"]["scoring, ours, flash"]["ratio"] == 1  # to itself: there is nothing else
+    assert written["results"]["rollout, exact, flash"]["ratio"] != 1
+    assert "- scoring, published, flash, stopped by OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB." in (
+        tmp_path / "gpu_tiny.md"
+    ).read_text().split("\n")
+
+
+def test_an_updates_peak_holds_its_gradients_every_time():
+    model = random_model("tiny")
+    inputs = scoring_inputs(model, argparse.Namespace(rows=1, prompt=4, length=4, mu=1))
+    score = functools.partial(published.score, mask_token_id=MASK)
+    first, second = (peak_bytes(lambda: update(model, score, inputs)) for _ in range(2))
+    assert second == pytest.approx(first, rel=0.02)
+    assert second > sum(weight.numel() * 4 for weight in model.parameters())
+
+
+@pytest.mark.slow
+def test_the_compiled_race_compiles_every_way(tmp_path, capsys):
+    written = report("gpu", tmp_path, "--compile")
+    assert sum(name.endswith(", compiled") for name in written["results"]) == 5 + 2 + 2
+    assert len(written["remarks"]) == 1
 
 
 def test_efficiency_is_a_share_or_measured_on_a_gpu():
@@ -154,6 +275,13 @@ def test_growth_is_measured_at_every_value_and_fitted(monkeypatch):
     assert [len(found[name]["measured"]) for name in ("mu", "vocabulary")] == [2, 2]
 
 
+@pytest.mark.parametrize("flag", ["--repeats", "--peak_tflops", "--bandwidth_tb", "--network_gb"])
+def test_scaling_refuses_what_makes_no_sense_before_it_measures(flag, monkeypatch, tmp_path):
+    monkeypatch.setattr(scaling, "grow", None)
+    with pytest.raises(ValueError, match=f"{flag} must be positive"):
+        scaling.main(scaling.make_parser().parse_args([flag, "0", "--output_dir", str(tmp_path)]))
+
+
 @pytest.mark.slow
 def test_processes_train_together(monkeypatch):
     monkeypatch.setattr(scaling, "PROCESSES", {"one": (1, 4), "two": (2, 2)})
@@ -161,6 +289,7 @@ def test_processes_train_together(monkeypatch):
     rows = scaling.run_processes(1, settings)
     assert [rows[name]["processes"] for name in ("one", "two")] == [1, 2]
     assert rows["one"]["efficiency"] == 1
+    assert all(0.1 < row["peak GiB a process"] < 10 for row in rows.values())
     assert rows["two"]["efficiency"] == pytest.approx(rows["one"]["whole"] / 2 / rows["two"]["whole"])
 
 
@@ -240,11 +369,3 @@ def test_every_command_of_the_results_writes_the_table_below_it():
             args = bench.make_parser().parse_args(words[1:])
             assert match["table"] == f"{args.what}_{args.size}.md"
             sampling.reveal_schedule(args.length, args.block, args.steps)
-@pytest.mark.parametrize("flag", ["--repeats", "--peak_tflops", "--bandwidth_tb", "--network_gb"])
-def test_scaling_refuses_what_makes_no_sense_before_it_measures(flag, monkeypatch, tmp_path):
-    monkeypatch.setattr(scaling, "grow", None)
-    with pytest.raises(ValueError, match=f"{flag} must be positive"):
-        scaling.main(scaling.make_parser().parse_args([flag, "0", "--output_dir", str(tmp_path)]))
-
-
-    assert all(0.1 < row["peak GiB a process"] < 10 for row in rows.values())
