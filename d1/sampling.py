@@ -154,6 +154,7 @@ def predict(
             logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token
             tokens[part] = sample_tokens(logits, temperature, generators, noise_dtype, drawn)
             logps[part] = logits.gather(-1, tokens[part].unsqueeze(-1)).squeeze(-1) - log_normaliser
+            del logits  # before the next chunk's
     return tokens, logps, entropies
 
 
