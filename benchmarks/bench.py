@@ -166,6 +166,11 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
                 peak_bytes(lambda: published.generate(model, ids, mask, **options)),
                 peak_bytes(lambda: sampling.generate(model, ids, mask, **options)),
             ),
+            # What our formula speaks of; the published one is that of greedy tokens, its least.
+            "sampler, drawing": (
+                peak_bytes(lambda: published.generate(model, ids, mask, temperature=0.9, **options)),
+                peak_bytes(lambda: sampling.generate(model, ids, mask, temperature=0.9, **options)),
+            ),
             "scoring": (
                 peak_bytes(lambda: published.score(model, *inputs, mask_token_id=MASK)),
                 peak_bytes(lambda: our_scores(model, *inputs)),
@@ -175,9 +180,9 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     width = next(model.parameters()).element_size()
     results = {}
     for name, (theirs, ours) in measured.items():
-        formulas = formula_bytes(name, here, model.config.vocab_size, width)
         results[f"{name}, measured"] = {"published": theirs, "ours": ours, "published / ours": theirs / ours}
-        results[f"{name}, formula"] = formulas
+    for name in ("sampler", "scoring"):
+        results[f"{name}, formula"] = formula_bytes(name, here, model.config.vocab_size, width)
         results[f"{name}, LLaDA-8B by formula"] = formula_bytes(name, D1, LLADA_VOCABULARY, 2)
     return {"results": results, "remarks": ["Peak bytes, beyond the weights."]}
 

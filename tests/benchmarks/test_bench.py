@@ -181,6 +181,21 @@ def test_the_formulas_of_memory_hold_where_they_can_be_measured(tmp_path, capsys
         for way in ("published", "ours"):
             measured, formula = results[f"{what}, measured"][way], results[f"{what}, formula"][way]
             assert measured == pytest.approx(formula, rel=0.45 if way == "ours" else 0.15), (what, way)
+    assert results["sampler, drawing, measured"]["ours"] == pytest.approx(results["sampler, formula"]["ours"], rel=0.15)
+
+
+def test_the_formulas_hold_at_lladas_vocabulary(tmp_path, capsys):
+    flags = [*SMALL, "--prompt", "10", "--length", "40", "--block", "40"]  # 40 positions a row, one row at a time
+    bench.main(bench.make_parser().parse_args(["memory", "--size", "wide", *flags, "--output_dir", str(tmp_path)]))
+    results = json.loads((tmp_path / "memory_wide.json").read_text())["results"]
+    for what, way, of in (
+        ("sampler", "published", "sampler"),
+        ("sampler, drawing", "ours", "sampler"),
+        ("scoring", "published", "scoring"),
+        ("scoring", "ours", "scoring"),
+    ):
+        assert results[f"{what}, measured"][way] == pytest.approx(results[f"{of}, formula"][way], rel=0.02), (what, way)
+    assert results["sampler, measured"]["ours"] < 0.1 * results["sampler, formula"]["ours"]
 
 
 def test_at_lladas_size_the_formulas_meet_their_goals():
