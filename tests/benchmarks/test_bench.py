@@ -238,18 +238,20 @@ def test_the_gpu_race_covers_every_way_and_refuses_lladas_size_without_one(tmp_p
                 bench.main(bench.make_parser().parse_args([what, "--size", "llada", "--output_dir", str(tmp_path)]))
 
 
-def test_a_way_that_runs_out_of_memory_is_left_out_and_named(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("error", gpu.FAILURES)
+def test_a_way_that_runs_out_of_memory_is_left_out_and_named(tmp_path, capsys, monkeypatch, error):
     def too_large(*args, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB.\nMore.")
+        raise error("CUDA out of memory. Tried to allocate 8 GiB.\nMore.")
 
     monkeypatch.setattr(published, "score", too_large)
     written = report("gpu", tmp_path)
     assert "scoring, published, flash" not in written["results"]
     assert written["results"]["scoring, ours, flash"]["ratio"] == 1  # to itself: there is nothing else
     assert written["results"]["rollout, exact, flash"]["ratio"] != 1
-    assert "- scoring, published, flash, stopped by OutOfMemoryError: CUDA out of memory. Tried to allocate 8 GiB." in (
-        tmp_path / "gpu_tiny.md"
-    ).read_text().split("\n")
+    assert (
+        f"- scoring, published, flash, stopped by {error.__name__}: CUDA out of memory. Tried to allocate 8 GiB."
+        in (tmp_path / "gpu_tiny.md").read_text().split("\n")
+    )
 
 
 def test_an_updates_peak_holds_its_gradients_every_time():
