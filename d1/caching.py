@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from d1.checkpoints import ENCODERS
+from d1.checkpoints import DECODERS, ENCODERS
 from d1.models import body_and_head
 
 CACHES = ("prefix", "dual")
+
+
+def windowed(config: Any) -> bool:
+    """Whether some layers attend within a window."""
+    return set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
 
 
 def check_cacheable(config: Any) -> None:
@@ -27,7 +32,7 @@ def check_cacheable(config: Any) -> None:
     advice = "use the sampler exact or parallel"
     if config.model_type in ENCODERS:
         raise ValueError(f"{config.model_type} is an encoder, which has no key-value cache in Transformers: {advice}")
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+    if windowed(config):
         raise ValueError(
             f"{config.model_type} has layers that attend within a window, and a cache of those forgets keys: {advice}"
         )
@@ -39,7 +44,8 @@ class Passes:
     Args:
         cache: "prefix", "dual", or None for passes over everything.
         padded: whether some position is invisible. Transformers asks the device in every forward pass whether a mask
-            hides anything; without a mask it does not ask.
+            (rows, keys) hides anything. It does not ask without a mask, nor of one that is spread over the queries
+            already, which is what the decoders here get under sdpa, save those with windows.
     """
 
     def __init__(self, model: Any, cache: str | None, padded: bool) -> None:
@@ -47,6 +53,8 @@ class Passes:
             check_cacheable(model.config)
         self.body, _ = body_and_head(model)
         self.cache, self.padded = cache, padded
+        sdpa = getattr(model.config, "_attn_implementation", None) == "sdpa"
+        self.spread = padded and sdpa and model.config.model_type in DECODERS and not windowed(model.config)
         # Where logits speak of the next token, a block's first state is the one before it.
         self.before = int(getattr(model.config, "predicts_next_token", False))
         self.window = slice(0, None)
@@ -62,24 +70,31 @@ class Passes:
         if self.past is not None:
             self.past.batch_select_indices(rows)
 
+    def mask(self, visible: Tensor, queries: int) -> Tensor | None:
+        """The attention mask of so many queries that see the keys `visible` (rows, keys)."""
+        if not self.spread:
+            return visible if self.padded else None
+        return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
+
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the block, and (rows,)
         how many tokens each row fed to get them; padding does not count."""
-        mask, length = visible if self.padded else None, ids.shape[1]
+        length = ids.shape[1]
         first, end, _ = self.window.indices(length)
-        if self.cache is None or (first, end) == (0, length):  # all is window: nothing to cache
-            return self.body(ids, mask, positions), visible.sum(-1)
-        if self.past is None:
-            self.past = DynamicCache()
-            return self.body(ids, mask, positions, past_key_values=self.past), visible.sum(-1)
+        counted = (visible.cumsum(-1) - 1).clamp(min=0)  # from the row's first real token
+        if self.cache is None or (first, end) == (0, length) or self.past is None:
+            options: dict[str, Any] = {"position_ids": counted} if self.spread else {}
+            if self.cache is not None and (first, end) != (0, length):  # else all is window: nothing to cache
+                options["past_key_values"] = self.past = DynamicCache()
+            return self.body(ids, self.mask(visible, length), positions, **options), visible.sum(-1)
         if self.past.get_seq_length() == length:
             drop_columns(self.past, first, end)
         fed = visible[:, first:end]
         states = self.body(
             ids[:, first:end],
-            torch.cat([visible[:, :first], visible[:, end:], fed], dim=1) if self.padded else None,
+            self.mask(torch.cat([visible[:, :first], visible[:, end:], fed], dim=1), end - first),
             positions - first,
-            position_ids=(visible.cumsum(-1) - 1).clamp(min=0)[:, first:end],
+            position_ids=counted[:, first:end],
             past_key_values=self.past,
         )
         self.past.crop(first - end)

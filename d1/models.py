@@ -81,11 +81,17 @@ def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
     return torch.where(before < 0, index, before)
 
 
+def seen_keys(mask: Tensor | None) -> Tensor | None:
+    """(rows, keys) of a mask that may be spread over the queries already, (rows, 1, queries, keys)."""
+    return mask if mask is None or mask.dim() == 2 else mask[:, 0, 0]
+
+
 def align_positions(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of a body that predicts the next token: states are asked for one real token earlier."""
     positions = kwargs.get("state_positions")
     if positions is not None:
-        kwargs["state_positions"] = real_before(kwargs.get("attention_mask"), kwargs["input_ids"]).gather(1, positions)
+        before = real_before(seen_keys(kwargs.get("attention_mask")), kwargs["input_ids"])
+        kwargs["state_positions"] = before.gather(1, positions)
     return args, kwargs
 
 
@@ -93,7 +99,7 @@ def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], out
     """Forward hook of a body that predicts the next token: state i becomes that of the real token before i."""
     if kwargs.get("state_positions") is None:
         states = output[0]
-        before = real_before(kwargs.get("attention_mask"), states)
+        before = real_before(seen_keys(kwargs.get("attention_mask")), states)
         output.last_hidden_state = states.gather(1, before[..., None].expand_as(states))
     return output
 

@@ -249,6 +249,7 @@ def rollout(
         with_entropies=sampler.reveal == "entropy",
     )
     canvas = start_canvas(prompt_ids, attention_mask, gen_length, mask_token_id)
+    ends = canvas.ids.new_tensor(eos_token_ids or [])
     live, start = list(range(rows)), prompt_length
     for reveals in schedule:
         end = start + sum(reveals)
@@ -265,8 +266,8 @@ def rollout(
             sampler=sampler,
         )
         start = end
-        if eos_token_ids is not None and end < canvas.ids.shape[1]:
-            ended = torch.isin(canvas.ids[:, prompt_length:end], canvas.ids.new_tensor(eos_token_ids)).any(1)
+        if eos_token_ids and end < canvas.ids.shape[1]:
+            ended = torch.isin(canvas.ids[:, prompt_length:end], ends).any(1)
             canvas.ids[:, end:].masked_fill_(ended.unsqueeze(1), eos_token_ids[0])
             live = [row for row, done in enumerate(ended.tolist()) if not done]  # the block's one host sync
             if not live:
@@ -310,7 +311,8 @@ def fill_block(
     """
     size, device = sum(reveals), canvas.ids.device
     passes.enter(start, start + size)
-    rows = torch.tensor(live, device=device)  # those at work on the block, and how many of its tokens each still hides
+    # Those at work on the block, and how many of its tokens each still hides. The upload waits for nothing.
+    rows = torch.tensor(live).to(device, non_blocking=True)
     left = [size] * len(live)
     hidden = torch.ones(len(live), size, dtype=torch.bool, device=device)
     for scheduled in accumulate(reveals):

@@ -155,6 +155,23 @@ class Ops(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("widths", [[5] * 4, [5, 2, 4, 5]])  # without padding and with
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"remasking": "random"}, {"cfg_scale": 0.5}])
+def test_a_block_reads_back_once_for_the_eos_stop_and_never_else(model, monkeypatch, widths, options):
+    lists = []  # on a CPU `tolist` is no operation
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(len(tensor)) or tolist(tensor))
+    ids, mask = make_prompts(widths, 0)
+    lengths = {"mask_token_id": MASK, "gen_length": 16, "block_length": 4, "steps": 16}
+    for ends, blocks in ((None, 0), ([MASK], 3)):  # the mask token is never said, so no row ends
+        lists.clear()
+        generators = [keyed_generator(0, row) for row in range(4)]
+        with Ops() as ops:
+            generate(model, ids, mask, generator=generators, eos_token_ids=ends, **lengths, **options)
+        assert lists == [4] * blocks
+        assert ops.reads == 1  # is there padding?
+
+
 def test_a_step_reads_nothing_back_and_holds_few_logits(kind_dirs, monkeypatch):
     model = load_model(kind_dirs["llada"])
     monkeypatch.setattr(d1.sampling, "CHUNK_ELEMENTS", 6 * VOCAB)
@@ -162,7 +179,7 @@ def test_a_step_reads_nothing_back_and_holds_few_logits(kind_dirs, monkeypatch):
     lengths = {"mask_token_id": MASK, "gen_length": 16, "block_length": 4, "steps": 16}
     with Ops() as ours:
         generate(model, ids, mask, **lengths)
-    assert ours.reads == 1  # is there padding?
+    assert ours.reads == 1
     assert ours.largest == 6  # positions: 2 rows with 3 hidden tokens each, or 1 row with 4
     assert not {"_softmax", "sort", "topk", "_to_copy"} & ours.kinds
     with Ops() as theirs:
