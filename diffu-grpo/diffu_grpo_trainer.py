@@ -256,8 +256,9 @@ class DiffuGRPOTrainer(GRPOTrainer):
         prompt_mask = attention_mask[:, :-logits_to_keep]
         if self._prompt_noise.dim() == 3:
             started = time.perf_counter()
-            # All copies of a fixed mask give the same log-probs, and an evaluation looks at the first mask alone.
-            masks = self.num_iterations if self.args.random_masking and self.model.training else 1
+            # Equal masks (fixed, or empty) give the same log-probs, and an evaluation looks at the first mask alone.
+            differ = self.args.random_masking and self.args.p_mask_prompt > 0
+            masks = self.num_iterations if differ and self.model.training else 1
             with evaluating(model):
                 scored = [
                     self._score(model, prompt_ids, prompt_mask, completion_ids, noise, batch_size)[0]

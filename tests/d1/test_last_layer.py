@@ -154,12 +154,29 @@ def test_the_most_likely_of_equals_is_the_first_and_no_logit_overflows():
         assert logps.item() == pytest.approx(logp)
 
 
-def test_a_head_that_something_hooks_or_trains_is_called():
-    torch.manual_seed(0)
-    head, states, calls = nn.Linear(8, 2 * PART, bias=False), torch.randn(2, 8), []
+def test_a_head_that_trains_is_called():
+    head, states = nn.Linear(8, 2 * PART, bias=False), torch.randn(2, 8)
     joined(in_parts(head, states)).sum().backward()
     assert head.weight.grad is not None
-    head.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
+
+
+class Doubled(nn.Linear):
+    def forward(self, states: Tensor) -> Tensor:
+        return 2 * super().forward(states)
+
+
+@pytest.mark.parametrize("what", ["before", "after", "bias", "class", "bfloat16", "narrow"])
+def test_a_head_that_is_more_than_a_wide_matrix_in_fp32_is_called(what):
+    torch.manual_seed(0)
+    cls = Doubled if what == "class" else nn.Linear
+    head, states = cls(8, 2 * PART - (what == "narrow"), bias=what == "bias"), torch.randn(2, 8)
+    if what == "before":
+        head.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    if what == "after":
+        head.register_forward_hook(lambda module, args, output: output + 1)
+    if what == "bfloat16":
+        head, states = head.bfloat16(), states.bfloat16()
     with torch.no_grad():
-        assert len(list(in_parts(head, states))) == 1
-    assert calls == [2]
+        ((start, logits),) = in_parts(head, states)
+        assert start == 0
+        assert torch.equal(logits, head(states))

@@ -151,6 +151,17 @@ def test_values_and_gradients_in_chunks_equal_the_naive_ones(kind, kind_dirs, mo
         )
 
 
+def test_log_softmax_is_in_fp32_whatever_the_weights(kind_dirs):
+    model = load_model(kind_dirs["llada"], torch.bfloat16)
+    with torch.no_grad():
+        logits = model(input_ids=torch.full((3, 14), MASK)).logits[:, 6:11].double()
+    arguments = (torch.full_like(PROMPTS, MASK), torch.ones_like(VISIBLE), COMPLETIONS, NOISES)
+    got, _ = mean_field_scores(model, *arguments, mask_token_id=MASK, gen_length=8)
+    expected = logits.log_softmax(-1).gather(-1, COMPLETIONS.unsqueeze(-1)).squeeze(-1)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+
+
 class HeadCalls(TorchDispatchMode):
     """Positions in each product with the head's weight (vocab, 32), and in the largest tensor over the vocabulary."""
 

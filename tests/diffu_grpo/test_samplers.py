@@ -3,6 +3,7 @@
 import re
 from types import SimpleNamespace
 
+import diffu_grpo_trainer
 import pytest
 import torch
 from datasets import Dataset
@@ -13,6 +14,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.samplers import choose_sampler
 from d1.sampling import rollout
+from d1.scoring import mean_field_scores
 
 WORDS = ["abc", "defgh", "ij", "klmn"]
 SETTINGS = {
@@ -137,6 +139,22 @@ def test_rollout_log_probs_stay_with_their_samples_and_are_compared_where_scored
             assert entry["sampling/logp_difference_mean"] == pytest.approx(gap.mean().item(), abs=1e-5)
             assert entry["sampling/logp_difference_abs"] == pytest.approx(gap.abs().mean().item(), abs=1e-5)
             assert entry["sampling/ratio_max"] == pytest.approx((-gap).exp().max().item(), rel=1e-5)
+
+
+def test_the_head_scores_up_to_each_rows_end_of_text(tiny_model_dir, tmp_path, monkeypatch):
+    seen = []
+
+    def recorded(model, prompt_ids, attention_mask, completion_ids, *args, scored, **kwargs):
+        seen.extend(zip(completion_ids.tolist(), scored.tolist(), strict=True))
+        return mean_field_scores(model, prompt_ids, attention_mask, completion_ids, *args, scored=scored, **kwargs)
+
+    monkeypatch.setattr(diffu_grpo_trainer, "mean_field_scores", recorded)
+    trained(make_trainer(tiny_model_dir, tmp_path, max_steps=1))
+    kept = []
+    for tokens, scored in seen:
+        kept.append(tokens.index(2) + 1 if 2 in tokens else len(tokens))
+        assert scored == [True] * kept[-1] + [False] * (len(tokens) - kept[-1])
+    assert min(kept) < max(kept)
 
 
 def test_one_token_sampled_in_one_step_is_what_the_estimator_scores(tiny_model_dir, tmp_path):

@@ -18,6 +18,7 @@ from transformers import AddedToken, TrainerCallback
 
 from d1.models import load_model, load_tokenizer
 from d1.runs import checkpoint_to_resume
+from d1.scoring import mean_field_scores
 
 # Long enough that two random masks of one prompt are never equal by chance, each of another length.
 WORDS = [letter * (24 + index) for index, letter in enumerate("abcdefghijkl")]
@@ -182,6 +183,23 @@ def test_fixed_masking_uses_one_mask_for_all_updates(tiny_model_dir, tmp_path):
     assert sum(size for _, _, size in trainer.met) > 0
     masks = trainer._buffered_inputs[0]["prompt_noise"]
     assert not torch.equal(masks[0], masks[1])  # but each sample has its own
+
+
+def test_equal_masks_are_scored_once(tiny_model_dir, tmp_path, monkeypatch):
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(torch.is_grad_enabled())
+        return mean_field_scores(*args, **kwargs)
+
+    monkeypatch.setattr(diffu_grpo_trainer, "mean_field_scores", counted)
+    counts = []
+    for change in ({}, {"random_masking": False}, {"p_mask_prompt": 0.0}):
+        make_trainer(tiny_model_dir, tmp_path, num_iterations=4, max_steps=1, **change).train()
+        counts.append(calls.count(False))  # old and reference log-probs, before the update's own
+        calls.clear()
+    assert counts[0] == 4 * counts[1]
+    assert counts[2] == counts[1] > 0
 
 
 def test_masks_and_rollouts_leave_the_global_random_state_alone(tiny_model_dir, tmp_path):
