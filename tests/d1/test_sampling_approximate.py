@@ -286,6 +286,12 @@ def test_rules_count_as_their_papers_say(places, step):
         assert rule(logps, nats, level).item() == expected
 
 
+def test_a_threshold_is_met_by_what_exceeds_it():
+    certain = torch.zeros(1, 3)
+    assert RULES["threshold"][0](certain, None, 1.0).item() == 0
+    assert RULES["threshold"][0](certain - 1e-3, None, 0.0).item() == 3
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import diffu_grpo_trainer
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer, in_step_to_sample
+from transformers import BertConfig
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
@@ -45,8 +47,8 @@ def talkative(folder):
         head = model.lm_head.weight.mul_(2)
         ids = torch.tensor([[1, 5, 6]])
         said = rollout(model, ids, torch.ones_like(ids), mask_token_id=3, gen_length=12, block_length=4, steps=12)
-        common = said.ids[0, 3:].mode().values
-        head[[2, common]] = head[[common, 2]].clone()
+        swapped = torch.tensor([2, said.ids[0, 3:].mode().values.item()])
+        head[swapped] = head[swapped.flip(0)].clone()
     return model
 
 
@@ -203,3 +205,26 @@ def test_processes_that_share_weights_must_keep_step():
     assert in_step_to_sample(dist(False, True), False)
     assert not in_step_to_sample(dist(False, True), True)
     assert not in_step_to_sample(dist(False, False), False)
+
+
+def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_step(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(diffu_grpo_trainer, "in_step_to_sample", lambda *_: True)
+    assert make_trainer(tiny_model_dir, tmp_path).eos_stop  # one process waits for nobody
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    assert not make_trainer(tiny_model_dir, tmp_path).eos_stop
+    for change in ({"sampler": "parallel"}, {"eos_stop": True}):
+        with pytest.raises(ValueError, match="must take equally many"):
+            make_trainer(tiny_model_dir, tmp_path, **change)
+
+
+def test_an_encoder_is_refused_a_cache_with_the_settings(tiny_model_dir, tmp_path):
+    with pytest.raises(ValueError, match="bert is an encoder"):
+        DiffuGRPOTrainer(
+            model=SimpleNamespace(config=BertConfig()),
+            reward_funcs=vowels,
+            args=DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path), "sampler": "cached"})),
+            train_dataset=None,
+            processing_class=load_tokenizer(str(tiny_model_dir)),
+        )

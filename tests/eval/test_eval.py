@@ -340,6 +340,8 @@ def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
     with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):
         evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--temperature", "0.5")
+    with pytest.raises(ValueError, match=r"eos_stop: None there, True now"):
+        evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--eos_stop")
     with pytest.raises(ValueError, match=r"problems: 4 there, 5 now"):
         evaluate(tiny_model_dir, tmp_path, "--limit", "5")
     monkeypatch.undo()
