@@ -149,8 +149,7 @@ def published_scoring_bytes(rows: int, mu: int, prompt: int, length: int, vocabu
 
 def our_scoring_bytes(rows: int, length: int, vocabulary: int, width: int) -> int:
     """One chunk: fp32 logits, and either the model's own or the exponentials of logsumexp."""
-    chunks = -(-rows * length * vocabulary // scoring.CHUNK_ELEMENTS)
-    return -(-rows * length // chunks) * vocabulary * (4 + 4)
+    return min(rows * length, max(1, scoring.CHUNK_ELEMENTS // vocabulary)) * vocabulary * (4 + 4)
 
 
 def measure_memory(args: argparse.Namespace) -> dict[str, Any]:

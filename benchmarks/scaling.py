@@ -258,7 +258,8 @@ def main(args: argparse.Namespace) -> None:
     report["LLaDA-8B by roofline, not measured"] = {
         f"{gpus} GPU{'s' * (gpus > 1)}": project(gpus, args) for gpus in (1, 2, 4, 8, 16, 32, 64)
     }
-    report["remarks"] = [f"- {name}: {meaning}." for name, meaning in MEANING.items()]
+    remarks = ["Exponents to expect of large sizes; fixed costs keep those of small ones below:", ""]
+    report["remarks"] = remarks + [f"- {name}: {meaning}." for name, meaning in MEANING.items()]
     write_report(report, args.output_dir, "scaling")
 
 

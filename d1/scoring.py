@@ -62,7 +62,8 @@ def mean_field_scores(
         scored = torch.ones_like(completion_ids, dtype=torch.bool)
     states = states[:, prompt_length : prompt_length + scored.shape[1]][scored]
     # As many chunks as the shapes say, whatever is scored: where the head is sharded, every rank must call it as often.
-    chunks = -(-rows * gen_length * model.config.vocab_size // CHUNK_ELEMENTS)
+    at_once = max(1, CHUNK_ELEMENTS // model.config.vocab_size)
+    chunks = -(-rows * gen_length // at_once)
 
     def score(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = head(states).float()
@@ -74,10 +75,13 @@ def mean_field_scores(
     def recomputed(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         return checkpoint(score, states, ids, use_reentrant=False)  # type: ignore[return-value]
 
-    # The backward pass begins with the last chunk and frees it before it computes others again.
-    kept = 1 if torch.is_grad_enabled() else chunks
-    parts = zip(states.tensor_split(chunks), completion_ids[scored].tensor_split(chunks), strict=True)
-    done = [score(*part) if number >= chunks - kept else recomputed(*part) for number, part in enumerate(parts)]
+    # The backward pass begins with the last chunk and frees it before it computes the others again: that one is full.
+    def split(values: Tensor) -> list[Tensor]:
+        cut = max(0, len(values) - at_once)
+        return [*values[:cut].tensor_split(chunks - 1), values[cut:]] if chunks > 1 else [values]
+
+    *others, last = zip(split(states), split(completion_ids[scored]), strict=True)
+    done = [(recomputed if torch.is_grad_enabled() else score)(*part) for part in others] + [score(*last)]
     logps, entropies = zip(*done, strict=True)
 
     def placed(values: tuple[Tensor, ...]) -> Tensor:
