@@ -1,6 +1,6 @@
 # make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues
 # make test [ARGS=...] the tests; e.g. ARGS="-m slow", ARGS=tests/d1
-# make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; ten minutes
+# make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; twenty minutes
 # make lint            ruff and mypy
 # make clean           remove the environment and what tools left behind; never runs/ or results
 # Needs Python 3.11 or newer and, for the tests, a C++ compiler; all else goes into .venv: 2 GB, more with CUDA.
