@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from d1.checkpoints import DECODERS, ENCODERS
-from d1.models import body_and_head
+from d1.models import body_and_head, count_positions
 
 CACHES = ("prefix", "dual")
 
@@ -81,10 +81,10 @@ class Passes:
         how many tokens each row fed to get them; padding does not count."""
         length = ids.shape[1]
         first, end, _ = self.window.indices(length)
-        counted = (visible.cumsum(-1) - 1).clamp(min=0)  # from the row's first real token
-        if self.cache is None or (first, end) == (0, length) or self.past is None:
-            options: dict[str, Any] = {"position_ids": counted} if self.spread else {}
-            if self.cache is not None and (first, end) != (0, length):  # else all is window: nothing to cache
+        whole = self.cache is None or (first, end) == (0, length)  # all is window: nothing to cache
+        if whole or self.past is None:
+            options: dict[str, Any] = {"position_ids": count_positions(visible)} if self.spread else {}
+            if not whole:
                 options["past_key_values"] = self.past = DynamicCache()
             return self.body(ids, self.mask(visible, length), positions, **options), visible.sum(-1)
         if self.past.get_seq_length() == length:
@@ -94,7 +94,7 @@ class Passes:
             ids[:, first:end],
             self.mask(torch.cat([visible[:, :first], visible[:, end:], fed], dim=1), end - first),
             positions - first,
-            position_ids=counted[:, first:end],
+            position_ids=count_positions(visible)[:, first:end],
             past_key_values=self.past,
         )
         self.past.crop(first - end)

@@ -54,6 +54,11 @@ PLAIN_CHAT_TEMPLATE = (
 )
 
 
+def count_positions(mask: Tensor) -> Tensor:
+    """Position ids (rows, length) that count the real tokens of `mask` only."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
 def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the body: position ids count real tokens only, so padding cannot move a row."""
     mask = kwargs.get("attention_mask")
@@ -64,7 +69,7 @@ def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
         mask = torch.ones_like((kwargs["inputs_embeds"][..., 0] if ids is None else ids), dtype=torch.long)
     # RoBERTa's table of positions starts after the row of its padding token.
     first = body.config.pad_token_id + 1 if body.config.model_type == "roberta" else 0
-    kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0) + first
+    kwargs["position_ids"] = count_positions(mask) + first
     return args, kwargs
 
 

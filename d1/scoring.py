@@ -55,9 +55,10 @@ def mean_field_scores(
     # The canvas always has its full length, every position visible, so it says nothing of a completion's length.
     canvas = prompt_ids.new_full((rows, gen_length), mask_token_id)
     noised = torch.where(prompt_noise & attention_mask.bool(), mask_token_id, prompt_ids)
-    visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
-    # A mask that hides nothing keeps compiled attention from its fast kernels.
-    states = body(torch.cat([noised, canvas], dim=1), None if attention_mask.all() else visible)
+    visible = None  # a mask that hides nothing would keep compiled attention from its fast kernels
+    if not attention_mask.all():
+        visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
+    states = body(torch.cat([noised, canvas], dim=1), visible)
     if scored is None:
         scored = torch.ones_like(completion_ids, dtype=torch.bool)
     states = states[:, prompt_length : prompt_length + scored.shape[1]][scored]
