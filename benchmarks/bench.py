@@ -32,6 +32,7 @@ from benchmarks import gpu, published, steps
 from benchmarks.machine import (
     MASK,
     SIZES,
+    check_counts,
     describe,
     multiply_adds,
     our_scores,
@@ -100,7 +101,7 @@ def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
     if peer is not None:
         contestants["peer"] = lambda: peer(model, ids, mask, **options)
     work = {name: multiply_adds(run) for name, run in contestants.items()}
-    results = race(contestants, args.repeats, base="bare body")
+    results = race(contestants, args.repeats, base="bare body", warm=True)
     for name, row in results.items():
         row["multiply-adds / bare"] = work[name] / work["bare body"]
     return {"results": results}
@@ -239,9 +240,7 @@ MATTERS = {  # settings beyond those that matter to all
 
 def check_settings(args: argparse.Namespace) -> None:
     """Raises ValueError for settings that make no sense, before a model is built."""
-    for name in ("repeats", "rows", "prompt", "length", "block", "steps", "mu"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, "repeats", "rows", "prompt", "length", "block", "steps", "mu")
     matters = MATTERS[args.what]
     if "steps" in matters:
         sampling.reveal_schedule(args.length, args.block, args.steps)

@@ -114,8 +114,8 @@ def race_gpu(args: Any) -> dict[str, Any]:
                 remarks += [f"- {task}, {way}, {mode}, stopped by {why}" for way, why in stopped.items()]
                 if not running:
                     continue
-                base = "published" if "published" in running else next(iter(running))
-                timed = race(running, args.repeats, base, warm=True)
+                against = "published" if "published" in running else next(iter(running))
+                timed = race(running, args.repeats, against, warm=True)
                 for way, row in timed.items():
                     tokens = args.rows * args.length * (args.mu if task == "scoring" else 1)
                     row["tokens_per_second"] = tokens / row["wall_seconds"]

@@ -205,10 +205,16 @@ def as_markdown(report: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def check_counts(args: Any, *names: str) -> None:
+    """Raises ValueError for a setting among `names` that is not positive."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+
+
 def write_report(report: dict[str, Any], folder: str, name: str) -> None:
-    """Writes `folder/name.json` and `.md`, and prints the latter."""
+    """Writes `name.json` and `.md` into the folder, which is there, and prints the latter."""
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
     (path / f"{name}.json").write_text(json.dumps(report, indent=1))
     (path / f"{name}.md").write_text(as_markdown(report))
     sys.stdout.write(as_markdown(report))

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from make_problems import solution_grids, sudoku_puzzles
 
-from benchmarks.machine import describe, race, write_report
+from benchmarks.machine import check_counts, describe, race, write_report
 from d1.models import load_model, load_tokenizer
 from d1.samplers import choose_sampler
 from d1.sampling import Rollout, rollout
@@ -177,9 +177,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(
             f"need at least 2 problems and a gen_length in blocks of 8, got {args.problems} and {args.gen_length}"
         )
-    for name in ("batch", "repeats"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, "batch", "repeats")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     named = {key: value for key, value in vars(args).items() if key != "output_dir"}
     report = {"machine": describe(), "settings": named, "results": measure(args)}
