@@ -24,11 +24,14 @@ from sft_trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from d1.adapters import adapter_chain, lora_targets, merge_adapter
-from d1.checkpoints import native_config
-from d1.convert import merge
-from d1.models import check_chat_template, load_model, load_tokenizer
-from d1.runs import check_processes, copy_model, is_finished, leave, log_without_account, save_record
+from d1.models import load_model, load_tokenizer
+from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
+from d1.models.convert import merge
+from d1.models.kinds import native_config
+from d1.models.tokenizer import check_chat_template
+from d1.runs.checkpoints import copy_model, is_finished
+from d1.runs.processes import check_processes, leave
+from d1.runs.record import log_without_account, save_record
 
 logger = logging.getLogger(__name__)
 
@@ -241,9 +244,7 @@ def prepare_model(args: argparse.Namespace) -> Any:
     )
     if isinstance(model, PeftModel):
         if args.load_in_4bit:
-            raise ValueError(
-                f"4-bit weights take no merged adapter: run `python -m d1.models merge` on {args.model_name}"
-            )
+            raise ValueError(f"4-bit weights take no merged adapter: run `python -m d1 merge` on {args.model_name}")
         model = merge_adapter(model, args.model_name)
     if args.full_finetuning:
         return model

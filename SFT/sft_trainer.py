@@ -22,7 +22,8 @@ from transformers import DefaultDataCollator, EvalPrediction, PreTrainedTokenize
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from d1.masking import draw_noise, keyed_generator, noise_level
-from d1.runs import staged_checkpoint, unwrapped
+from d1.runs.checkpoints import staged_checkpoint
+from d1.runs.processes import unwrapped
 
 TRAIN_NOISE, EVAL_NOISE, ORDER, STRATA, EVAL_TIMES = range(5)  # second part of a generator's key: one a purpose
 EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t

@@ -44,8 +44,9 @@ from benchmarks.machine import (
     update,
     write_report,
 )
-from d1 import sampling, scoring
-from d1.models import body_and_head
+from d1.models.head import body_and_head
+from d1.sampling import loop as sampling
+from d1.scoring import views as scoring
 
 LLADA_VOCABULARY, D1 = SIZES["llada"][0], {"rows": 6, "mu": 12, "prompt": 200, "length": 256, "block": 32}
 

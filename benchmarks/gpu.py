@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import published
 from benchmarks.machine import MASK, our_scores, peak_bytes, race, random_model, random_prompts, scoring_inputs, update
-from d1 import samplers, sampling
+from d1 import sampling
 from d1.masking import keyed_generator
+from d1.sampling import settings as samplers
 
 APPROXIMATE = ("cached", "parallel", "cached+parallel")
 TEMPERATURE = 0.9  # d1's, of the rollouts

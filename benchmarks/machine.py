@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from d1 import scoring
 from d1.models import attach_hooks
+from d1.scoring import views as scoring
 
 MASK = 3
 SIZES = {  # vocabulary, hidden, feed-forward, layers, heads

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from d1.sampling import reveal_schedule
+from d1.sampling.reveal import reveal_schedule
 
 
 def add_gumbel_noise(logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor:

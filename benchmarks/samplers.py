@@ -30,8 +30,8 @@ from make_problems import solution_grids, sudoku_puzzles
 
 from benchmarks.machine import check_counts, describe, race, write_report
 from d1.models import load_model, load_tokenizer
-from d1.samplers import choose_sampler
 from d1.sampling import Rollout, rollout
+from d1.sampling.settings import choose_sampler
 from d1.tasks import load_task
 
 BASE = "exact"

@@ -39,8 +39,10 @@ from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from benchmarks import published
 from benchmarks.machine import now, race, random_model
 from d1.masking import noise_level
-from d1.models import body_and_head, load_model, load_tokenizer, logit_parts
-from d1.sampling import Rollout, reveal_schedule
+from d1.models import load_model, load_tokenizer
+from d1.models.head import body_and_head, logit_parts
+from d1.sampling import Rollout
+from d1.sampling.reveal import reveal_schedule
 from d1.tasks import load_task, text_of
 
 ROOT = Path(__file__).parents[1]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from trl import GRPOConfig
 
-from d1.caching import CACHES
-from d1.reveal import RULES
-from d1.samplers import SAMPLERS, Sampler, choose_sampler
-from d1.sampling import REMASKING, check_settings
+from d1.sampling.caching import CACHES
+from d1.sampling.loop import REMASKING, check_settings
+from d1.sampling.reveal import RULES
+from d1.sampling.settings import SAMPLERS, Sampler, choose_sampler
 
 # Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
 AUTOREGRESSIVE_ONLY = {

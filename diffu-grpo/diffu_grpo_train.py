@@ -33,17 +33,12 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config
 from trl.trainer.utils import get_callable_name
 
-from d1.adapters import merge_adapter
-from d1.models import check_chat_template, load_model, load_tokenizer
-from d1.runs import (
-    check_processes,
-    checkpoint_to_resume,
-    copy_model,
-    is_finished,
-    leave,
-    log_without_account,
-    save_record,
-)
+from d1.models import load_model, load_tokenizer
+from d1.models.adapters import merge_adapter
+from d1.models.tokenizer import check_chat_template
+from d1.runs.checkpoints import checkpoint_to_resume, copy_model, is_finished
+from d1.runs.processes import check_processes, leave
+from d1.runs.record import log_without_account, save_record
 from d1.tasks import load_task, text_of
 
 logger = logging.getLogger(__name__)
@@ -217,7 +212,7 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
         if model_args.load_in_4bit:
             raise ValueError(
                 "an adapter cannot be merged into 4-bit weights exactly: first run "
-                f"`python -m d1.models merge BASE {args.model_path} OUT` and pass OUT as --model_path"
+                f"`python -m d1 merge BASE {args.model_path} OUT` and pass OUT as --model_path"
             )
         model = merge_adapter(model, str(args.model_path))
     return model

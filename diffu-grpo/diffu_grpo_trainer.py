@@ -29,11 +29,12 @@ from trl import GRPOTrainer
 from trl.models.utils import _ForwardRedirection, unwrap_model_for_generation
 from trl.trainer.utils import pad
 
-from d1.caching import check_cacheable
 from d1.masking import keyed_generator, prompt_masks
-from d1.runs import staged_checkpoint, unwrapped
+from d1.runs.checkpoints import staged_checkpoint
+from d1.runs.processes import unwrapped
 from d1.sampling import Rollout, rollout
-from d1.scoring import mean_field_scores
+from d1.sampling.caching import check_cacheable
+from d1.scoring.views import mean_field_scores
 
 # Streams of random numbers: masks and rollouts, in training and evaluation, never share one.
 STREAMS = {("mask", "train"): 0, ("rollout", "train"): 1, ("mask", "eval"): 2, ("rollout", "eval"): 3}

@@ -33,14 +33,15 @@ from generation_files import read_setups
 from parse_and_get_acc import as_table
 from score_setups import score_setup
 
-from d1.adapters import adapter_chain
-from d1.caching import CACHES, check_cacheable
-from d1.checkpoints import native_config
-from d1.models import check_chat_template, load_tokenizer
-from d1.reveal import RULES
-from d1.runs import run_record
-from d1.samplers import EXACT, SAMPLERS
-from d1.sampling import REMASKING, check_settings
+from d1.models import load_tokenizer
+from d1.models.adapters import adapter_chain
+from d1.models.kinds import native_config
+from d1.models.tokenizer import check_chat_template
+from d1.runs.record import run_record
+from d1.sampling.caching import CACHES, check_cacheable
+from d1.sampling.loop import REMASKING, check_settings
+from d1.sampling.reveal import RULES
+from d1.sampling.settings import EXACT, SAMPLERS
 from d1.tasks import SPLITS, TASKS, few_shot_messages, load_task
 
 logger = logging.getLogger("eval")

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.samplers import choose_sampler
 from d1.sampling import rollout
+from d1.sampling.settings import choose_sampler
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,8 @@ def check_python(program: str, arguments: list[str], folder: Path) -> None:
         if module in TOOLS:
             return check_tool(module, rest)
         if module not in ("accelerate.commands.launch", "torch.distributed.run"):
-            script = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+            script = ROOT.joinpath(*module.split("."))
+            script = script / "__main__.py" if script.is_dir() else script.with_suffix(".py")
             need(script.is_file(), f"no module {module}")
             return check_arguments(script, rest, folder)
         program, arguments = ("accelerate", ["launch", *rest]) if "accelerate" in module else ("torchrun", rest)

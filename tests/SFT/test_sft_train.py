@@ -18,7 +18,8 @@ from sft_train import eos_padding, main, make_parser, on_gpu
 from sft_trainer import dLLMTrainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from d1.models import PLAIN_CHAT_TEMPLATE, load_model, load_tokenizer
+from d1.models import load_model, load_tokenizer
+from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 
 SFT = Path(__file__).parents[2] / "SFT"
 ALONE = ["-m", "accelerate.commands.launch", "--config_file", "cpu.yaml"]

@@ -22,9 +22,11 @@ from benchmarks.machine import (
     scoring_inputs,
     update,
 )
-from d1 import sampling, scoring
-from d1.last_layer import PART
-from d1.models import body_and_head, load_tokenizer
+from d1.models import load_tokenizer
+from d1.models.fast_cpu import PART
+from d1.models.head import body_and_head
+from d1.sampling import loop as sampling
+from d1.scoring import views as scoring
 from d1.tasks import load_task
 
 SMALL = ["--rows", "2", "--prompt", "6", "--length", "8", "--block", "4", "--steps", "4", "--mu", "2", "--repeats", "1"]

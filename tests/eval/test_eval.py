@@ -17,8 +17,8 @@ from transformers import BertConfig
 import eval as evaluation
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
-from d1.samplers import choose_sampler
 from d1.sampling import generate, rollout
+from d1.sampling.settings import choose_sampler
 from d1.tasks import load_task
 
 LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")

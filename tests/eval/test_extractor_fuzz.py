@@ -1,6 +1,6 @@
 """10,000 strings a scorer: whatever a model says, d1's released rules give a score, quickly, and run nothing.
 
-The tasks' own extractors have theirs in tests/tasks.
+The tasks' own extractors have theirs in tests/d1/tasks.
 """
 
 from __future__ import annotations

@@ -1,0 +1,122 @@
+"""LoRA adapters: what they attach to, by kind; loading them whatever classes they were trained on; merging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from transformers import PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from d1.models.formats.llada import FROM_LLADA, rename
+
+DECODER_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+DECODER_LINEAR = (*DECODER_ATTENTION, "gate_proj", "up_proj", "down_proj")
+BERT_ATTENTION = ("query", "key", "value", "attention.output.dense")
+LORA_TARGETS = {  # model_type -> name -> endings of the modules; heads are never among them
+    **{
+        kind: {"attention": DECODER_ATTENTION, "all-linear": DECODER_LINEAR}
+        for kind in ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "llada", "Dream")
+    },
+    **{
+        kind: {"attention": BERT_ATTENTION, "all-linear": (*BERT_ATTENTION, "intermediate.dense", "output.dense")}
+        for kind in ("bert", "roberta")
+    },
+    "modernbert": {"attention": ("Wqkv", "attn.Wo"), "all-linear": ("Wqkv", "Wo", "Wi")},
+}
+
+PREFIX = "base_model.model."  # PEFT writes it before the name of each module
+
+
+def lora_targets(model_type: str, name: str) -> list[str]:
+    """The modules LoRA goes on: `name` is "attention" (its four projections) or "all-linear" (the MLP's too)."""
+    try:
+        return list(LORA_TARGETS[model_type][name])
+    except KeyError:
+        raise ValueError(
+            f"no LoRA targets {name!r} for model_type {model_type!r}: "
+            f"names are attention, all-linear; kinds are {', '.join(LORA_TARGETS)}"
+        ) from None
+
+
+def check_there(path: str) -> None:
+    """Raises FileNotFoundError for a missing folder, of which the hub would only say that it is no repository id."""
+    if (path.startswith(("/", ".", "~")) or path.count("/") > 1) and not Path(path).is_dir():
+        raise FileNotFoundError(f"there is no model folder {path}")
+
+
+def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:
+    """The base model under `path`, and the adapters to put on it in order.
+
+    An adapter's folder names what it was trained on, which may again be an adapter (RL on top of SFT).
+
+    Raises:
+        ValueError, FileNotFoundError: One of them is not there or does not say what it was trained on.
+    """
+    check_there(path)
+    above = [adapter] if isinstance(adapter, str | Path) else list(adapter or [])
+    adapters = [str(folder) for folder in above]
+    for folder in adapters:
+        check_there(folder)
+        if find_adapter_config_file(folder) is None:
+            raise ValueError(f"{folder} holds no adapter_config.json: it is no adapter")
+    while find_adapter_config_file(path) is not None:
+        if path in adapters:
+            raise ValueError(f"adapter {path} names itself as its base")
+        adapters.insert(0, path)
+        base = PeftConfig.from_pretrained(path).base_model_name_or_path
+        if not base:
+            raise ValueError(
+                f"adapter {path} does not say which model it was trained on: load_model(base, adapter=...)"
+            )
+        path = base
+        check_there(path)
+    return path, adapters
+
+
+def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
+    """Put the LoRA adapter in `folder` on `model`, trainable, whether its names are native or LLaDA's own.
+
+    Raises:
+        ValueError: A weight of the adapter has no place in the model, or one that the model expects is not in it.
+    """
+    config = PeftConfig.from_pretrained(folder)
+    weights = load_peft_weights(folder, device="cpu")
+    if any(".transformer.blocks." in name for name in weights):
+        weights = {PREFIX + rename(name.removeprefix(PREFIX), FROM_LLADA): w for name, w in weights.items()}
+        config = native_lora_config(config, weights, folder)
+    config.inference_mode = False
+    peft = get_peft_model(model, config)
+    try:
+        result: Any = set_peft_model_state_dict(peft, weights)
+    except RuntimeError as error:  # of another shape
+        raise ValueError(f"adapter {folder} does not fit the model: {error}") from error
+    missing = [name for name in result.missing_keys if "lora_" in name or "modules_to_save" in name]
+    if missing or result.unexpected_keys:
+        raise ValueError(
+            f"adapter {folder} does not fit the model: missing {missing}, unexpected {list(result.unexpected_keys)}"
+        )
+    return peft
+
+
+def native_lora_config(config: PeftConfig, weights: dict[str, object], folder: str) -> PeftConfig:
+    """The config of an adapter made on LLaDA's own classes, naming the modules its (renamed) `weights` belong to."""
+    if not isinstance(config, LoraConfig) or config.rank_pattern or config.alpha_pattern:
+        raise ValueError(f"adapter {folder}: on LLaDA's own names only plain LoRA (one rank, one alpha) is supported")
+    modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in weights}
+    config.target_modules = sorted(modules)
+    config.auto_mapping = None
+    return config
+
+
+def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) -> PreTrainedModel:
+    """Fold the active adapter into the weights; the model then goes by the adapter's folder as its name.
+
+    An adapter trained next therefore records `folder` as its base, and `load_model` finds the whole chain.
+    """
+    merged = model.merge_and_unload(progressbar=progress)
+    merged.requires_grad_(True)  # PEFT froze the base's weights
+    merged.name_or_path = str(Path(folder).resolve())
+    return merged

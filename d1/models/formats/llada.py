@@ -1,0 +1,146 @@
+"""LLaDA's released format (arXiv 2502.09992): a Llama under other names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers import (
+    LlamaConfig,
+    PreTrainedConfig,
+)
+
+NO_MOE = "its mixture-of-experts layers have no counterpart here"
+
+LLADA_KEYS = (  # LLaDA's module -> Llama's; {} is the number of the block
+    ("model.transformer.wte", "model.embed_tokens"),
+    ("model.transformer.ln_f", "model.norm"),
+    ("model.transformer.ff_out", "lm_head"),
+    ("model.transformer.blocks.{}.attn_norm", "model.layers.{}.input_layernorm"),
+    ("model.transformer.blocks.{}.q_proj", "model.layers.{}.self_attn.q_proj"),
+    ("model.transformer.blocks.{}.k_proj", "model.layers.{}.self_attn.k_proj"),
+    ("model.transformer.blocks.{}.v_proj", "model.layers.{}.self_attn.v_proj"),
+    ("model.transformer.blocks.{}.attn_out", "model.layers.{}.self_attn.o_proj"),
+    ("model.transformer.blocks.{}.ff_norm", "model.layers.{}.post_attention_layernorm"),
+    ("model.transformer.blocks.{}.ff_proj", "model.layers.{}.mlp.gate_proj"),
+    ("model.transformer.blocks.{}.up_proj", "model.layers.{}.mlp.up_proj"),
+    ("model.transformer.blocks.{}.ff_out", "model.layers.{}.mlp.down_proj"),
+)
+LLADA_FIELDS = {  # LLaDA's config field -> Llama's
+    "d_model": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "mlp_hidden_size": "intermediate_size",
+    "embedding_size": "vocab_size",
+    "max_sequence_length": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "attention_dropout": "attention_dropout",
+    "weight_tying": "tie_word_embeddings",
+    "mask_token_id": "mask_token_id",
+    "pad_token_id": "pad_token_id",
+    "eos_token_id": "eos_token_id",
+}
+# Fields that speak of files and code; an export writes its own.
+ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype")
+LLADA_FIXED = {  # the one architecture every published LLaDA has; another value would need other layers
+    "block_type": "llama",
+    "block_group_size": 1,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "activation_type": "silu",
+    "rope": True,
+    "alibi": False,
+    "attention_layer_norm": False,
+    "input_emb_norm": False,
+    "scale_logits": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "bias_for_layer_norm": False,
+    "multi_query_attention": None,
+    "residual_dropout": 0.0,
+    "embedding_dropout": 0.0,
+}
+
+
+def key_mapping(table: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """The table as {regular expression: replacement}, the form that `from_pretrained` and `rename` take."""
+    return {
+        "^" + re.escape(old).replace(r"\{\}", r"(\d+)") + r"\.": new.replace("{}", r"\1") + "." for old, new in table
+    }
+
+
+FROM_LLADA = key_mapping(LLADA_KEYS)
+TO_LLADA = key_mapping(tuple((new, old) for old, new in LLADA_KEYS))
+
+
+def rename(name: str, mapping: dict[str, str]) -> str:
+    """`name` after the one rule of `mapping` that matches its start; unchanged where none does."""
+    for pattern, replacement in mapping.items():
+        renamed, count = re.subn(pattern, replacement, name)
+        if count:
+            return renamed
+    return name
+
+
+def llama_from_llada(raw: dict[str, Any]) -> LlamaConfig:
+    """The Llama config of a LLaDA `config.json`.
+
+    Raises:
+        ValueError: the file lacks a field, or asks for a layer no LLaDA-8B has.
+    """
+    if any("MoE" in name for name in raw.get("architectures") or ()):  # published under the same model_type
+        raise ValueError(f"{raw['architectures'][0]} is not supported: {NO_MOE}")
+    rest = {k: v for k, v in raw.items() if k not in (*LLADA_FIELDS, *LLADA_FIXED, *ABOUT_FILES, "rope_theta")}
+    odd = {k: raw[k] for k, v in LLADA_FIXED.items() if k in raw and (raw[k] or None) != (v or None)}
+    if odd:
+        raise ValueError(f"this LLaDA config asks for layers that are not supported: {odd}")
+    raw = {**raw, "n_kv_heads": raw.get("n_kv_heads") or raw.get("n_heads")}
+    raw["embedding_size"] = raw.get("embedding_size") or raw.get("vocab_size")
+    raw["mlp_hidden_size"] = raw.get("mlp_hidden_size") or raw.get("mlp_ratio", 4) * raw.get("d_model", 0)
+    needed = ("d_model", "n_layers", "n_heads", "embedding_size", "rope_theta", "rms_norm_eps")
+    if absent := [field for field in needed if raw.get(field) is None]:
+        raise ValueError(f"this LLaDA config.json lacks {', '.join(absent)}")
+    fields = {new: raw[old] for old, new in LLADA_FIELDS.items() if old in raw}
+    fields["llada_fields"] = rest  # what a Llama has no use for, kept for the way back
+    rope = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
+    return LlamaConfig(**fields, rope_parameters=rope, bos_token_id=raw.get("bos_token_id"))
+
+
+def llada_from_llama(config: PreTrainedConfig) -> dict[str, Any]:
+    """The LLaDA `config.json` of a Llama config; the code it points to is LLaDA's own repository.
+
+    Raises:
+        ValueError: LLaDA's code has no layer for something this config asks for.
+    """
+    if config.model_type != "llama":
+        raise ValueError(f"only a Llama can be written as LLaDA; this is a {config.model_type!r}")
+    rope = config.rope_parameters
+    if config.attention_bias or config.mlp_bias or rope["rope_type"] != "default":
+        raise ValueError(
+            f"only a Llama without biases or scaled rotary positions can be written as LLaDA; this one has "
+            f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, rope_parameters={rope}"
+        )
+    if config.head_dim * config.num_attention_heads != config.hidden_size or config.hidden_act != "silu":
+        raise ValueError("LLaDA's heads divide hidden_size evenly and its activation is silu; this Llama differs")
+    raw = {old: getattr(config, new, None) for old, new in LLADA_FIELDS.items()}
+    code = "GSAI-ML/LLaDA-8B-Base--"
+    return {
+        **LLADA_FIXED,
+        **raw,
+        "model_type": "llada",
+        "architectures": ["LLaDAModelLM"],
+        "auto_map": {
+            "AutoConfig": f"{code}configuration_llada.LLaDAConfig",
+            "AutoModel": f"{code}modeling_llada.LLaDAModelLM",
+            "AutoModelForCausalLM": f"{code}modeling_llada.LLaDAModelLM",
+        },
+        "vocab_size": config.vocab_size,
+        "rope_theta": rope["rope_theta"],
+        "rope_full_precision": True,
+        "mlp_ratio": 4,
+        "init_device": "cpu",
+        "flash_attention": False,
+        "use_cache": False,
+        **getattr(config, "llada_fields", {}),
+    }

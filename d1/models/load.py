@@ -1,0 +1,153 @@
+"""Load masked diffusion language models, whose logits score the token AT each position and see the whole text.
+
+Kinds (`d1/models/kinds.py`): LLaDA, Dream, Llama/Qwen/Gemma decoders with attention turned both ways, and masked-LM
+encoders. All run on the classes in Transformers, with two hooks on the body (the model without its head): one gives
+each token the position it would have without padding, one moves the hidden states of models that predict the next token
+(Dream) to the position they speak of. The body is where both work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
+Windowed layers (Gemma, ModernBERT) keep their window, made symmetric; their full layers carry the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
+from d1.models.attention import PREPARED, align_positions, align_states, keep_states, place_tokens
+from d1.models.head import narrow
+from d1.models.kinds import DECODERS, ENCODERS, native_config
+from d1.transformers_bridge import needs_copy, reading
+
+
+def attach_hooks(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model of a supported kind, however it was built, the calling convention of `load_model`."""
+    body = model.base_model
+    body.register_forward_pre_hook(place_tokens, with_kwargs=True)
+    if getattr(model.config, "predicts_next_token", False):
+        body.register_forward_pre_hook(align_positions, with_kwargs=True)
+        body.register_forward_hook(align_states, with_kwargs=True)
+    if model.config.model_type in DECODERS:
+        cast(Any, body).layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
+    if model.config.model_type in ENCODERS:
+        body.register_forward_hook(keep_states, with_kwargs=True)
+    # Trainers read it; masked-LM classes have none.
+    if getattr(model, "generation_config", None) is None:
+        model.generation_config = GenerationConfig()
+    # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
+    cast(torch.nn.Embedding, model.get_input_embeddings()).padding_idx = None
+    setattr(model, PREPARED, True)
+    return model
+
+
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device | None = None,
+    *,
+    adapter: str | Path | Sequence[str | Path] | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
+) -> PreTrainedModel | PeftModel:
+    """Load a model in eval mode: `model(input_ids, attention_mask).logits[b, i]` scores the token AT position i.
+
+    Every position sees every real one; `attention_mask` (rows, length) may hide padding on either side. Positions are
+    counted inside. `logits_to_keep`, a 1-D LongTensor of positions, restricts the logits to (rows, len, vocab).
+
+    Args:
+        path: A checkpoint folder or hub name, or the folder of an adapter, whose base is then loaded first.
+        dtype: Of the weights; None is float32, "auto" that of the checkpoint.
+        device: Weights go straight there; None leaves them on the CPU.
+        adapter: Adapter folder(s) on top, in order of training: all but the last are merged into the weights.
+        attn_implementation: "sdpa", "eager" or "flash_attention_2"; None lets Transformers choose.
+        trust_remote_code: Run the code in the checkpoint for a kind that is not native here. Such a model is returned
+            as its code builds it, with none of the promises above.
+        quantization: "nf4" for 4-bit weights (QLoRA, arXiv 2305.14314), which needs bitsandbytes.
+
+    Raises:
+        ValueError: The kind is not supported, or weights are missing, unexpected or of another shape.
+    """
+    base, adapters = adapter_chain(str(path), adapter)
+    if quantization is not None and len(adapters) > 1:
+        raise ValueError("4-bit weights cannot take a merged adapter: run `python -m d1 merge` first")
+    model = load_base(base, dtype, device, attn_implementation, trust_remote_code, quantization)
+    for folder in adapters[:-1]:
+        model = merge_adapter(add_adapter(model, folder), folder)
+    return (add_adapter(model, adapters[-1]) if adapters else model).eval()
+
+
+def load_base(
+    path: str,
+    dtype: torch.dtype | str | None,
+    device: str | torch.device | None,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+    quantization: str | None,
+) -> PreTrainedModel:
+    options: dict[str, Any] = {"dtype": dtype or torch.float32, "attn_implementation": attn_implementation}
+    if device is not None and torch.device(device).type != "cpu":
+        options["device_map"] = {"": device}
+    if quantization is not None:
+        options["quantization_config"] = quantization_config(quantization, options["dtype"])
+    if trust_remote_code and "auto_map" in PreTrainedConfig.get_config_dict(path)[0]:
+        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
+    config, mapping = native_config(path)
+    auto: Any = AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM
+    options |= {"key_mapping": mapping, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        with reading(copies=needs_copy(path, options["dtype"], options.get("device_map"))):
+            model, report = auto.from_pretrained(path, config=config, **options)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
+    check_loaded(path, report)
+    if mapping is not None:
+        del model._weight_conversions  # or `save_pretrained` would write the old names back
+    if Path(path).is_dir():  # adapters made on this model keep its name as the way back
+        model.name_or_path = str(Path(path).resolve())
+    return attach_hooks(model)
+
+
+def check_loaded(path: str, report: dict[str, Any]) -> None:
+    """Raises ValueError with every weight that was missing, unexpected or of another shape.
+
+    Heads of BERT's pretraining that a masked LM has no use for are not an error.
+    """
+    spare = ("pooler.", "cls.seq_relationship.", "position_ids")
+    wrong = {
+        "missing": sorted(report["missing_keys"]),
+        "unexpected": sorted(k for k in report["unexpected_keys"] if not any(s in k for s in spare)),
+        "mis-shaped (name, file, model)": sorted((k, tuple(a), tuple(b)) for k, a, b in report["mismatched_keys"]),
+    }
+    wrong["errors"] = list(report["error_msgs"])
+    if any(wrong.values()):
+        lists = "\n".join(f"{len(keys)} {what}: {keys}" for what, keys in wrong.items() if keys)
+        raise ValueError(f"{path}: the weights do not fit the model that config.json describes\n{lists}")
+
+
+def quantization_config(name: str, compute_dtype: torch.dtype) -> Any:
+    if name != "nf4":
+        raise ValueError(f"quantization {name!r} is unknown: only 'nf4' is supported")
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ImportError("quantization='nf4' needs bitsandbytes: pip install bitsandbytes") from error
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )

@@ -1,0 +1,126 @@
+"""Checkpoints that are whole or absent, and where a run continues from."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlparse
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from peft import PeftModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, TrainerState, TrainingArguments, modeling_utils
+from transformers.models.llama.modeling_llama import rotate_half
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.utils import cached_file
+
+from d1.models.adapters import adapter_chain, add_adapter, check_there, merge_adapter
+from d1.models.attention import align_positions, align_states, count_positions, keep_states, place_tokens
+from d1.models.fast_cpu import in_parts
+from d1.models.formats.dream import qwen2_from_dream
+from d1.models.formats.llada import FROM_LLADA, llama_from_llada
+from d1.models.head import can_narrow, narrow
+from d1.models.kinds import DECODERS, ENCODERS, REFUSED, native_config
+from d1.models.tokenizer import has_tokenizer
+from d1.transformers_bridge import needs_copy, reading
+
+logger = logging.getLogger(__name__)
+
+
+# Of the Trainer, DeepSpeed, FSDP and diffu-GRPO.
+ONLY_TO_RESUME = (
+    *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
+    *("global_step*", "latest", "zero_to_fp32.py", "pytorch_model_fsdp*"),
+    *("rollout_rank*", "reference.safetensors"),
+)
+
+
+@contextlib.contextmanager
+def staged_checkpoint(trainer: Any) -> Iterator[Path]:
+    """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; after, it is renamed to its place.
+
+    A run killed while saving therefore leaves no half-written `checkpoint-N`. Yields the folder being written. Old
+    checkpoints are rotated out only after the new one is in place.
+    """
+    args, state = trainer.args, trainer.state
+    final, limit = Path(args.output_dir), args.save_total_limit
+    staging = final / ".saving"
+    name = f"checkpoint-{state.global_step}"
+    if args.should_save:
+        shutil.rmtree(staging, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    args.output_dir, args.save_total_limit = str(staging), None
+    try:
+        yield staging / name
+    finally:
+        args.output_dir, args.save_total_limit = str(final), limit
+    best = final / f"checkpoint-{state.best_global_step}"
+    if state.best_global_step and (best.exists() or best.name == name):
+        state.best_model_checkpoint = str(best)
+    trainer.accelerator.wait_for_everyone()
+    if args.should_save:
+        state.save_to_json(str(staging / name / "trainer_state.json"))
+        shutil.rmtree(final / name, ignore_errors=True)
+        os.replace(staging / name, final / name)
+        shutil.rmtree(staging)
+        rotate_checkpoints(
+            output_dir=str(final),
+            save_total_limit=limit,
+            best_model_checkpoint=state.best_model_checkpoint,
+            use_mtime=True,
+        )
+    trainer.accelerator.wait_for_everyone()
+
+
+def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | None:
+    """The checkpoint a run continues from: None (start), the last one ("true"), or the folder named.
+
+    Raises:
+        ValueError: `output_dir` already holds checkpoints or a finished run and resuming was not asked for, or the
+            folder named is not there.
+    """
+    last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    if resume is None or str(resume).lower() == "false":
+        if last is not None or (Path(output_dir) / "trainer_state.json").exists():
+            raise ValueError(
+                f"{output_dir} holds another run ({Path(last).name if last else 'finished'}): add "
+                "--resume_from_checkpoint true to continue it, or choose another output_dir"
+            )
+        return None
+    if str(resume).lower() == "true":
+        if last is None:
+            logger.warning("No checkpoint in %s yet: starting from the beginning.", output_dir)
+        return last
+    if not os.path.isdir(str(resume)):
+        raise ValueError(f"resume_from_checkpoint={resume!r} is neither true, false nor a checkpoint folder")
+    return str(resume)
+
+
+def is_finished(checkpoint: str | None, args: TrainingArguments) -> bool:
+    """Whether `checkpoint` is the run's last step. A Trainer resumed there would take one step too many."""
+    if checkpoint is None:
+        return False
+    state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+    if args.max_steps > 0:
+        return state.global_step >= args.max_steps
+    return state.num_train_epochs == args.num_train_epochs and state.global_step >= state.max_steps
+
+
+def copy_model(checkpoint: str, output_dir: str | Path) -> None:
+    """The files of a checkpoint without those that only a resume needs: what a Trainer saves at the end of a run."""
+    shutil.copytree(checkpoint, output_dir, ignore=shutil.ignore_patterns(*ONLY_TO_RESUME), dirs_exist_ok=True)

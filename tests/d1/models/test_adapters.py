@@ -1,0 +1,202 @@
+"""LoRA adapters: by name of their targets, from either naming of the weights, in chains, on 4-bit weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from d1.models import load_model
+from d1.models.adapters import LORA_TARGETS, lora_targets, merge_adapter
+
+IDS = torch.randint(4, 64, (2, 11), generator=torch.Generator().manual_seed(0))
+MLP_NAMES = {  # kind -> what "all-linear" adds to "attention", by hand from the model code
+    "bert": {"intermediate.dense", "output.dense"},
+    "roberta": {"intermediate.dense", "output.dense"},
+    "modernbert": {"mlp.Wi", "mlp.Wo"},
+}
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> Tensor:
+    return model(input_ids=IDS).logits
+
+
+def train_adapter(model: Any, folder: Path, name: str = "all-linear", seed: int = 0) -> Tensor:
+    """Save an adapter with random weights on `model`; returns the logits it gives."""
+    torch.manual_seed(seed)
+    targets = lora_targets(model.config.model_type, name)
+    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    with torch.no_grad():
+        for parameter in peft.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+    peft.eval().save_pretrained(str(folder))
+    return logits_of(peft)
+
+
+@pytest.mark.parametrize("name", ["attention", "all-linear"])
+def test_targets_are_the_linear_layers_of_each_block_and_nothing_else(kind_dirs, kind, name):
+    model = load_model(kind_dirs[kind])
+    linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    blocks = {n for n in linear if ".layers." in n or ".layer." in n}
+    mlp = {n for n in blocks if ".mlp." in n or any(n.endswith(f".{end}") for end in MLP_NAMES.get(kind, ()))}
+    mlp -= {n for n in mlp if "attention.output" in n}
+    peft = get_peft_model(model, LoraConfig(target_modules=lora_targets(model.config.model_type, name)))
+    adapted = {n.removesuffix(".lora_A") for n, _ in peft.named_modules() if n.endswith(".lora_A")}
+    hit = {n.removeprefix("base_model.model.") for n in adapted}
+    assert hit == (blocks if name == "all-linear" else blocks - mlp)
+
+
+def test_unknown_targets_are_refused_by_name():
+    assert set(LORA_TARGETS) >= {"llada", "Dream", "llama", "modernbert"}
+    with pytest.raises(ValueError, match="no LoRA targets 'everything' for model_type 'llama'"):
+        lora_targets("llama", "everything")
+
+
+def test_an_adapter_folder_loads_with_its_base(kind_dirs, kind, tmp_path):
+    expected = train_adapter(load_model(kind_dirs[kind]), tmp_path)
+    assert (expected - logits_of(load_model(kind_dirs[kind]))).abs().max() > 1e-3
+    for model in (load_model(tmp_path), load_model(kind_dirs[kind], adapter=tmp_path)):
+        assert isinstance(model, PeftModel)
+        assert not model.training
+        assert any(p.requires_grad for p in model.parameters()), "training must be able to go on"
+        torch.testing.assert_close(logits_of(model), expected, atol=1e-6, rtol=0)
+
+
+def remote_adapter(folder: Path, base: Path, modules: dict[str, tuple[int, int]], rank: int = 4) -> dict[str, Tensor]:
+    """An adapter as PEFT saves it on LLaDA's own classes; returns the change of each weight, by original name."""
+    torch.manual_seed(7)
+    weights, deltas = {}, {}
+    for block in range(3):
+        for module, (out, width) in modules.items():
+            name = f"model.transformer.blocks.{block}.{module}"
+            a, b = torch.randn(rank, width) * 0.2, torch.randn(out, rank) * 0.2
+            weights[f"base_model.model.{name}.lora_A.weight"] = a
+            weights[f"base_model.model.{name}.lora_B.weight"] = b
+            deltas[f"{name}.weight"] = 16 / rank * b @ a
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = LoraConfig(r=rank, lora_alpha=16, target_modules=sorted(modules), base_model_name_or_path=str(base))
+    config.auto_mapping = {
+        "base_model_class": "LLaDAModelLM",
+        "parent_library": "transformers_modules.llada",
+    }
+    config.save_pretrained(str(folder))
+    return deltas
+
+
+def test_an_adapter_made_on_lladas_own_classes(kind_dirs, tmp_path):
+    shapes = {"q_proj": (32, 32), "v_proj": (16, 32), "attn_out": (32, 32), "ff_proj": (48, 32), "ff_out": (32, 48)}
+    deltas = remote_adapter(tmp_path / "adapter", kind_dirs["llada"], shapes)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / "config.json").write_text((kind_dirs["llada"] / "config.json").read_text())
+    weights: dict[str, Tensor] = {}
+    for file in kind_dirs["llada"].glob("*.safetensors"):
+        weights |= load_file(file)
+    save_file(
+        {name: w + deltas.get(name, 0) for name, w in weights.items()},
+        merged / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    expected = logits_of(load_model(merged))
+    assert (expected - logits_of(load_model(kind_dirs["llada"]))).abs().max() > 0.1
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "adapter")), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_that_does_not_fit_is_an_error(kind_dirs, tmp_path):
+    train_adapter(load_model(kind_dirs["llama"]), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    weights = load_file(file)
+    lost = next(iter(weights))
+    strange = weights.pop(lost)
+    save_file(weights | {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": strange}, file)
+    with pytest.raises(ValueError, match=r"does not fit the model: missing \['.*\], unexpected \['.*layers\.9"):
+        load_model(tmp_path / "a")
+
+
+def test_an_adapter_of_another_width_is_an_error(kind_dirs, tmp_path, llada_writer):
+    train_adapter(load_model(kind_dirs["llada"]), tmp_path / "a")
+    wide = llada_writer(tmp_path / "wide", d_model=64)
+    with pytest.raises(ValueError, match=r"does not fit the model: Error.*\n.*size mismatch"):
+        load_model(wide, adapter=tmp_path / "a")
+
+
+def test_what_is_no_adapter_is_said_before_the_model_is_read(kind_dirs, tmp_path):
+    with pytest.raises(ValueError, match=r"llama holds no adapter_config\.json"):
+        load_model(tmp_path, adapter=kind_dirs["llama"])
+
+
+def test_an_adapter_that_names_no_base_says_what_to_do(kind_dirs, tmp_path):
+    expected = train_adapter(load_model(kind_dirs["llama"]), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"load_model\(base, adapter=\.\.\.\)"):
+        load_model(tmp_path)
+    torch.testing.assert_close(logits_of(load_model(kind_dirs["llama"], adapter=tmp_path)), expected, atol=1e-6, rtol=0)
+
+
+def test_an_adapter_made_on_a_relative_path_loads_from_anywhere(kind_dirs, tmp_path, monkeypatch):
+    monkeypatch.chdir(kind_dirs["llama"].parent)
+    expected = train_adapter(load_model("llama"), tmp_path / "first")
+    monkeypatch.chdir(tmp_path)
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "first")), expected, atol=1e-6, rtol=0)
+    first: Any = load_model("first")
+    expected = train_adapter(merge_adapter(first, "first"), tmp_path / "second", seed=1)
+    monkeypatch.chdir("/")
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "second")), expected, atol=1e-6, rtol=0)
+
+
+def test_rl_on_top_of_sft_is_found_again_from_the_last_folder(kind_dirs, tmp_path):
+    """The second adapter is trained on the first, merged; its folder alone leads to base + first + second."""
+    base, sft, rl = kind_dirs["llada"], tmp_path / "sft", tmp_path / "rl"
+    after_sft = train_adapter(load_model(base), sft, seed=1)
+    start: Any = load_model(sft)
+    start = merge_adapter(start, sft)
+    torch.testing.assert_close(logits_of(start), after_sft, atol=1e-4, rtol=1e-4)
+    expected = train_adapter(start, rl, seed=2)
+    assert (expected - after_sft).abs().max() > 1e-3
+    assert json.loads((rl / "adapter_config.json").read_text())["base_model_name_or_path"] == str(sft)
+    for again in (load_model(rl), load_model(base, adapter=[sft, rl]), load_model(sft, adapter=rl)):
+        torch.testing.assert_close(logits_of(again), expected, atol=1e-6, rtol=0)
+
+
+def test_nf4_weights_compute_what_their_dequantised_values_do(tmp_path, llada_writer):
+    """QLoRA: blocks are 4-bit, norms, embeddings and head are not, and a LoRA on top gets gradients."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    folder = llada_writer(tmp_path / "llada", d_model=128, mlp_hidden_size=256)
+    model: Any = load_model(folder, quantization="nf4")
+    plain: Any = load_model(folder)
+    quantised = 0
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            quantised += 1
+            assert module.weight.quant_type == "nf4"
+            assert module.weight.quant_state.nested
+            values = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            weight = plain.get_submodule(name).weight.data
+            alike = torch.corrcoef(torch.stack([values.flatten(), weight.flatten()]))[0, 1]
+            assert 0.9 < alike < 0.9999
+            weight.copy_(values)
+    assert quantised == 3 * 7
+    logits = model.train()(input_ids=IDS).logits.detach()  # in eval mode a CPU kernel computes in bf16
+    torch.testing.assert_close(logits, logits_of(plain), atol=1e-4, rtol=1e-4)
+    peft = get_peft_model(model, LoraConfig(target_modules=lora_targets("llama", "attention")))
+    peft(input_ids=IDS).logits.square().mean().backward()
+    assert all(p.grad is not None for p in peft.parameters() if p.requires_grad)
+    for name in ("sft", "rl"):
+        peft.save_pretrained(str(tmp_path / name))
+    with pytest.raises(ValueError, match="4-bit weights cannot take a merged adapter"):
+        load_model(folder, adapter=[tmp_path / "sft", tmp_path / "rl"], quantization="nf4")
+
+
+def test_quantization_is_refused_by_name(kind_dirs):
+    with pytest.raises(ValueError, match="only 'nf4' is supported"):
+        load_model(kind_dirs["llama"], quantization="int3")

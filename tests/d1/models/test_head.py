@@ -1,0 +1,183 @@
+"""The last layer at chosen positions, and the head at few rows, against the whole layer and the plain head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from d1.masking import keyed_generator
+from d1.models import load_model
+from d1.models.adapters import lora_targets
+from d1.models.fast_cpu import PART, in_parts, joined, most_likely
+from d1.models.head import body_and_head
+from d1.models.kinds import DECODERS
+
+LENGTH = 14
+POSITIONS = torch.tensor([[13, 5, 9, 6], [4, 12, 4, 7], [8, 9, 10, 11]])  # of each row, in no order, one twice
+
+
+@pytest.fixture(params=["sdpa", "eager"])
+def attention(request: pytest.FixtureRequest, kind: str) -> str:
+    if kind == "gemma2" and request.param == "sdpa":
+        pytest.skip("Transformers gives Gemma 2, which caps its attention scores, no sdpa")
+    return request.param
+
+
+def batch(padded: bool) -> tuple[Tensor, Tensor | None]:
+    ids = torch.randint(4, 64, (3, LENGTH), generator=keyed_generator(3))
+    mask = torch.ones_like(ids)
+    mask[0, :5], mask[1, :3], mask[1, 13:] = 0, 0, 0
+    return ids, mask if padded else None
+
+
+def build(folder: Any, attention: str, lora: bool = False) -> Any:
+    model = load_model(folder, attn_implementation=attention)
+    if lora:
+        targets = lora_targets(model.config.model_type, "all-linear")
+        model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
+    return model
+
+
+def at(states: Tensor) -> Tensor:
+    return torch.stack([row[places] for row, places in zip(states, POSITIONS, strict=True)])
+
+
+def last_mlp(model: Any) -> list[tuple[int, ...]]:
+    """The shapes that the last layer's feed-forward will see."""
+    seen: list[tuple[int, ...]] = []
+    layers = next(module for name, module in model.named_modules() if name.endswith("model.layers"))
+    layers[-1].mlp.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape[:2])))
+    return seen
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_states_and_gradients_are_those_of_the_whole_layer(kind_dirs, kind, attention, padded, lora):
+    model = build(kind_dirs[kind], attention, lora)
+    ids, mask = batch(padded)
+    body, _ = body_and_head(model)
+    towards = torch.randn(*POSITIONS.shape, 32, generator=keyed_generator(4))
+
+    def gradients(states: Tensor) -> dict[str, Tensor]:
+        model.zero_grad()
+        (states * towards).mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected, states = at(body(ids, mask)), body(ids, mask, POSITIONS)
+    torch.testing.assert_close(states, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradients(states), gradients(expected), atol=1e-6, rtol=1e-4)
+
+
+def test_the_last_feed_forward_sees_the_positions_asked_for_and_no_others(kind_dirs, kind):
+    if kind not in (*DECODERS, "llada", "Dream"):
+        pytest.skip("encoders run whole")
+    model = build(kind_dirs[kind], "eager")
+    seen, ids = last_mlp(model), batch(False)[0]
+    body, _ = body_and_head(model)
+    body(ids, None, POSITIONS)
+    body(ids)
+    model(input_ids=ids)
+    assert seen == [(3, 4), (3, LENGTH), (3, LENGTH)]
+
+
+@pytest.mark.parametrize("name", ["llada", "Dream", "qwen3", "gemma"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_pass_that_fills_and_one_that_reads_a_cache(kind_dirs, name, padded):
+    model = build(kind_dirs[name], "sdpa")
+    ids, mask = batch(padded)
+    body, _ = body_and_head(model)
+    caches: list[Any] = []
+    states = []
+    for positions in (None, POSITIONS):
+        cache = DynamicCache()
+        with torch.no_grad():
+            first = body(ids, mask, positions, past_key_values=cache)
+            places = torch.arange(LENGTH, 2 * LENGTH).expand(3, -1)
+            wide = None if mask is None else torch.cat([mask, torch.ones_like(mask)], dim=1)
+            second = body(ids.flip(1), wide, positions, past_key_values=cache, position_ids=places)
+        caches.append(cache)
+        states.append((at(first), at(second)) if positions is None else (first, second))
+    torch.testing.assert_close(states[1], states[0], atol=1e-5, rtol=0)
+    for whole, narrow in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert narrow.keys.shape[2] == 2 * LENGTH
+        torch.testing.assert_close((narrow.keys, narrow.values), (whole.keys, whole.values), atol=1e-5, rtol=0)
+
+
+def test_checkpointed_layers_run_whole(kind_dirs):
+    model = build(kind_dirs["llada"], "sdpa").train()
+    seen, ids = last_mlp(model), batch(False)[0]
+    body, _ = body_and_head(model)
+    expected = body(ids, None, POSITIONS)
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(body(ids, None, POSITIONS), expected, atol=1e-5, rtol=0)
+    assert seen == [(3, 4), (3, LENGTH)]
+
+
+@pytest.mark.parametrize("name", ["llada", "Dream"])
+def test_compiled(kind_dirs, name):
+    model = build(kind_dirs[name], "sdpa")
+    ids, mask = batch(True)
+    body, _ = body_and_head(model)
+    with torch.no_grad():
+        expected = body(ids, mask, POSITIONS)
+        compiled = torch.compile(body, backend="aot_eager")(ids, mask, POSITIONS)
+    torch.testing.assert_close(compiled, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [(0,), (1,), (10,), (130,), (2, 3)])
+@pytest.mark.parametrize("excluded", [0, PART + 5, 2 * PART + 6])
+def test_the_head_in_parts(rows, excluded):
+    torch.manual_seed(0)
+    head = nn.Linear(24, 2 * PART + 7, bias=False)
+    states = torch.randn(*rows, 24) * 6
+    with torch.no_grad():
+        logits = head(states)
+        assert len(list(in_parts(head, states))) == 3
+        torch.testing.assert_close(joined(in_parts(head, states)), logits, atol=1e-5, rtol=0)
+        tokens, logps = most_likely(in_parts(head, states), excluded)
+    allowed = logits.clone()
+    allowed[..., excluded] = -torch.inf
+    assert torch.equal(tokens, allowed.argmax(-1))
+    expected = logits.double().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_the_most_likely_of_equals_is_the_first_and_no_logit_overflows():
+    parts = [torch.tensor([[1.0, 5.0]]), torch.tensor([[5.0, 1e4]]), torch.tensor([[5.0, -1e4]])]
+    for excluded, token, logp in ((3, 1, 5 - 1e4), (0, 3, 0.0)):
+        tokens, logps = most_likely(zip((0, 2, 4), [part.clone() for part in parts], strict=True), excluded)
+        assert tokens.tolist() == [token]
+        assert logps.item() == pytest.approx(logp)
+
+
+def test_a_head_that_trains_is_called():
+    head, states = nn.Linear(8, 2 * PART, bias=False), torch.randn(2, 8)
+    joined(in_parts(head, states)).sum().backward()
+    assert head.weight.grad is not None
+
+
+class Doubled(nn.Linear):
+    def forward(self, states: Tensor) -> Tensor:
+        return 2 * super().forward(states)
+
+
+@pytest.mark.parametrize("what", ["before", "after", "bias", "class", "bfloat16", "narrow"])
+def test_a_head_that_is_more_than_a_wide_matrix_in_fp32_is_called(what):
+    torch.manual_seed(0)
+    cls = Doubled if what == "class" else nn.Linear
+    head, states = cls(8, 2 * PART - (what == "narrow"), bias=what == "bias"), torch.randn(2, 8)
+    if what == "before":
+        head.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    if what == "after":
+        head.register_forward_hook(lambda module, args, output: output + 1)
+    if what == "bfloat16":
+        head, states = head.bfloat16(), states.bfloat16()
+    with torch.no_grad():
+        ((start, logits),) = in_parts(head, states)
+        assert start == 0
+        assert torch.equal(logits, head(states))

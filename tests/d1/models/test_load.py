@@ -1,0 +1,284 @@
+"""Every kind of model keeps one calling convention: bidirectional, aligned, indifferent to padding."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+from d1.models import load_model
+from d1.models.adapters import lora_targets
+from d1.models.head import body_and_head
+
+VOCAB = 64
+MASKED_LM = ("modernbert", "bert", "roberta")
+
+
+@pytest.fixture(params=["sdpa", "eager"])
+def attention(request: pytest.FixtureRequest, kind: str) -> str:
+    if kind == "gemma2" and request.param == "sdpa":
+        pytest.skip("Transformers gives Gemma 2, which caps its attention scores, no sdpa")
+    return request.param
+
+
+def rows(*lengths: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def pad(texts: list[Tensor], left: list[int], width: int, fill: int = 0) -> tuple[Tensor, Tensor]:
+    """Each text after `left` pads of token `fill`, filled to `width` on the right."""
+    ids, mask = torch.full((len(texts), width), fill), torch.zeros(len(texts), width, dtype=torch.long)
+    for row, (text, start) in enumerate(zip(texts, left, strict=True)):
+        ids[row, start : start + len(text)] = text
+        mask[row, start : start + len(text)] = 1
+    return ids, mask
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: Tensor, mask: Tensor | None = None, **kwargs: object) -> Tensor:
+    return model(input_ids=ids, attention_mask=mask, **kwargs).logits
+
+
+def test_padding_other_rows_and_batch_size_are_invisible(kind_dirs, kind, attention):
+    model = load_model(kind_dirs[kind], attn_implementation=attention)
+    texts = rows(7, 12, 16)
+    alone = [logits_of(model, text[None])[0] for text in texts]
+    assert [a.shape for a in alone] == [(n, VOCAB) for n in (7, 12, 16)]
+    for left, width, fill in (([9, 4, 0], 16, 0), ([0, 0, 0], 16, 2), ([3, 8, 1], 20, 17)):
+        ids, mask = pad(texts, left, width, fill)
+        together = logits_of(model, ids, mask)
+        for row, (text, start) in enumerate(zip(texts, left, strict=True)):
+            torch.testing.assert_close(together[row, start : start + len(text)], alone[row], atol=1e-5, rtol=0)
+
+
+def test_every_position_sees_every_other_in_both_directions(kind_dirs, kind, attention):
+    """Longer than the windows of the windowed kinds: what their window hides, their full layers must carry."""
+    model = load_model(kind_dirs[kind], attn_implementation=attention)
+    text = rows(14)[0]
+    changed = text.repeat(len(text), 1)
+    changed.fill_diagonal_(3)
+    moved = (logits_of(model, changed) - logits_of(model, text[None])).abs().amax(-1)
+    assert (moved > 1e-6).all(), f"(changed token, position): {(moved <= 1e-6).nonzero().tolist()}"
+
+
+def test_logits_to_keep_selects_positions(kind_dirs, kind):
+    model = load_model(kind_dirs[kind])
+    ids, mask = pad(rows(9, 12), [3, 0], 12)
+    keep = torch.tensor([11, 4, 5])
+    kept = logits_of(model, ids, mask, logits_to_keep=keep)
+    torch.testing.assert_close(kept, logits_of(model, ids, mask)[:, keep], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_body_and_head_make_up_the_logits(kind_dirs, kind, lora):
+    model = load_model(kind_dirs[kind])
+    ids, mask = pad(rows(9, 12), [3, 0], 12)
+    if lora:
+        plain = logits_of(model, ids, mask)
+        targets = lora_targets(model.config.model_type, "all-linear")
+        model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
+        assert (logits_of(model, ids, mask) - plain).abs().max() > 1e-3
+    body, head = body_and_head(model)
+    with torch.no_grad():
+        states = body(ids, mask)
+        assert states.shape == (2, 12, 32)
+        torch.testing.assert_close(head(states), logits_of(model, ids, mask), atol=1e-6, rtol=0)
+
+
+def test_saved_folder_loads_here_and_in_plain_transformers_bit_for_bit(kind_dirs, kind, tmp_path):
+    model = load_model(kind_dirs[kind])
+    model.save_pretrained(tmp_path)
+    again = load_model(tmp_path)
+    assert dict(model.named_parameters()).keys() == dict(again.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+    ids = torch.stack(rows(8, 8))
+    logits = logits_of(model, ids)
+    assert torch.equal(logits_of(again, ids), logits)
+    auto = AutoModelForMaskedLM if kind in MASKED_LM else AutoModelForCausalLM
+    plain = logits_of(auto.from_pretrained(tmp_path).eval(), ids)
+    if kind == "Dream":  # a plain Qwen2 does not know that its logits are one early
+        plain, logits = plain[:, :-1], logits[:, 1:]
+    torch.testing.assert_close(plain, logits, atol=1e-6, rtol=0)
+
+
+def test_weights_take_the_dtype_asked_for(kind_dirs, kind):
+    model = load_model(kind_dirs[kind], dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    ids = torch.stack(rows(8, 8))
+    close = logits_of(model, ids).float() - logits_of(load_model(kind_dirs[kind]), ids)
+    assert close.abs().mean() < 0.05 * logits_of(load_model(kind_dirs[kind]), ids).std()
+
+
+def test_gradient_checkpointing_changes_no_gradient(kind_dirs, kind):
+    ids, mask = pad(rows(9, 12), [3, 0], 12)
+    gradients = []
+    for checkpointing in (False, True):
+        model = load_model(kind_dirs[kind]).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model(input_ids=ids, attention_mask=mask).logits.square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_the_padding_token_can_be_learned(kind_dirs, kind):
+    """Padding is often EOS: its embedding must get a gradient where it stands in the text."""
+    model = load_model(kind_dirs[kind])
+    model(input_ids=torch.tensor([[5, 0, 6]])).logits.square().mean().backward()
+    gradient = next(model.get_input_embeddings().parameters()).grad
+    assert gradient is not None
+    assert gradient[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["llada", "Dream", "gemma3_text", "modernbert"])
+def test_compiled_forward_is_the_forward(kind_dirs, name):
+    model = load_model(kind_dirs[name])
+    ids, mask = pad(rows(9, 12), [3, 0], 12)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(logits_of(compiled, ids, mask), logits_of(model, ids, mask), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llada", "Dream", "modernbert"])
+def test_inductor_forward_is_the_forward(kind_dirs, name):
+    model = load_model(kind_dirs[name])
+    ids, mask = pad(rows(9, 12), [3, 0], 12)
+    torch.testing.assert_close(
+        logits_of(torch.compile(model), ids, mask), logits_of(model, ids, mask), atol=1e-5, rtol=0
+    )
+
+
+def test_copies_keep_the_convention(kind_dirs, kind):
+    model = load_model(kind_dirs[kind])
+    ids, mask = pad(rows(9, 12), [3, 0], 12)
+    assert torch.equal(logits_of(copy.deepcopy(model), ids, mask), logits_of(model, ids, mask))
+
+
+@pytest.mark.parametrize("name", ["llada", "Dream", "qwen3", "gemma2"])
+def test_trl_fused_head_scores_unshifted_positions(kind_dirs, name):
+    from trl.trainer.utils import add_fused_lm_head
+
+    model: Any = load_model(kind_dirs[name])
+    ids, mask = pad(rows(9, 12), [3, 0], 12)
+    logits = logits_of(model, ids, mask)
+    add_fused_lm_head(model)
+    labels = ids.masked_fill(mask == 0, -100)
+    with torch.no_grad():
+        fused = model(input_ids=ids, attention_mask=mask, shift_labels=labels, fused_lm_head=True).log_probs
+    expected = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(fused[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+
+
+REFUSALS = {
+    "diffusion_gemma": "no mask token",
+    "llada_moe": "mixture-of-experts",
+    "llada2_moe": "mixture-of-experts",
+    "gpt2": "known are llada, Dream",
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSALS)
+def test_an_unsupported_kind_is_refused_by_name(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ValueError, match=f"'{model_type}' is not supported: .*{REFUSALS[model_type]}"):
+        load_model(tmp_path)
+
+
+def test_a_model_of_windows_only_is_refused(tmp_path, kind_dirs):
+    config = json.loads((kind_dirs["gemma2"] / "config.json").read_text())
+    config["layer_types"] = ["sliding_attention"] * 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="every layer attends to a window only"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"alibi": True}, "alibi"),
+        ({"block_type": "sequential"}, "block_type"),
+        ({"rope_theta": None}, "lacks rope_theta"),
+    ],
+)
+def test_a_llada_config_with_other_layers_is_refused(tmp_path, llada_writer, fields, message):
+    with pytest.raises(ValueError, match=message):
+        load_model(llada_writer(tmp_path, **fields))
+
+
+def test_a_mixture_of_experts_is_refused_though_it_calls_itself_llada(tmp_path, llada_writer):
+    with pytest.raises(ValueError, match="LLaDAMoEModelLM is not supported: its mixture-of-experts"):
+        load_model(llada_writer(tmp_path, architectures=["LLaDAMoEModelLM"]))
+
+
+def test_folders_that_are_no_models_are_called_so(tmp_path, llada_writer):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty holds no config\.json"):
+        load_model(tmp_path / "empty")
+    cut = llada_writer(tmp_path / "cut")
+    file = cut / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cut: a file of weights is damaged or cut off"):
+        load_model(cut)
+
+
+def test_weights_that_do_not_fit_are_all_listed(tmp_path, llada_writer):
+    from safetensors.torch import load_file, save_file
+
+    llada_writer(tmp_path, shards=1)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    file = tmp_path / "model-00001-of-00001.safetensors"
+    weights = load_file(file)
+    del weights["model.transformer.blocks.1.attn_out.weight"]
+    weights["model.transformer.blocks.0.q_norm.weight"] = torch.ones(8)
+    weights["model.transformer.ln_f.weight"] = torch.ones(31)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="do not fit") as error:
+        load_model(tmp_path)
+    for part in (
+        "1 missing: ['model.layers.1.self_attn.o_proj.weight']",
+        "1 unexpected: ['model.transformer.blocks.0.q_norm.weight']",
+        "[('model.norm.weight', (31,), (32,))]",
+    ):
+        assert part in str(error.value)
+
+
+def test_remote_code_runs_only_when_asked_for(tmp_path, kind_dirs):
+    (tmp_path / "modeling_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((kind_dirs["llama"] / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.OwnConfig"}}
+    config["auto_map"]["AutoModelForCausalLM"] = "modeling_own.OwnModel"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(Path(kind_dirs["llama"], "model.safetensors"))
+    with pytest.raises(ValueError, match="'own' is not supported"):
+        load_model(tmp_path)
+    assert type(load_model(tmp_path, trust_remote_code=True)).__name__ == "OwnModel"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind_", ["llada", "Dream", "qwen3", "modernbert"])
+def test_flash_attention_ignores_padding(kind_dirs, kind_):
+    pytest.importorskip("flash_attn")
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    flash = load_model(kind_dirs[kind_], attn_implementation="flash_attention_2", **options)
+    sdpa = load_model(kind_dirs[kind_], **options)
+    ids, mask = (x.cuda() for x in pad(rows(9, 12), [3, 0], 12))
+    difference = (logits_of(flash, ids, mask) - logits_of(sdpa, ids, mask))[mask.bool()]
+    assert difference.abs().mean() < 0.02 * logits_of(sdpa, ids, mask).std()

@@ -1,0 +1,134 @@
+"""Special tokens: where they come from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from d1.models import load_tokenizer
+from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
+
+WORDS = ["<|endoftext|>", "<|startoftext|>", "<|mdm_mask|>", "<|eot_id|>", "<|im_end|>", "a", "b", "<pad>", "user", ":"]
+
+
+def write(folder: Path, config: dict[str, Any] | None, words: list[str] = WORDS, **tokens: str) -> Path:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(folder)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+LLADA = {"model_type": "llada", "auto_map": {"AutoConfig": "x.Y"}, "vocab_size": 12, "mask_token_id": 2}
+
+
+def test_llada_names_its_mask_in_the_config_only(tmp_path):
+    """Its tokenizer has no mask token; its config points to code that must not be needed."""
+    tokenizer = load_tokenizer(write(tmp_path, LLADA, eos_token="<|endoftext|>"))
+    assert (tokenizer.mask_token, tokenizer.mask_token_id) == ("<|mdm_mask|>", 2)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0)
+    assert (tokenizer.eot_token, tokenizer.eot_token_id) == ("<|eot_id|>", 3)
+    assert tokenizer.padding_side == "left"
+    assert tokenizer("a <|mdm_mask|> b").input_ids == [5, 2, 6]
+    assert tokenizer.decode([5, 2, 0], skip_special_tokens=True) == "a"
+
+
+def test_every_token_can_be_chosen_and_is_saved(tmp_path):
+    source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
+    chosen: dict[str, Any] = {
+        "mask_token": "b",
+        "pad_token": "<pad>",
+        "eos_token": "<|startoftext|>",
+        "eot_token": "<|im_end|>",
+    }
+    load_tokenizer(source, **chosen).save_pretrained(tmp_path / "b")
+    for tokenizer in (load_tokenizer(tmp_path / "b"), AutoTokenizer.from_pretrained(tmp_path / "b")):
+        assert {name: getattr(tokenizer, name) for name in chosen} == chosen
+
+
+def test_the_tokenizer_comes_before_the_config(tmp_path):
+    tokenizer = load_tokenizer(write(tmp_path, LLADA, eos_token="<|endoftext|>", mask_token="b", pad_token="<pad>"))
+    assert (tokenizer.mask_token_id, tokenizer.pad_token_id) == (6, 7)
+
+
+def test_a_turn_ends_with_eos_where_nothing_else_is_known(tmp_path):
+    words = ["<eos>", "<mask>", "a"]
+    tokenizer = load_tokenizer(write(tmp_path, None, words, eos_token="<eos>", mask_token="<mask>"))
+    assert tokenizer.eot_token_id == tokenizer.eos_token_id == 0
+
+
+def test_berts_separator_ends_a_text(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]
+    tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    tokenizer = load_tokenizer(write(tmp_path, {"model_type": "bert", "vocab_size": 6}, words, **tokens))
+    assert (tokenizer.eos_token, tokenizer.eot_token, tokenizer.pad_token_id) == ("[SEP]", "[SEP]", 0)
+
+
+def test_dream_needs_none_of_its_own_code(tmp_path):
+    """Dream ships a Qwen2 vocabulary under a tokenizer class of its own."""
+    vocab = {word: i for i, word in enumerate(["a", "b", "ab", "Ġ", "Ġa", "<|endoftext|>", "<|im_end|>", "<|mask|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nĠ a\n")
+    plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    special = {str(i): {"content": w, "special": True} | plain for w, i in vocab.items() if w.startswith("<|")}
+    fields: dict[str, Any] = {"auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}}
+    fields |= {"tokenizer_class": "DreamTokenizer", "added_tokens_decoder": special}
+    fields |= {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields | {"mask_token": "<|mask|>"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "Dream", "vocab_size": 8, "mask_token_id": 7}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.mask_token_id, tokenizer.pad_token_id, tokenizer.eot_token_id) == (7, 5, 6)
+    assert tokenizer("ab a<|mask|><|im_end|>").input_ids == [2, 4, 7, 6]
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "message"),
+    [
+        (
+            {"model_type": "llama", "vocab_size": 12},
+            {"eos_token": "b"},
+            "neither the tokenizer nor config.json names a mask",
+        ),
+        ({"model_type": "llama", "vocab_size": 12}, {"mask_token": "b"}, "names a eos_token"),
+        (
+            {"model_type": "llama", "vocab_size": 6},
+            {"mask_token": "b", "eos_token": "a"},
+            "id 6, outside the model's embed",
+        ),
+        ({**LLADA, "mask_token_id": 11}, {"eos_token": "a"}, "names a mask_token"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused(tmp_path, config, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(write(tmp_path, config, **tokens))
+
+
+def test_a_chosen_token_outside_the_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="mask_token '<nobody>' is not in the tokenizer"):
+        load_tokenizer(write(tmp_path, LLADA, eos_token="a"), mask_token="<nobody>")
+
+
+def test_the_plain_chat_template_comes_on_request_only(tmp_path):
+    source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
+    messages = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match="chat_template"):
+        load_tokenizer(source).apply_chat_template(messages)
+    plain = load_tokenizer(source, plain_chat_template=True)
+    assert plain.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "user: a\nassistant: "
+    plain.chat_template = "{{ messages[0]['content'] }}"
+    plain.save_pretrained(tmp_path / "b")
+    assert load_tokenizer(tmp_path / "b", plain_chat_template=True).chat_template != PLAIN_CHAT_TEMPLATE
+
+
+def test_an_adapter_folder_has_the_tokenizer_of_its_base(tmp_path):
+    source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
+    (tmp_path / "adapter").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(source)}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    assert load_tokenizer(tmp_path / "adapter").mask_token_id == 2

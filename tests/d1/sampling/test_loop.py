@@ -1,0 +1,275 @@
+"""The sampler against a slow transparent twin, its invariances, and the distribution it draws from."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d1.masking import keyed_generator
+from d1.models import load_model
+from d1.sampling import generate
+from d1.sampling.loop import sample_tokens
+from d1.sampling.reveal import reveal_schedule, spread
+
+MASK, VOCAB = 3, 8
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir):
+    return load_model(str(tiny_model_dir))
+
+
+def left_padded(prompts, width):
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
+
+
+PROMPTS = [[1, 5, 9, 10, 11, 6], [1, 5, 20, 6], [1, 5, 30, 31, 32, 33, 34, 35, 6]]
+LENGTHS = {"mask_token_id": MASK, "gen_length": 16, "block_length": 8, "steps": 6}
+
+
+def twin(model, prompt, *, mask_token_id, gen_length, block_length, steps, cfg_scale=0.0, temperature=0.0, noise=None):
+    """One row, plain Python over floats: the published procedure, full softmax, one block and one token at a time."""
+    ids = list(prompt) + [mask_token_id] * gen_length
+    blocks = -(-gen_length // block_length)
+    sizes = [gen_length // blocks + (b < gen_length % blocks) for b in range(blocks)]
+    block_steps = [steps // blocks + (b < steps % blocks) for b in range(blocks)]
+    start = len(prompt)
+    for size, num_steps in zip(sizes, block_steps, strict=True):
+        for step in range(num_steps):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0].double()
+                if cfg_scale:
+                    hidden = [mask_token_id] * len(prompt) + ids[len(prompt) :]
+                    un = (
+                        model(input_ids=torch.tensor([hidden]), attention_mask=torch.ones(1, len(ids)))
+                        .logits[0]
+                        .double()
+                    )
+                    logits = un + (cfg_scale + 1) * (logits - un)
+            left = [i for i in range(start, start + size) if ids[i] == mask_token_id]
+            drawn = noise(len(left)) if noise else None
+            guesses = []
+            for i in left:
+                probabilities = torch.softmax(logits[i], -1).tolist()
+                scores = logits[i].tolist()
+                if temperature:
+                    scores = [s + temperature * g for s, g in zip(scores, drawn[len(guesses)].tolist(), strict=True)]
+                scores[mask_token_id] = float("-inf")
+                token = max(range(len(scores)), key=scores.__getitem__)
+                guesses.append((-probabilities[token], i, token))
+            count = size // num_steps + (step < size % num_steps)
+            for _, i, token in sorted(guesses)[:count]:
+                ids[i] = token
+        start += size
+    return ids
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        LENGTHS,
+        {**LENGTHS, "gen_length": 13, "block_length": 5, "steps": 7},
+        {**LENGTHS, "gen_length": 16, "block_length": 16, "steps": 16},
+        {**LENGTHS, "gen_length": 7, "block_length": 32, "steps": 3},
+    ],
+)
+@pytest.mark.parametrize("cfg_scale", [0.0, 1.5])
+def test_greedy_rows_of_a_padded_batch_equal_the_twin_on_each_row_alone(model, lengths, cfg_scale):
+    ids, mask = left_padded(PROMPTS, 12)
+    batch = generate(model, ids, mask, cfg_scale=cfg_scale, **lengths)
+    for row, prompt in zip(batch.tolist(), PROMPTS, strict=True):
+        assert row[12 - len(prompt) :] == twin(model, prompt, cfg_scale=cfg_scale, **lengths)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_sampled_rows_equal_the_twin_given_the_same_noise(model, temperature):
+    vocabulary = model.config.vocab_size
+    generator, twin_generator = keyed_generator(5), keyed_generator(5)
+
+    def noise(positions):  # one number a token still hidden and word of the vocabulary, no more
+        uniform = torch.rand(1, positions, vocabulary, generator=twin_generator)[0]
+        return -(-torch.log1p(-uniform.clamp(min=2.0**-25))).log()
+
+    prompt = PROMPTS[0]
+    row = generate(
+        model,
+        torch.tensor([prompt]),
+        torch.ones(1, 6, dtype=torch.long),
+        temperature=temperature,
+        generator=generator,
+        **LENGTHS,
+    )
+    assert row[0].tolist() == twin(model, prompt, temperature=temperature, noise=noise, **LENGTHS)
+
+
+def test_a_sampled_row_does_not_depend_on_its_batch_when_it_has_its_own_generator(model):
+    ids, mask = left_padded(PROMPTS, 12)
+    generators = [keyed_generator(0, row) for row in range(3)]
+    for remasking in ("low_confidence", "random"):
+        batch = generate(
+            model,
+            ids,
+            mask,
+            temperature=1.0,
+            remasking=remasking,
+            generator=[keyed_generator(0, row) for row in range(3)],
+            **LENGTHS,
+        )
+        for row, prompt in enumerate(PROMPTS):
+            alone = generate(
+                model,
+                torch.tensor([prompt]),
+                torch.ones(1, len(prompt), dtype=torch.long),
+                temperature=1.0,
+                remasking=remasking,
+                generator=[keyed_generator(0, row)],
+                **LENGTHS,
+            )
+            assert alone[0, len(prompt) :].tolist() == batch[row, 12:].tolist()
+    assert generators[0].initial_seed() != generators[1].initial_seed()
+
+
+class Recorder:
+    """A model with fixed logits that counts calls and writes down how many tokens were hidden and scored in each."""
+
+    config = SimpleNamespace(model_type="llama", vocab_size=VOCAB)
+
+    def __init__(self, logits):
+        self.logits, self.calls, self.hidden, self.scored = logits, 0, [], []
+
+    def base_model(self, input_ids, attention_mask):
+        self.calls += 1
+        self.hidden.append((input_ids == MASK).sum(1).tolist())
+        return SimpleNamespace(last_hidden_state=self.logits.expand(len(input_ids), -1, -1).clone())
+
+    def lm_head(self, states):
+        self.scored.append(states.shape[0] * states.shape[1])
+        return states
+
+
+def test_forward_passes_and_revealed_tokens_are_as_scheduled():
+    recorder = Recorder(torch.randn(1, 2 + 13, VOCAB, generator=keyed_generator(1)))
+    prompt = torch.tensor([[0, 1], [1, 2]])
+    out = generate(
+        recorder, prompt, torch.ones_like(prompt), mask_token_id=MASK, gen_length=13, block_length=5, steps=8
+    )
+    assert recorder.calls == 8
+    # blocks 5, 4, 4 with 3, 3, 2 steps
+    assert recorder.scored == [2 * n for n in [5, 3, 1, 4, 2, 1, 4, 2]]  # the head: only what the block still hides
+    assert recorder.hidden == [[n, n] for n in [13, 11, 9, 8, 6, 5, 4, 2]]
+    assert not (out == MASK).any()
+
+
+@given(tokens=st.integers(1, 200), block=st.integers(1, 64), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_schedule_drops_neither_tokens_nor_steps(tokens, block, data):
+    blocks = -(-tokens // block)
+    steps = data.draw(st.integers(blocks, tokens))
+    schedule = reveal_schedule(tokens, block, steps)
+    assert len(schedule) == blocks
+    assert sum(map(sum, schedule)) == tokens
+    assert sum(map(len, schedule)) == steps
+    assert all(count >= 1 for reveals in schedule for count in reveals)
+    assert max(map(sum, schedule)) <= block
+    assert all(max(reveals) - min(reveals) <= 1 for reveals in schedule)
+
+
+def test_spread_puts_the_remainder_first():
+    assert spread(10, 4) == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gumbel_sampling_draws_from_the_tempered_softmax(dtype):
+    logits = torch.tensor([[[0.0, 1.0, 2.0, -1.0]]]).expand(1, 40_000, 4)
+    for temperature in (0.5, 1.0, 2.0):
+        tokens = sample_tokens(logits, temperature, keyed_generator(9), dtype)
+        share = torch.bincount(tokens.flatten(), minlength=4) / 40_000
+        expected = torch.softmax(logits[0, 0] / temperature, -1)
+        assert (share - expected).abs().max() < 4 * (0.25 / 40_000) ** 0.5
+
+
+def test_the_smallest_uniform_number_gives_no_freak_noise():
+    # torch.rand returns exactly 0 once in 2^24 draws; unguarded, that token would win with Gumbel noise of +87 or inf.
+    import d1.sampling.loop as sampling
+
+    original = sampling.uniform
+    sampling.uniform = lambda shape, generator, like, counts=None: torch.tensor([[[0.0, 0.5]]], dtype=like.dtype)
+    try:
+        logits = torch.tensor([[[0.0, 20.0]]])
+        assert sample_tokens(logits, 1.0).item() == 1
+    finally:
+        sampling.uniform = original
+
+
+def test_low_precision_noise_is_refused():
+    with pytest.raises(ValueError, match="float32 or float64"):
+        sample_tokens(torch.zeros(1, 1, 2), 1.0, noise_dtype=torch.bfloat16)
+
+
+def test_saturated_confidences_reveal_left_to_right():
+    logits = torch.full((1, 6, VOCAB), -1e4)
+    logits[..., 5] = 1e4  # every position is certain
+    hidden = Recorder(logits)
+    generate(
+        hidden, torch.tensor([[0, 1]]), torch.ones(1, 2), mask_token_id=MASK, gen_length=4, block_length=4, steps=4
+    )
+    assert hidden.hidden == [[4], [3], [2], [1]]
+
+
+def test_random_remasking_reveals_every_position_first_equally_often():
+    logits = torch.zeros(1, 6, VOCAB)
+    logits[..., 5] = 3.0
+    first = []
+
+    class First(Recorder):
+        def base_model(self, input_ids, attention_mask):
+            if (input_ids == MASK).sum() == 3:
+                first.append((input_ids[0, 2:] != MASK).nonzero().item())
+            return super().base_model(input_ids, attention_mask)
+
+    generator = keyed_generator(4)
+    for _ in range(400):
+        generate(
+            First(logits),
+            torch.tensor([[0, 1]]),
+            torch.ones(1, 2),
+            mask_token_id=MASK,
+            gen_length=4,
+            block_length=4,
+            steps=4,
+            remasking="random",
+            generator=generator,
+        )
+    share = torch.bincount(torch.tensor(first), minlength=4) / 400
+    assert (share - 0.25).abs().max() < 4 * (0.1875 / 400) ** 0.5
+
+
+def test_the_mask_token_is_never_revealed_and_the_prompt_never_touched(model):
+    prompt = torch.tensor([[1, MASK, 9, 6]])  # a prompt may contain the mask token
+    logits = torch.zeros(1, 20, VOCAB)
+    logits[..., MASK] = 50.0
+    out = generate(Recorder(logits), prompt, torch.ones_like(prompt), **LENGTHS)
+    assert out[0, :4].tolist() == prompt[0].tolist()
+    assert not (out[0, 4:] == MASK).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 1}, "between 2 and 16 steps"),
+        ({"steps": 17}, "between 2 and 16 steps"),
+        ({"block_length": 0}, "must be positive"),
+        ({"remasking": "entropy"}, "low_confidence, random"),
+        ({"temperature": -1.0}, ">= 0"),
+        ({"generator": [keyed_generator(0)] * 2}, "one generator a row"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_first_forward_pass(change, message):
+    recorder = Recorder(torch.zeros(1, 20, VOCAB))
+    with pytest.raises(ValueError, match=message):
+        generate(recorder, torch.tensor([[0, 1]]), torch.ones(1, 2), **{**LENGTHS, **change})
+    assert recorder.calls == 0

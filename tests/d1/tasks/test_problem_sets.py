@@ -1,0 +1,100 @@
+"""The files of dataset/: rebuilt byte for byte, unique, solvable, and never sharing a solution between splits."""
+
+import csv
+import importlib.util
+import json
+from fractions import Fraction
+from itertools import combinations, permutations, product
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[3] / "dataset"
+SPLITS = ("train", "validation", "test")
+
+
+def sudoku(split: str) -> list[dict[str, str]]:
+    with open(FOLDER / f"sudoku_{split}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def countdown(split: str) -> list[tuple[tuple[int, ...], int]]:
+    lines = (FOLDER / f"countdown_{split}.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [(tuple(int(n) for n in row["input"].split(",")), int(row["output"])) for row in rows]
+
+
+def solutions(cells: list[int]) -> list[list[int]]:
+    """Every completion of a grid, by backtracking over its first empty cell."""
+    if 0 not in cells:
+        return [cells]
+    i = cells.index(0)
+    seen = {
+        cells[j]
+        for j in range(16)
+        if j // 4 == i // 4 or j % 4 == i % 4 or (j // 8 == i // 8 and j % 4 // 2 == i % 4 // 2)
+    }
+    return [full for d in {1, 2, 3, 4} - seen for full in solutions([*cells[:i], d, *cells[i + 1 :]])]
+
+
+def test_the_script_writes_the_same_bytes(tmp_path):
+    spec = importlib.util.spec_from_file_location("make_problems", FOLDER / "make_problems.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.main(script.make_parser().parse_args(["--output_dir", str(tmp_path)]))
+    made = sorted(tmp_path.iterdir())
+    assert [path.name for path in made] == sorted(
+        [f"sudoku_{split}.csv" for split in SPLITS] + [f"countdown_{split}.jsonl" for split in SPLITS]
+    )
+    for path in made:
+        assert path.read_bytes() == (FOLDER / path.name).read_bytes(), path.name
+    script.main(script.make_parser().parse_args(["--output_dir", str(tmp_path), "--seed", "1"]))
+    assert (tmp_path / "sudoku_test.csv").read_bytes() != (FOLDER / "sudoku_test.csv").read_bytes()
+
+
+@pytest.mark.parametrize(("split", "rows", "grids"), [("train", 4000, 200), ("validation", 512, 44), ("test", 512, 44)])
+def test_sudoku_puzzles_have_six_holes_and_one_solution(split, rows, grids):
+    puzzles = sudoku(split)
+    assert len({row["Puzzle"] for row in puzzles}) == len(puzzles) == rows
+    assert len({row["Solution"] for row in puzzles}) == grids
+    for row in puzzles:
+        assert row["Puzzle"].count("0") == 6
+        assert solutions([int(c) for c in row["Puzzle"]]) == [[int(c) for c in row["Solution"]]]
+
+
+def test_sudoku_solution_grids_are_disjoint_between_splits():
+    assert len(solutions([0] * 16)) == 288
+    grids = [{row["Solution"] for row in sudoku(split)} for split in SPLITS]
+    assert sum(map(len, grids)) == 288
+    for a, b in combinations(grids, 2):
+        assert not a & b
+
+
+def reachable(numbers: tuple[int, ...], target: int) -> bool:
+    def apply(sign, x, y):
+        if sign == "/":
+            return x / y if y else None
+        return x + y if sign == "+" else x - y if sign == "-" else x * y
+
+    for (a, b, c), s, t in product(permutations(map(Fraction, numbers)), "+-*/", "+-*/"):
+        left, right = apply(s, a, b), apply(t, b, c)
+        if (left is not None and apply(t, left, c) == target) or (right is not None and apply(s, a, right) == target):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("split", "count"), [("train", 2000), ("validation", 256), ("test", 256)])
+def test_countdown_problems_can_be_solved(split, count):
+    problems = countdown(split)
+    assert len(problems) == count
+    for numbers, target in problems:
+        assert len(numbers) == 3
+        assert all(1 <= n <= 99 for n in (*numbers, target))
+        assert reachable(numbers, target)
+
+
+def test_countdown_number_sets_are_disjoint_between_splits():
+    sets = [{tuple(sorted(numbers)) for numbers, _ in countdown(split)} for split in SPLITS]
+    assert [len(s) for s in sets] == [2000, 256, 256]
+    for a, b in combinations(sets, 2):
+        assert not a & b

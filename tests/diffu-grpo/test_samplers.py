@@ -1,0 +1,230 @@
+"""RL's samplers: settings, the EOS stop, and the log-probs of rollouts beside those of the policy that is trained."""
+
+import re
+from types import SimpleNamespace
+
+import diffu_grpo_trainer
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from diffu_grpo_config import DiffuGRPOConfig
+from diffu_grpo_trainer import DiffuGRPOTrainer, in_step_to_sample
+from transformers import BertConfig
+
+from d1.masking import keyed_generator
+from d1.models import load_model, load_tokenizer
+from d1.sampling import rollout
+from d1.sampling.settings import choose_sampler
+from d1.scoring.views import mean_field_scores
+
+WORDS = ["abc", "defgh", "ij", "klmn"]
+SETTINGS = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 12,
+    "block_length": 4,
+    "diffusion_steps": 12,
+    "p_mask_prompt": 0.4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+
+
+def vowels(completions, **columns):
+    return [sum(map(completion[0]["content"].count, "aeiou")) for completion in completions]
+
+
+def talkative(folder):
+    """The tiny model, surer of itself, and saying end of text where it said a common token."""
+    model = load_model(str(folder))
+    with torch.no_grad():
+        head = model.lm_head.weight.mul_(2)
+        ids = torch.tensor([[1, 5, 6]])
+        said = rollout(model, ids, torch.ones_like(ids), mask_token_id=3, gen_length=12, block_length=4, steps=12)
+        swapped = torch.tensor([2, said.ids[0, 3:].mode().values.item()])
+        head[swapped] = head[swapped.flip(0)].clone()
+    return model
+
+
+def make_trainer(model_dir, folder, cls=DiffuGRPOTrainer, **changes):
+    prompts = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
+    return cls(
+        model=talkative(model_dir),
+        reward_funcs=vowels,
+        args=DiffuGRPOConfig(**({"output_dir": str(folder), "max_steps": 2} | SETTINGS | changes)),
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=load_tokenizer(str(model_dir)),
+    )
+
+
+def trained(trainer):
+    """Logged entries, without times."""
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{k: v for k, v in e.items() if not re.search("second|time|memory", k)} for e in entries]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampler": "fast"}, "sampler must be one of exact, cached, parallel"),
+        ({"kv_cache": "dual"}, "would be ignored by the sampler exact"),
+        ({"sampler": "cached", "kv_cache": "suffix"}, "prefix, dual"),
+        ({"sampler": "parallel", "reveal": "margin"}, "threshold, factor, entropy"),
+        ({"sampler": "parallel", "reveal_level": -1.0}, "must be >= 0"),
+        ({"sampler": "parallel", "remasking": "random"}, "needs remasking low_confidence"),
+    ],
+)
+def test_a_sampler_that_makes_no_sense_is_refused_with_the_settings(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path)} | change))
+
+
+def test_the_eos_stop_changes_nothing_but_the_work(tiny_model_dir, tmp_path):
+    stopped, full = (
+        trained(make_trainer(tiny_model_dir, tmp_path, max_steps=4, eos_stop=stop)) for stop in (None, False)
+    )
+    assert stopped[0]["sampling/forward_tokens"] < full[0]["sampling/forward_tokens"]
+    assert stopped[0]["sampling/forward_passes"] < full[0]["sampling/forward_passes"] == 12
+    for entry, other in zip(stopped, full, strict=True):
+        work = {"sampling/forward_tokens", "sampling/forward_passes"}
+        assert {k: v for k, v in entry.items() if k not in work} == {k: v for k, v in other.items() if k not in work}
+
+
+class Spy(DiffuGRPOTrainer):
+    """Keeps what a rollout gave and what each loss got."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sampled, self.seen = {}, []
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completions, rest = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        for prompt, completion, logps in zip(prompt_ids, completions, self._rollout_logps, strict=True):
+            # Equal samples may have been revealed in other orders.
+            self.sampled.setdefault((tuple(prompt), tuple(completion)), []).append(logps[: len(completion)])
+        return completions, rest
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        update = self._step // self.args.steps_per_generation % self.num_iterations
+        self.seen.append((update, inputs, self._new_logps))
+        return loss
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_rollout_log_probs_stay_with_their_samples_and_are_compared_where_scored(
+    tiny_model_dir, tmp_path, accumulation
+):
+    trainer = make_trainer(tiny_model_dir, tmp_path, Spy, max_steps=4, gradient_accumulation_steps=accumulation)
+    entries = trained(trainer)
+    gaps = {}
+    for number, (update, inputs, new) in enumerate(trainer.seen):
+        for row, kept in enumerate(inputs["completion_mask"].bool()):
+            prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
+            completion = inputs["completion_ids"][row][kept].tolist()
+            found = inputs["rollout_logps"][row][kept]
+            assert any(torch.equal(found, logps) for logps in trainer.sampled[tuple(prompt), tuple(completion)])
+            if update == 0:
+                gaps.setdefault(number // accumulation, []).append((found - new[row][kept]).double())
+    assert set(gaps) == {0, 2}
+    for step, entry in enumerate(entries):
+        assert ("sampling/ratio_max" in entry) == (step in gaps)
+        if step in gaps and accumulation == 1:
+            gap = torch.cat(gaps[step])
+            assert entry["sampling/logp_difference_mean"] == pytest.approx(gap.mean().item(), abs=1e-5)
+            assert entry["sampling/logp_difference_abs"] == pytest.approx(gap.abs().mean().item(), abs=1e-5)
+            assert entry["sampling/ratio_max"] == pytest.approx((-gap).exp().max().item(), rel=1e-5)
+
+
+def test_the_head_scores_up_to_each_rows_end_of_text(tiny_model_dir, tmp_path, monkeypatch):
+    seen = []
+
+    def recorded(model, prompt_ids, attention_mask, completion_ids, *args, scored, **kwargs):
+        seen.extend(zip(completion_ids.tolist(), scored.tolist(), strict=True))
+        return mean_field_scores(model, prompt_ids, attention_mask, completion_ids, *args, scored=scored, **kwargs)
+
+    monkeypatch.setattr(diffu_grpo_trainer, "mean_field_scores", recorded)
+    trained(make_trainer(tiny_model_dir, tmp_path, max_steps=1))
+    kept = []
+    for tokens, scored in seen:
+        kept.append(tokens.index(2) + 1 if 2 in tokens else len(tokens))
+        assert scored == [True] * kept[-1] + [False] * (len(tokens) - kept[-1])
+    assert min(kept) < max(kept)
+
+
+def test_one_token_sampled_in_one_step_is_what_the_estimator_scores(tiny_model_dir, tmp_path):
+    """Without prompt masks, and with nothing revealed before, the sampling and the trained policy are the same."""
+    lengths = {"max_completion_length": 1, "block_length": 1, "diffusion_steps": 1, "p_mask_prompt": 0.0}
+    entry = trained(make_trainer(tiny_model_dir, tmp_path, max_steps=1, **lengths))[0]
+    assert entry["sampling/logp_difference_abs"] == pytest.approx(0.0, abs=1e-5)
+    assert entry["sampling/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert entry["sampling/forward_passes"] == 1
+
+
+def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
+    options = {"kv_cache": "prefix", "reveal": "factor", "reveal_level": 2.0}
+    trainer = make_trainer(tiny_model_dir, tmp_path, sampler="cached+parallel", **options)
+    trainer.model.train()
+    prompts = [[1, 5, 9, 6], [1, 5, 20, 21, 22, 6]]
+    completions, _ = trainer._generate_single_turn(prompts, None, {}, 1)
+    model = talkative(tiny_model_dir)
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        alone = rollout(
+            model,
+            ids,
+            torch.ones_like(ids),
+            mask_token_id=trainer.mask_token_id,
+            gen_length=12,
+            block_length=4,
+            steps=12,
+            temperature=0.9,
+            generator=[keyed_generator(42, 1, 0, row)],
+            sampler=choose_sampler("cached+parallel", **options),
+        )
+        kept = len(completions[row])
+        assert completions[row] == alone.ids[0, len(prompt) :][:kept].tolist()
+        torch.testing.assert_close(trainer._rollout_logps[row, :kept], alone.logps[0, :kept], rtol=0, atol=1e-5)
+    entries = trained(trainer)
+    assert entries[0]["sampling/forward_passes"] < 12
+    assert torch.isfinite(torch.tensor([entry["loss"] for entry in entries])).all()
+
+
+def test_processes_that_share_weights_must_keep_step():
+    def dist(fsdp, zero3):
+        return SimpleNamespace(is_fsdp=fsdp, is_zero3=zero3)
+
+    assert in_step_to_sample(dist(True, False), True)
+    assert in_step_to_sample(dist(False, True), False)
+    assert not in_step_to_sample(dist(False, True), True)
+    assert not in_step_to_sample(dist(False, False), False)
+
+
+def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_step(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(diffu_grpo_trainer, "in_step_to_sample", lambda *_: True)
+    assert make_trainer(tiny_model_dir, tmp_path).eos_stop  # one process waits for nobody
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    assert not make_trainer(tiny_model_dir, tmp_path).eos_stop
+    for change in ({"sampler": "parallel"}, {"eos_stop": True}):
+        with pytest.raises(ValueError, match="must take equally many"):
+            make_trainer(tiny_model_dir, tmp_path, **change)
+
+
+def test_an_encoder_is_refused_a_cache_with_the_settings(tiny_model_dir, tmp_path):
+    with pytest.raises(ValueError, match="bert is an encoder"):
+        DiffuGRPOTrainer(
+            model=SimpleNamespace(config=BertConfig()),
+            reward_funcs=vowels,
+            args=DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path), "sampler": "cached"})),
+            train_dataset=None,
+            processing_class=load_tokenizer(str(tiny_model_dir)),
+        )
