@@ -44,9 +44,9 @@ from benchmarks.machine import (
     update,
     write_report,
 )
+from d1.models import head
 from d1.models.head import body_and_head
 from d1.sampling import loop as sampling
-from d1.scoring import views as scoring
 
 LLADA_VOCABULARY, D1 = SIZES["llada"][0], {"rows": 6, "mu": 12, "prompt": 200, "length": 256, "block": 32}
 
@@ -151,7 +151,7 @@ def published_scoring_bytes(rows: int, mu: int, prompt: int, length: int, vocabu
 
 def our_scoring_bytes(rows: int, length: int, vocabulary: int, width: int) -> int:
     """One chunk: fp32 logits, and either the model's own or the exponentials of logsumexp."""
-    return min(rows * length, max(1, scoring.CHUNK_ELEMENTS // vocabulary)) * vocabulary * (4 + 4)
+    return min(rows * length, max(1, head.CHUNK_ELEMENTS // vocabulary)) * vocabulary * (4 + 4)
 
 
 def measure_memory(args: argparse.Namespace) -> dict[str, Any]:

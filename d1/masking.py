@@ -1,11 +1,10 @@
-"""The forward process: which tokens are hidden, with whose random numbers.
+"""The forward process: which tokens are hidden.
 
-Every draw here takes an explicit generator; nothing touches the global random state of python, numpy or torch.
+Every draw takes an explicit generator, keyed by what it is for; nothing touches the global random state of python,
+numpy or torch.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -63,28 +62,3 @@ def draw_noise(
     t = low + (high - low) * torch.rand((), generator=generator)
     t = 1 - t if mirror else t
     return t, draw_mask(maskable, noise_level(t), generator, mirror=mirror)
-
-
-def prompt_masks(
-    maskable: Tensor, num_masks: int, p: float, generators: Sequence[Generator], *, fixed: bool = False
-) -> BoolTensor:
-    """Random prompt masks of diffu-GRPO: mask k is the one of inner update k (d1, arXiv 2504.12216, section 3.2).
-
-    Args:
-        maskable: (rows, prompt) bool, the prompt tokens that may be hidden: never padding.
-        num_masks: mu, the number of inner updates.
-        p: probability that a prompt token is hidden (`p_mask_prompt`).
-        generators: one a row, so that a row's masks do not depend on the rest of its batch.
-        fixed: use the first mask for every update (d1's `random_masking: false`).
-
-    Returns:
-        (rows, num_masks, prompt) bool.
-    """
-    if len(generators) != len(maskable):
-        raise ValueError(f"prompt_masks needs one generator a row: {len(generators)} for {len(maskable)} rows")
-    drawn = 1 if fixed else num_masks
-    rows = [
-        torch.stack([draw_mask(row, p, generator) for _ in range(drawn)])
-        for row, generator in zip(maskable, generators, strict=True)
-    ]
-    return torch.stack(rows).expand(-1, num_masks, -1).clone()  # type: ignore[return-value]

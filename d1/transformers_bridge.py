@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 from transformers import (
     modeling_utils,
 )
@@ -41,3 +42,25 @@ def reading(copies: bool) -> Iterator[None]:
         yield
     finally:
         library.safe_open = mapped
+
+
+# --- Trainer's private names, in Transformers 5.23 --------------------------------------------------------------------
+# To delete once a checkpoint holds the losses that were not logged yet, and `train_loss` counts the steps before it.
+
+
+def unlogged_loss(trainer: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The sum of losses since the last log, and what else the Trainer forgets of its losses on a resume."""
+    counters = {"last_logged": trainer._globalstep_last_logged, "total_loss": trainer._total_loss_scalar}
+    return trainer._tr_loss.detach().cpu().clone(), counters
+
+
+def restore_loss(trainer: Any, loss: Tensor, counters: dict[str, Any]) -> None:
+    """Puts back what `unlogged_loss` gave."""
+    trainer._tr_loss = loss
+    trainer._globalstep_last_logged = counters["last_logged"]
+    trainer._total_loss_scalar = counters["total_loss"]
+
+
+def mean_loss(trainer: Any) -> float:
+    """The mean of all logged losses since step 0; Trainer's own `train_loss` is that since the last resume."""
+    return trainer._total_loss_scalar / max(trainer.state.global_step, 1)

@@ -1,48 +1,44 @@
-"""diffu-GRPO (d1, arXiv 2504.12216) on TRL's GRPOTrainer: diffusion rollouts and one-step mean-field log-probabilities.
+"""diffu-GRPO (d1, arXiv 2504.12216): GRPO whose completions are sampled and scored by masked diffusion.
 
-What TRL does is left to TRL: rewards, advantages, losses, logging. What differs is five overrides:
-`__init__`, `_generate_single_turn` (rollout and its prompt masks), `_generate_and_score_completions` (keeps the masks
-with their samples), `_get_per_token_logps_and_entropies` (the estimator) and `_compute_loss` (picks mask k for inner
-update k).
+A batch's way: `rollout` samples a canvas a prompt; TRL computes rewards and advantages; `after_rollout` draws the views
+of every inner update (`d1/scoring/estimators.py`) and scores old and reference log-probabilities in them; `loss` picks
+the views of the update at hand, scores the policy in them, and hands all of it to TRL's loss or one of `objectives.py`.
+What this does to TRL's own methods is in `trl_bridge.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffu_grpo_config import DiffuGRPOConfig
-from reference_model import reference_from
+from objectives import OBJECTIVES, LossInputs
 from reward_guard import guarded
-from rollout_state import EpochSampler, RestoreRollout, save_rollout
+from rollout_state import RestoreRollout, save_rollout
 from torch import Tensor
-from trl import GRPOTrainer
-from trl.models.utils import _ForwardRedirection, unwrap_model_for_generation
+from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer.utils import pad
+from trl_bridge import CanvasGRPOTrainer, TokenRecord, reference_from
+from update_views import Batch, draw_updates, evaluating, score_batch, score_updates, views_of
 
-from d1.masking import keyed_generator, prompt_masks
+from d1.masking import keyed_generator
+from d1.models.attention import require_prepared
 from d1.runs.checkpoints import staged_checkpoint
-from d1.runs.processes import unwrapped
 from d1.sampling import Rollout, rollout
 from d1.sampling.caching import check_cacheable
-from d1.scoring.views import mean_field_scores
+from d1.scoring import SampledRows, Scores, Views
+from d1.transformers_bridge import mean_loss
 
-# Streams of random numbers: masks and rollouts, in training and evaluation, never share one.
-STREAMS = {("mask", "train"): 0, ("rollout", "train"): 1, ("mask", "eval"): 2, ("rollout", "eval"): 3}
-
-
-def in_step_to_sample(dist: Any, ds3_gather_for_generation: bool) -> bool:
-    """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
-    return dist.is_fsdp or (dist.is_zero3 and not ds3_gather_for_generation)
+# Streams of random numbers: views and rollouts, in training and evaluation, never share one.
+STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2, ("rollout", "eval"): 3}
 
 
 def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
@@ -51,7 +47,7 @@ def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
     return is_eos.cumsum(-1) - is_eos.long() == 0
 
 
-class DiffuGRPOTrainer(GRPOTrainer):
+class DiffuGRPOTrainer(CanvasGRPOTrainer):
     """GRPO for masked diffusion language models.
 
     Args:
@@ -82,9 +78,10 @@ class DiffuGRPOTrainer(GRPOTrainer):
         mask_id = args.mask_id if args.mask_id is not None else processing_class.mask_token_id
         if mask_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
+        require_prepared(model)
         self.mask_token_id = mask_id
-        sampler = args.chosen_sampler()
-        if sampler.kv_cache:
+        self.sampling = args.sampling_settings()
+        if self.sampling.cache:
             check_cacheable(model.config)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         functions = [guarded(function, task_name, Path(args.output_dir)) for function in functions]
@@ -97,317 +94,246 @@ class DiffuGRPOTrainer(GRPOTrainer):
                 processing_class=processing_class,
                 **kwargs,
             )
-        if args.sync_ref_model and (self._dist.is_zero3 or self._dist.is_fsdp):
+        if args.sync_ref_model and self.weights_are_split:
             raise ValueError(
                 "sync_ref_model keeps a reference that no folder holds, and under ZeRO-3 or FSDP a checkpoint cannot "
                 "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
             )
-        in_step = self.accelerator.num_processes > 1 and in_step_to_sample(self._dist, args.ds3_gather_for_generation)
-        if in_step and (sampler.reveal or args.eos_stop):
+        if self.samples_in_step and (self.sampling.rule or args.eos_stop):
             raise ValueError(
                 "a parallel sampler and eos_stop take as many forward passes as the text asks for, but processes that "
                 "each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
                 "ds3_gather_for_generation, or leave both off"
             )
-        self.eos_stop = not in_step if args.eos_stop is None else args.eos_stop
-        self._eval_rollouts = 0
+        self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
+        self.evaluation_rollouts = 0
         self.rollout_seconds: list[float] = []  # of each rollout, its rewards and its scoring
-        self.resumed_from: Path | None = None
-        self.add_callback(RestoreRollout(self))
 
-    # --- Rollout ---------------------------------------------------------------------------------------------------
+    @property
+    def mode(self) -> str:
+        return "train" if self.model.training else "eval"
 
-    def _generators(self, purpose: str, rows: int) -> list[torch.Generator]:
+    def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
         """One generator a row, a function of (seed, stream, rollout, row over all ranks) alone."""
-        mode = "train" if self.model.training else "eval"
-        rollout = self._step if mode == "train" else self._eval_rollouts
+        rollout = self.micro_step if self.mode == "train" else self.evaluation_rollouts
         first = self.accelerator.process_index * rows
-        stream = STREAMS[purpose, mode]
-        device = "cpu" if purpose == "mask" else self.accelerator.device
+        stream = STREAMS[purpose, self.mode]
+        device = "cpu" if purpose == "views" else self.accelerator.device
         return [keyed_generator(self.args.seed, stream, rollout, first + row, device=device) for row in range(rows)]
 
-    def _draw_prompt_masks(self, prompt_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(rows, mu, prompt) bool: mask k is the one of inner update k."""
-        maskable = attention_mask.bool()
-        if self.args.protect_special_tokens:
-            # Those without a role of their own are only flagged, such as LLaDA's header tokens.
-            flagged = [index for index, token in self._tokenizer.added_tokens_decoder.items() if token.special]
-            special = torch.tensor([*self._tokenizer.all_special_ids, *flagged], device=prompt_ids.device)
-            maskable &= ~torch.isin(prompt_ids, special)
-        return prompt_masks(
-            maskable,
-            self.num_iterations,
-            self.args.p_mask_prompt,
-            self._generators("mask", len(prompt_ids)),
-            fixed=not self.args.random_masking,
-        )
+    # --- Rollout ------------------------------------------------------------------------------------------------------
 
-    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, Any]:
-        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
-        if images is not None:
-            raise ValueError("images are not supported: masked diffusion language models take text")
-        # Only the end of a prompt that is too long is kept; the training script lets none through unless asked to.
-        return [ids[-self.args.max_prompt_length :] for ids in prompt_ids], images, fields
+    def tokenized(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """The end of each prompt; the training script lets none through that is too long unless asked to."""
+        return [ids[-self.args.max_prompt_length :] for ids in prompt_ids]
 
-    def _generate_single_turn(
-        self,
-        prompt_ids: list[list[int]],
-        images: Any,
-        multimodal_fields: Any,
-        num_generations: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[list[list[int]], None]:
-        """Samples one canvas a prompt; completions are cut after their first EOS."""
+    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[TokenRecord]]:
+        """Samples one canvas a prompt; of each token the record has log-prob, entropy and step of its reveal."""
         started = time.perf_counter()
         tensors = [torch.tensor(ids) for ids in prompt_ids]
         padding = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
-        ids = pad(tensors, padding_value=self._tokenizer.pad_token_id, **padding).to(self.accelerator.device)
+        ids = pad(tensors, padding_value=self.text_tokenizer.pad_token_id, **padding).to(self.accelerator.device)
         mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding).to(ids.device)
-        self._prompt_noise = self._draw_prompt_masks(ids, mask)
-
-        sampled = self._sample(ids, mask)
-        completions = sampled.ids.cpu()  # which waits for the device, so that the clock below is right
-        self._rollout_logps = sampled.logps
+        sampled = self.sample(ids, mask)
+        record = torch.stack([sampled.logps, sampled.entropies, sampled.reveal_steps.to(sampled.logps.dtype)], dim=-1)
+        completions, record = sampled.ids[:, ids.shape[1] :].cpu(), record.cpu()  # which wait for the device
         kept = eos_cut(completions, self.eos_token_ids)
         seconds = time.perf_counter() - started
-        self._log("prompt_masked", (self._prompt_noise.sum() / (mask.sum() * self.num_iterations)).item())
-        self._log("seconds/rollout", seconds)
-        self._log("sampling/forward_passes", sampled.passes.float().mean().item())
-        self._log("sampling/forward_tokens", sampled.tokens.float().mean().item())
-        self._log("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
-        return [row[keep].tolist() for row, keep in zip(completions, kept, strict=True)], None
+        self.log_metric("seconds/rollout", seconds)
+        self.log_metric("sampling/forward_passes", sampled.passes.float().mean().item())
+        self.log_metric("sampling/forward_tokens", sampled.tokens.float().mean().item())
+        self.log_metric("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
+        rows = list(zip(completions, record, kept, strict=True))
+        return [row[keep].tolist() for row, _, keep in rows], [numbers[keep].tolist() for _, numbers, keep in rows]
 
-    def _sample(self, ids: Tensor, mask: Tensor) -> Rollout:
-        """Completions, ids (rows, max_completion_length), sampled without gradients or dropout."""
-        generators = self._generators("rollout", len(ids))
+    def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
+        """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
+        generators = self.generators("rollout", len(ids))
         size = self.args.rollout_batch_size or len(ids)
-        parts = []
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-            ) as model,
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-            evaluating(model),
-            self.accelerator.autocast(),
-        ):
-            for start in range(0, len(ids), size):
-                rows = slice(start, start + size)
-                part = rollout(
+        with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
+            parts = [
+                rollout(
                     model,
-                    ids[rows],
-                    mask[rows],
+                    ids[start : start + size],
+                    mask[start : start + size],
+                    self.sampling,
                     mask_token_id=self.mask_token_id,
-                    generator=generators[rows],
+                    generator=generators[start : start + size],
                     eos_token_ids=self.eos_token_ids if self.eos_stop else None,
-                    **self.args.sampling_settings(),
                 )
-                parts.append((part.ids[:, ids.shape[1] :], part.logps, part.passes, part.tokens))
-        return Rollout(*(torch.cat(values) for values in zip(*parts, strict=True)))
+                for start in range(0, len(ids), size)
+            ]
+        return Rollout(**{field.name: torch.cat([getattr(p, field.name) for p in parts]) for field in fields(Rollout)})
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, with this rollout's prompt masks and log-probs added, to be shuffled and split with their samples."""
         started = time.perf_counter()
-        output = super()._generate_and_score_completions(inputs)
-        masks, prompts = self._prompt_noise.shape, output["prompt_ids"].shape
-        if masks[::2] != prompts:
-            raise RuntimeError(f"prompt masks {tuple(masks)} do not fit the prompts {tuple(prompts)}")
-        output["prompt_noise"] = self._prompt_noise
-        # To the width of the completions, which end where the longest does.
-        beyond = output["completion_ids"].shape[1] - self._rollout_logps.shape[1]
-        output["rollout_logps"] = F.pad(self._rollout_logps, (0, beyond))
-        self._generation_seconds = time.perf_counter() - started
-        if self.model.training:
-            self.rollout_seconds.append(self._generation_seconds)
+        batch = super()._generate_and_score_completions(inputs)
+        if self.mode == "train":
+            self.rollout_seconds.append(time.perf_counter() - started)
         else:
-            self._eval_rollouts += 1
-        return output
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        started = time.perf_counter()
-        rewards = super()._calculate_rewards(*args, **kwargs)
-        self._log("seconds/reward", time.perf_counter() - started)
-        return rewards
+            self.evaluation_rollouts += 1
+        return batch
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._eval_rollouts = 0  # every evaluation sees the same random numbers, so that two are comparable
+        self.evaluation_rollouts = 0  # every evaluation sees the same random numbers, so that two are comparable
         return super().evaluation_loop(*args, **kwargs)
 
-    # --- Estimator -------------------------------------------------------------------------------------------------
+    # --- Views and their scores ---------------------------------------------------------------------------------------
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """Mean-field log-probs under `self._prompt_noise`.
-
-        In the loss the noise is (rows, prompt), that of one inner update, and the log-probs are (rows, tokens). On the
-        rollout it is (rows, mu, prompt), all of them, and the log-probs are (rows, mu, tokens).
-        """
-        prompt_ids, completion_ids = input_ids[:, :-logits_to_keep], input_ids[:, -logits_to_keep:]
-        prompt_mask = attention_mask[:, :-logits_to_keep]
-        if self._prompt_noise.dim() == 3:
-            started = time.perf_counter()
-            # Equal masks (fixed, or empty) give the same log-probs, and an evaluation looks at the first mask alone.
-            differ = self.args.random_masking and self.args.p_mask_prompt > 0
-            masks = self.num_iterations if differ and self.model.training else 1
-            with evaluating(model):
-                scored = [
-                    self._score(model, prompt_ids, prompt_mask, completion_ids, noise, batch_size)[0]
-                    for noise in self._prompt_noise.unbind(1)[:masks]
-                ]
-            self._log("seconds/scoring", time.perf_counter() - started)
-            return torch.stack(scored, dim=1).expand(-1, self.num_iterations, -1), None, None
-        logps, entropies = self._score(
-            model, prompt_ids, prompt_mask, completion_ids, self._prompt_noise, batch_size, compute_entropy
-        )
-        self._new_logps = logps.detach()
-        return logps, entropies, None
-
-    def _score(
-        self,
-        model: Any,
-        prompt_ids: Tensor,
-        prompt_mask: Tensor,
-        completion_ids: Tensor,
-        noise: Tensor,
-        batch_size: int | None,
-        compute_entropy: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (rows, tokens) in fp32, and entropies, in micro-batches of `batch_size`; 0 after a row's EOS."""
-        size = batch_size or len(prompt_ids)
-        # TRL may pad completions past the canvas (pad_to_multiple_of); nothing is scored there, its mask is 0.
-        width = min(completion_ids.shape[1], self.max_completion_length)
-        scored = eos_cut(completion_ids, self.eos_token_ids)
-        bare = unwrapped(self.accelerator, model)
-        score = functools.partial(
-            mean_field_scores,
-            bare,
-            mask_token_id=self.mask_token_id,
+    def after_rollout(self, batch: Batch, record: Tensor) -> None:
+        """Adds the record and, (rows, mu, ...) each, views, old and reference log-probabilities of every update."""
+        prompt, scored = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
+        logps, entropies, steps = record.unbind(-1)
+        steps = steps.long().masked_fill(~scored, -1)
+        batch |= {"rollout_logps": logps, "rollout_entropies": entropies, "reveal_steps": steps}
+        sampled = SampledRows(
+            prompt_ids=batch["prompt_ids"],
+            attention_mask=batch["prompt_mask"],
+            maskable=prompt & ~self.protected(batch["prompt_ids"]),
+            completion_ids=batch["completion_ids"],
+            scored=scored,
+            reveal_steps=steps,
+            logps=logps,
+            entropies=entropies,
             gen_length=self.max_completion_length,
-            with_entropies=compute_entropy,
         )
-        logps, entropies = [], []
-        for start in range(0, len(prompt_ids), size):
-            rows = slice(start, start + size)
-            ids, mask, completion = prompt_ids[rows], prompt_mask[rows], completion_ids[rows, :width]
-            with self.accelerator.autocast():
-                # Through the wrapper's forward: DDP, FSDP and DeepSpeed prepare gradients and weights there.
-                row_logps, row_entropies = _ForwardRedirection()(
-                    model, bare, score, ids, mask, completion, noise[rows], scored=scored[rows, :width]
-                )
-            logps.append(row_logps)
-            entropies.append(row_entropies)
-        beyond = (0, completion_ids.shape[1] - width)
-        return F.pad(torch.cat(logps), beyond), F.pad(torch.cat(entropies), beyond) if compute_entropy else None
+        batch |= draw_updates(sampled, self.generators("views", len(prompt)), self.args)
+        noise = batch["view_noise"]
+        hidden = noise[..., : prompt.shape[1]].sum() / (prompt.sum() * noise.shape[1:3].numel())
+        self.log_metric("prompt_masked", hidden.item())
+        self.score_rollout(batch)
 
-    # --- Loss ------------------------------------------------------------------------------------------------------
+    def protected(self, prompt_ids: Tensor) -> Tensor:
+        """(rows, prompt) bool, the special tokens if they are never to be hidden."""
+        if not self.args.protect_special_tokens:
+            return torch.zeros_like(prompt_ids, dtype=torch.bool)
+        # Those without a role of their own are only flagged, such as LLaDA's header tokens.
+        flagged = [index for index, token in self.text_tokenizer.added_tokens_decoder.items() if token.special]
+        special = torch.tensor([*self.text_tokenizer.all_special_ids, *flagged], device=prompt_ids.device)
+        return torch.isin(prompt_ids, special)
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss under the mask, old and reference log-probs of this inner update."""
-        training = self.model.training
-        update = self._step // self.args.steps_per_generation % self.num_iterations if training else 0
-        inputs = dict(inputs)
-        for key in ("old_per_token_logps", "ref_per_token_logps"):
-            if inputs.get(key) is not None:
-                inputs[key] = inputs[key][:, update]
-        self._prompt_noise = inputs["prompt_noise"][:, update]
-        loss = super()._compute_loss(model, inputs)
-        self._check_finite(loss, inputs)
-        old = inputs.get("old_per_token_logps")
-        ratios = torch.ones_like(self._new_logps) if old is None else (self._new_logps - old).exp()
-        largest = ratios.masked_fill(~inputs["completion_mask"].bool(), 0.0).max()
-        self._log("ratio_max", self.accelerator.gather(largest).max().item())
-        if update == 0:
-            self._log_mismatch(inputs["rollout_logps"], inputs["completion_mask"].bool())
+    def score_rollout(self, batch: Batch) -> None:
+        """Adds old and reference log-probs, (rows, mu, tokens) each, where the loss needs them."""
+        started, args = time.perf_counter(), self.args
+        size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
+        score_one = partial(self.scores, size=size)
+        only_first = self.mode == "eval"  # which looks at the first update alone
+        with self.without_checkpointing():
+            if self.needs_old_logps:
+                batch["old_per_token_logps"] = score_updates(self.model, batch, score_one, only_first)
+            if self.beta != 0.0:
+                with self.reference() as model:
+                    batch["ref_per_token_logps"] = score_updates(model, batch, score_one, only_first)
+        self.log_metric("seconds/scoring", time.perf_counter() - started)
+
+    def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
+        """`score_batch` with this run's mask token, canvas and precision."""
+        with self.accelerator.autocast():
+            return score_batch(
+                model,
+                batch,
+                views,
+                mask_token_id=self.mask_token_id,
+                gen_length=self.max_completion_length,
+                **options,
+            )
+
+    # --- Loss ---------------------------------------------------------------------------------------------------------
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        """The loss under the views, old and reference log-probs of the inner update at hand."""
+        update = self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
+        scores = self.scores(model, batch, views_of(batch, update), with_entropies=True)
+        names = [name for name in ("old_per_token_logps", "ref_per_token_logps") if name in batch]
+        stored = {name: batch[name][:, update] for name in names}
+        old = stored.get("old_per_token_logps", scores.logps.detach())
+        if self.args.objective == "trl":
+            loss = self.trl_loss(scores, batch | stored)
+        else:
+            inputs = LossInputs(
+                scores.logps, old, stored.get("ref_per_token_logps"), batch["advantages"], batch["completion_mask"]
+            )
+            loss, metrics = OBJECTIVES[self.args.objective](inputs, self.args)
+            for name, value in metrics.items():
+                self.log_metric(name, value)
+            loss = loss / (self.current_gradient_accumulation_steps if self.mode == "train" else 1)
+        self.check_finite(loss, scores.logps.detach(), batch)
+        self.log_ratios(scores.logps.detach(), old, batch, first=update == 0)
         return loss
 
-    def _log_mismatch(self, rollout_logps: Tensor, scored: Tensor) -> None:
-        """How far the policy that sampled is from the one that is trained, before the first inner update.
+    def log_ratios(self, logps: Tensor, old: Tensor, batch: Batch, first: bool) -> None:
+        """The largest ratio of this update, and, at the first, how far the policy that sampled is from the one trained.
 
-        The mean difference of log-probs estimates the KL from the first to the second (Schulman's k1). Even the exact
-        sampler's is not zero: its tokens were revealed in the light of others, the estimator scores each alone.
+        That mean difference of log-probs estimates the KL from the first to the second (Schulman's k1). Under d1's
+        estimator even the exact sampler's is not zero: its tokens were revealed in the light of others, the estimator
+        scores each alone.
         """
-        gap = (rollout_logps - self._new_logps).masked_fill(~scored, 0.0)
+        scored = batch["completion_mask"].bool()
+        gather = self.accelerator.gather
+        self.log_metric("ratio_max", gather((logps - old).exp().masked_fill(~scored, 0.0).max()).max().item())
+        if not first:
+            return
+        gap = (batch["rollout_logps"] - logps).masked_fill(~scored, 0.0)
         sums = torch.stack([gap.sum(), gap.abs().sum(), scored.sum()])
-        total, absolute, count = self.accelerator.gather(sums).view(-1, 3).sum(0).tolist()
-        largest = self.accelerator.gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
-        self._log("sampling/logp_difference_mean", total / max(count, 1))
-        self._log("sampling/logp_difference_abs", absolute / max(count, 1))
-        self._log("sampling/ratio_max", largest)
+        total, absolute, count = gather(sums).view(-1, 3).sum(0).tolist()
+        self.log_metric("sampling/logp_difference_mean", total / max(count, 1))
+        self.log_metric("sampling/logp_difference_abs", absolute / max(count, 1))
+        largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
+        self.log_metric("sampling/ratio_max", largest)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        started, self._generation_seconds = time.perf_counter(), 0.0
-        loss = super().training_step(*args, **kwargs)
-        self._log("seconds/update", time.perf_counter() - started - self._generation_seconds)
-        return loss
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        logs["peak_memory_gb"] = peak_memory_gb()
-        if "train_loss" in logs:  # Trainer's is the mean since the last resume
-            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
-        super().log(logs, start_time)
-
-    def _check_finite(self, loss: Tensor, inputs: dict[str, Any]) -> None:
+    def check_finite(self, loss: Tensor, logps: Tensor, batch: Batch) -> None:
+        """Stops the run at a loss that is not a number, and leaves the rows to blame in a file."""
         if torch.isfinite(loss):
             return
-        path = Path(self.args.output_dir) / f"bad_loss_step{self.state.global_step}_rank{self.args.process_index}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        bad = ~(torch.isfinite(self._new_logps).all(-1) & torch.isfinite(inputs["advantages"]))
+        bad = ~(torch.isfinite(logps).all(-1) & torch.isfinite(batch["advantages"]))
         offending = bad if bad.any() else torch.ones_like(bad)  # the sum may overflow where no row does
 
         def text(part: str, row: int) -> str:
-            return self._tokenizer.decode(inputs[f"{part}_ids"][row][inputs[f"{part}_mask"][row].bool()])
+            return self.text_tokenizer.decode(batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()])
 
         rows = [
             {
                 "prompt": text("prompt", row),
                 "completion": text("completion", row),
-                "advantage": inputs["advantages"][row].item(),
-                "logps": self._new_logps[row].tolist(),
+                "advantage": batch["advantages"][row].item(),
+                "logps": logps[row].tolist(),
             }
             for row in offending.nonzero().flatten().tolist()
         ]
+        path = Path(self.args.output_dir) / f"bad_loss_step{self.state.global_step}_rank{self.args.process_index}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows, indent=1))
         raise FloatingPointError(
             f"the loss became {loss.item()} at step {self.state.global_step}; its rows are in {path}. Lower the "
             "learning rate, or look there for what is special about them."
         )
 
-    def _log(self, name: str, value: float) -> None:
-        self._metrics["train" if self.model.training else "eval"][name].append(value)
+    # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 
-    # --- Checkpoints: the rollout in use is part of the state ---------------------------------------------------------
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        started, rollouts = time.perf_counter(), sum(self.rollout_seconds)
+        loss = super().training_step(*args, **kwargs)
+        self.log_metric("seconds/update", time.perf_counter() - started - (sum(self.rollout_seconds) - rollouts))
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        logs["peak_memory_gb"] = peak_memory_gb()
+        if "train_loss" in logs:
+            logs["train_loss"] = mean_loss(self)
+        super().log(logs, start_time)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Trainer's; a run goes on in the middle of a rollout's updates as if it had not stopped."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir))
+        if resume_from_checkpoint:
+            self.add_callback(RestoreRollout(self, Path(str(resume_from_checkpoint))))
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with staged_checkpoint(self) as folder:
             super()._save_checkpoint(model, trial)
             save_rollout(self, folder)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.resumed_from = Path(checkpoint)
-
-    def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
-        return EpochSampler(
-            dataset if dataset is not None else self.train_dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=self.args.seed,
-            epoch=lambda: int(self.state.epoch or 0),
-        )
 
 
 def peak_memory_gb() -> float:
@@ -416,14 +342,3 @@ def peak_memory_gb() -> float:
         return torch.cuda.max_memory_allocated() / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off inside, the former mode back after."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -24,10 +24,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
 
 from d1.models.adapters import lora_targets
-from d1.models.head import body_and_head
+from d1.models.head import CHUNK_ELEMENTS, body_and_head
 from d1.models.kinds import ENCODERS
 from d1.models.load import attach_hooks
-from d1.scoring.views import CHUNK_ELEMENTS
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB

@@ -1,22 +1,28 @@
-"""Of what follows the last keys and values, only the positions matter whose logits are asked for.
+"""The head: from hidden states and targets to log-probabilities, with the logits of few positions at a time.
 
-A decoder's last layer feeds nothing but the head: its keys and values are needed of all positions, its queries,
-attention output and feed-forward of those alone (`narrow`). The head's product with a wide vocabulary then has few
-rows, and what is made of its logits need not hold them all (`in_parts`).
+SFT's loss, RL's scores and the memory estimate all go through `target_logps`. A decoder's last layer feeds nothing but
+the head: its keys and values are needed of all positions, its queries, attention output and feed-forward only of those
+whose logits are asked for (`narrow`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import rotate_half
 
 from d1.models.fast_cpu import in_parts
 from d1.models.kinds import DECODERS
+
+CHUNK_ELEMENTS = 2**24  # logits alive at once, positions x vocabulary: 67 MB in fp32
+
+T = TypeVar("T")
 
 
 def can_narrow(model: Any) -> bool:
@@ -71,8 +77,8 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     return (torch.take_along_dim(states, at, 1), *args[1:]), kwargs
 
 
-def body_and_head(model: torch.nn.Module) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
-    """The two halves of a model of `load_model`, for scoring without the logits of every position at once.
+def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
+    """The two halves of a prepared model, for work without the logits of every position at once.
 
     Returns:
         `body(input_ids, attention_mask, positions)` -> last hidden states, aligned to the token they score:
@@ -96,7 +102,7 @@ def body_and_head(model: torch.nn.Module) -> tuple[Callable[..., Tensor], Callab
     return body, lambda states: next(logit_parts(model, states, whole=True))[1]
 
 
-def logit_parts(model: torch.nn.Module, states: Tensor, whole: bool = False) -> Iterator[tuple[int, Tensor]]:
+def logit_parts(model: Any, states: Tensor, whole: bool = False) -> Iterator[tuple[int, Tensor]]:
     """The head of `body_and_head` in parts of the vocabulary: where each starts, and its logits (..., part)."""
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     kind, cap = inner.config.model_type, getattr(inner.config, "final_logit_softcapping", None)
@@ -108,3 +114,83 @@ def logit_parts(model: torch.nn.Module, states: Tensor, whole: bool = False) -> 
         parts = iter([(0, inner.lm_head(states))]) if whole else in_parts(inner.lm_head, states)
         for start, logits in parts:
             yield start, logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def token_logps(logits: Tensor, ids: Tensor) -> Tensor:
+    """log softmax(logits)[ids]: (..., vocab) and (...) -> (...)."""
+    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def token_entropies(logits: Tensor) -> Tensor:
+    """Entropy in nats of each position's distribution: (..., vocab) -> (...)."""
+    logps = logits.log_softmax(-1)
+    return -(logps.exp() * logps).sum(-1)
+
+
+def target_logps(
+    model: Any, states: Tensor, targets: Tensor, *, with_entropies: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of `targets`, never with the logits of more than a chunk of positions at once.
+
+    Each chunk but the last is computed again in the backward pass, which begins with the last and frees it first.
+
+    Args:
+        states: (n, hidden), aligned last hidden states.
+        targets: (n,) ids.
+        with_entropies: also the entropies of the same distributions, without gradients.
+
+    Returns:
+        (n,) each, in nats, fp32 (fp64 for a model in fp64); None for entropies that were not asked for.
+    """
+    head = body_and_head(model)[1]
+    at_once = max(1, CHUNK_ELEMENTS // model.config.vocab_size)
+
+    def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = head(states)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logps = token_logps(logits, targets)
+        # Last, so that the recomputation, which stops when it has what the gradient needs, leaves it out.
+        with torch.no_grad():
+            return logps, token_entropies(logits) if with_entropies else None
+
+    def recomputed(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        return checkpoint(chunk, states, targets, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
+
+    chunks = head_calls(model, -(-len(targets) // at_once))
+    cut = max(0, len(targets) - at_once)
+
+    def split(values: Tensor) -> list[Tensor]:
+        return [*values[:cut].tensor_split(chunks - 1), values[cut:]] if chunks > 1 else [values]
+
+    *others, last = zip(split(states), split(targets), strict=True)
+    done = [(recomputed if torch.is_grad_enabled() else chunk)(*part) for part in others] + [chunk(*last)]
+    logps, entropies = zip(*done, strict=True)
+    return torch.cat(logps), torch.cat(entropies) if with_entropies else None
+
+
+def head_calls(model: Any, chunks: int) -> int:
+    """How often to call the head: under ZeRO-3, where every process must call it equally often, as often as the one
+    that needs it most; otherwise once a chunk, and at least once."""
+    sharded = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
+    if not (sharded and torch.distributed.is_initialized()):
+        return max(1, chunks)
+    most = torch.tensor(max(1, chunks), device=model.device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
+
+
+def take_computations(model: Any) -> None:
+    """Lets `model(run=compute)` return `compute(model)`: see `run_inside`."""
+
+    def forward(self: Any, *args: Any, run: Callable[[Any], Any] | None = None, **kwargs: Any) -> Any:
+        return type(self).forward(self, *args, **kwargs) if run is None else run(self)
+
+    model.forward = MethodType(forward, model)  # a bound method, which copies of the model take along as their own
+
+
+def run_inside(wrapped: Any, compute: Callable[[Any], T]) -> T:
+    """`compute(model)` within the forward pass of whatever wraps a prepared model.
+
+    DDP, FSDP and DeepSpeed prepare weights and gradients there, so what trains must call the model through them.
+    """
+    return wrapped(run=compute)

@@ -26,7 +26,7 @@ from transformers import (
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import PREPARED, align_positions, align_states, keep_states, place_tokens
-from d1.models.head import narrow
+from d1.models.head import narrow, take_computations
 from d1.models.kinds import DECODERS, ENCODERS, native_config
 from d1.transformers_bridge import needs_copy, reading
 
@@ -47,6 +47,7 @@ def attach_hooks(model: PreTrainedModel) -> PreTrainedModel:
         model.generation_config = GenerationConfig()
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
     cast(torch.nn.Embedding, model.get_input_embeddings()).padding_idx = None
+    take_computations(model)
     setattr(model, PREPARED, True)
     return model
 

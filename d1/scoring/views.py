@@ -1,138 +1,131 @@
-"""Log-probabilities of a completion under a masked diffusion model: the estimators of diffu-GRPO.
+"""Scoring a completion in chosen states: the one contract of all estimators of log-probabilities.
 
-The body (the model without its head) runs once over prompt and canvas. The head, whose logits are what fills memory,
-runs over a few of the scored positions at a time, and for all but the last of them again in the backward pass.
+A *view* is a state to score in: which tokens of prompt and canvas are hidden there. Each view weighs each token of the
+completion, and the log-probability of token k is the weighted sum over the views,
 
-Nothing of the prompt can be shared between masks: every position attends to all others, so from the second layer on the
-states of even unmasked tokens depend on which others are hidden. Equal masks are the one exact case, scored once.
+    sum over v of weights[v, k] x log p(token k | prompt and canvas with noise[v] hidden).
+
+An estimator (`d1/scoring/estimators.py`) is a way to draw views. They are plain tensors: drawn once a rollout, they are
+stored, shuffled, split and saved with their samples.
+
+Nothing of the prompt can be shared between views: every position attends to all others, so from the second layer on the
+states of even unmasked tokens depend on which others are hidden.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from d1.models.head import body_and_head
-
-CHUNK_ELEMENTS = 2**24  # logits alive at once, positions x vocabulary: 67 MB in fp32
-
-
-def token_logps(logits: Tensor, ids: Tensor) -> Tensor:
-    """log softmax(logits)[ids]: (..., vocab) and (...) -> (...)."""
-    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+from d1.models.attention import require_prepared
+from d1.models.head import body_and_head, target_logps
 
 
-def token_entropies(logits: Tensor) -> Tensor:
-    """Entropy in nats of each position's distribution: (..., vocab) -> (...)."""
-    logps = logits.log_softmax(-1)
-    return -(logps.exp() * logps).sum(-1)
+@dataclass(frozen=True)
+class Views:
+    """The states to score a batch of completions in.
 
-
-def mean_field_scores(
-    model: Any,
-    prompt_ids: Tensor,
-    attention_mask: Tensor,
-    completion_ids: Tensor,
-    prompt_noise: Tensor,
-    *,
-    mask_token_id: int,
-    gen_length: int,
-    scored: Tensor | None = None,
-    with_entropies: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`mean_field_logps` and, if asked for, the entropies of the same distributions (without gradients).
-
-    Args:
-        scored: (rows, completion) bool, the positions to score (default: all). The head runs nowhere else, and the
-            results are 0 there: positions after a row's end of text cost nothing.
+    Attributes:
+        noise: (rows, views, prompt + canvas) bool, the tokens that each view hides. Padding is never a token, and
+            canvas behind the completion is masked in every view.
+        weights: (rows, views, tokens) float; a token of weight 0 is not scored in that view and costs nothing.
     """
-    check_shapes(prompt_ids, completion_ids, prompt_noise, gen_length)
-    body, head = body_and_head(model)
-    rows, prompt_length = prompt_ids.shape
-    # The canvas always has its full length, every position visible, so it says nothing of a completion's length.
-    canvas = prompt_ids.new_full((rows, gen_length), mask_token_id)
-    noised = torch.where(prompt_noise & attention_mask.bool(), mask_token_id, prompt_ids)
-    visible = None  # a mask that hides nothing would keep compiled attention from its fast kernels
-    if not attention_mask.all():
-        visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
-    states = body(torch.cat([noised, canvas], dim=1), visible)
-    if scored is None:
-        scored = torch.ones_like(completion_ids, dtype=torch.bool)
-    states = states[:, prompt_length : prompt_length + scored.shape[1]][scored]
-    # As many chunks as the shapes say, whatever is scored: where the head is sharded, every rank must call it as often.
-    at_once = max(1, CHUNK_ELEMENTS // model.config.vocab_size)
-    chunks = -(-rows * gen_length // at_once)
 
-    def score(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = head(states).float()
-        logps = token_logps(logits, ids)
-        # Last, so that the recomputation, which stops when it has what the gradient needs, leaves it out.
-        with torch.no_grad():
-            return logps, token_entropies(logits) if with_entropies else None
-
-    def recomputed(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        return checkpoint(score, states, ids, use_reentrant=False)  # type: ignore[return-value]
-
-    # The backward pass begins with the last chunk and frees it before it computes the others again: that one is full.
-    def split(values: Tensor) -> list[Tensor]:
-        cut = max(0, len(values) - at_once)
-        return [*values[:cut].tensor_split(chunks - 1), values[cut:]] if chunks > 1 else [values]
-
-    *others, last = zip(split(states), split(completion_ids[scored]), strict=True)
-    done = [(recomputed if torch.is_grad_enabled() else score)(*part) for part in others] + [score(*last)]
-    logps, entropies = zip(*done, strict=True)
-
-    def placed(values: tuple[Tensor, ...]) -> Tensor:
-        return torch.zeros(scored.shape, device=scored.device).masked_scatter(scored, torch.cat(values))
-
-    return placed(logps), placed(entropies) if with_entropies else None
+    noise: Tensor
+    weights: Tensor
 
 
-def mean_field_logps(
+class Scores(NamedTuple):
+    """What `score` gives.
+
+    Attributes:
+        logps: (rows, tokens) fp32, the weighted sum of log-probabilities; 0 where every weight is 0. Differentiable.
+        entropies: (rows, tokens), the same sum of the entropies in nats of the same distributions, without gradients;
+            None unless asked for.
+        views: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored; None unless
+            asked for. Differentiable.
+    """
+
+    logps: Tensor
+    entropies: Tensor | None = None
+    views: Tensor | None = None
+
+
+def score(
     model: Any,
     prompt_ids: Tensor,
     attention_mask: Tensor,
     completion_ids: Tensor,
-    prompt_noise: Tensor,
+    views: Views,
     *,
     mask_token_id: int,
     gen_length: int,
-) -> Tensor:
-    """One-step mean-field log-probabilities (d1, arXiv 2504.12216, section 3.1).
+    with_entropies: bool = False,
+    with_views: bool = False,
+) -> Scores:
+    """Log-probabilities of completions, summed over views with their weights.
 
-    Each token of the completion is scored as if it were revealed alone, in one step, from a canvas of masks behind a
-    randomly masked prompt: l_k = log softmax f(q' + masks)[o_k].
+    One forward pass a view. With gradients and several views, each view's pass is computed again when the backward pass
+    comes to it, so that memory does not grow with their number.
 
     Args:
+        model: from `d1.models.load_model`.
         prompt_ids, attention_mask: (rows, prompt), padded on the left.
-        completion_ids: (rows, completion), completion <= gen_length.
-        prompt_noise: (rows, prompt) bool, the prompt tokens to hide.
-        gen_length: length of the canvas the completion was sampled on.
-
-    Returns:
-        (rows, completion) fp32; differentiable where gradients are on.
+        completion_ids: (rows, tokens), tokens <= gen_length.
+        gen_length: length of the canvas the completion was sampled on. All of it is visible to attention: a shorter one
+            would tell the model where the completion ends.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: the model was not prepared, or shapes do not fit each other.
     """
-    return mean_field_scores(
-        model,
-        prompt_ids,
-        attention_mask,
-        completion_ids,
-        prompt_noise,
-        mask_token_id=mask_token_id,
-        gen_length=gen_length,
-    )[0]
+    require_prepared(model)
+    check_shapes(prompt_ids, completion_ids, views, gen_length)
+    rows, width = completion_ids.shape
+    behind = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
+    clean = torch.cat([prompt_ids, completion_ids, behind], dim=1)
+    visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
+    noise = views.noise & visible.bool().unsqueeze(1)
 
-
-def check_shapes(prompt_ids: Tensor, completion_ids: Tensor, prompt_noise: Tensor, gen_length: int) -> None:
-    if prompt_noise.shape != prompt_ids.shape:
-        raise ValueError(
-            f"prompt_noise {tuple(prompt_noise.shape)} must have the prompt's shape {tuple(prompt_ids.shape)}"
+    def view(hidden: Tensor, scored: Tensor) -> tuple[Tensor, Tensor | None]:
+        # A mask that hides nothing would keep compiled attention from its fast kernels.
+        states = body_and_head(model)[0](
+            clean.masked_fill(hidden, mask_token_id), None if attention_mask.all() else visible
         )
+        states = states[:, prompt_ids.shape[1] :][:, :width][scored]
+        values = target_logps(model, states, completion_ids[scored], with_entropies=with_entropies)
+        return placed(values[0], scored), None if values[1] is None else placed(values[1], scored)
+
+    recompute = torch.is_grad_enabled() and views.noise.shape[1] > 1
+    compute: Callable[..., Any] = partial(checkpoint, view, use_reentrant=False) if recompute else view
+    each = [compute(*of) for of in zip(noise.unbind(1), views.weights.ne(0).unbind(1), strict=True)]
+    logps = torch.stack([logps for logps, _ in each], dim=1)
+    entropies = torch.stack([entropy for _, entropy in each], dim=1) if with_entropies else None
+    return Scores(
+        (views.weights * logps).sum(1),
+        None if entropies is None else (views.weights * entropies).sum(1),
+        logps if with_views else None,
+    )
+
+
+def placed(values: Tensor, where: Tensor) -> Tensor:
+    """`values` (n,) at the n true places of `where`, 0 elsewhere."""
+    return values.new_zeros(where.shape).masked_scatter(where, values)
+
+
+def check_shapes(prompt_ids: Tensor, completion_ids: Tensor, views: Views, gen_length: int) -> None:
+    rows, prompt = prompt_ids.shape
     if completion_ids.shape[1] > gen_length:
         raise ValueError(f"a completion of {completion_ids.shape[1]} tokens does not fit a canvas of {gen_length}")
+    expected = {"noise": (rows, prompt + gen_length), "weights": tuple(completion_ids.shape)}
+    for name, (first, last) in expected.items():
+        found = tuple(getattr(views, name).shape)
+        if len(found) != 3 or (found[0], found[2]) != (first, last):
+            raise ValueError(f"views.{name} must be ({first}, views, {last}), got {found}")
+    if views.noise.shape[1] != views.weights.shape[1]:
+        raise ValueError(f"{views.noise.shape[1]} views have noise and {views.weights.shape[1]} have weights")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from d1.masking import draw_mask, keyed_generator, noise_level, prompt_masks
+from d1.masking import draw_mask, keyed_generator, noise_level
 
 
 def rows_of(*keys):
@@ -51,35 +51,9 @@ def test_draw_mask_matches_a_loop_that_draws_one_number_a_maskable_token():
     assert draw_mask(maskable, 0.6, keyed_generator(7)).tolist() == expected
 
 
-def test_padding_and_batch_do_not_change_a_rows_prompt_masks():
-    keys = [(0, 0), (0, 1), (0, 2)]
-    maskable = torch.ones(3, 12, dtype=torch.bool)
-    maskable[1, :5] = False
-    batch = prompt_masks(maskable, 4, 0.3, rows_of(*keys))
-    assert batch.shape == (3, 4, 12)
-    alone = prompt_masks(maskable[1:2, 5:], 4, 0.3, rows_of(keys[1]))
-    assert torch.equal(batch[1:2, :, 5:], alone)
-    assert not batch[1, :, :5].any()
-    assert not torch.equal(batch[0], batch[2])  # each row has its own
-    assert len({tuple(mask.tolist()) for mask in batch[0]}) > 1  # and so has each inner update
-
-
-def test_fixed_masking_repeats_the_first_random_mask():
-    maskable = torch.ones(2, 30, dtype=torch.bool)
-    fixed = prompt_masks(maskable, 3, 0.3, rows_of((0,), (1,)), fixed=True)
-    random_first = prompt_masks(maskable, 3, 0.3, rows_of((0,), (1,)))[:, 0]
-    for update in range(3):
-        assert torch.equal(fixed[:, update], random_first)
-
-
 def test_masking_leaves_every_global_random_state_alone():
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    prompt_masks(torch.ones(2, 30, dtype=torch.bool), 3, 0.3, rows_of((0,), (1,)))
+    draw_mask(torch.ones(2, 30, dtype=torch.bool), 0.3, keyed_generator(0))
     assert random.getstate() == states[0]
     assert all(np.array_equal(now, then) for now, then in zip(np.random.get_state(), states[1], strict=True))
     assert torch.equal(torch.get_rng_state(), states[2])
-
-
-def test_one_generator_a_row_is_demanded():
-    with pytest.raises(ValueError, match="one generator a row"):
-        prompt_masks(torch.ones(2, 3, dtype=torch.bool), 1, 0.1, rows_of((0,)))

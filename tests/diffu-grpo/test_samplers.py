@@ -3,20 +3,19 @@
 import re
 from types import SimpleNamespace
 
-import diffu_grpo_trainer
 import pytest
 import torch
+import trl_bridge
 from accelerate import Accelerator
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
-from diffu_grpo_trainer import DiffuGRPOTrainer, in_step_to_sample
+from diffu_grpo_trainer import DiffuGRPOTrainer
 from transformers import BertConfig
+from trl_bridge import in_step_to_sample
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import rollout
-from d1.sampling.settings import choose_sampler
-from d1.scoring.views import mean_field_scores
 
 WORDS = ["abc", "defgh", "ij", "klmn"]
 SETTINGS = {
@@ -102,19 +101,23 @@ class Spy(DiffuGRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.sampled, self.seen = {}, []
+        self.sampled, self.seen, self.scored = {}, [], []
 
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        completions, rest = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        for prompt, completion, logps in zip(prompt_ids, completions, self._rollout_logps, strict=True):
+    def rollout(self, prompt_ids):
+        completions, records = super().rollout(prompt_ids)
+        for prompt, completion, record in zip(prompt_ids, completions, records, strict=True):
             # Equal samples may have been revealed in other orders.
-            self.sampled.setdefault((tuple(prompt), tuple(completion)), []).append(logps[: len(completion)])
-        return completions, rest
+            self.sampled.setdefault((tuple(prompt), tuple(completion)), []).append(torch.tensor(record))
+        return completions, records
 
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        update = self._step // self.args.steps_per_generation % self.num_iterations
-        self.seen.append((update, inputs, self._new_logps))
+    def scores(self, model, batch, views, **options):
+        self.scored.append((batch, views, super().scores(model, batch, views, **options)))
+        return self.scored[-1][2]
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        update = self.micro_step // self.args.steps_per_generation % self.num_iterations
+        self.seen.append((update, batch, self.scored[-1][2].logps.detach()))
         return loss
 
 
@@ -129,8 +132,11 @@ def test_rollout_log_probs_stay_with_their_samples_and_are_compared_where_scored
         for row, kept in enumerate(inputs["completion_mask"].bool()):
             prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
             completion = inputs["completion_ids"][row][kept].tolist()
-            found = inputs["rollout_logps"][row][kept]
-            assert any(torch.equal(found, logps) for logps in trainer.sampled[tuple(prompt), tuple(completion)])
+            names = ("rollout_logps", "rollout_entropies", "reveal_steps")
+            record = torch.stack([inputs[name][row][kept].float() for name in names], dim=-1)
+            assert any(torch.equal(record, one) for one in trainer.sampled[tuple(prompt), tuple(completion)])
+            assert record[:, 1:].min() >= 0
+            found = record[:, 0]
             if update == 0:
                 gaps.setdefault(number // accumulation, []).append((found - new[row][kept]).double())
     assert set(gaps) == {0, 2}
@@ -143,19 +149,17 @@ def test_rollout_log_probs_stay_with_their_samples_and_are_compared_where_scored
             assert entry["sampling/ratio_max"] == pytest.approx((-gap).exp().max().item(), rel=1e-5)
 
 
-def test_the_head_scores_up_to_each_rows_end_of_text(tiny_model_dir, tmp_path, monkeypatch):
-    seen = []
-
-    def recorded(model, prompt_ids, attention_mask, completion_ids, *args, scored, **kwargs):
-        seen.extend(zip(completion_ids.tolist(), scored.tolist(), strict=True))
-        return mean_field_scores(model, prompt_ids, attention_mask, completion_ids, *args, scored=scored, **kwargs)
-
-    monkeypatch.setattr(diffu_grpo_trainer, "mean_field_scores", recorded)
-    trained(make_trainer(tiny_model_dir, tmp_path, max_steps=1))
+def test_each_row_is_scored_up_to_its_end_of_text(tiny_model_dir, tmp_path):
+    trainer = make_trainer(tiny_model_dir, tmp_path, Spy, max_steps=1)
+    trained(trainer)
     kept = []
-    for tokens, scored in seen:
-        kept.append(tokens.index(2) + 1 if 2 in tokens else len(tokens))
-        assert scored == [True] * kept[-1] + [False] * (len(tokens) - kept[-1])
+    for batch, views, scores in trainer.scored:
+        for tokens, weights, logps in zip(
+            batch["completion_ids"].tolist(), views.weights[:, 0], scores.logps, strict=True
+        ):
+            kept.append(tokens.index(2) + 1 if 2 in tokens else len(tokens))
+            expected = [1.0] * kept[-1] + [0.0] * (len(tokens) - kept[-1])
+            assert weights.tolist() == expected == logps.ne(0).float().tolist()
     assert min(kept) < max(kept)
 
 
@@ -173,7 +177,7 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
     trainer = make_trainer(tiny_model_dir, tmp_path, sampler="cached+parallel", **options)
     trainer.model.train()
     prompts = [[1, 5, 9, 6], [1, 5, 20, 21, 22, 6]]
-    completions, _ = trainer._generate_single_turn(prompts, None, {}, 1)
+    completions, records = trainer.rollout(prompts)
     model = talkative(tiny_model_dir)
     for row, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
@@ -187,11 +191,13 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
             steps=12,
             temperature=0.9,
             generator=[keyed_generator(42, 1, 0, row)],
-            sampler=choose_sampler("cached+parallel", **options),
+            sampler="cached+parallel",
+            **options,
         )
         kept = len(completions[row])
         assert completions[row] == alone.ids[0, len(prompt) :][:kept].tolist()
-        torch.testing.assert_close(trainer._rollout_logps[row, :kept], alone.logps[0, :kept], rtol=0, atol=1e-5)
+        record = torch.stack([alone.logps, alone.entropies, alone.reveal_steps.float()], dim=-1)[0, :kept]
+        torch.testing.assert_close(torch.tensor(records[row]), record, rtol=0, atol=1e-5)
     entries = trained(trainer)
     assert entries[0]["sampling/forward_passes"] < 12
     assert torch.isfinite(torch.tensor([entry["loss"] for entry in entries])).all()
@@ -210,7 +216,7 @@ def test_processes_that_share_weights_must_keep_step():
 def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_step(
     tiny_model_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(diffu_grpo_trainer, "in_step_to_sample", lambda *_: True)
+    monkeypatch.setattr(trl_bridge, "in_step_to_sample", lambda *_: True)
     assert make_trainer(tiny_model_dir, tmp_path).eos_stop  # one process waits for nobody
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     assert not make_trainer(tiny_model_dir, tmp_path).eos_stop
@@ -222,7 +228,7 @@ def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_ste
 def test_an_encoder_is_refused_a_cache_with_the_settings(tiny_model_dir, tmp_path):
     with pytest.raises(ValueError, match="bert is an encoder"):
         DiffuGRPOTrainer(
-            model=SimpleNamespace(config=BertConfig()),
+            model=SimpleNamespace(config=BertConfig(), d1_prepared=True),
             reward_funcs=vowels,
             args=DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path), "sampler": "cached"})),
             train_dataset=None,

@@ -15,10 +15,10 @@ from diffu_grpo_trainer import DiffuGRPOTrainer, eos_cut
 from peft import LoraConfig
 from rollout_state import save_rollout
 from transformers import AddedToken, TrainerCallback
+from trl_bridge import rollout_buffer
 
 from d1.models import load_model, load_tokenizer
 from d1.runs.checkpoints import checkpoint_to_resume
-from d1.scoring.views import mean_field_scores
 
 # Long enough that two random masks of one prompt are never equal by chance, each of another length.
 WORDS = [letter * (24 + index) for index, letter in enumerate("abcdefghijkl")]
@@ -73,32 +73,38 @@ def make_trainer(
 
 
 class Recorder(DiffuGRPOTrainer):
-    """Writes down which sample met which mask in each loss, and the ratios there."""
+    """Writes down which sample met which views in each loss, and the ratios there."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.met, self.ratios, self.cycle = [], [], 0
+        self.met, self.ratios, self.cycle, self.scored = [], [], 0, []
 
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
+    def after_rollout(self, batch, record):
+        super().after_rollout(batch, record)
         if self.model.training:
             self.cycle += 1
-            output["uid"] = torch.arange(len(output["prompt_ids"])) + 1000 * self.cycle
-        return output
+            batch["uid"] = torch.arange(len(batch["prompt_ids"])) + 1000 * self.cycle
 
-    def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
+    def scores(self, model, batch, views, **options):
+        scores = super().scores(model, batch, views, **options)
+        if torch.is_grad_enabled():
+            self.scored.append((views, scores.logps.detach()))
+        return scores
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
         if self.model.training:
-            masks = inputs["prompt_noise"]
-            for row, uid in enumerate(inputs["uid"].tolist()):
-                used = self._prompt_noise[row]
-                index = [k for k in range(self.num_iterations) if torch.equal(masks[row, k], used)]
-                self.met.append((uid, index[0], used.sum().item()))
-            update = self._step // self.args.steps_per_generation % self.num_iterations
-            old = inputs.get("old_per_token_logps")
+            views, logps = self.scored.pop()
+            for row, uid in enumerate(batch["uid"].tolist()):
+                of = range(self.num_iterations)
+                update = [k for k in of if torch.equal(batch["view_noise"][row, k], views.noise[row])]
+                hidden = views.noise[row, :, : batch["prompt_ids"].shape[1]].sum().item()
+                self.met.append((uid, update[0], hidden))
+            update = self.micro_step // self.args.steps_per_generation % self.num_iterations
+            old = batch.get("old_per_token_logps")
             if old is not None:
-                ratio = (self._new_logps - old[:, update]).exp()[inputs["completion_mask"].bool()]
-                self.ratios.append((self._step, self.state.global_step, update, ratio))
+                ratio = (logps - old[:, update]).exp()[batch["completion_mask"].bool()]
+                self.ratios.append((self.micro_step, self.state.global_step, update, ratio))
         return loss
 
 
@@ -156,10 +162,10 @@ def test_the_ratio_is_one_at_the_first_inner_update_and_only_under_the_right_mas
     assert min((ratio - 1).abs().max() for ratio in later) > 1e-4
 
     class WrongMask(Recorder):
-        def _compute_loss(self, model, inputs):
+        def loss(self, model, batch):
             if self.model.training:
-                inputs = {**inputs, "prompt_noise": inputs["prompt_noise"].roll(1, dims=1)}
-            return super()._compute_loss(model, inputs)
+                batch = {**batch, "view_noise": batch["view_noise"].roll(1, dims=1)}
+            return super().loss(model, batch)
 
     trainer = make_trainer(tiny_model_dir, tmp_path, WrongMask, num_iterations=4, max_steps=1, p_mask_prompt=0.6)
     trainer.train()
@@ -181,32 +187,31 @@ def test_fixed_masking_uses_one_mask_for_all_updates(tiny_model_dir, tmp_path):
     trainer.train()
     assert {index for _, index, _ in trainer.met} == {0}
     assert sum(size for _, _, size in trainer.met) > 0
-    masks = trainer._buffered_inputs[0]["prompt_noise"]
+    masks = rollout_buffer(trainer)[0]["view_noise"]
     assert not torch.equal(masks[0], masks[1])  # but each sample has its own
 
 
-def test_equal_masks_are_scored_once(tiny_model_dir, tmp_path, monkeypatch):
+def test_equal_masks_are_scored_once(tiny_model_dir, tmp_path):
     calls = []
 
-    def counted(*args, **kwargs):
-        calls.append(torch.is_grad_enabled())
-        return mean_field_scores(*args, **kwargs)
+    class Counting(DiffuGRPOTrainer):
+        def scores(self, *args, **kwargs):
+            calls.append(torch.is_grad_enabled())
+            return super().scores(*args, **kwargs)
 
-    monkeypatch.setattr(diffu_grpo_trainer, "mean_field_scores", counted)
     counts = []
     for change in ({}, {"random_masking": False}, {"p_mask_prompt": 0.0}):
-        make_trainer(tiny_model_dir, tmp_path, num_iterations=4, max_steps=1, **change).train()
+        make_trainer(tiny_model_dir, tmp_path, Counting, num_iterations=4, max_steps=1, **change).train()
         counts.append(calls.count(False))  # old and reference log-probs, before the update's own
         calls.clear()
-    assert counts[0] == 4 * counts[1]
-    assert counts[2] == counts[1] > 0
+    assert counts == [2 * 4, 2, 2]
 
 
 def test_masks_and_rollouts_leave_the_global_random_state_alone(tiny_model_dir, tmp_path):
     trainer = make_trainer(tiny_model_dir, tmp_path)
     trainer.model.train()
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
-    trainer._generate_single_turn([[1, 5, 9, 6], [1, 5, 6]], None, {}, 2)
+    trainer.rollout([[1, 5, 9, 6], [1, 5, 6]])
     assert random.getstate() == states[0]
     assert np.array_equal(np.random.get_state()[1], states[1])
     assert torch.equal(torch.get_rng_state(), states[2])
@@ -214,17 +219,20 @@ def test_masks_and_rollouts_leave_the_global_random_state_alone(tiny_model_dir, 
 
 def test_special_tokens_are_masked_unless_protected(tiny_model_dir, tmp_path):
     for protect in (False, True):
-        trainer = make_trainer(tiny_model_dir, tmp_path, protect_special_tokens=protect)
+        options = {"p_mask_prompt": 0.9, "max_steps": 1, "protect_special_tokens": protect}
+        trainer = make_trainer(tiny_model_dir, tmp_path, **options)
         trainer.processing_class.add_tokens(AddedToken("<header>", special=True))  # flagged, but with no role
         header = trainer.processing_class.convert_tokens_to_ids("<header>")
         assert header not in trainer.processing_class.all_special_ids
-        ids = torch.tensor([[0, 1, 5, 9, 10, 11, 6, header]] * 40)
-        mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]] * 40)
-        special = torch.tensor([True, True, True, False, False, False, True, True])
-        noise = trainer._draw_prompt_masks(ids, mask)
-        assert not noise[..., 0].any()  # padding
-        assert noise[..., ~special].any()
-        assert noise[..., special].any().item() is not protect
+        assert trainer.protected(torch.tensor([[1, 9, header]])).tolist() == [[protect, False, protect]]
+        trainer.train()
+        batch = rollout_buffer(trainer)[0]
+        hidden = batch["view_noise"][:, 0, 0, : batch["prompt_ids"].shape[1]]
+        special = torch.isin(batch["prompt_ids"], torch.tensor(trainer.processing_class.all_special_ids))
+        padding = batch["prompt_mask"] == 0
+        assert not hidden[padding].any()
+        assert hidden[~special & ~padding].any()
+        assert hidden[special & ~padding].any().item() is not protect
 
 
 def weights(model):
@@ -301,7 +309,7 @@ def test_the_lora_reference_is_the_model_without_its_adapter(tiny_model_dir, tmp
     adapter = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
     trainer = make_trainer(tiny_model_dir, tmp_path, Recorder, peft_config=adapter, beta=0.1, max_steps=1)
     trainer.train()
-    batch = trainer._buffered_inputs[0]
+    batch = rollout_buffer(trainer)[0]
     base = load_model(str(tiny_model_dir))
     from d1.scoring import mean_field_logps
 
@@ -311,7 +319,7 @@ def test_the_lora_reference_is_the_model_without_its_adapter(tiny_model_dir, tmp
             batch["prompt_ids"],
             batch["prompt_mask"],
             batch["completion_ids"],
-            batch["prompt_noise"][:, update],
+            batch["view_noise"][:, update, 0, : batch["prompt_ids"].shape[1]],
             mask_token_id=trainer.mask_token_id,
             gen_length=8,
         )
@@ -389,11 +397,11 @@ def test_the_loss_is_d1s_formula(tiny_model_dir, tmp_path):
     """-[sum_k m_k min(rho A, clip(rho) A) - beta KL3] / sum_k m_k, in plain Python floats."""
     seen = []
 
-    class Spy(DiffuGRPOTrainer):
-        def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            update = self._step // self.args.steps_per_generation % self.num_iterations
-            seen.append((loss.item(), update, self._new_logps, inputs))
+    class Spy(Recorder):
+        def loss(self, model, batch):
+            loss = DiffuGRPOTrainer.loss(self, model, batch)
+            update = self.micro_step // self.args.steps_per_generation % self.num_iterations
+            seen.append((loss.item(), update, self.scored.pop()[1], batch))
             return loss
 
     trainer = make_trainer(
@@ -422,7 +430,7 @@ def test_advantages_are_not_divided_by_the_groups_standard_deviation(tiny_model_
 
     trainer = make_trainer(tiny_model_dir, tmp_path, reward=by_length, max_steps=1)
     trainer.train()
-    batch = trainer._buffered_inputs[0]
+    batch = rollout_buffer(trainer)[0]
     texts = trainer.processing_class.batch_decode(
         [ids[mask.bool()] for ids, mask in zip(batch["completion_ids"], batch["completion_mask"], strict=True)],
         skip_special_tokens=True,
@@ -434,10 +442,10 @@ def test_advantages_are_not_divided_by_the_groups_standard_deviation(tiny_model_
 def test_a_rollout_is_the_same_alone_in_its_batch_and_with_more_padding(tiny_model_dir, tmp_path):
     trainer = make_trainer(tiny_model_dir, tmp_path, temperature=0.0)
     prompts = [[1, 5, 9, 6], [1, 5, 20, 21, 22, 23, 24, 6]]
-    together, _ = trainer._generate_single_turn(prompts, None, {}, 1)
+    together, _ = trainer.rollout(prompts)
     trainer.pad_to_multiple_of = 32
-    padded, _ = trainer._generate_single_turn(prompts, None, {}, 1)
-    alone = [trainer._generate_single_turn([prompt], None, {}, 1)[0][0] for prompt in prompts]
+    padded, _ = trainer.rollout(prompts)
+    alone = [trainer.rollout([prompt])[0][0] for prompt in prompts]
     assert together == padded == alone
 
 
@@ -446,7 +454,7 @@ def test_micro_batches_of_the_rollout_change_nothing(tiny_model_dir, tmp_path):
     for size in (None, 1, 3):
         trainer = make_trainer(tiny_model_dir, tmp_path, rollout_batch_size=size)
         trainer.model.train()
-        results.append(trainer._generate_single_turn([[1, 5, 9, 6]] * 4, None, {}, 4)[0])
+        results.append(trainer.rollout([[1, 5, 9, 6]] * 4)[0])
     assert results[0] == results[1] == results[2]
     assert len(set(map(tuple, results[0]))) > 1
 
@@ -504,12 +512,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(tiny_model_
     class Poison(DiffuGRPOTrainer):
         """Makes the third row of the second step's batch infinite."""
 
-        def _compute_loss(self, model, inputs):
+        def loss(self, model, batch):
             if self.state.global_step == 1:
-                inputs = {**inputs, "advantages": inputs["advantages"].clone()}
-                inputs["advantages"][2] = torch.inf
-                self.poisoned = self._tokenizer.decode(inputs["completion_ids"][2][inputs["completion_mask"][2].bool()])
-            return super()._compute_loss(model, inputs)
+                batch = {**batch, "advantages": batch["advantages"].clone()}
+                batch["advantages"][2] = torch.inf
+                kept = batch["completion_mask"][2].bool()
+                self.poisoned = self.text_tokenizer.decode(batch["completion_ids"][2][kept])
+            return super().loss(model, batch)
 
     trainer = make_trainer(tiny_model_dir, tmp_path, Poison, max_steps=4)
     with pytest.raises(FloatingPointError, match=r"became (nan|-?inf) at step 1"):

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import d1.scoring.views
+import d1.models.head
 from d1.models import load_model
-from d1.scoring import mean_field_logps
-from d1.scoring.views import mean_field_scores, token_entropies, token_logps
+from d1.models.fit import LiveStorages
+from d1.models.head import token_entropies, token_logps
+from d1.scoring import Views, mean_field_logps
+from d1.scoring import score as score_views
+from d1.scoring.one_step import one_step_views
 
 MASK = 3
 
@@ -126,9 +129,10 @@ def naive(model):
     return chosen * SCORED, torch.distributions.Categorical(logits=logits[:, 6:11]).entropy() * SCORED
 
 
-def in_chunks(model):
-    arguments = (PROMPTS, VISIBLE, COMPLETIONS, NOISES)
-    return mean_field_scores(model, *arguments, mask_token_id=MASK, gen_length=8, scored=SCORED, with_entropies=True)
+def in_chunks(model, scored=SCORED):
+    views = one_step_views(NOISES, scored, 8)
+    arguments = (PROMPTS, VISIBLE, COMPLETIONS, views)
+    return score_views(model, *arguments, mask_token_id=MASK, gen_length=8, with_entropies=True)[:2]
 
 
 def gradients(model, logps):
@@ -140,7 +144,7 @@ def gradients(model, logps):
 @pytest.mark.parametrize("positions", [1, 3, 100])
 def test_values_and_gradients_in_chunks_equal_the_naive_ones(kind, kind_dirs, monkeypatch, positions):
     model = load_model(kind_dirs[kind])
-    monkeypatch.setattr(d1.scoring.views, "CHUNK_ELEMENTS", positions * model.config.vocab_size)
+    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", positions * model.config.vocab_size)
     (logps, entropies), (expected, expected_entropies) = in_chunks(model), naive(model)
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropies, expected_entropies, rtol=0, atol=1e-5)
@@ -157,7 +161,7 @@ def test_log_softmax_is_in_fp32_whatever_the_weights(kind_dirs):
     with torch.no_grad():
         logits = model(input_ids=torch.full((3, 14), MASK)).logits[:, 6:11].double()
     arguments = (torch.full_like(PROMPTS, MASK), torch.ones_like(VISIBLE), COMPLETIONS, NOISES)
-    got, _ = mean_field_scores(model, *arguments, mask_token_id=MASK, gen_length=8)
+    got = mean_field_logps(model, *arguments, mask_token_id=MASK, gen_length=8)
     expected = logits.log_softmax(-1).gather(-1, COMPLETIONS.unsqueeze(-1)).squeeze(-1)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
@@ -182,26 +186,114 @@ class HeadCalls(TorchDispatchMode):
 
 def test_the_head_runs_on_scored_positions_only_and_never_on_more_than_a_chunk(model, monkeypatch):
     vocabulary = model.config.vocab_size
-    monkeypatch.setattr(d1.scoring.views, "CHUNK_ELEMENTS", 6 * vocabulary)
+    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 6 * vocabulary)
     with HeadCalls(vocabulary) as forward:
         logps, _ = in_chunks(model)
     with HeadCalls(vocabulary) as backward:
         logps.sum().backward()
-    assert forward.positions == [2, 2, 2, 6]  # 12 of 15 positions; canvas 3 x 8 in chunks of 6
-    assert backward.positions == [2, 2, 2]  # the last chunk was kept
+    assert forward.positions == [6, 6]  # 12 of 15 positions
+    assert backward.positions == [6]  # the last chunk was kept
     assert max(forward.largest, backward.largest) == 6
     with HeadCalls(vocabulary) as unbounded:
         naive(model)
     assert unbounded.largest == 3 * 14
 
 
-def test_the_number_of_head_calls_does_not_depend_on_what_is_scored(model, monkeypatch):
-    # Ranks that share a sharded head must call it equally often, or they wait for each other for ever.
-    monkeypatch.setattr(d1.scoring.views, "CHUNK_ELEMENTS", 6 * model.config.vocab_size)
-    for scored in (SCORED, torch.zeros_like(SCORED), torch.ones_like(SCORED)):
-        with HeadCalls(model.config.vocab_size) as calls:
-            scores, _ = mean_field_scores(
-                model, PROMPTS, VISIBLE, COMPLETIONS, NOISES, mask_token_id=MASK, gen_length=8, scored=scored
-            )
-        assert len(calls.positions) == 4
-        assert not scores[~scored].any()
+def test_nothing_scored_still_calls_the_head_so_that_every_weight_has_a_gradient(model):
+    with HeadCalls(model.config.vocab_size) as calls:
+        scores, _ = in_chunks(model, torch.zeros_like(SCORED))
+    assert calls.positions == [0]
+    assert not scores.any()
+    scores.sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
+# --- Several views ---------------------------------------------------------------------------------------------------
+
+
+def drawn_views(count):
+    """Any states and weights: noise over prompt and canvas alike, a third of the weights 0."""
+    generator = torch.Generator().manual_seed(count)
+    noise = torch.rand(3, count, 6 + 8, generator=generator) < 0.5
+    weights = torch.rand(3, count, 5, generator=generator) + 0.5
+    return Views(noise, weights * (torch.rand(3, count, 5, generator=generator) < 2 / 3))
+
+
+def one_forward_pass_a_token(model, views):
+    """The formula, token by token and view by view, without padding: (rows, views, tokens)."""
+    total = torch.zeros(views.weights.shape)
+    for row, view, token in views.weights.nonzero().tolist():
+        real = VISIBLE[row].bool()
+        canvas = torch.cat([PROMPTS[row][real], COMPLETIONS[row], torch.full((3,), MASK)])
+        hidden = torch.cat([views.noise[row, view, :6][real], views.noise[row, view, 6:]])
+        logits = model(input_ids=canvas.masked_fill(hidden, MASK).unsqueeze(0)).logits[0]
+        total[row, view, token] = logits[int(real.sum()) + token].log_softmax(-1)[COMPLETIONS[row, token]]
+    return total
+
+
+def test_several_views_are_summed_with_their_weights(kind, kind_dirs):
+    model = load_model(kind_dirs[kind])
+    views = drawn_views(3)
+    options = {"mask_token_id": MASK, "gen_length": 8, "with_views": True}
+    got = score_views(model, PROMPTS, VISIBLE, COMPLETIONS, views, **options)
+    with torch.no_grad():
+        expected = one_forward_pass_a_token(model, views)
+    torch.testing.assert_close(got.views, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.logps, (views.weights * expected).sum(1), rtol=0, atol=1e-5)
+    assert got.entropies is None
+
+
+def test_gradients_of_several_views_are_the_formulas(model):
+    views = drawn_views(3)
+    got = score_views(model, PROMPTS, VISIBLE, COMPLETIONS, views, mask_token_id=MASK, gen_length=8).logps
+    found = gradients(model, got)
+    for name, value in gradients(model, (views.weights * one_forward_pass_a_token(model, views)).sum(1)).items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_views_that_are_copies_weigh_as_one(model):
+    one = one_step_views(NOISES, SCORED, 8)
+    halves = Views(one.noise.expand(-1, 4, -1), one.weights.expand(-1, 4, -1) / 4)
+    options = {"mask_token_id": MASK, "gen_length": 8, "with_entropies": True}
+    for whole, parts in zip(
+        score_views(model, PROMPTS, VISIBLE, COMPLETIONS, one, **options)[:2],
+        score_views(model, PROMPTS, VISIBLE, COMPLETIONS, halves, **options)[:2],
+        strict=True,
+    ):
+        torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+
+
+def test_peak_memory_does_not_grow_with_the_views(model):
+    prompt, visible = PROMPTS.repeat(1, 8), VISIBLE.repeat(1, 8)
+    peaks = {}
+    for count in (1, 2, 4, 16):
+        views = drawn_views(count)
+        views = Views(torch.cat([views.noise[..., :6].repeat(1, 1, 8), views.noise[..., 6:]], dim=-1), views.weights)
+        with LiveStorages() as storages:
+            logps = score_views(model, prompt, visible, COMPLETIONS, views, mask_token_id=MASK, gen_length=8)
+            logps.logps.sum().backward()
+        model.zero_grad(set_to_none=True)
+        peaks[count] = storages.peak
+    assert max(peaks.values()) < 1.1 * min(peaks.values()), peaks
+
+
+def test_shapes_of_views_that_do_not_fit_are_refused(model):
+    views = drawn_views(2)
+    wrong = {
+        "views.noise must be": Views(views.noise[:, :, 1:], views.weights),
+        "views.weights must be": Views(views.noise, views.weights[:, :, :-1]),
+        "2 views have noise and 1 have weights": Views(views.noise, views.weights[:, :1]),
+    }
+    for message, views in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            score_views(model, PROMPTS, VISIBLE, COMPLETIONS, views, mask_token_id=MASK, gen_length=8)
+
+
+def test_a_model_that_was_not_prepared_is_refused(tiny_model_dir):
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with pytest.raises(ValueError, match="not prepared for masked diffusion"):
+        score(plain)

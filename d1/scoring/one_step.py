@@ -1,0 +1,66 @@
+"""d1's estimator: every token as if it were revealed alone, in one step (arXiv 2504.12216, section 3.1).
+
+The canvas is all masks, and each token of the prompt is hidden at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from d1.masking import draw_mask
+from d1.scoring.rollouts import SampledRows
+from d1.scoring.views import Views, score
+
+
+def one_step_views(prompt_noise: Tensor, scored: Tensor, gen_length: int) -> Views:
+    """One view: the whole canvas hidden, and of the prompt what `prompt_noise` (rows, prompt) says.
+
+    Args:
+        scored: (rows, tokens) bool, the tokens of the completion that count, with weight 1.
+    """
+    canvas = prompt_noise.new_ones(len(prompt_noise), gen_length)
+    return Views(torch.cat([prompt_noise, canvas], dim=1).unsqueeze(1), scored.float().unsqueeze(1))
+
+
+def draw(sampled: SampledRows, generators: Sequence[Generator], settings: Any) -> Views:
+    """Each maskable token of the prompt is hidden with probability `settings.p_mask_prompt`."""
+    rows = zip(sampled.maskable, generators, strict=True)
+    noise = torch.stack([draw_mask(row, settings.p_mask_prompt, generator) for row, generator in rows])
+    return one_step_views(noise, sampled.scored, sampled.gen_length)
+
+
+def mean_field_logps(
+    model: Any,
+    prompt_ids: Tensor,
+    attention_mask: Tensor,
+    completion_ids: Tensor,
+    prompt_noise: Tensor,
+    *,
+    mask_token_id: int,
+    gen_length: int,
+) -> Tensor:
+    """One-step mean-field log-probabilities l_k = log softmax f(q' + masks)[o_k], q' the masked prompt.
+
+    Args:
+        prompt_ids, attention_mask: (rows, prompt), padded on the left.
+        completion_ids: (rows, completion), completion <= gen_length.
+        prompt_noise: (rows, prompt) bool, the prompt tokens to hide.
+        gen_length: length of the canvas the completion was sampled on.
+
+    Returns:
+        (rows, completion) fp32; differentiable where gradients are on.
+
+    Raises:
+        ValueError: the model was not prepared, or shapes do not fit each other.
+    """
+    if prompt_noise.shape != prompt_ids.shape:
+        raise ValueError(
+            f"prompt_noise {tuple(prompt_noise.shape)} must have the prompt's shape {tuple(prompt_ids.shape)}"
+        )
+    views = one_step_views(prompt_noise, torch.ones_like(completion_ids, dtype=torch.bool), gen_length)
+    given = (prompt_ids, attention_mask, completion_ids, views)
+    return score(model, *given, mask_token_id=mask_token_id, gen_length=gen_length).logps

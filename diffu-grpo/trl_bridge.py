@@ -1,0 +1,245 @@
+"""All that touches what TRL 1.16 does not offer in public: its private methods and state, and a patch.
+
+`CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods turned into four questions that a subclass answers:
+`rollout`, `after_rollout`, `loss`, `tokenized`. To delete, one by one, as TRL offers
+- a way to sample with a function of one's own that keeps TRL's tokenising, rewards and logging (`rollout_func` is given
+  prompts as text, and replaces tokenising too);
+- log-probabilities as an argument of its loss;
+- a reference model as an argument of its constructor;
+- a RepeatSampler that does not start again from the first epoch's order after a resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import trl.trainer.grpo_trainer as trl_grpo
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
+from trl.trainer.utils import RepeatSampler, use_adapter
+
+from d1.models import load_model
+from d1.scoring import Scores
+
+TokenRecord = list[list[float]]  # a completion's tokens, and of each the numbers that travel with it
+
+
+class CanvasGRPOTrainer(GRPOTrainer):
+    """TRL's GRPOTrainer for completions that are sampled as a canvas and scored in states of one's own choice.
+
+    Of TRL it leaves alone tokenising, rewards, advantages, losses, metrics, logging and checkpoints. It overrides
+    - `_tokenize_prompts`, to cut prompts (`tokenized`);
+    - `_generate_single_turn`, TRL's call of `generate`, with `rollout`. What a rollout records of each token travels in
+      the place of the sampling log-probabilities that vLLM would give;
+    - `_get_per_token_logps_and_entropies`, which TRL asks for log-probabilities on a rollout and in its loss. It knows
+      only one state to score in, so on the rollout it gets nothing (TRL then stores nothing, and `after_rollout` adds
+      what belongs there), and in the loss what is handed to `trl_loss`;
+    - `_generate_and_score_completions` and `_compute_loss`, to call `after_rollout` and `loss`;
+    - `_calculate_rewards`, to time it;
+    - `_get_train_sampler`, for an order that survives a resume.
+    """
+
+    # --- What a subclass answers --------------------------------------------------------------------------------------
+
+    def tokenized(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """The prompts' ids as they are sampled from."""
+        raise NotImplementedError
+
+    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[TokenRecord]]:
+        """A completion for each prompt, cut after its first EOS, and a record of its tokens."""
+        raise NotImplementedError
+
+    def after_rollout(self, batch: dict[str, Any], record: Tensor) -> None:
+        """Adds tensors (rows, ...) to a sampled batch, which are shuffled and split with it.
+
+        Args:
+            record: (rows, tokens, numbers), what `rollout` recorded, 0 where a completion has ended.
+        """
+        raise NotImplementedError
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """The loss of a micro-batch."""
+        raise NotImplementedError
+
+    # --- TRL's private methods ----------------------------------------------------------------------------------------
+
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, Any]:
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        if images is not None:
+            raise ValueError("images are not supported: masked diffusion language models take text")
+        return self.tokenized(prompt_ids), images, fields
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[TokenRecord]]:
+        return self.rollout(prompt_ids)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        return (model.logps, model.entropies, None) if isinstance(model, Scores) else (None, None, None)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        self.after_rollout(batch, batch.pop("sampling_per_token_logps"))
+        return batch
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        started = time.perf_counter()
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self.log_metric("seconds/reward", time.perf_counter() - started)
+        return rewards
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        return self.loss(model, inputs)
+
+    def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
+        return EpochSampler(
+            dataset if dataset is not None else self.train_dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+            epoch=lambda: int(self.state.epoch or 0),
+        )
+
+    # --- TRL's private state, and what it does with it ----------------------------------------------------------------
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-batches trained on so far; TRL counts on after the loss."""
+        return self._step
+
+    @property
+    def text_tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether updates come after the weights that sampled have changed; if not, the ratio is 1 by definition."""
+        cycle = self.args.steps_per_generation * self.num_iterations
+        return self.args.gradient_accumulation_steps % cycle != 0
+
+    @property
+    def weights_are_split(self) -> bool:
+        """Whether each process holds a part of the weights only."""
+        return self._dist.is_zero3 or self._dist.is_fsdp
+
+    @property
+    def samples_in_step(self) -> bool:
+        """Whether every forward pass of a rollout waits for all processes."""
+        return self.accelerator.num_processes > 1 and in_step_to_sample(self._dist, self.args.ds3_gather_for_generation)
+
+    @contextlib.contextmanager
+    def sampling_model(self) -> Iterator[Any]:
+        """The model without wrappers, its weights gathered where they are split and gathering was asked for."""
+        options = {
+            "gather_deepspeed3_params": self.args.ds3_gather_for_generation,
+            "gradient_checkpointing_kwargs": self.args.gradient_checkpointing_kwargs,
+        }
+        with (
+            unwrap_model_for_generation(self.model_wrapped, self.accelerator, **options) as model,
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            yield model
+
+    def trl_loss(self, scores: Scores, batch: dict[str, Any]) -> Tensor:
+        """TRL's loss of log-probabilities: `loss_type`, `importance_sampling_level`, KL, clipping, and its metrics.
+
+        Args:
+            batch: TRL's, with `old_per_token_logps` and `ref_per_token_logps` (rows, tokens) where there are any.
+        """
+        return super()._compute_loss(scores, batch)
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[Any]:
+        """The reference model: a second one, or the trained one without its adapter."""
+        if self.ref_model is not None:
+            yield self.ref_model
+            return
+        inner = self.accelerator.unwrap_model(self.model)
+        with use_adapter(inner, adapter_name="ref" if "ref" in inner.peft_config else None):
+            yield self.model
+
+    @contextlib.contextmanager
+    def without_checkpointing(self) -> Iterator[None]:
+        """Gradient checkpointing off, and gradients with it."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            yield
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Averaged until the next log, under its name or, in an evaluation, behind `eval_`."""
+        self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+
+def in_step_to_sample(dist: Any, ds3_gather_for_generation: bool) -> bool:
+    """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
+    return dist.is_fsdp or (dist.is_zero3 and not ds3_gather_for_generation)
+
+
+class EpochSampler(RepeatSampler):
+    """TRL's sampler with an order that is a function of (seed, epoch), which a resumed run finds again."""
+
+    def __init__(self, *args: Any, epoch: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) + self.epoch())
+        return super().__iter__()
+
+
+def rollout_buffer(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """The micro-batches of the rollout in use."""
+    return trainer._buffered_inputs or []
+
+
+def trl_counters(trainer: GRPOTrainer) -> dict[str, Any]:
+    """What else TRL keeps between steps and leaves out of a checkpoint, as JSON takes it (columns are deques)."""
+    return {
+        "step": trainer._step,
+        "metrics": trainer._metrics["train"],
+        "completions": trainer._logs if trainer.log_completions else {},
+    }
+
+
+def restore_trl(trainer: GRPOTrainer, batches: list[dict[str, Any]], counters: dict[str, Any]) -> None:
+    """Puts back what `rollout_buffer` and `trl_counters` gave."""
+    trainer._step = counters["step"]
+    trainer._buffered_inputs = batches or None
+    trainer._metrics["train"].update(counters["metrics"])
+    for group, columns in counters["completions"].items():
+        if isinstance(columns, list):
+            trainer._logs[group].extend(columns)
+        else:
+            for name, column in columns.items():
+                trainer._logs[group][name].extend(column)
+
+
+@contextlib.contextmanager
+def reference_from(model: Any) -> Iterator[None]:
+    """Inside, TRL's constructor copies a full fine-tune's reference from the model in memory.
+
+    TRL would load it again from its path, as a causal model.
+    """
+    original = trl_grpo.create_model_from_path
+    trl_grpo.create_model_from_path = lambda *args, **kwargs: reference_copy(model)
+    try:
+        yield
+    finally:
+        trl_grpo.create_model_from_path = original
+
+
+def reference_copy(model: Any) -> Any:
+    """A second model with the same weights. Those that ZeRO-3 cut over the ranks on loading are loaded again."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return load_model(model.name_or_path, dtype=model.dtype)
+    return copy.deepcopy(model)

@@ -1,0 +1,126 @@
+"""Log-probabilities in chunks against all logits at once, for every kind of model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    Gemma2Config,
+    LlamaConfig,
+    ModernBertConfig,
+    Qwen2Config,
+    RobertaConfig,
+)
+
+import d1.models.head
+from d1.models import attach_hooks
+from d1.models.head import body_and_head, run_inside, target_logps
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "initializer_range": 0.5,
+}
+DECODER: dict[str, Any] = SIZES | {"num_key_value_heads": 1, "is_causal": False}
+CONFIGS = {
+    "llama": LlamaConfig(**DECODER),
+    "next token": Qwen2Config(**DECODER | {"predicts_next_token": True}),
+    "softcap": Gemma2Config(**DECODER, head_dim=8, final_logit_softcapping=2.0),
+    "tied": Qwen2Config(**DECODER, tie_word_embeddings=True),
+    "bert": BertConfig(**SIZES),
+    "roberta": RobertaConfig(**SIZES),
+    "modernbert": ModernBertConfig(**SIZES),
+}
+
+
+def make(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = CONFIGS[kind]
+    auto: Any = AutoModelForMaskedLM if config.model_type in ("bert", "roberta", "modernbert") else AutoModelForCausalLM
+    return attach_hooks(auto.from_config(config, attn_implementation="eager")).double().eval()
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 50, (3, 20), generator=generator)
+    visible = (torch.arange(20) < torch.tensor([[20], [13], [7]])).long()
+    hidden = (torch.rand(3, 20, generator=generator) < 0.5) & visible.bool()
+    return ids, visible, hidden, torch.randint(1, 50, (int(hidden.sum()),), generator=generator)
+
+
+def gradients(model: Any, losses: Tensor) -> list[Tensor]:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return list(torch.autograd.grad((losses * torch.arange(1, len(losses) + 1)).sum(), weights))
+
+
+def chunked(model: Any, ids: Tensor, visible: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
+    def compute(inner: Any) -> Tensor:
+        return target_logps(inner, body_and_head(inner)[0](ids, visible)[hidden], targets)[0]
+
+    return run_inside(model, compute)
+
+
+def naive(model: Any, ids: Tensor, visible: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = model(input_ids=ids, attention_mask=visible).logits[hidden]
+    return -F.cross_entropy(logits, targets, reduction="none")
+
+
+@pytest.mark.parametrize("positions", [1, 7, 1000])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_values_and_gradients_are_those_of_all_logits(
+    kind: str, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", positions * 50)
+    model = make(kind)
+    found, expected = chunked(model, *batch()), naive(model, *batch())
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(model, found), gradients(model, expected))
+
+
+def test_adapters_and_wrapped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 5 * 50)
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = get_peft_model(make("llama"), config).eval()
+    found, expected = chunked(model, *batch()), naive(model, *batch())
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(model, found), gradients(model, expected))
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    model = make("llama")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    assert run_inside(other, lambda inner: inner is other)
+    torch.testing.assert_close(chunked(other, *batch()), naive(other, *batch()))
+
+
+def test_the_head_sees_targets_only_a_chunk_at_a_time_and_all_but_the_last_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 4 * 50)
+    model = make("llama")
+    ids, visible, hidden, targets = batch()
+    calls: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda module, states: calls.append(len(states[0])))
+    logps = chunked(model, ids, visible, hidden, targets)
+    assert max(calls) == calls[-1] == 4
+    assert sum(calls) == int(hidden.sum()) < visible.sum()
+    first_pass = list(calls)
+    logps.sum().backward()
+    assert sorted(calls[len(first_pass) :]) == sorted(first_pass[:-1])
