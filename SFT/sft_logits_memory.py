@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sft_loss import LOGITS_CHUNK, hidden_token_losses
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from d1.models import attach_hooks
+from d1.models.head import body_and_head, target_logps
 
 LLADA_VOCABULARY = 126464
 
@@ -31,16 +32,9 @@ def measure(way: str, rows: int, length: int, vocabulary: int) -> tuple[int, int
         vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
     )  # fmt: skip
     config.is_causal = False
-    model: Any = LlamaForCausalLM(config)
-    model.to(device)
+    model: Any = attach_hooks(LlamaForCausalLM(config)).to(device)
     calls: list[int] = []
-    project = model.lm_head.forward
-
-    def counted(states: Tensor) -> Tensor:
-        calls.append(states.shape[:-1].numel())
-        return project(states)
-
-    model.lm_head.forward = counted
+    model.lm_head.register_forward_pre_hook(lambda head, states: calls.append(states[0].shape[:-1].numel()))
     for parameter in model.parameters():  # a step's gradients are there either way
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(vocabulary, (rows, length), device=device)
@@ -48,7 +42,7 @@ def measure(way: str, rows: int, length: int, vocabulary: int) -> tuple[int, int
     hidden[:, length // 2 :: 2] = True
     before = peak_bytes()
     if way == "chunks":
-        losses = hidden_token_losses(model, model, ids, torch.ones_like(ids), hidden, ids[hidden])
+        losses = -target_logps(model, body_and_head(model)[0](ids)[hidden], ids[hidden])[0]
     else:
         logits = model(input_ids=ids).logits
         losses = F.cross_entropy(logits[hidden].float(), ids[hidden], reduction="none")
@@ -76,7 +70,7 @@ def main(args: argparse.Namespace) -> str:
         "| | rows of logits computed | at one time | peak |",
         "| --- | --- | --- | --- |",
     ]
-    for way, name in (("all", "all logits"), ("chunks", f"hidden answer tokens, {LOGITS_CHUNK} at a time")):
+    for way, name in (("all", "all logits"), ("chunks", "hidden answer tokens, in chunks")):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             total, at_once, peak = pool.apply(measure, (way, args.rows, args.length, args.vocabulary))
         lines.append(f"| {name} | {total} | {at_once} | {peak / 2**20:.0f} MiB |")

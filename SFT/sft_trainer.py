@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from datasets import Dataset
 from sft_data import preprocess_dataset as preprocess_dataset  # d1's users import it from here
-from sft_loss import hidden_token_losses
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import DefaultDataCollator, EvalPrediction, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from d1.masking import draw_noise, keyed_generator, noise_level
+from d1.models.head import body_and_head, run_inside, target_logps
 from d1.runs.checkpoints import staged_checkpoint
-from d1.runs.processes import unwrapped
 
 TRAIN_NOISE, EVAL_NOISE, ORDER, STRATA, EVAL_TIMES = range(5)  # second part of a generator's key: one a purpose
 EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t
@@ -266,14 +265,12 @@ class dLLMTrainer(Trainer):
         weights = 1 / noise_level(inputs["t"].double()).unsqueeze(1).expand(labels.shape)
         if not hidden.any():  # the output layer still has to take part, with nothing to say
             hidden[0, 0], weights = True, torch.zeros_like(weights)
-        losses = hidden_token_losses(
-            model,
-            unwrapped(self.accelerator, model),
-            inputs["input_ids"],
-            inputs["attention_mask"],
-            hidden,
-            labels[hidden].clamp(min=0),
-        )
+
+        def hidden_losses(inner: Any) -> Tensor:
+            states = body_and_head(inner)[0](inputs["input_ids"], inputs["attention_mask"])
+            return -target_logps(inner, states[hidden], labels[hidden].clamp(min=0))[0]
+
+        losses = run_inside(model, hidden_losses)
         rows = hidden.nonzero()[:, 0]
         return losses.new_zeros(len(labels)).index_add(0, rows, losses * weights[hidden].to(losses.dtype))
 
