@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from trl import GRPOConfig
 
-from d1.sampling.caching import CACHES
-from d1.sampling.loop import REMASKING, check_settings
+from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
-from d1.sampling.settings import SAMPLERS, Sampler, choose_sampler
+from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
 
 # Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
 AUTOREGRESSIVE_ONLY = {
@@ -139,19 +137,8 @@ class DiffuGRPOConfig(GRPOConfig):
                 f"max_completion_length ({self.max_completion_length}) must be a multiple of block_length "
                 f"({self.block_length})"
             )
-        check_settings(**self.sampling_settings())
+        self.sampling_settings()
 
-    def chosen_sampler(self) -> Sampler:
-        return choose_sampler(self.sampler, kv_cache=self.kv_cache, reveal=self.reveal, reveal_level=self.reveal_level)
-
-    def sampling_settings(self) -> dict[str, Any]:
-        """Those of `d1.sampling.rollout` that the run chooses."""
-        return {
-            "gen_length": self.max_completion_length,
-            "block_length": self.block_length,
-            "steps": self.diffusion_steps,
-            "temperature": self.temperature,
-            "cfg_scale": self.cfg_scale,
-            "remasking": self.remasking,
-            "sampler": self.chosen_sampler(),
-        }
+    def sampling_settings(self) -> SamplingSettings:
+        """Those of the rollouts; raises ValueError where they make no sense."""
+        return SamplingSettings.of(self, gen_length="max_completion_length", steps="diffusion_steps")

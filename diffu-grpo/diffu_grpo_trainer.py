@@ -83,8 +83,8 @@ class DiffuGRPOTrainer(GRPOTrainer):
         if mask_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         self.mask_token_id = mask_id
-        sampler = args.chosen_sampler()
-        if sampler.kv_cache:
+        sampling = args.sampling_settings()
+        if sampling.cache:
             check_cacheable(model.config)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         functions = [guarded(function, task_name, Path(args.output_dir)) for function in functions]
@@ -103,7 +103,7 @@ class DiffuGRPOTrainer(GRPOTrainer):
                 "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
             )
         in_step = self.accelerator.num_processes > 1 and in_step_to_sample(self._dist, args.ds3_gather_for_generation)
-        if in_step and (sampler.reveal or args.eos_stop):
+        if in_step and (sampling.rule or args.eos_stop):
             raise ValueError(
                 "a parallel sampler and eos_stop take as many forward passes as the text asks for, but processes that "
                 "each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
@@ -200,13 +200,14 @@ class DiffuGRPOTrainer(GRPOTrainer):
                     model,
                     ids[rows],
                     mask[rows],
+                    self.args.sampling_settings(),
                     mask_token_id=self.mask_token_id,
                     generator=generators[rows],
                     eos_token_ids=self.eos_token_ids if self.eos_stop else None,
-                    **self.args.sampling_settings(),
                 )
-                parts.append((part.ids[:, ids.shape[1] :], part.logps, part.passes, part.tokens))
-        return Rollout(*(torch.cat(values) for values in zip(*parts, strict=True)))
+                parts.append(part)
+        whole = {name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+        return Rollout(**whole | {"ids": whole["ids"][:, ids.shape[1] :]})
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, with this rollout's prompt masks and log-probs added, to be shuffled and split with their samples."""

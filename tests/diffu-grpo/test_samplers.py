@@ -15,7 +15,6 @@ from transformers import BertConfig
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import rollout
-from d1.sampling.settings import choose_sampler
 from d1.scoring.views import mean_field_scores
 
 WORDS = ["abc", "defgh", "ij", "klmn"]
@@ -187,7 +186,8 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
             steps=12,
             temperature=0.9,
             generator=[keyed_generator(42, 1, 0, row)],
-            sampler=choose_sampler("cached+parallel", **options),
+            sampler="cached+parallel",
+            **options,
         )
         kept = len(completions[row])
         assert completions[row] == alone.ids[0, len(prompt) :][:kept].tolist()
