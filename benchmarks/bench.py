@@ -44,9 +44,10 @@ from benchmarks.machine import (
     update,
     write_report,
 )
+from d1 import sampling
 from d1.models import head
 from d1.models.head import body_and_head
-from d1.sampling import loop as sampling
+from d1.sampling.reveal import reveal_schedule
 
 LLADA_VOCABULARY, D1 = SIZES["llada"][0], {"rows": 6, "mu": 12, "prompt": 200, "length": 256, "block": 32}
 
@@ -139,7 +140,7 @@ def published_sampler_bytes(rows: int, tokens: int, vocabulary: int, width: int)
 
 def our_sampler_bytes(rows: int, block: int, vocabulary: int, width: int) -> int:
     """fp32 logits of a chunk of hidden positions, and either the model's own or the exponentials of logsumexp."""
-    at_once = max(1, sampling.CHUNK_ELEMENTS // vocabulary)
+    at_once = max(1, head.CHUNK_ELEMENTS // 2 // vocabulary)
     positions = min(rows, max(1, at_once // block)) * min(block, at_once)
     return positions * vocabulary * (4 + 4)
 
@@ -244,7 +245,7 @@ def check_settings(args: argparse.Namespace) -> None:
     check_counts(args, "repeats", "rows", "prompt", "length", "block", "steps", "mu")
     matters = MATTERS[args.what]
     if "steps" in matters:
-        sampling.reveal_schedule(args.length, args.block, args.steps)
+        reveal_schedule(args.length, args.block, args.steps)
     if "block" in matters and args.block > args.length:
         raise ValueError(f"--block {args.block} is longer than the canvas, --length {args.length}")
     for name, benchmark in (("peer", "sampler"), ("compile", "gpu")):

@@ -141,7 +141,7 @@ class PublishedRL(DiffuGRPOTrainer):
     """The trainer with the published rollout, and scores of all masks in one forward pass with full logits."""
 
     def _sample(self, ids: Tensor, mask: Tensor) -> Rollout:
-        """Log-probs of the rollout, which d1 does not keep, are zeros."""
+        """The record of the rollout, which d1 does not keep, is zeros."""
         sampled = published.generate(
             self.accelerator.unwrap_model(self.model),
             ids,
@@ -153,7 +153,8 @@ class PublishedRL(DiffuGRPOTrainer):
             temperature=self.args.temperature,
         )
         completions, steps = sampled[:, ids.shape[1] :], torch.full_like(ids[:, 0], self.args.diffusion_steps)
-        return Rollout(completions, torch.zeros(completions.shape, device=ids.device), steps, steps * sampled.shape[1])
+        zeros = torch.zeros(completions.shape, device=ids.device)
+        return Rollout(completions, zeros, zeros.long(), zeros, steps, steps * sampled.shape[1])
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any

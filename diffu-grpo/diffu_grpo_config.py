@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from objectives import OBJECTIVES
 from trl import GRPOConfig
 
-from d1.sampling.caching import CACHES
-from d1.sampling.loop import REMASKING, check_settings
+from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
-from d1.sampling.settings import SAMPLERS, Sampler, choose_sampler
+from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
+from d1.scoring import ESTIMATORS
 
 # Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
 AUTOREGRESSIVE_ONLY = {
@@ -86,7 +86,15 @@ class DiffuGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Completions sampled at once on a device; the whole generation batch if unset."}
     )
 
-    # Estimator
+    # Estimator and objective
+    estimator: str = field(
+        default="one_step",
+        metadata={"help": f"How log-probabilities are estimated: {', '.join(ESTIMATORS)}."},
+    )
+    objective: str = field(
+        default="trl",
+        metadata={"help": f"trl: TRL's loss_type and importance_sampling_level; or one of {', '.join(OBJECTIVES)}."},
+    )
     p_mask_prompt: float = field(default=0.15, metadata={"help": "Probability that a prompt token is masked."})
     random_masking: bool = field(
         default=True, metadata={"help": "A fresh prompt mask for each inner update; false: one mask for all of them."}
@@ -139,19 +147,11 @@ class DiffuGRPOConfig(GRPOConfig):
                 f"max_completion_length ({self.max_completion_length}) must be a multiple of block_length "
                 f"({self.block_length})"
             )
-        check_settings(**self.sampling_settings())
+        self.sampling_settings()
+        for name, table in (("estimator", ESTIMATORS), ("objective", ("trl", *OBJECTIVES))):
+            if getattr(self, name) not in table:
+                raise ValueError(f"{name} must be one of {', '.join(table)}, got {getattr(self, name)!r}")
 
-    def chosen_sampler(self) -> Sampler:
-        return choose_sampler(self.sampler, kv_cache=self.kv_cache, reveal=self.reveal, reveal_level=self.reveal_level)
-
-    def sampling_settings(self) -> dict[str, Any]:
-        """Those of `d1.sampling.rollout` that the run chooses."""
-        return {
-            "gen_length": self.max_completion_length,
-            "block_length": self.block_length,
-            "steps": self.diffusion_steps,
-            "temperature": self.temperature,
-            "cfg_scale": self.cfg_scale,
-            "remasking": self.remasking,
-            "sampler": self.chosen_sampler(),
-        }
+    def sampling_settings(self) -> SamplingSettings:
+        """Those of the rollouts; raises ValueError where they make no sense."""
+        return SamplingSettings.of(self, gen_length="max_completion_length", steps="diffusion_steps")

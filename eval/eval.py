@@ -19,7 +19,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -38,10 +37,10 @@ from d1.models.adapters import adapter_chain
 from d1.models.kinds import native_config
 from d1.models.tokenizer import check_chat_template
 from d1.runs.record import run_record
-from d1.sampling.caching import CACHES, check_cacheable
-from d1.sampling.loop import REMASKING, check_settings
+from d1.sampling.caching import check_cacheable
+from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
-from d1.sampling.settings import EXACT, SAMPLERS
+from d1.sampling.settings import CACHES, SAMPLERS
 from d1.tasks import SPLITS, TASKS, few_shot_messages, load_task
 
 logger = logging.getLogger("eval")
@@ -144,7 +143,6 @@ def main(args: argparse.Namespace) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     settings = sampling_settings(args)
-    check_settings(**settings)
     for name in ("batch_size", "num_samples"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
@@ -162,7 +160,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--few_shot_file and --data_file are the same: the problems shown must not be those asked")
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
-    if settings["sampler"].kv_cache and not args.trust_remote_code:
+    if settings.cache and not args.trust_remote_code:
         check_cacheable(native_config(adapter_chain(args.model_path, args.checkpoint_path or None)[0])[0])
 
 
@@ -259,8 +257,9 @@ def run_identity(args: argparse.Namespace, problems: list[Problem]) -> dict[str,
     prompts = json.dumps([[problem.index, problem.prompt, problem.ground_truth] for problem in problems], default=str)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
     # What is off is left out, so that runs begun before there was a choice can still be resumed.
-    sampler = sampling_settings(args)["sampler"]
-    approximate = {"sampler": asdict(sampler)} if sampler != EXACT else {}
+    sampling = sampling_settings(args)
+    chosen = {"kv_cache": sampling.cache, "reveal": sampling.rule, "reveal_level": sampling.level}
+    approximate = {"sampler": chosen} if args.sampler != "exact" else {}
     stop = {"eos_stop": True} if args.eos_stop else {}
     return {
         "weights": [weights_fingerprint(path) for path in (base, *adapters)],

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import rollout
-from d1.sampling.settings import choose_sampler
+from d1.sampling.settings import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,9 @@ class Problem:
     ground_truth: Any
 
 
-def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of `d1.sampling.rollout` that eval.py's flags choose."""
-    return {
-        "gen_length": args.gen_length,
-        "block_length": args.block_length,
-        "steps": args.diffusion_steps,
-        "temperature": args.temperature,
-        "cfg_scale": args.cfg_scale,
-        "remasking": args.remasking,
-        "sampler": choose_sampler(
-            args.sampler, kv_cache=args.kv_cache, reveal=args.reveal, reveal_level=args.reveal_level
-        ),
-    }
+def sampling_settings(args: argparse.Namespace) -> SamplingSettings:
+    """Those that eval.py's flags choose."""
+    return SamplingSettings.of(args, steps="diffusion_steps")
 
 
 def generate_all(
@@ -105,10 +95,10 @@ def generate_batch(
         model,
         ids.to(ends.device),
         mask.to(ends.device),
+        sampling_settings(args),
         mask_token_id=tokenizer.mask_token_id,
         generator=[keyed_generator(args.seed, problem.index, sample) for problem, sample in batch],
         eos_token_ids=ends.tolist() if args.eos_stop else None,
-        **sampling_settings(args),
     )
     output = sampled.ids[:, width:]
     lengths = (torch.isin(output, ends).cumsum(1) == 0).sum(1).tolist()

@@ -16,6 +16,11 @@ def count_positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
+def mask_per_query(visible: Tensor, queries: int) -> Tensor:
+    """(rows, keys) -> (rows, 1, queries, keys) bool, without a copy: every query of a row sees its `visible` keys."""
+    return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
+
+
 def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the body: position ids count real tokens only, so padding cannot move a row."""
     mask = kwargs.get("attention_mask")

@@ -53,8 +53,9 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return top, group * GROUP + place
 
 
-def most_likely(parts: Iterable[tuple[int, Tensor]], excluded: int) -> tuple[Tensor, Tensor]:
-    """The most likely entry of the vocabulary but `excluded`, the first of equals, and its log-probability among all.
+def most_likely(parts: Iterable[tuple[int, Tensor]], excluded: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The most likely entry of the vocabulary but `excluded`, the first of equals, its log-probability among all, and
+    the entropy in nats of the distribution over all.
 
     Args:
         parts: (start, logits (..., part)) in order; the logits' memory is overwritten.
@@ -62,17 +63,39 @@ def most_likely(parts: Iterable[tuple[int, Tensor]], excluded: int) -> tuple[Ten
     Returns:
         (...) each.
     """
-    tops, places, sums = [], [], []
+    tops, places, sums, moments = [], [], [], []
     for start, logits in parts:
-        if start <= excluded < start + logits.shape[-1]:
-            other = logits[..., excluded - start].clone()
-            logits[..., excluded - start] = -torch.inf
+        column = excluded - start if start <= excluded < start + logits.shape[-1] else None
+        if column is not None:
+            other = logits[..., column].clone()
+            logits[..., column] = -torch.inf
         top, place = largest(logits)
         # PyTorch's exp2 is vectorised on every processor, its exp not on all.
-        sums.append(logits.sub_(top.unsqueeze(-1)).mul_(1 / math.log(2)).exp2_().sum(-1))
+        powers = logits.sub_(top.unsqueeze(-1)).mul_(1 / math.log(2))
+        weights = powers.exp2()
+        sums.append(weights.sum(-1))
+        if column is not None:
+            powers[..., column] = 0  # which its weight, 0, multiplies: an infinity would not vanish
+        moments.append(powers.mul_(weights).sum(-1))
         tops.append(top)
         places.append(place + start)
-    top, part = torch.stack(tops, -1).max(-1, keepdim=True)
-    total = (torch.stack(sums, -1) * (torch.stack(tops, -1) - top).exp()).sum(-1)
-    entries = torch.stack(places, -1).gather(-1, part).squeeze(-1)
-    return entries, -torch.logaddexp(total.log(), other - top.squeeze(-1))
+    top, entries, total, moment = combined(tops, places, sums, moments)
+    other = other - top
+    logps = -torch.logaddexp(total.log(), other)
+    # H = -sum p log p. All but `excluded`: log p is a log weight, whose mean is moment / total, plus logps.
+    mean = moment / total * math.log(2)
+    return entries, logps, torch.special.entr((other + logps).exp()) - (total.log() + logps).exp() * (mean + logps)
+
+
+def combined(
+    tops: list[Tensor], places: list[Tensor], sums: list[Tensor], moments: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of all parts together: the largest logit, its place, the sum of 2^y and that of y 2^y, y from the largest on."""
+    if len(tops) == 1:
+        return tops[0], places[0], sums[0], moments[0]
+    every, total = torch.stack(tops, -1), torch.stack(sums, -1)
+    top, part = every.max(-1, keepdim=True)
+    scale = (every - top).exp()
+    moment = torch.stack(moments, -1) + total * (every - top) / math.log(2)
+    place = torch.stack(places, -1).gather(-1, part).squeeze(-1)
+    return top.squeeze(-1), place, (total * scale).sum(-1), (moment * scale).sum(-1)

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from d1.models.attention import count_positions
+from d1.models.attention import count_positions, mask_per_query
 from d1.models.head import body_and_head
 from d1.models.kinds import DECODERS, ENCODERS
-
-CACHES = ("prefix", "dual")
 
 
 def windowed(config: Any) -> bool:
@@ -45,8 +43,8 @@ class Passes:
     Args:
         cache: "prefix", "dual", or None for passes over everything.
         padded: whether some position is invisible. Transformers asks the device in every forward pass whether a mask
-            (rows, keys) hides anything. It does not ask without a mask, nor of one that is spread over the queries
-            already, which is what the decoders here get under sdpa, save those with windows.
+            (rows, keys) hides anything. It does not ask without a mask, nor of one that has a row a query already,
+            which is what the decoders here get under sdpa, save those with windows.
     """
 
     def __init__(self, model: Any, cache: str | None, padded: bool) -> None:
@@ -55,7 +53,7 @@ class Passes:
         self.body, _ = body_and_head(model)
         self.cache, self.padded = cache, padded
         sdpa = getattr(model.config, "_attn_implementation", None) == "sdpa"
-        self.spread = padded and sdpa and model.config.model_type in DECODERS and not windowed(model.config)
+        self.per_query = padded and sdpa and model.config.model_type in DECODERS and not windowed(model.config)
         # Where logits speak of the next token, a block's first state is the one before it.
         self.before = int(getattr(model.config, "predicts_next_token", False))
         self.window = slice(0, None)
@@ -73,9 +71,9 @@ class Passes:
 
     def mask(self, visible: Tensor, queries: int) -> Tensor | None:
         """The attention mask of so many queries that see the keys `visible` (rows, keys)."""
-        if not self.spread:
+        if not self.per_query:
             return visible if self.padded else None
-        return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
+        return mask_per_query(visible, queries)
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the block, and (rows,)
@@ -84,7 +82,7 @@ class Passes:
         first, end, _ = self.window.indices(length)
         whole = self.cache is None or (first, end) == (0, length)  # all is window: nothing to cache
         if whole or self.past is None:
-            options: dict[str, Any] = {"position_ids": count_positions(visible)} if self.spread else {}
+            options: dict[str, Any] = {"position_ids": count_positions(visible)} if self.per_query else {}
             if not whole:
                 options["past_key_values"] = self.past = DynamicCache()
             return self.body(ids, self.mask(visible, length), positions, **options), visible.sum(-1)

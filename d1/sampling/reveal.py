@@ -1,14 +1,15 @@
 """How many tokens a step reveals: as scheduled, or by the confidence of each row, the rules of parallel decoding.
 
-A new rule is a function here and a line in `RULES`.
+A new rule is a function here, or anywhere, and a line in `RULES`. Needs no torch to be imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def spread(total: int, parts: int) -> list[int]:
@@ -38,27 +39,26 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
     ]
 
 
-def threshold(logps: Tensor, entropies: Tensor | None, level: float) -> Tensor:
+def threshold(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
     """All tokens whose probability exceeds `level` (Fast-dLLM, arXiv 2505.22618, section 3.3)."""
     return (logps.exp() > level).sum(-1)
 
 
-def factor(logps: Tensor, entropies: Tensor | None, level: float) -> Tensor:
+def factor(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
     """The largest n with (n + 1)(1 - c_n) < `level`, c_n the n-th highest probability (Fast-dLLM, section 3.3)."""
-    n = torch.arange(1, logps.shape[-1] + 1, device=logps.device)
-    return ((n + 1) * -torch.expm1(logps) < level).sum(-1)
+    n = logps.new_ones(logps.shape[-1]).long().cumsum(-1)
+    return ((n + 1) * -logps.expm1() < level).sum(-1)
 
 
-def entropy_bound(logps: Tensor, entropies: Tensor | None, level: float) -> Tensor:
+def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
     """The largest n whose n most confident tokens have entropies that sum, less the largest, to at most `level` nats:
     a bound on what revealing them together loses (EB-Sampler, arXiv 2505.24857, section 4)."""
-    assert entropies is not None
     return (entropies.cumsum(-1) - entropies.cummax(-1).values <= level).sum(-1)
 
 
-Rule = Callable[[Tensor, Tensor | None, float], Tensor]
+Rule = Callable[["Tensor", "Tensor", float], "Tensor"]
 # Name -> the rule and its default level. A rule gets (rows, n) log-probabilities, the most confident first, and the
-# entropies at the same places (only "entropy" has them computed), and gives (rows,) counts.
+# entropies at the same places, and gives (rows,) counts.
 RULES: dict[str, tuple[Rule, float]] = {
     "threshold": (threshold, 0.9),
     "factor": (factor, 1.0),

@@ -1,61 +1,130 @@
-"""Which sampler: exact, or with caches (`d1/caching.py`), parallel decoding (`d1/reveal.py`), or both."""
+"""The settings of a rollout: the one place that names and checks them. Needs no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
 
-from d1.sampling.caching import CACHES
-from d1.sampling.reveal import RULES
+from d1.sampling.order import REMASKING
+from d1.sampling.reveal import RULES, reveal_schedule
 
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
+CACHES = ("prefix", "dual")  # `d1/sampling/caching.py` says what each keeps
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """How rollouts are sampled, from `choose_sampler`; the default is exact.
+class SamplingSettings:
+    """How completions are sampled.
 
     Attributes:
-        kv_cache: None, or how states are cached within a block (`d1/caching.py`).
-        reveal: None for the schedule's counts, or a rule of `d1/reveal.py`, with its `reveal_level`.
-    """
-
-    kv_cache: str | None = None
-    reveal: str | None = None
-    reveal_level: float = 0.0
-
-
-EXACT = Sampler()
-
-
-def choose_sampler(
-    name: str, *, kv_cache: str | None = None, reveal: str | None = None, reveal_level: float | None = None
-) -> Sampler:
-    """The sampler of a name in `SAMPLERS`.
-
-    Args:
-        kv_cache: for a cached sampler, "dual" (default) or "prefix".
-        reveal: for a parallel sampler, "threshold" (default), "factor" or "entropy".
-        reveal_level: the rule's level; by default that in `d1.sampling.reveal.RULES`.
+        gen_length: tokens to generate. Blocks and steps that do not divide it are spread evenly, none dropped.
+        block_length: the longest a block may be; `gen_length` gives pure diffusion.
+        steps: forward passes a row (over twice as many sequences with guidance). A parallel sampler takes fewer where
+            its rule reveals more than the schedule, and never more: a row that falls behind reveals what is due.
+        temperature: of the Gumbel noise; 0 is greedy.
+        cfg_scale: classifier-free guidance; 0 turns it off.
+        remasking: which predictions a step keeps, a name in `REMASKING`.
+        sampler: a name in `SAMPLERS`. "exact" is the published algorithm; "cached" reads keys and values from a cache,
+            "parallel" reveals as many tokens as a rule allows. Both trade accuracy for speed.
+        kv_cache: for a cached sampler, a name in `CACHES`; None is "dual".
+        reveal: for a parallel sampler, a name in `RULES`; None is "threshold".
+        reveal_level: the level of that rule; None is the rule's own.
 
     Raises:
-        ValueError: an unknown name, or an option that the sampler would ignore.
+        ValueError: a setting that makes no sense, alone or beside the others, or one that would be ignored.
     """
-    if name not in SAMPLERS:
-        raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {name!r}")
-    parts = name.split("+")
-    if "cached" not in parts and kv_cache is not None:
-        raise ValueError(f"kv_cache={kv_cache!r} would be ignored by the sampler {name}: choose a cached one")
-    if "parallel" not in parts and (reveal is not None or reveal_level is not None):
-        raise ValueError(f"reveal and reveal_level would be ignored by the sampler {name}: choose a parallel one")
-    if kv_cache is not None and kv_cache not in CACHES:
-        raise ValueError(f"kv_cache must be one of {', '.join(CACHES)}, got {kv_cache!r}")
-    if reveal is not None and reveal not in RULES:
-        raise ValueError(f"reveal must be one of {', '.join(RULES)}, got {reveal!r}")
-    cache = (kv_cache or "dual") if "cached" in parts else None
-    if "parallel" not in parts:
-        return Sampler(cache)
-    rule = reveal or "threshold"
-    level = RULES[rule][1] if reveal_level is None else reveal_level
-    if not level >= 0:
-        raise ValueError(f"reveal_level must be >= 0, got {level}")
-    return Sampler(cache, rule, level)
+
+    gen_length: int
+    block_length: int
+    steps: int
+    temperature: float = 0.0
+    cfg_scale: float = 0.0
+    remasking: str = "low_confidence"
+    sampler: str = "exact"
+    kv_cache: str | None = None
+    reveal: str | None = None
+    reveal_level: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gen_length", "block_length", "steps"):
+            check_count(name, getattr(self, name))
+        for name in ("temperature", "cfg_scale", "reveal_level"):
+            check_amount(name, getattr(self, name))
+        check_name("remasking", self.remasking, REMASKING)
+        check_name("sampler", self.sampler, SAMPLERS)
+        check_name("kv_cache", self.kv_cache, CACHES)
+        check_name("reveal", self.reveal, RULES)
+        self._check_sampler()
+        self.schedule()
+
+    def _check_sampler(self) -> None:
+        """Raises ValueError for options that the sampler would ignore, or that do not go with it."""
+        if self.kv_cache is not None and not self._is("cached"):
+            raise ValueError(
+                f"kv_cache={self.kv_cache!r} would be ignored by the sampler {self.sampler}: choose a cached one"
+            )
+        if (self.reveal is not None or self.reveal_level is not None) and not self._is("parallel"):
+            raise ValueError(
+                f"reveal and reveal_level would be ignored by the sampler {self.sampler}: choose a parallel one"
+            )
+        if self.rule is not None and self.remasking != "low_confidence":
+            raise ValueError("a parallel sampler reveals by confidence: it needs remasking low_confidence")
+
+    def _is(self, part: str) -> bool:
+        return part in self.sampler.split("+")
+
+    @classmethod
+    def of(cls, source: Any, **called: str) -> SamplingSettings:
+        """The settings that `source` holds as attributes, such as parsed flags or a config.
+
+        Args:
+            called: what `source` calls a field, where its name there is another: `steps="diffusion_steps"`.
+        """
+        return cls(**{field.name: getattr(source, called.get(field.name, field.name)) for field in fields(cls)})
+
+    @property
+    def cache(self) -> str | None:
+        """The cache in use, or None."""
+        return (self.kv_cache or "dual") if self._is("cached") else None
+
+    @property
+    def rule(self) -> str | None:
+        """The reveal rule in use, or None where the schedule alone says how many tokens a step reveals."""
+        return (self.reveal or "threshold") if self._is("parallel") else None
+
+    @property
+    def level(self) -> float:
+        """The level of the rule in use; 0 without one."""
+        if self.rule is None:
+            return 0.0
+        return RULES[self.rule][1] if self.reveal_level is None else self.reveal_level
+
+    @property
+    def draws(self) -> bool:
+        """Whether sampling draws random numbers: without them, all samples of a prompt are alike."""
+        return self.temperature > 0 or REMASKING[self.remasking][1]
+
+    def schedule(self) -> list[list[int]]:
+        """Tokens revealed in each step of each block, where no rule reveals more: one list a block."""
+        return reveal_schedule(self.gen_length, self.block_length, self.steps)
+
+
+def check_count(name: str, value: Any) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be positive and whole, got {value!r}")
+
+
+def check_amount(name: str, value: Any) -> None:
+    if value is None and name == "reveal_level":
+        return
+    if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
+
+
+def check_name(name: str, value: Any, known: Any) -> None:
+    if value is None and name in ("kv_cache", "reveal"):
+        return
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")

@@ -18,7 +18,6 @@ import eval as evaluation
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import generate, rollout
-from d1.sampling.settings import choose_sampler
 from d1.tasks import load_task
 
 LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")
@@ -300,7 +299,6 @@ def test_an_approximate_sampler_is_sampled_counted_and_recorded_row_by_row(tiny_
     items = evaluate(tiny_model_dir, tmp_path, *flags)["generations"]
     assert len({item["forward_passes"] for item in items}) > 1
     model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
-    sampler = choose_sampler("cached+parallel", kv_cache="prefix", reveal="factor", reveal_level=2.9)
     for item in items:
         ids = torch.tensor([tokenizer(item["prompt_input"], add_special_tokens=False).input_ids])
         alone = rollout(
@@ -313,7 +311,10 @@ def test_an_approximate_sampler_is_sampled_counted_and_recorded_row_by_row(tiny_
             steps=12,
             temperature=1.0,
             generator=[keyed_generator(0, item["index"], 0)],
-            sampler=sampler,
+            sampler="cached+parallel",
+            kv_cache="prefix",
+            reveal="factor",
+            reveal_level=2.9,
         )
         assert item["generations"] == tokenizer.decode(alone.ids[0, ids.shape[1] :])
         assert (item["forward_passes"], item["forward_tokens"]) == (alone.passes.item(), alone.tokens.item())

@@ -139,20 +139,22 @@ def test_the_head_in_parts(rows, excluded):
         logits = head(states)
         assert len(list(in_parts(head, states))) == 3
         torch.testing.assert_close(joined(in_parts(head, states)), logits, atol=1e-5, rtol=0)
-        tokens, logps = most_likely(in_parts(head, states), excluded)
+        tokens, logps, entropies = most_likely(in_parts(head, states), excluded)
     allowed = logits.clone()
     allowed[..., excluded] = -torch.inf
     assert torch.equal(tokens, allowed.argmax(-1))
-    expected = logits.double().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=0)
+    all_logps = logits.double().log_softmax(-1)
+    torch.testing.assert_close(logps.double(), all_logps.gather(-1, tokens[..., None])[..., 0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropies.double(), -(all_logps.exp() * all_logps).sum(-1), atol=2e-5, rtol=0)
 
 
 def test_the_most_likely_of_equals_is_the_first_and_no_logit_overflows():
     parts = [torch.tensor([[1.0, 5.0]]), torch.tensor([[5.0, 1e4]]), torch.tensor([[5.0, -1e4]])]
     for excluded, token, logp in ((3, 1, 5 - 1e4), (0, 3, 0.0)):
-        tokens, logps = most_likely(zip((0, 2, 4), [part.clone() for part in parts], strict=True), excluded)
+        tokens, logps, entropies = most_likely(zip((0, 2, 4), [part.clone() for part in parts], strict=True), excluded)
         assert tokens.tolist() == [token]
         assert logps.item() == pytest.approx(logp)
+        assert entropies.item() == 0.0
 
 
 def test_a_head_that_trains_is_called():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import d1.models.fast_cpu
-import d1.sampling.loop
+import d1.models.head
 from benchmarks import published
 from d1.masking import keyed_generator
 from d1.models import load_model
@@ -85,7 +85,7 @@ def model(request, kind_dirs):
 @given(case=cases())
 @settings(**GIVEN)
 def test_tokens_and_draws_are_those_of_the_published_algorithm(model, monkeypatch, case):
-    monkeypatch.setattr(d1.sampling.loop, "CHUNK_ELEMENTS", case["chunk"])
+    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 2 * case["chunk"])
     monkeypatch.setattr(d1.models.fast_cpu, "PART", case["part"])  # the head in parts, or whole
     ids, mask = make_prompts(case["widths"], case["seed"])
     ours, theirs = make_generators(case), make_generators(case)
@@ -177,7 +177,7 @@ def test_a_block_reads_back_once_for_the_eos_stop_and_never_else(model, monkeypa
 
 def test_a_step_reads_nothing_back_and_holds_few_logits(kind_dirs, monkeypatch):
     model = load_model(kind_dirs["llada"])
-    monkeypatch.setattr(d1.sampling.loop, "CHUNK_ELEMENTS", 6 * VOCAB)
+    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 2 * 6 * VOCAB)
     ids, mask = make_prompts([5] * 4, 0)
     lengths = {"mask_token_id": MASK, "gen_length": 16, "block_length": 4, "steps": 16}
     with Ops() as ours:

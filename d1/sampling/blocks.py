@@ -1,0 +1,177 @@
+"""The loop of the reverse process: a canvas of mask tokens, filled block after block, one forward pass a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from d1.sampling.caching import Passes
+from d1.sampling.order import REMASKING, best_first
+from d1.sampling.predict import Generators, uniform
+from d1.sampling.reveal import RULES
+from d1.sampling.settings import SamplingSettings
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward pass did to the n rows that took part in it. Nothing is copied or read back for it.
+
+    Attributes:
+        rows: (n,) which rows of the batch.
+        numbers: (n,) how many passes each of them took part in before.
+        positions: (n, k) columns of the canvas: each row's places that were hidden, from left to right, then, where it
+            hid fewer than another row, some that were not.
+        revealed: (n, k) bool, whether the pass revealed its prediction there.
+        ids, logps, entropies: (n, k) the predictions; log-probs and entropies as in `Rollout`.
+        canvas: (rows, prompt + gen_length) ids after this pass. The loop goes on writing to it, and to the next two.
+        passes, tokens: (rows,) so far, as in `Rollout`.
+    """
+
+    rows: Tensor
+    numbers: Tensor
+    positions: Tensor
+    revealed: Tensor
+    ids: Tensor
+    logps: Tensor
+    entropies: Tensor
+    canvas: Tensor
+    passes: Tensor
+    tokens: Tensor
+
+
+@dataclass
+class Canvas:
+    """The rows of a rollout in progress, (rows, prompt + gen_length) or (rows,) each."""
+
+    ids: Tensor
+    visible: Tensor
+    prompt: Tensor
+    passes: Tensor
+    tokens: Tensor
+
+
+def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, mask_token_id: int) -> Canvas:
+    rows, device = len(prompt_ids), prompt_ids.device
+    real, masks = attention_mask.long(), prompt_ids.new_full((rows, gen_length), mask_token_id)
+    return Canvas(
+        ids=torch.cat([prompt_ids, masks], dim=1),
+        visible=torch.cat([real, torch.ones_like(masks)], dim=1),
+        prompt=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
+        passes=torch.zeros(rows, dtype=torch.long, device=device),
+        tokens=torch.zeros(rows, dtype=torch.long, device=device),
+    )
+
+
+@torch.no_grad()
+def fill_canvas(
+    canvas: Canvas, fill: Callable[..., Iterator[Step]], schedule: list[list[int]], start: int, ends: list[int]
+) -> Iterator[Step]:
+    """Fills block after block from column `start` on; rows whose finished blocks hold one of `ends` take part no more.
+
+    Args:
+        fill: `fill_block`, but for the rows, the block's first column and its schedule.
+    """
+    first, live = start, list(range(len(canvas.ids)))
+    stops = canvas.ids.new_tensor(ends)
+    for reveals in schedule:
+        yield from fill(live, start, reveals)
+        start += sum(reveals)
+        if ends and start < canvas.ids.shape[1]:
+            ended = torch.isin(canvas.ids[:, first:start], stops).any(1)
+            canvas.ids[:, start:].masked_fill_(ended.unsqueeze(1), ends[0])
+            live = [row for row, done in enumerate(ended.tolist()) if not done]  # the block's one host sync
+            if not live:
+                return
+
+
+def fill_block(
+    canvas: Canvas,
+    source: Passes,
+    guess: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    settings: SamplingSettings,
+    live: list[int],
+    start: int,
+    reveals: list[int],
+    *,
+    generator: Generators,
+    unprompted: int | None,
+) -> Iterator[Step]:
+    """Reveals the block that begins at column `start` in the rows `live`; the others stay as they are.
+
+    Args:
+        guess: `predict`, but for states, counts and generators.
+        reveals: the schedule's tokens a step.
+        unprompted: the mask token, to hide the prompt behind in guidance's second view; None without guidance.
+    """
+    size, device = sum(reveals), canvas.ids.device
+    source.enter(start, start + size)
+    # Those at work on the block, and how many of its tokens each still hides. The upload waits for nothing.
+    rows = torch.tensor(live).to(device, non_blocking=True)
+    left = [size] * len(live)
+    hidden = torch.ones(len(live), size, dtype=torch.bool, device=device)
+    for scheduled in accumulate(reveals):
+        # Each row's hidden places, ascending; then, where it has fewer than another row, some that are revealed.
+        slots = hidden.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
+        positions, still = start + slots, hidden.gather(1, slots)
+        numbers = canvas.passes[rows]
+        states = run_body(canvas, source, rows, positions, unprompted)
+        own = [generator[row] for row in live] if isinstance(generator, Sequence) else generator
+        ids, logps, entropies = guess(states, left, generator=own)
+        due = (still.sum(1) - (size - scheduled)).clamp(min=1)
+        chosen = choose(settings, logps, entropies, still, due, partial(uniform, logps.shape, own, logps))
+        at = (rows.unsqueeze(1), positions)
+        canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
+        hidden = hidden.scatter(1, slots, still & ~chosen)
+        yield Step(rows, numbers, positions, chosen, ids, logps, entropies, canvas.ids, canvas.passes, canvas.tokens)
+
+        if settings.rule is None:
+            left = [size - scheduled] * len(live)  # known without asking the device
+            continue
+        left = hidden.sum(1).tolist()
+        working = [i for i, count in enumerate(left) if count]
+        if not working:
+            return
+        if len(working) < len(left):
+            live, left = [live[i] for i in working], [left[i] for i in working]
+            picked = torch.tensor(working, device=device)
+            source.keep(torch.cat([picked + view * len(rows) for view in range(len(states))]))
+            rows, hidden = rows[picked], hidden[picked]
+
+
+def run_body(canvas: Canvas, source: Passes, rows: Tensor, positions: Tensor, unprompted: int | None) -> Tensor:
+    """Hidden states (views, n, k, hidden) at `positions` (n, k) of `rows`, with and, under guidance, without prompt."""
+    views = [canvas.ids[rows]]
+    if unprompted is not None:
+        views.append(views[0].masked_fill(canvas.prompt[rows], unprompted))
+    visible = canvas.visible[rows].repeat(len(views), 1)
+    states, fed = source.states(torch.cat(views), visible, positions.repeat(len(views), 1))
+    canvas.passes[rows] += 1
+    canvas.tokens[rows] += fed.unflatten(0, (len(views), -1)).sum(0)
+    return states.unflatten(0, (len(views), -1))
+
+
+def choose(
+    settings: SamplingSettings,
+    logps: Tensor,
+    entropies: Tensor,
+    hidden: Tensor,
+    due: Tensor,
+    draw: Callable[[], Tensor],
+) -> Tensor:
+    """Which of the predictions (n, k) are kept: those `due` (n,) by the schedule, or more by the rule; bool.
+
+    Args:
+        hidden: (n, k) bool, where a prediction has use.
+        draw: uniform numbers (n, k).
+    """
+    order, _ = REMASKING[settings.remasking]
+    places, scores = best_first(order(logps, entropies, draw), hidden)
+    if settings.rule is not None:
+        rule, _ = RULES[settings.rule]
+        due = rule(scores, entropies.gather(1, places), settings.level).maximum(due).minimum(hidden.sum(1))
+    return places.argsort(dim=-1) < due.unsqueeze(1)

@@ -1,0 +1,43 @@
+"""Which of a step's predictions are kept first, called remasking: the others stay hidden for a later step.
+
+A new order is a function here, or anywhere, and a line in `REMASKING`. Needs no torch to be imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def low_confidence(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
+    """The most likely first; the least likely stay hidden (LLaDA, arXiv 2502.09992, section 2.4)."""
+    return logps
+
+
+def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
+    """Any place as soon as another (LLaDA, arXiv 2502.09992, section 2.4)."""
+    return uniform()
+
+
+Order = Callable[["Tensor", "Tensor", Callable[[], "Tensor"]], "Tensor"]
+# Name -> the order and whether it draws random numbers. An order gets the log-probabilities and the entropies (rows, n)
+# of the predictions, from left to right, and a function that draws uniform numbers (rows, n), each row's from its own
+# generator where it has one; it gives scores (rows, n), the highest of which are kept.
+REMASKING: dict[str, tuple[Order, bool]] = {
+    "low_confidence": (low_confidence, False),
+    "random": (at_random, True),
+}
+
+
+def best_first(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The places (rows, n) in falling order of `scores`, those that are not `hidden` last, and the scores so ordered.
+
+    A stable sort breaks ties to the left whatever the batch; saturated confidences do tie.
+    """
+    scores = scores.masked_fill(~hidden, -math.inf)
+    places = scores.argsort(dim=-1, descending=True, stable=True)
+    return places, scores.gather(1, places)

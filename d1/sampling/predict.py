@@ -1,0 +1,128 @@
+"""Which token a step predicts for each hidden place: logits, guidance, Gumbel noise; log-probs and entropies there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from d1.models import head
+from d1.models.fast_cpu import joined, most_likely
+from d1.sampling.settings import SamplingSettings
+
+Generators = Generator | Sequence[Generator] | None
+
+
+def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    """Uniform numbers in [0, 1) of `like`'s dtype on its device; a list of generators gives each row its own.
+
+    `counts` says for how many of its positions each row draws; the rest hold 0.5.
+    """
+    if generator is None or isinstance(generator, Generator):
+        device = like.device if generator is None else generator.device
+        return torch.rand(*shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
+    numbers = like.new_empty(tuple(shape))
+    for row, own, count in zip(numbers, generator, counts or [shape[1]] * shape[0], strict=True):
+        row[:count] = torch.rand(count, *shape[2:], generator=own, device=own.device, dtype=like.dtype)
+        row[count:] = 0.5
+    return numbers
+
+
+def draw_ids(
+    logits: Tensor,
+    temperature: float,
+    generator: Generators = None,
+    noise_dtype: torch.dtype = torch.float32,
+    counts: Sequence[int] | None = None,
+) -> Tensor:
+    """argmax(logits + temperature * Gumbel noise): a draw from softmax(logits / temperature); argmax at 0.
+
+    Args:
+        logits: (rows, positions, vocab).
+        counts: with one generator a row, how many of its positions each row draws for; by default all.
+        noise_dtype: float32 or float64. Lower precision truncates the noise's tail and sharpens the distribution
+            (arXiv 2409.02908), so it is refused.
+    """
+    if noise_dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"Gumbel noise must be drawn in float32 or float64, got {noise_dtype}")
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.to(noise_dtype)
+    # torch.rand is a multiple of eps/2, zero included; half of one grid cell stands for zero, where the log diverges.
+    grid = torch.finfo(noise_dtype).eps / 2
+    exponential = uniform(logits.shape, generator, logits, counts).clamp_(min=grid / 2).neg_().log1p_().neg_()
+    # On a CPU `max` finds the place in less than half of argmax's time.
+    return exponential.log_().mul_(-temperature).add_(logits).max(-1).indices
+
+
+def guided(parts: Iterable[tuple[int, Tensor]], views: int, scale: float) -> Iterator[tuple[int, Tensor]]:
+    """fp32 logits of parts whose rows are those of one view, or of two: un + (scale + 1) (cond - un)."""
+    for start, logits in parts:
+        logits = logits.float().unflatten(0, (views, -1))
+        yield start, logits[0] if views == 1 else logits[1] + (scale + 1) * (logits[0] - logits[1])
+
+
+def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
+    """Entropies in nats (rows, n) of logits (rows, n, vocab) whose logsumexp is known.
+
+    A few positions at a time: all at once would hold two tensors more of the logits' size.
+    """
+    at_once = max(1, head.CHUNK_ELEMENTS // 16 // logits.shape[-1])
+    found = []
+    for some, normaliser in zip(
+        logits.flatten(0, 1).split(at_once), log_normaliser.flatten().split(at_once), strict=True
+    ):
+        logps = some - normaliser.unsqueeze(-1)
+        found.append(logps.exp().mul_(logps).sum(-1).neg_())
+    return torch.cat(found).view_as(log_normaliser)
+
+
+def predict(
+    model: Any,
+    states: Tensor,
+    counts: Sequence[int],
+    settings: SamplingSettings,
+    *,
+    mask_token_id: int,
+    generator: Generators,
+    noise_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A token for each position, its log-probability and the entropy there: (rows, n) each.
+
+    The head runs at a bounded number of positions at a time. Chunks hold whole rows, or parts of one row that depend on
+    nothing else, so that a row's random numbers do not depend on its batch.
+
+    Args:
+        states: (views, rows, n, hidden); the views are the conditional and, with guidance, the unconditional one.
+        counts: how many of its n positions each row has use for; it draws for no more.
+    """
+    rows, n = states.shape[1:3]
+    at_once = max(
+        1, head.CHUNK_ELEMENTS // 2 // model.config.vocab_size
+    )  # the noise of a draw is as large as its logits
+    rows_at_once = max(1, at_once // n)
+    ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
+    logps = torch.empty(rows, n, device=states.device)
+    entropies = torch.empty_like(logps)
+    # The bound on entropies goes by those of the whole logits: other roundings could reveal other tokens.
+    bounded = settings.rule == "entropy"
+    for first in range(0, rows, rows_at_once):
+        some = slice(first, first + rows_at_once)
+        generators = generator[some] if isinstance(generator, Sequence) else generator
+        for start in range(0, n, at_once):
+            part = some, slice(start, start + at_once)
+            parts = guided(head.logit_parts(model, states[:, *part].flatten(0, 1)), len(states), settings.cfg_scale)
+            if settings.temperature == 0 and not bounded:
+                ids[part], logps[part], entropies[part] = most_likely(parts, mask_token_id)
+                continue
+            logits = joined(parts)
+            log_normaliser = logits.logsumexp(-1)
+            entropies[part] = head.token_entropies(logits) if bounded else entropies_of(logits, log_normaliser)
+            logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token
+            drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
+            ids[part] = draw_ids(logits, settings.temperature, generators, noise_dtype, drawn)
+            logps[part] = logits.gather(-1, ids[part].unsqueeze(-1)).squeeze(-1) - log_normaliser
+            del logits  # before the next chunk's
+    return ids, logps, entropies
