@@ -32,7 +32,8 @@ def measure(way: str, rows: int, length: int, vocabulary: int) -> tuple[int, int
         vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
     )  # fmt: skip
     config.is_causal = False
-    model: Any = attach_hooks(LlamaForCausalLM(config)).to(device)
+    model: Any = attach_hooks(LlamaForCausalLM(config))
+    model.to(device)
     calls: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda head, states: calls.append(states[0].shape[:-1].numel()))
     for parameter in model.parameters():  # a step's gradients are there either way

@@ -89,8 +89,11 @@ def score_batch(
         )
         parts.append(run_inside(model, compute))
     beyond = (0, completion_ids.shape[1] - width)
-    entropies = F.pad(torch.cat([part.entropies for part in parts]), beyond) if with_entropies else None
-    return Scores(F.pad(torch.cat([part.logps for part in parts]), beyond), entropies)
+    entropies = [part.entropies for part in parts if part.entropies is not None]
+    return Scores(
+        F.pad(torch.cat([part.logps for part in parts]), beyond),
+        F.pad(torch.cat(entropies), beyond) if entropies else None,
+    )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
 from transformers import BertConfig
-from trl_bridge import in_step_to_sample
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
@@ -201,16 +200,6 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
     entries = trained(trainer)
     assert entries[0]["sampling/forward_passes"] < 12
     assert torch.isfinite(torch.tensor([entry["loss"] for entry in entries])).all()
-
-
-def test_processes_that_share_weights_must_keep_step():
-    def dist(fsdp, zero3):
-        return SimpleNamespace(is_fsdp=fsdp, is_zero3=zero3)
-
-    assert in_step_to_sample(dist(True, False), True)
-    assert in_step_to_sample(dist(False, True), False)
-    assert not in_step_to_sample(dist(False, True), True)
-    assert not in_step_to_sample(dist(False, False), False)
 
 
 def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_step(
