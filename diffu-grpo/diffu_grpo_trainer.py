@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from diffu_grpo_config import DiffuGRPOConfig
 from reference_model import reference_from
-from reward_guard import guarded
+from rewards import guarded, with_accuracy
 from rollout_state import EpochSampler, RestoreRollout, save_rollout
 from torch import Tensor
 from trl import GRPOTrainer
@@ -228,7 +228,7 @@ class DiffuGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
-        rewards = super()._calculate_rewards(*args, **kwargs)
+        rewards = with_accuracy(self, super()._calculate_rewards, *args, **kwargs)
         self._log("seconds/reward", time.perf_counter() - started)
         return rewards
 
