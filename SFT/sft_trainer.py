@@ -126,6 +126,7 @@ class dLLMTrainer(TrainerHooks, Trainer):
         clean = torch.where(answers, labels, noised)
         tokenizer: Any = self.processing_class
         read = list if tokenizer is None else tokenizer.decode
+        losses = row_losses.tolist()
         bad = ~torch.isfinite(row_losses)
         rows = [
             {
@@ -133,11 +134,11 @@ class dLLMTrainer(TrainerHooks, Trainer):
                 "answer": read(clean[row][answers[row]].tolist()),
                 "hidden_tokens": int((noised != labels)[row][answers[row]].sum()),
                 "t": float(inputs["t"][row]),
-                "loss": float(row_losses[row]),
+                "loss": losses[row],
             }
             for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist()
         ]
-        raise bad_loss(float(loss), rows, str(self.args.output_dir), self.state.global_step, self.args.process_index)
+        raise bad_loss(loss.item(), rows, str(self.args.output_dir), self.state.global_step, self.args.process_index)
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
