@@ -37,8 +37,9 @@ def check_weights(model: Any, step: int) -> None:
         FloatingPointError: names the first such weight.
     """
     for name, weight in model.named_parameters():
-        local = weight.to_local() if hasattr(weight, "to_local") else weight
-        if weight.requires_grad and not torch.isfinite(local).all():
+        part = getattr(weight, "ds_tensor", weight)  # DeepSpeed's ZeRO-3
+        part = part.to_local() if hasattr(part, "to_local") else part  # FSDP2
+        if weight.requires_grad and not torch.isfinite(part).all():
             raise FloatingPointError(
                 f"the weights are no longer finite after step {step} (the first is {name}), so they are not saved. "
                 "Lower the learning rate and start again from the last checkpoint."
