@@ -98,8 +98,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max_grad_norm", type=float, default=1.0)
     add("--lr_scheduler_type", default="linear")
     add("--warmup_steps", type=float, default=0, help="steps, or a share of all if below 1")
-    add("--stratified_t", action="store_true", help="the times of a global batch share [0, 1] out evenly")
-    add("--antithetic_masks", action="store_true", help="each row twice a batch, with complementary masks")
     add("--eval_steps", type=int, default=100, help="steps between evaluations, each followed by a checkpoint")
     add("--eval_draws", type=int, default=4, help="times and masks each held-out row is evaluated with")
     add("--early_stop", type=int, help="stop after so many evaluations without a better loss")
@@ -305,8 +303,6 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=[EarlyStoppingCallback(args.early_stop)] if args.early_stop else None,
-        stratified_t=args.stratified_t,
-        antithetic_masks=args.antithetic_masks,
         group_by_length=args.group_by_length,
     )
     if checkpoint and (is_finished(checkpoint, training) or is_out_of_patience(checkpoint, args.early_stop)):

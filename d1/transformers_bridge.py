@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from torch import Tensor
 from transformers import (
     modeling_utils,
 )
@@ -44,23 +43,82 @@ def reading(copies: bool) -> Iterator[None]:
         library.safe_open = mapped
 
 
-# --- Trainer's private names, in Transformers 5.23 --------------------------------------------------------------------
-# To delete once a checkpoint holds the losses that were not logged yet, and `train_loss` counts the steps before it.
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # the class that is used brings Trainer itself
 
 
-def unlogged_loss(trainer: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The sum of losses since the last log, and what else the Trainer forgets of its losses on a resume."""
-    counters = {"last_logged": trainer._globalstep_last_logged, "total_loss": trainer._total_loss_scalar}
-    return trainer._tr_loss.detach().cpu().clone(), counters
+class TrainerHooks(_Trainer):
+    """What a trainer needs of Trainer's private parts (Transformers 5.23), under public names.
 
+    It stands before Trainer among the bases of a class. What it overrides, sets and reads there:
 
-def restore_loss(trainer: Any, loss: Tensor, counters: dict[str, Any]) -> None:
-    """Puts back what `unlogged_loss` gave."""
-    trainer._tr_loss = loss
-    trainer._globalstep_last_logged = counters["last_logged"]
-    trainer._total_loss_scalar = counters["total_loss"]
+    - `_get_train_sampler` (overridden): Trainer takes no sampler of our own. Calls `train_sampler`. To delete once it
+      does, or offers the hook in public.
+    - `_save_checkpoint` (overridden): runs inside `saving_checkpoint`, since callbacks are only called after it.
+    - `_load_optimizer_and_scheduler` (overridden): notes the checkpoint in `resumed_from`, which callbacks do not see.
+    - `_loss_shifts_labels` (set): Trainer takes decoders to predict the next token and leaves the first label out of
+      `num_items_in_batch`. To delete once it can be told.
+    - `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, `_initial_global_step` (read and set): the losses so
+      far, which Trainer forgets when it resumes. To delete once they are part of its state.
+    - `_prepare_inputs` (called): the batch on the device, in the precision that DeepSpeed asks for.
+    """
 
+    resumed_from: Path | None = None
+    resumed_sums: bool = False
 
-def mean_loss(trainer: Any) -> float:
-    """The mean of all logged losses since step 0; Trainer's own `train_loss` is that since the last resume."""
-    return trainer._total_loss_scalar / max(trainer.state.global_step, 1)
+    def train_sampler(self, dataset: Any) -> Any:
+        """The sampler of training rows."""
+        raise NotImplementedError
+
+    def saving_checkpoint(self) -> AbstractContextManager[Any]:
+        """What happens around the writing of a checkpoint, on every process."""
+        raise NotImplementedError
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self.saving_checkpoint():
+            super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.resumed_from = None if checkpoint is None else Path(checkpoint)
+
+    def count_labels_of_step(self, *, shifted: bool) -> None:
+        """Has Trainer hand `compute_loss` the number of labels (not -100) of the whole optimizer step, all processes.
+
+        Args:
+            shifted: whether the first label of each row is left out.
+        """
+        self.model_accepts_loss_kwargs = True
+        self._loss_shifts_labels = shifted
+
+    def on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A batch, moved to the device of this process."""
+        return self._prepare_inputs(inputs)
+
+    def mean_loss(self) -> float:
+        """The mean loss of all steps of the run; of those since a resume where `set_loss_sums` was not called."""
+        first = 0 if self.resumed_sums else self._initial_global_step
+        return self._total_loss_scalar / max(self.state.global_step - first, 1)
+
+    def loss_sums(self) -> dict[str, Any]:
+        """The losses so far, to be saved with a checkpoint. Every process has to call this."""
+        return {
+            "total": self._total_loss_scalar,
+            "last_logged": self._globalstep_last_logged,
+            "since_then": self.accelerator.gather(self._tr_loss).view(-1).tolist(),  # of each process
+        }
+
+    def set_loss_sums(self, sums: dict[str, Any]) -> None:
+        """Puts back what `loss_sums` returned; to be called when training begins."""
+        self.resumed_sums = True
+        self._total_loss_scalar = sums["total"]
+        self._globalstep_last_logged = sums["last_logged"]
+        parts = sums["since_then"]
+        whole = len(parts) == self.args.world_size  # another number of processes shares the losses out evenly
+        own = parts[self.args.process_index] if whole else sum(parts) / len(parts)
+        self._tr_loss.fill_(own)

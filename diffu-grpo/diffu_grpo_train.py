@@ -16,7 +16,6 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -28,10 +27,9 @@ from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
 from peft import PeftModel
-from reward_guard import rewards_of
+from rewards import accuracy_of, check_rewards
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config
-from trl.trainer.utils import get_callable_name
 
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import merge_adapter
@@ -39,7 +37,7 @@ from d1.models.tokenizer import check_chat_template
 from d1.runs.checkpoints import checkpoint_to_resume, copy_model, is_finished
 from d1.runs.processes import check_processes, leave
 from d1.runs.record import log_without_account, save_record
-from d1.tasks import load_task, text_of
+from d1.tasks import load_task
 
 logger = logging.getLogger(__name__)
 
@@ -155,33 +153,6 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
     return train, evaluation
 
 
-def accuracy_of(task: ModuleType) -> Callable[..., list[float]]:
-    """The task's strict metric as a reward function. It gets weight 0: it is watched, not trained on."""
-
-    def accuracy(completions: list, question: list, ground_truth: list, **columns: Any) -> list[float]:
-        rows = [{"question": q, "ground_truth": truth} for q, truth in zip(question, ground_truth, strict=True)]
-        return [next(iter(task.score(text_of(c), row).values())) for c, row in zip(completions, rows, strict=True)]
-
-    return accuracy
-
-
-def check_rewards(task: ModuleType, rows: Dataset, args: DiffuGRPOConfig) -> None:
-    """Asks every reward for its opinion of an empty completion, so that a column it misses is known now."""
-    columns: dict[str, Any] = {name: [value] for name, value in rows[0].items() if name != "prompt"}
-    columns |= {"prompts": [rows[0]["prompt"]], "completion_ids": [[]]}
-    columns |= {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
-    completions = [[{"role": "assistant", "content": ""}]]
-    for reward in [*task.REWARDS, accuracy_of(task)]:
-        try:
-            (value,) = rewards_of(reward, completions=completions, **columns)
-            float(0 if value is None else value)
-        except Exception as error:
-            raise ValueError(
-                f"reward {get_callable_name(reward)} of task {args.dataset} cannot score its rows "
-                f"({type(error).__name__}: {error}); they have the columns {', '.join(rows.column_names)}"
-            ) from error
-
-
 def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> None:
     """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`."""
     options = {"tokenize": False, "add_generation_prompt": True, **(args.chat_template_kwargs or {})}
@@ -294,7 +265,7 @@ def main(
             return None
     task = load_task(args.dataset)
     train_rows, eval_rows = load_problems(task, args)
-    check_rewards(task, train_rows, args)
+    check_rewards(task, train_rows, args.dataset)
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     for rows in filter(None, (train_rows, eval_rows)):

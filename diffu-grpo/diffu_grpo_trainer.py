@@ -8,11 +8,9 @@ What this does to TRL's own methods is in `trl_bridge.py`.
 
 from __future__ import annotations
 
-import json
-import resource
-import sys
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -21,21 +19,21 @@ from typing import Any
 import torch
 from diffu_grpo_config import DiffuGRPOConfig
 from objectives import OBJECTIVES, LossInputs
-from reward_guard import guarded
+from rewards import guarded
 from rollout_state import RestoreRollout, save_rollout
 from torch import Tensor
-from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer.utils import pad
 from trl_bridge import CanvasGRPOTrainer, TokenRecord, reference_from
+from update_metrics import largest_ratio, peak_memory_gb, rows_to_blame, sampling_gap
 from update_views import Batch, draw_updates, evaluating, score_batch, score_updates, views_of
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.runs.checkpoints import staged_checkpoint
+from d1.runs.divergence import bad_loss, check_weights
 from d1.sampling import Rollout, rollout
 from d1.sampling.caching import check_cacheable
 from d1.scoring import SampledRows, Scores, Views
-from d1.transformers_bridge import mean_loss
 
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
 STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2, ("rollout", "eval"): 3}
@@ -108,6 +106,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.rollout_seconds: list[float] = []  # of each rollout, its rewards and its scoring
+        self.add_callback(RestoreRollout(self))
 
     @property
     def mode(self) -> str:
@@ -257,56 +256,19 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             for name, value in metrics.items():
                 self.log_metric(name, value)
             loss = loss / (self.current_gradient_accumulation_steps if self.mode == "train" else 1)
-        self.check_finite(loss, scores.logps.detach(), batch)
-        self.log_ratios(scores.logps.detach(), old, batch, first=update == 0)
+        self.measure(loss.detach(), scores.logps.detach(), old, batch, first=update == 0)
         return loss
 
-    def log_ratios(self, logps: Tensor, old: Tensor, batch: Batch, first: bool) -> None:
-        """The largest ratio of this update, and, at the first, how far the policy that sampled is from the one trained.
-
-        That mean difference of log-probs estimates the KL from the first to the second (Schulman's k1). Under d1's
-        estimator even the exact sampler's is not zero: its tokens were revealed in the light of others, the estimator
-        scores each alone.
-        """
-        scored = batch["completion_mask"].bool()
+    def measure(self, loss: Tensor, logps: Tensor, old: Tensor, batch: Batch, *, first: bool) -> None:
+        """Logs ratios, and stops the run at a loss that is not finite."""
+        if not torch.isfinite(loss):
+            rows = rows_to_blame(batch, logps, self.text_tokenizer.decode)
+            step, rank = self.state.global_step, self.args.process_index
+            raise bad_loss(loss.item(), rows, str(self.args.output_dir), step, rank)
         gather = self.accelerator.gather
-        self.log_metric("ratio_max", gather((logps - old).exp().masked_fill(~scored, 0.0).max()).max().item())
-        if not first:
-            return
-        gap = (batch["rollout_logps"] - logps).masked_fill(~scored, 0.0)
-        sums = torch.stack([gap.sum(), gap.abs().sum(), scored.sum()])
-        total, absolute, count = gather(sums).view(-1, 3).sum(0).tolist()
-        self.log_metric("sampling/logp_difference_mean", total / max(count, 1))
-        self.log_metric("sampling/logp_difference_abs", absolute / max(count, 1))
-        largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
-        self.log_metric("sampling/ratio_max", largest)
-
-    def check_finite(self, loss: Tensor, logps: Tensor, batch: Batch) -> None:
-        """Stops the run at a loss that is not a number, and leaves the rows to blame in a file."""
-        if torch.isfinite(loss):
-            return
-        bad = ~(torch.isfinite(logps).all(-1) & torch.isfinite(batch["advantages"]))
-        offending = bad if bad.any() else torch.ones_like(bad)  # the sum may overflow where no row does
-
-        def text(part: str, row: int) -> str:
-            return self.text_tokenizer.decode(batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()])
-
-        rows = [
-            {
-                "prompt": text("prompt", row),
-                "completion": text("completion", row),
-                "advantage": batch["advantages"][row].item(),
-                "logps": logps[row].tolist(),
-            }
-            for row in offending.nonzero().flatten().tolist()
-        ]
-        path = Path(self.args.output_dir) / f"bad_loss_step{self.state.global_step}_rank{self.args.process_index}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1))
-        raise FloatingPointError(
-            f"the loss became {loss.item()} at step {self.state.global_step}; its rows are in {path}. Lower the "
-            "learning rate, or look there for what is special about them."
-        )
+        metrics = {"ratio_max": largest_ratio(logps, old, batch["completion_mask"], gather)}
+        for name, value in (metrics | (sampling_gap(batch, logps, gather) if first else {})).items():
+            self.log_metric(name, value)
 
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 
@@ -319,26 +281,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
         if "train_loss" in logs:
-            logs["train_loss"] = mean_loss(self)
+            logs["train_loss"] = self.mean_loss()
         super().log(logs, start_time)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Trainer's; a run goes on in the middle of a rollout's updates as if it had not stopped."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir))
-        if resume_from_checkpoint:
-            self.add_callback(RestoreRollout(self, Path(str(resume_from_checkpoint))))
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    @contextlib.contextmanager
+    def saving_checkpoint(self) -> Iterator[None]:
+        """A checkpoint appears whole or not at all, and holds the rollout in use."""
         with staged_checkpoint(self) as folder:
-            super()._save_checkpoint(model, trial)
+            yield
             save_rollout(self, folder)
 
-
-def peak_memory_gb() -> float:
-    """The most memory this process has held so far: on its GPU where there is one, else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        check_weights(self.model, self.state.global_step)
+        super().save_model(output_dir, _internal_call)

@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from trl_bridge import restore_trl, rollout_buffer, trl_counters
 
-from d1.transformers_bridge import restore_loss, unlogged_loss
-
 REFERENCE = "reference.safetensors"
 FORMAT = 2  # of the files; version 0.1 wrote none
 
@@ -22,12 +20,13 @@ FORMAT = 2  # of the files; version 0.1 wrote none
 class RestoreRollout(TrainerCallback):
     """Puts the rollout state of a checkpoint back, once the Trainer has set its own counters."""
 
-    def __init__(self, trainer: Any, checkpoint: Path) -> None:
-        self.trainer, self.checkpoint = trainer, checkpoint
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        load_rollout(self.trainer, self.checkpoint)
-        self.trainer.remove_callback(self)
+        folder, self.trainer.resumed_from = self.trainer.resumed_from, None
+        if folder is not None:
+            load_rollout(self.trainer, folder)
 
 
 def _files(folder: Path, rank: int) -> tuple[Path, Path]:
@@ -45,9 +44,8 @@ def save_rollout(trainer: Any, folder: Path) -> None:
         for key, value in batch.items()
         if isinstance(value, torch.Tensor)
     }
-    loss, logged = unlogged_loss(trainer)
-    save_file(tensors | {"loss": loss}, tensors_file)
-    counters = {"format": FORMAT, "batches": len(batches), **logged, **trl_counters(trainer)}
+    save_file(tensors, tensors_file)
+    counters = {"format": FORMAT, "batches": len(batches), "losses": trainer.loss_sums(), **trl_counters(trainer)}
     counters_file.write_text(json.dumps(counters, default=list))  # the completions' columns are deques
     if trainer.args.sync_ref_model and trainer.args.should_save:
         reference = {name: value.detach().cpu().contiguous() for name, value in reference_weights(trainer)}
@@ -78,7 +76,7 @@ def load_rollout(trainer: Any, folder: Path) -> None:
             "with the version that began it, or start anew from its weights with --model_path and another --output_dir"
         )
     tensors = {name: value.to(trainer.accelerator.device) for name, value in load_file(tensors_file).items()}
-    restore_loss(trainer, tensors.pop("loss"), counters)
+    trainer.set_loss_sums(counters["losses"])
     batches: list[dict[str, Any]] = [{} for _ in range(counters["batches"])]
     for name, value in tensors.items():
         index, key = name.split(".", 1)

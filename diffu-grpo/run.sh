@@ -5,6 +5,7 @@
 # On any machine, the pocket model:
 #   CONFIG=pocket.yaml bash run.sh
 # Settings come from the environment, with d1's values as defaults; arguments are passed on to diffu_grpo_train.py.
+# ACCELERATE_CONFIG names another launch configuration, such as ../launch/zero3.yaml.
 # The completions an optimizer step (COMPLETIONS, d1: 96) stay the same whatever the number of GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -40,7 +41,7 @@ esac
 RUN_NAME=${RUN_NAME:-${DATASET}_$(basename "$MODEL_PATH")_mu$NUM_ITER}
 OUTPUT_DIR=${OUTPUT_DIR:-../runs/$RUN_NAME}
 if [ "$GPUS" -eq 0 ]; then
-    ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-cpu.yaml}
+    ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-../launch/cpu.yaml}
     set -- --bf16 false --load_in_4bit false --dtype float32 "$@"
 fi
 ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-accelerate.yaml}

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
+from rewards import with_accuracy
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
@@ -26,11 +27,12 @@ from trl.trainer.utils import RepeatSampler, use_adapter
 
 from d1.models import load_model
 from d1.scoring import Scores
+from d1.transformers_bridge import TrainerHooks
 
 TokenRecord = list[list[float]]  # a completion's tokens, and of each the numbers that travel with it
 
 
-class CanvasGRPOTrainer(GRPOTrainer):
+class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     """TRL's GRPOTrainer for completions that are sampled as a canvas and scored in states of one's own choice.
 
     Of TRL it leaves alone tokenising, rewards, advantages, losses, metrics, logging and checkpoints. It overrides
@@ -41,9 +43,15 @@ class CanvasGRPOTrainer(GRPOTrainer):
       only one state to score in, so on the rollout it gets nothing (TRL then stores nothing, and `after_rollout` adds
       what belongs there), and in the loss what is handed to `trl_loss`;
     - `_generate_and_score_completions` and `_compute_loss`, to call `after_rollout` and `loss`;
-    - `_calculate_rewards`, to time it;
-    - `_get_train_sampler`, for an order that survives a resume.
+    - `_calculate_rewards`, to time it, and to watch an accuracy that is no reward.
+    What is Trainer's own is in `TrainerHooks`; its `train_sampler` is given an order that survives a resume.
     """
+
+    model: Any  # Trainer's may be None
+    args: Any  # GRPOConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
     # --- What a subclass answers --------------------------------------------------------------------------------------
 
@@ -92,16 +100,16 @@ class CanvasGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
-        rewards = super()._calculate_rewards(*args, **kwargs)
+        rewards = with_accuracy(self, super()._calculate_rewards, *args, **kwargs)
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         return self.loss(model, inputs)
 
-    def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
+    def train_sampler(self, dataset: Any) -> EpochSampler:
         return EpochSampler(
-            dataset if dataset is not None else self.train_dataset,
+            dataset,
             mini_repeat_count=self.num_generations,
             batch_size=self.args.generation_batch_size // self.num_generations,
             repeat_count=self.num_iterations * self.args.steps_per_generation,

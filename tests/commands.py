@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from trl import TrlParser
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("d1", "SFT", "diffu-grpo", "eval", "dataset", "pocket", "benchmarks", "tests")
+ROOMS = ("d1", "SFT", "diffu-grpo", "eval", "launch", "dataset", "pocket", "benchmarks", "tests")
 OUTPUTS = {"runs", "results"}
 HARMLESS = {"export", "source"}
 TOOLS = ("pytest", "ruff", "mypy")

@@ -31,7 +31,7 @@ PACKAGES = ("d1", "benchmarks")  # imported by their full names; the others hold
 MODULES = sorted(path for room in (*PACKAGES, *STAGES) for path in (ROOT / room).rglob("*.py"))
 SCRIPTS = [path for path in MODULES if path.relative_to(ROOT).parts[0] in STAGES]
 SHELL = sorted(path for room in ROOMS for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind))
-YAML = sorted(path for room in STAGES for path in (ROOT / room).rglob("*.yaml"))
+YAML = sorted(path for room in (*STAGES, "launch") for path in (ROOT / room).rglob("*.yaml"))
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn")
 
 
@@ -184,7 +184,11 @@ def test_a_named_model_runs_without_a_gpu(tmp_path):
     settings = {"GPUS": "0", "MODEL_PATH": "../pocket/base", "DATASET": "sudoku"}
     (call,) = calls_of(ROOT / "diffu-grpo" / "run.sh", ["--max_steps", "1"], settings, tmp_path)
     flags = flags_of(call)
-    assert (flags["--config_file"], flags["--load_in_4bit"], flags["--bf16"]) == ("cpu.yaml", "false", "false")
+    assert (flags["--config_file"], flags["--load_in_4bit"], flags["--bf16"]) == (
+        "../launch/cpu.yaml",
+        "false",
+        "false",
+    )
     assert (flags["--num_processes"], flags["--max_steps"]) == ("1", "1")
 
 

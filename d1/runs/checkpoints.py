@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 ONLY_TO_RESUME = (
     *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
     *("global_step*", "latest", "zero_to_fp32.py", "pytorch_model_fsdp*"),
-    *("rollout_rank*", "reference.safetensors"),
+    *("rollout_rank*", "reference.safetensors", "loss_sums.json"),
 )
 
 

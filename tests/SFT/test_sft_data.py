@@ -12,6 +12,7 @@ import sft_data
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sft_conversations import tokenize_row
 from sft_data import choose_columns, load_function, load_rows, preprocess_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -102,7 +103,7 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
     for text in texts[:-1]:
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
     messages += [{"role": "user", "content": texts[-1]}, {"role": "assistant", "content": answer}]
-    row = sft_data.tokenize_row({"messages": messages}, tokenizer, 10_000, "truncate", "last", None, None)
+    row = tokenize_row({"messages": messages}, tokenizer, 10_000, "truncate", "last", None, None)
     assert row["status"] == "ok", row["problem"]
     prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)

@@ -22,12 +22,12 @@ from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 
 SFT = Path(__file__).parents[2] / "SFT"
-ALONE = ["-m", "accelerate.commands.launch", "--config_file", "cpu.yaml"]
+ALONE = ["-m", "accelerate.commands.launch", "--config_file", "../launch/cpu.yaml"]
 DDP = [
     "-m",
     "accelerate.commands.launch",
     "--config_file",
-    "ddp.yaml",
+    "../launch/ddp.yaml",
     "--num_processes",
     "2",
     "--mixed_precision",

@@ -22,9 +22,9 @@ TIMES = ("seconds/", "rollout_tokens", "step_time", "train_runtime", "_per_secon
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"]
 LAUNCHERS = {
     "alone": [sys.executable],
-    "ddp": [*LAUNCH, "--config_file", "ddp.yaml", "--num_processes", "2"],
+    "ddp": [*LAUNCH, "--config_file", "../launch/ddp.yaml", "--num_processes", "2"],
     "zero2": [*LAUNCH, "--config_file", "accelerate.yaml", "--num_processes", "2"],
-    "zero3": [*LAUNCH, "--config_file", "zero3.yaml", "--num_processes", "2"],
+    "zero3": [*LAUNCH, "--config_file", "../launch/zero3.yaml", "--num_processes", "2"],
 }
 KINDS = {"alone": "NO", "ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 

@@ -1,4 +1,4 @@
-"""Who draws which noise, and that every way of drawing it estimates the same loss."""
+"""Batches of masked SFT: their rows, their padding, and noise that estimates the loss without bias."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sft_noise_variance
 import torch
 from datasets import Dataset
-from sft_trainer import GlobalBatchSampler, Slot, band_losses, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from sft_batches import GlobalBatchSampler, Slot, dLLMDataCollator, dLLMSFTDataset
+from sft_trainer import band_losses, dLLMTrainer
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-MODES: dict[str, dict[str, bool]] = {
-    "independent": {},
-    "stratified": {"stratified_t": True},
-    "antithetic": {"antithetic_masks": True},
-    "both": {"stratified_t": True, "antithetic_masks": True},
-}
 
 
 class ThreeTokens:
@@ -47,8 +40,7 @@ def sample(lengths: list[int], batch_size: int = 8, multiple: int = 2, epoch: in
     return list(GlobalBatchSampler(lengths, batch_size, multiple, 0, lambda: epoch, **options))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_estimate_is_unbiased(mode: str, tmp_path: Path) -> None:
+def test_estimate_is_unbiased(tmp_path: Path) -> None:
     """The mean over many draws against the expectation: masks enumerated, t integrated by quadrature."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -77,7 +69,7 @@ def test_estimate_is_unbiased(mode: str, tmp_path: Path) -> None:
     trainer = dLLMTrainer(model=model, args=args, data_collator=collate, train_dataset=dataset, eval_dataset=dataset)
     means = []
     for epoch in range(600):
-        slots = sample(dataset.lengths, epoch=epoch, **MODES[mode])
+        slots = sample(dataset.lengths, epoch=epoch)
         batch = collate([dataset[slot] for slot in slots[:8]])
         with torch.no_grad():
             means.append(float(trainer.compute_loss(model, batch)))
@@ -113,35 +105,47 @@ def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone() -> None:
         assert not torch.equal(noise(2, 5), other)
 
 
-@pytest.mark.parametrize("options", [*MODES.values(), {"group_by_length": True}, {"fill": True}])
+def test_the_draws_of_version_0_1() -> None:
+    """Order, times and hidden tokens (positions), which a resumed or repeated run has to find again."""
+    tokenizer: Any = ThreeTokens()
+    slots = sample([9] * 6, batch_size=4, epoch=1)
+    assert [slot.row for slot in slots] == [5, 0, 2, 1, 3, 4]
+    train = dLLMSFTDataset(make_rows([9] * 6), tokenizer, 64, seed=0)
+    held_out = dLLMSFTDataset(make_rows([9] * 6), tokenizer, 64, eval=True, seed=0)
+    collate = dLLMDataCollator(tokenizer)
+    for dataset, places, times, hidden in (
+        (
+            train,
+            slots[:3],
+            [0.9107581377029419, 0.9534565806388855, 0.202276349067688],
+            [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 7, 8], [1, 4, 7, 8]],
+        ),
+        (
+            held_out,
+            [0, 1, 2],
+            [0.2291666716337204, 0.4791666567325592, 0.7291666865348816],
+            [[7, 8], [1, 3, 5, 7, 8], [1, 2, 3, 4, 7, 8]],
+        ),
+    ):
+        batch = collate([dataset[place] for place in places])
+        assert batch["t"].tolist() == times
+        assert [row.nonzero().flatten().tolist() for row in batch["input_ids"] == 0] == hidden
+
+
+@pytest.mark.parametrize("options", [{}, {"group_by_length": True}, {"fill": True}])
 def test_global_batches_are_the_same_for_every_split(options: dict[str, Any]) -> None:
     lengths = [3 + (7 * i) % 11 for i in range(20)]
     whole = sample(lengths, multiple=8, **options)
     assert [slot for slot in sample(lengths, multiple=2, **options) if slot.row >= 0] == [
         s for s in whole if s.row >= 0
     ]
-    copies = 2 if options.get("antithetic_masks") else 1
-    assert sorted(slot.row for slot in whole if slot.row >= 0) == sorted([*range(20)] * copies)
+    assert sorted(slot.row for slot in whole if slot.row >= 0) == [*range(20)]
     assert len(whole) % 8 == 0
     assert sample(lengths, epoch=1, **options) != sample(lengths, epoch=0, **options)
     if "fill" in options:
         for start in range(0, 20, 8):
             batch = [slot for slot in whole[start : start + 8] if slot.row >= 0]
             assert {slot.length for slot in batch} == {max(lengths[slot.row] for slot in batch)}
-
-
-def test_strata_share_out_the_unit_interval() -> None:
-    for start in (0, 8):  # a whole batch and one of 4 rows
-        batch = sample([5] * 12, stratified_t=True)[start : start + 8]
-        strata = sorted((slot.low, slot.high) for slot in batch)
-        edges = np.linspace(0, 1, len(batch) + 1)
-        np.testing.assert_allclose(strata, list(itertools.pairwise(edges)))
-    batch = sample([5] * 8, stratified_t=True, antithetic_masks=True)[:8]
-    times = [1 - slot.high if slot.mirror else slot.low for slot in batch]
-    np.testing.assert_allclose(sorted(times), np.arange(8) / 8, atol=1e-12)
-    assert [slot.row for slot in batch[::2]] == [slot.row for slot in batch[1::2]]
-    with pytest.raises(ValueError, match="even number"):
-        sample([5] * 8, batch_size=7, antithetic_masks=True)
 
 
 def test_length_grouping_cuts_padding() -> None:
@@ -190,12 +194,3 @@ def test_eos_padding_of_whole_and_truncated_answers(padding: int | str, length: 
     assert whole[slot]["answer"] == [False] + [True] * (expected - 1)
     assert cut[slot]["input_ids"] == [1] * 5 + [2]
     assert whole.lengths == [length]
-
-
-def test_variance_script_prints_a_row_for_each_way(tiny_model_dir: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1+1", "completion": "2"}\n{"prompt": "a", "completion": "b c d"}\n' * 8)
-    flags = ["--model_name", str(tiny_model_dir), "--train_data", str(rows), "--pairs", "3", "--batch_size", "4"]
-    table = sft_noise_variance.main(sft_noise_variance.make_parser().parse_args(flags)).splitlines()
-    assert [line.split("|")[1].strip(" `") for line in table[2:]] == list(sft_noise_variance.WAYS)
-    assert table[2].startswith("| `independent` | 1.00 ± ")

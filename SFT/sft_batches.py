@@ -1,0 +1,192 @@
+"""The rows of masked SFT: which rows share a batch, how they are padded, and which of their tokens are hidden.
+
+The noise of a row is a function of (seed, epoch, row) alone: the order of rows, how a batch is split over micro-batches
+and processes, and a resume do not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers import DefaultDataCollator, PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from d1.masking import draw_noise, keyed_generator
+
+# The second part of a random generator's key: what its numbers are for. Another value would change every draw.
+TRAIN_NOISE, EVAL_NOISE, ORDER, EVAL_TIMES = 0, 1, 2, 4
+IGNORED = -100  # the label of a token that is not trained on
+
+
+class Slot(NamedTuple):
+    """A place in a global batch (all rows of an optimizer step)."""
+
+    row: int  # -1: an empty slot, which makes the last batch of an epoch as long as the others
+    epoch: int = 0
+    t: float | None = None  # the diffusion time; None: drawn from U(0, 1)
+    length: int = 0  # EOS fills the row up to this many tokens
+
+
+class dLLMSFTDataset(torch.utils.data.Dataset):
+    """Token rows for completion-only training.
+
+    An item has `input_ids`, `answer` (bool a token: trained on), `key` (of the generator that its noise comes from) and
+    `t` (a fixed diffusion time, or None). The index is a `Slot`; an int is that row in epoch 0. With `eval`, the index
+    is an int and every row appears `eval_draws` times; the times of all draws lie on an even grid over [0, 1], and rows
+    are sorted by length, so that batches need little padding.
+
+    Args:
+        rows: a data set made by `sft_data.preprocess_dataset`.
+        max_length: tokens of a row at most, after filling.
+        eos_padding: how far EOS fills a complete answer; the filling is trained on like any other token. An int N: to
+            at least N answer tokens, the answer's own EOS included. "batch": to the longest row of the global batch;
+            evaluation rows then keep their own EOS only, because their loss must not depend on a batch. "max": to
+            `max_length`, as in d1.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        eval: bool = False,
+        *,
+        eos_padding: int | str = "batch",
+        seed: int = 42,
+        eval_draws: int = 4,
+    ) -> None:
+        self.rows, self.eos_token_id, self.max_length = rows, tokenizer.eos_token_id, max_length
+        self.eval, self.eos_padding, self.seed, self.eval_draws = eval, eos_padding, seed, eval_draws
+        self.lengths = [
+            self.filled_length(length, start, status)
+            for length, start, status in zip(rows["length"], rows["start"], rows["status"], strict=True)
+        ]
+        if eval:
+            self.order = sorted(range(len(rows)), key=self.lengths.__getitem__)
+            self.place = torch.randperm(len(rows), generator=keyed_generator(seed, EVAL_TIMES)).tolist()
+
+    def filled_length(self, length: int, start: int, status: str) -> int:
+        """Tokens of a row after filling with EOS, before the rows of its batch are known."""
+        if status == "truncated" or self.eos_padding == "batch":
+            return length
+        target = self.max_length if self.eos_padding == "max" else start + int(self.eos_padding)
+        return max(length, min(target, self.max_length))
+
+    def __len__(self) -> int:
+        return len(self.rows) * (self.eval_draws if self.eval else 1)
+
+    def __getitem__(self, place: Slot | int) -> dict[str, Any]:
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: Sequence[Slot | int]) -> list[dict[str, Any]]:
+        """The items of a batch, as DataLoader asks for them: reading all rows at once takes a third of the time."""
+        slots = [place if isinstance(place, Slot) else self.slot(place) for place in places]
+        rows = self.rows.__getitems__([max(slot.row, 0) for slot in slots])
+        return [self.item(*both) for both in zip(slots, rows, strict=True)]
+
+    def slot(self, place: int) -> Slot:
+        """The row in epoch 0. With `eval`, row and time of draw `place`; `epoch` then holds the draw's number."""
+        if not self.eval:
+            return Slot(range(len(self))[place])
+        position, draw = divmod(place, self.eval_draws)
+        row = self.order[position]
+        t = (draw + (self.place[row] + 0.5) / len(self.rows)) / self.eval_draws
+        return Slot(row, draw, t)
+
+    def item(self, slot: Slot, row: dict[str, Any]) -> dict[str, Any]:
+        key = (EVAL_NOISE, slot.row, slot.epoch) if self.eval else (TRAIN_NOISE, slot.epoch, max(slot.row, 0))
+        noise = {"key": (self.seed, *key), "t": slot.t}
+        if slot.row < 0:
+            return {"input_ids": [self.eos_token_id], "answer": [False]} | noise
+        filled = max(self.lengths[slot.row], slot.length) if row["status"] == "ok" else 0
+        missing = max(0, filled - len(row["input_ids"]))
+        return {
+            "input_ids": row["input_ids"] + [self.eos_token_id] * missing,
+            "answer": row["answer"] + [True] * missing,
+        } | noise
+
+
+class GlobalBatchSampler(Sampler[Slot]):
+    """The slots of an epoch, one global batch after another. Batches do not depend on how processes share them.
+
+    Args:
+        lengths: tokens of each row.
+        batch_size: rows of an optimizer step: per device x accumulation x processes.
+        multiple: per device x processes; empty slots bring the epoch to a multiple of it, so that no row counts twice.
+        epoch: returns the epoch; called when the epoch begins.
+        group_by_length: batches of rows of similar length.
+        fill: rows are filled to the longest of their batch.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        multiple: int,
+        seed: int,
+        epoch: Callable[[], int],
+        *,
+        group_by_length: bool = False,
+        fill: bool = False,
+    ) -> None:
+        self.lengths, self.batch_size, self.multiple, self.seed, self.epoch = lengths, batch_size, multiple, seed, epoch
+        self.group_by_length, self.fill = group_by_length, fill
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // self.multiple) * self.multiple
+
+    def __iter__(self) -> Iterator[Slot]:
+        epoch = self.epoch()
+        generator = keyed_generator(self.seed, ORDER, epoch)
+        if self.group_by_length:
+            order = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
+        else:
+            order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        for first in range(0, len(order), self.batch_size):
+            rows = order[first : first + self.batch_size]
+            length = max(self.lengths[row] for row in rows) if self.fill else 0
+            yield from [Slot(row, epoch, length=length) for row in rows]
+        yield from [Slot(-1)] * (len(self) - len(order))
+
+
+class dLLMDataCollator(DefaultDataCollator):
+    """Pads rows to the longest of the batch, draws each row's t and mask, and hides the masked tokens.
+
+    Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere) and
+    `attention_mask` (0 on padding), and `t` (rows,).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mask_token_id: int | None = None) -> None:
+        super().__init__()
+        self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
+        self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Tensor]:
+        lengths = [len(row["input_ids"]) for row in features]
+        longest = max(lengths)
+
+        def filled(rows: Sequence[list], filling: int | bool) -> Tensor:
+            return torch.from_numpy(np.array([row + [filling] * (longest - len(row)) for row in rows]))
+
+        clean = filled([row["input_ids"] for row in features], self.pad_token_id)
+        answer = filled([row["answer"] for row in features], False)
+        visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
+        times: list[Tensor] = []
+        hidden: list[Tensor] = []
+        for row, maskable in zip(features, answer, strict=True):
+            span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
+            t, mask = draw_noise(maskable, keyed_generator(*row["key"]), **span)
+            times.append(t)
+            hidden.append(mask)
+        return {
+            "input_ids": clean.masked_fill(torch.stack(hidden), self.mask_token_id),
+            "labels": clean.masked_fill(~answer, IGNORED),
+            "attention_mask": visible,
+            "t": torch.stack(times),
+        }

@@ -1,0 +1,221 @@
+"""Reward functions: what they may return, who is named when one goes wrong, and the accuracy that is only watched.
+
+A reward is a finite number, or None where the function does not apply (TRL's convention). Anything else ends the run
+with an error that names function, task and row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import gather
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainerState
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+from d1.tasks import text_of
+
+Reward = Callable[..., Any]
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned what is no reward."""
+
+
+class BadReward(ValueError):
+    """What a function returned is no list of rewards; `row` is the first bad one, None where the whole list is."""
+
+    def __init__(self, problem: str, row: int | None = None) -> None:
+        super().__init__(problem)
+        self.row = row
+
+
+def reward_or_none(value: Any, row: int) -> float | None:
+    """A number of Python's, NumPy's or PyTorch's as a float; None stays None."""
+    if value is None:
+        return None
+    try:
+        number = None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None:
+        raise BadReward(f"returned {value!r:.80}, which is no number (None says that it does not apply)", row)
+    if not math.isfinite(number):
+        raise BadReward(f"returned {number} (None says that it does not apply)", row)
+    return number
+
+
+def checked(values: Any, rows: int) -> list[float | None]:
+    """What a reward function returned, as one float or None a row.
+
+    Raises:
+        BadReward: not a list, of another length, or with something in it that is no finite number.
+    """
+    if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
+        raise BadReward(f"returned {type(values).__name__}, not a list with a reward a row")
+    listed = list(values)
+    if len(listed) != rows:
+        raise BadReward(f"returned {len(listed)} rewards for {rows} rows")
+    return [reward_or_none(value, row) for row, value in enumerate(listed)]
+
+
+def rewards_of(function: Reward, **kwargs: Any) -> list[float | None]:
+    """What a reward function, `async` or not, gives each row.
+
+    Raises:
+        BadReward: it returned something else.
+    """
+    if is_async_callable(function):
+        with ThreadPoolExecutor(1) as thread:  # the caller's may be running an event loop
+            values = thread.submit(asyncio.run, function(**kwargs)).result()
+    else:
+        values = function(**kwargs)
+    return checked(values, len(kwargs["completions"]))
+
+
+def guarded(function: Reward, task: str, folder: Path) -> Reward:
+    """`function` as TRL should see it: anything but rewards becomes a `RewardError`, and Nones are counted.
+
+    The share of rows for which it returned None is logged as `rewards/NAME/none_share`.
+
+    Args:
+        task: the task's name, for the error.
+        folder: where the error leaves the row, as reward_error_NAME.json.
+    """
+    if not callable(function) or hasattr(function, "forward"):
+        return function  # a reward model: TRL runs those itself
+    name = get_callable_name(function)
+
+    def refuse(error: Exception, kwargs: dict[str, Any]) -> NoReturn:
+        path = folder / f"reward_error_{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        row = failing_row(function, kwargs, error)
+        path.write_text(json.dumps(row, indent=1, default=repr))
+        what = str(error) if isinstance(error, BadReward) else f"raised {type(error).__name__}: {error}"
+        where = "no single row" if row["row"] is None else f"row {row['row']} of its batch"
+        raise RewardError(f"reward {name} of task {task or '?'} {what}, on {where}; see {path}") from error
+
+    def counted(values: Any, kwargs: dict[str, Any]) -> list[float | None]:
+        rewards = checked(values, len(kwargs["completions"]))
+        if log_metric := kwargs.get("log_metric"):
+            log_metric(f"rewards/{name}/none_share", rewards.count(None) / max(len(rewards), 1))
+        return rewards
+
+    def wrapper(**kwargs: Any) -> list[float | None]:
+        try:
+            return counted(function(**kwargs), kwargs)
+        except Exception as error:
+            refuse(error, kwargs)
+
+    async def async_wrapper(**kwargs: Any) -> list[float | None]:
+        try:
+            return counted(await function(**kwargs), kwargs)
+        except Exception as error:
+            refuse(error, kwargs)
+
+    chosen = functools.wraps(function)(async_wrapper if is_async_callable(function) else wrapper)
+    chosen.__name__ = name  # which partials and instances lack
+    return chosen
+
+
+def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> dict[str, Any]:
+    """The columns of the row to blame and its number; all rows, and the number None, where it is no single one.
+
+    Where the function raised, that is the first row that raises on its own: rewards are pure, so asking again is safe.
+    """
+    rows = len(kwargs["completions"])
+    columns = {key: value for key, value in kwargs.items() if isinstance(value, list) and len(value) == rows}
+    rest = {key: value for key, value in kwargs.items() if key not in columns}
+
+    def raises(row: int) -> bool:
+        try:
+            rewards_of(function, **{key: [value[row]] for key, value in columns.items()}, **rest)
+        except Exception:
+            return True
+        return False
+
+    found = error.row if isinstance(error, BadReward) else next(filter(raises, range(rows)), None)
+    if found is None:
+        return {"row": None} | columns
+    return {"row": found} | {key: value[found] for key, value in columns.items()}
+
+
+def accuracy_of(task: ModuleType) -> Reward:
+    """The task's strict metric as a reward function. It gets weight 0: it is watched, not trained on."""
+
+    def accuracy(completions: list, question: list, ground_truth: list, **columns: Any) -> list[float]:
+        rows = [{"question": q, "ground_truth": truth} for q, truth in zip(question, ground_truth, strict=True)]
+        return [next(iter(task.score(text_of(c), row).values())) for c, row in zip(completions, rows, strict=True)]
+
+    accuracy.only_watched = True  # type: ignore[attr-defined]  # which `functools.wraps` hands on
+    return accuracy
+
+
+def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
+    """Asks every reward of a task for its opinion of an empty completion, so that what cannot work is known now.
+
+    Args:
+        rows: the training rows, with the columns that the rewards ask for.
+        name: the task's, for the error.
+
+    Raises:
+        ValueError: a reward raises, or returns no list with a finite number or None.
+    """
+    columns: dict[str, Any] = {key: [value] for key, value in rows[0].items() if key != "prompt"}
+    columns |= {"prompts": [rows[0]["prompt"]], "completion_ids": [[]]}
+    columns |= {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+    completions = [[{"role": "assistant", "content": ""}]]
+    for reward in [*task.REWARDS, accuracy_of(task)]:
+        try:
+            rewards_of(reward, completions=completions, **columns)
+        except Exception as error:
+            what = f"it {error}" if isinstance(error, BadReward) else f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"reward {get_callable_name(reward)} of task {name} cannot score its rows ({what}); they have the "
+                f"columns {', '.join(rows.column_names)}"
+            ) from error
+
+
+def with_accuracy(
+    trainer: Any,
+    calculate: Callable[..., Tensor],
+    inputs: list[dict[str, Any]],
+    prompts: list,
+    completions: list,
+    ids: list,
+) -> Tensor:
+    """The rewards of all processes, (rows, functions) fp32, with NaN for None; `calculate` is TRL's way to them.
+
+    TRL 1.16 warns of a row for which every function returned None, and leaves it out of its group. The accuracy always
+    has a number for it. So where it is the last function TRL calculates without it, and it is filled in for the rows
+    that a reward applies to.
+    """
+    *rewards, last = trainer.reward_funcs
+    if not rewards or not getattr(last, "only_watched", False):
+        return calculate(inputs, prompts, completions, ids)
+    names = ("reward_funcs", "reward_func_names", "reward_processing_classes")
+    lists = {name: getattr(trainer, name) for name in names}
+    try:
+        for name, functions in lists.items():
+            setattr(trainer, name, functions[:-1])
+        scored = calculate(inputs, prompts, completions, ids)
+    finally:
+        for name, functions in lists.items():
+            setattr(trainer, name, functions)
+    columns = {
+        key: [row[key] for row in inputs] for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")
+    }
+    values = last(prompts=prompts, completions=completions, completion_ids=ids, **columns)
+    accuracy = gather(torch.tensor(values, dtype=torch.float32, device=scored.device))
+    accuracy = accuracy.masked_fill(scored.isnan().all(dim=1), torch.nan)
+    return torch.cat([scored, accuracy.unsqueeze(1)], dim=1)

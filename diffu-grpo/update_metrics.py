@@ -1,0 +1,61 @@
+"""What is measured of an update: ratios, the gap between the policies that sampled and that train, rows to blame."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from update_views import Batch
+
+
+def largest_ratio(logps: Tensor, old: Tensor, mask: Tensor, gather: Callable[[Tensor], Tensor]) -> float:
+    """The largest ratio of new to old probabilities of a scored token, over all processes."""
+    return gather((logps - old).exp().masked_fill(~mask.bool(), 0.0).max()).max().item()
+
+
+def sampling_gap(batch: Batch, logps: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """How far the policy that sampled is from the one that is trained, before the first inner update.
+
+    The mean difference of log-probs estimates the KL from the first to the second (Schulman's k1). Under d1's estimator
+    even the exact sampler's is not zero: its tokens were revealed in the light of others, and are scored alone.
+    """
+    scored = batch["completion_mask"].bool()
+    gap = (batch["rollout_logps"] - logps).masked_fill(~scored, 0.0)
+    sums = torch.stack([gap.sum(), gap.abs().sum(), scored.sum()])
+    total, absolute, count = gather(sums).view(-1, 3).sum(0).tolist()
+    largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
+    return {
+        "sampling/logp_difference_mean": total / max(count, 1),
+        "sampling/logp_difference_abs": absolute / max(count, 1),
+        "sampling/ratio_max": largest,
+    }
+
+
+def rows_to_blame(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:
+    """The rows of a loss that is not finite whose numbers are not either; all, where the sum alone overflowed."""
+    bad = ~(torch.isfinite(logps).all(-1) & torch.isfinite(batch["advantages"]))
+
+    def text(part: str, row: int) -> str:
+        return decode(batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()])
+
+    return [
+        {
+            "prompt": text("prompt", row),
+            "completion": text("completion", row),
+            "advantage": batch["advantages"][row].item(),
+            "logps": logps[row].tolist(),
+        }
+        for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist()
+    ]
+
+
+def peak_memory_gb() -> float:
+    """The most memory this process has held so far: on its GPU where there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)
