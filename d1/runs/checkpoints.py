@@ -30,14 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from transformers.utils import cached_file
 
 from d1.models.adapters import adapter_chain, add_adapter, check_there, merge_adapter
-from d1.models.attention import align_positions, align_states, count_positions, keep_states, place_tokens
-from d1.models.fast_cpu import in_parts
-from d1.models.formats.dream import qwen2_from_dream
-from d1.models.formats.llada import FROM_LLADA, llama_from_llada
-from d1.models.head import can_narrow, narrow
-from d1.models.kinds import DECODERS, ENCODERS, REFUSED, native_config
 from d1.models.tokenizer import has_tokenizer
-from d1.transformers_bridge import needs_copy, reading
 
 logger = logging.getLogger(__name__)
 
