@@ -16,22 +16,17 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from d1.models.attention import count_positions
+from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
 from d1.models.head import body_and_head
-from d1.models.kinds import DECODERS, ENCODERS
+from d1.models.kinds import is_encoder, windowed
 
 CACHES = ("prefix", "dual")
-
-
-def windowed(config: Any) -> bool:
-    """Whether some layers attend within a window."""
-    return set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
 
 
 def check_cacheable(config: Any) -> None:
     """Raises ValueError for a kind of model that no cache is right for."""
     advice = "use the sampler exact or parallel"
-    if config.model_type in ENCODERS:
+    if is_encoder(config):
         raise ValueError(f"{config.model_type} is an encoder, which has no key-value cache in Transformers: {advice}")
     if windowed(config):
         raise ValueError(
@@ -44,9 +39,8 @@ class Passes:
 
     Args:
         cache: "prefix", "dual", or None for passes over everything.
-        padded: whether some position is invisible. Transformers asks the device in every forward pass whether a mask
-            (rows, keys) hides anything. It does not ask without a mask, nor of one that is spread over the queries
-            already, which is what the decoders here get under sdpa, save those with windows.
+        padded: whether some position is invisible. Without a mask, or with one over queries, no forward pass waits for
+            the device (`takes_masks_over_queries`).
     """
 
     def __init__(self, model: Any, cache: str | None, padded: bool) -> None:
@@ -54,8 +48,7 @@ class Passes:
             check_cacheable(model.config)
         self.body, _ = body_and_head(model)
         self.cache, self.padded = cache, padded
-        sdpa = getattr(model.config, "_attn_implementation", None) == "sdpa"
-        self.spread = padded and sdpa and model.config.model_type in DECODERS and not windowed(model.config)
+        self.spread = padded and takes_masks_over_queries(model.config)
         # Where logits speak of the next token, a block's first state is the one before it.
         self.before = int(getattr(model.config, "predicts_next_token", False))
         self.window = slice(0, None)
@@ -75,7 +68,7 @@ class Passes:
         """The attention mask of so many queries that see the keys `visible` (rows, keys)."""
         if not self.spread:
             return visible if self.padded else None
-        return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
+        return over_queries(visible, queries)
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the block, and (rows,)
