@@ -186,8 +186,7 @@ def test_settings_that_make_no_sense_are_refused_by_name(kind_dirs, words, messa
         main(make_parser().parse_args(command))
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize(("layers", "kernel"), [(1, "flex_attention"), (2, "flash_attention_2")])
 def test_short_models_whatever_kernel_their_config_names(kind_dirs, kind, tmp_path, layers, kernel):
     """Released configs name the kernel that their authors ran on; `layer_types` has one entry a layer."""
     config = json.loads((kind_dirs[kind] / "config.json").read_text())
@@ -197,13 +196,22 @@ def test_short_models_whatever_kernel_their_config_names(kind_dirs, kind, tmp_pa
     config |= {"attn_implementation": kernel, "_attn_implementation": kernel}
     (tmp_path / "config.json").write_text(json.dumps(config))
     read, _ = native_config(str(tmp_path))
-    short = FitSettings("sft", length=64, dtype="float32", lora_r=0)
-    constant, per_row = activation_bytes(read, short)
-    assert constant + per_row > 0
-    counted = resident_bytes(read, short)["weights"] / 4
-    longer = with_layers(read, layers + 1)
-    assert getattr(longer, "layer_types", None) in (
-        None,
-        ["full_attention", "sliding_attention", "full_attention"][: layers + 1],
-    ) or (set(longer.layer_types) == {"full_attention"})
-    assert resident_bytes(longer, short)["weights"] / 4 > counted
+    settings = FitSettings("sft", length=64, dtype="float32", lora_r=0)
+    assert sum(activation_bytes(read, settings)) > 0
+    sizes = [resident_bytes(with_layers(read, layers + more), settings)["weights"] for more in range(3)]
+    assert sizes[0] == resident_bytes(read, settings)["weights"]
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
+    named = type(read)(**(read.to_dict() | {"attn_implementation": kernel}))
+    assert activation_bytes(named, settings) == activation_bytes(read, settings)
+
+
+def test_layers_go_on_as_they_began(kind_dirs):
+    config, _ = native_config(str(kind_dirs["gemma2"]))
+    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    more = with_layers(config, 5)
+    assert (more.num_hidden_layers, more.layer_types) == (
+        5,
+        [*config.layer_types, "sliding_attention", "full_attention"],
+    )
+    assert with_layers(config, 2).layer_types == config.layer_types[:2]
+    assert config.num_hidden_layers == 3
