@@ -8,7 +8,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
-from transformers.utils.peft_utils import find_adapter_config_file
+from transformers.utils import find_adapter_config_file
 
 from d1.models.formats.names import rename
 from d1.models.kinds import KINDS

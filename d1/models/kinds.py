@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from d1.models.formats.llada import FROM_LLADA, NO_MOE, llama_fields
 
@@ -46,7 +46,7 @@ class Kind:
     fields: Callable[[dict[str, Any]], dict[str, Any]] = dict
     names: Mapping[str, str] | None = None
     encoder: bool = False
-    attention: Literal["full"] = "full"
+    attention: str = "full"
     shift: bool = False
     mask_token_id: int | None = None
     head: tuple[str, ...] = ("lm_head",)
