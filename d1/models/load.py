@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
@@ -31,7 +31,10 @@ from d1.models.kinds import OWN_CODE, attend_both_ways, check_kind, is_encoder, 
 from d1.transformers_bridge import forget_renaming, needs_copy, reading
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def prepare(model: Model) -> Model:
     """Give a model that you built, of a supported kind, the calling convention of `load_model`; changes it in place.
 
     Its attention is turned both ways, whatever its config said. Copies, LoRA and a resized vocabulary keep all of it;
@@ -50,6 +53,8 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     kind, body = kind_of(inner.config), inner.base_model
     attend_both_ways(inner.config, type(inner).__name__)
     body.register_forward_pre_hook(ATTENTION[kind.attention], with_kwargs=True)
+    if kind.shift:
+        inner.config.predicts_next_token = True
     if getattr(inner.config, "predicts_next_token", False):
         body.register_forward_pre_hook(align_positions, with_kwargs=True)
         body.register_forward_hook(align_states, with_kwargs=True)

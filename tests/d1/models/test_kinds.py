@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from d1.models import load_model, load_tokenizer
+from d1.models import load_model, load_tokenizer, prepare
 from d1.models.adapters import lora_targets
 from d1.models.formats.names import key_mapping, rename
 from d1.models.kinds import KINDS, Kind, is_decoder, is_encoder
@@ -119,6 +119,10 @@ def test_a_class_of_ones_own_is_registered_and_one_row(kind_dirs, tmp_path, monk
     assert torch.equal(logits_of(model), logits_of(load_model(kind_dirs["qwen3"])))
     assert lora_targets(model.config.model_type, "attention") == ["q_proj"]
     assert is_decoder(model.config)
+
+    monkeypatch.setitem(KINDS, "own_toy", Kind(shift=True))
+    built = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits_of(prepare(built))[:, 1:], logits_of(model)[:, :-1], atol=1e-6, rtol=0)
 
 
 def test_the_row_names_the_modules_of_the_head(kind_dirs, kind):
