@@ -30,7 +30,6 @@ from d1.models.head import narrow
 from d1.models.kinds import OWN_CODE, attend_both_ways, check_kind, is_encoder, kind_of, native_config
 from d1.transformers_bridge import forget_renaming, needs_copy, reading
 
-
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
