@@ -33,7 +33,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import merge_adapter
-from d1.models.tokenizer import check_chat_template
+from d1.models.tokenizer import check_chat_template, encode_prompt, render_prompt
 from d1.runs.checkpoints import checkpoint_to_resume, copy_model, is_finished
 from d1.runs.processes import check_processes, leave
 from d1.runs.record import log_without_account, save_record
@@ -155,9 +155,8 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
 
 def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> None:
     """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`."""
-    options = {"tokenize": False, "add_generation_prompt": True, **(args.chat_template_kwargs or {})}
-    texts = [tokenizer.apply_chat_template(prompt, **options) for prompt in rows["prompt"]]
-    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
+    lengths = [len(encode_prompt(tokenizer, text)) for text in texts]
     too_long = [index for index, length in enumerate(lengths) if length > args.max_prompt_length]
     if not too_long:
         return

@@ -35,7 +35,7 @@ from score_setups import score_setup
 from d1.models import load_tokenizer
 from d1.models.adapters import adapter_chain
 from d1.models.kinds import native_config
-from d1.models.tokenizer import check_chat_template
+from d1.models.tokenizer import check_chat_template, encode_prompt, render_prompt
 from d1.runs.record import run_record
 from d1.sampling.caching import check_cacheable
 from d1.sampling.order import REMASKING
@@ -220,9 +220,8 @@ def read_problems(args: argparse.Namespace, task: ModuleType, tokenizer: Any) ->
         *before, last = row["prompt"]
         content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
         messages = [*shots, *before, {**last, "content": content}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompt += "<reasoning>" if args.add_reasoning else ""
-        ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        prompt = render_prompt(tokenizer, messages) + ("<reasoning>" if args.add_reasoning else "")
+        ids = encode_prompt(tokenizer, prompt)
         problems.append(Problem(index, prompt, ids, row["question"], row["ground_truth"]))
     return problems
 

@@ -8,37 +8,24 @@ from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
-from transformers.utils.peft_utils import find_adapter_config_file
+from transformers.utils import find_adapter_config_file
 
-from d1.models.formats.llada import FROM_LLADA, rename
-
-DECODER_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-DECODER_LINEAR = (*DECODER_ATTENTION, "gate_proj", "up_proj", "down_proj")
-BERT_ATTENTION = ("query", "key", "value", "attention.output.dense")
-LORA_TARGETS = {  # model_type -> name -> endings of the modules; heads are never among them
-    **{
-        kind: {"attention": DECODER_ATTENTION, "all-linear": DECODER_LINEAR}
-        for kind in ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "llada", "Dream")
-    },
-    **{
-        kind: {"attention": BERT_ATTENTION, "all-linear": (*BERT_ATTENTION, "intermediate.dense", "output.dense")}
-        for kind in ("bert", "roberta")
-    },
-    "modernbert": {"attention": ("Wqkv", "attn.Wo"), "all-linear": ("Wqkv", "Wo", "Wi")},
-}
+from d1.models.formats.names import rename
+from d1.models.kinds import KINDS
 
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
 
 
 def lora_targets(model_type: str, name: str) -> list[str]:
     """The modules LoRA goes on: `name` is "attention" (its four projections) or "all-linear" (the MLP's too)."""
-    try:
-        return list(LORA_TARGETS[model_type][name])
-    except KeyError:
+    targets = KINDS[model_type].lora if model_type in KINDS else None
+    if targets is None or name not in targets:
+        known = ", ".join(kind for kind, row in KINDS.items() if row.lora)
         raise ValueError(
             f"no LoRA targets {name!r} for model_type {model_type!r}: "
-            f"names are attention, all-linear; kinds are {', '.join(LORA_TARGETS)}"
-        ) from None
+            f"names are {', '.join(targets or ('attention', 'all-linear'))}; kinds are {known}"
+        )
+    return list(targets[name])
 
 
 def check_there(path: str) -> None:
@@ -77,15 +64,16 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
 
 
 def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
-    """Put the LoRA adapter in `folder` on `model`, trainable, whether its names are native or LLaDA's own.
+    """Put the LoRA adapter in `folder` on `model`, trainable, whether its names are native or of a released format.
 
     Raises:
         ValueError: A weight of the adapter has no place in the model, or one that the model expects is not in it.
     """
     config = PeftConfig.from_pretrained(folder)
     weights = load_peft_weights(folder, device="cpu")
-    if any(".transformer.blocks." in name for name in weights):
-        weights = {PREFIX + rename(name.removeprefix(PREFIX), FROM_LLADA): w for name, w in weights.items()}
+    native = {native_name(name, model.config.model_type): weight for name, weight in weights.items()}
+    if native.keys() != weights.keys():
+        weights = native
         config = native_lora_config(config, weights, folder)
     config.inference_mode = False
     peft = get_peft_model(model, config)
@@ -101,10 +89,20 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     return peft
 
 
+def native_name(name: str, model_type: str) -> str:
+    """An adapter weight's name on the native classes, after the released formats that become this `model_type`."""
+    for kind in KINDS.values():
+        if kind.becomes == model_type and kind.names and name.startswith(PREFIX):
+            name = PREFIX + rename(name.removeprefix(PREFIX), kind.names)
+    return name
+
+
 def native_lora_config(config: PeftConfig, weights: dict[str, object], folder: str) -> PeftConfig:
-    """The config of an adapter made on LLaDA's own classes, naming the modules its (renamed) `weights` belong to."""
+    """The config of an adapter made on a released format's own classes, naming the modules of its renamed `weights`."""
     if not isinstance(config, LoraConfig) or config.rank_pattern or config.alpha_pattern:
-        raise ValueError(f"adapter {folder}: on LLaDA's own names only plain LoRA (one rank, one alpha) is supported")
+        raise ValueError(
+            f"adapter {folder}: on a released format's own names only plain LoRA (one rank, one alpha) is supported"
+        )
     modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in weights}
     config.target_modules = sorted(modules)
     config.auto_mapping = None

@@ -1,4 +1,8 @@
-"""Which token sees which, and where each one stands."""
+"""Which token sees which, and where each one stands: the only maker of masks and positions.
+
+Masks speak of keys. `visible` (rows, keys) is 1 at every token that may be seen, 0 at padding; a mask "over queries"
+is (rows, 1, queries, keys), bool, and says it for each query on its own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
+
+from d1.models.kinds import is_decoder, kind_of, windowed
+from d1.transformers_bridge import attention_kernel
 
 
 def count_positions(mask: Tensor) -> Tensor:
@@ -16,9 +21,28 @@ def count_positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def mask_per_query(visible: Tensor, queries: int) -> Tensor:
-    """(rows, keys) -> (rows, 1, queries, keys) bool, without a copy: every query of a row sees its `visible` keys."""
+def padding_mask(visible: Tensor) -> Tensor | None:
+    """`visible`, or None where it hides nothing: then attention can take its fastest kernel. Waits for the device."""
+    return None if visible.all() else visible
+
+
+def takes_masks_over_queries(config: Any) -> bool:
+    """Whether a model passes a mask over queries on as it is.
+
+    Transformers asks the device in every forward pass whether a mask (rows, keys) hides anything. It asks nothing about
+    a mask over queries, which decoders take under sdpa unless some of their layers have a window.
+    """
+    return attention_kernel(config) == "sdpa" and is_decoder(config) and not windowed(config)
+
+
+def over_queries(visible: Tensor, queries: int) -> Tensor:
+    """The mask (rows, 1, queries, keys) of so many queries that all see the keys `visible` (rows, keys)."""
     return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
+
+
+def seen_keys(mask: Tensor | None) -> Tensor | None:
+    """(rows, keys) of a mask that may be over queries already, all of which must see the same keys."""
+    return mask if mask is None or mask.dim() == 2 else mask[:, 0, 0]
 
 
 def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -29,10 +53,12 @@ def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     if mask is None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         mask = torch.ones_like((kwargs["inputs_embeds"][..., 0] if ids is None else ids), dtype=torch.long)
-    # RoBERTa's table of positions starts after the row of its padding token.
-    first = body.config.pad_token_id + 1 if body.config.model_type == "roberta" else 0
+    first = body.config.pad_token_id + 1 if kind_of(body.config).positions_after_padding else 0
     kwargs["position_ids"] = count_positions(mask) + first
     return args, kwargs
+
+
+ATTENTION = {"full": place_tokens}  # Kind.attention -> forward pre-hook of the body that makes its masks and positions
 
 
 def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
@@ -46,11 +72,6 @@ def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
     seen = index if mask is None else torch.where(mask[:, -length:].bool(), index, -1).cummax(-1).values
     before = torch.cat([seen.new_full((rows, 1), -1), seen[:, :-1]], dim=1)
     return torch.where(before < 0, index, before)
-
-
-def seen_keys(mask: Tensor | None) -> Tensor | None:
-    """(rows, keys) of a mask that may be spread over the queries already, (rows, 1, queries, keys)."""
-    return mask if mask is None or mask.dim() == 2 else mask[:, 0, 0]
 
 
 def align_positions(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -81,7 +102,7 @@ def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], outp
     return output
 
 
-PREPARED = "d1_prepared"  # the attribute of a model that `attach_hooks` has made one of ours
+PREPARED = "d1_prepared"  # the attribute of a model that `d1.models.prepare` has made one of ours
 
 
 def require_prepared(model: Any) -> None:
@@ -91,5 +112,5 @@ def require_prepared(model: Any) -> None:
         raise ValueError(
             f"this {type(inner).__name__} was not prepared for masked diffusion: its attention may be causal, and "
             "padding would move its tokens. Load it with d1.models.load_model(path), or call "
-            "d1.models.attach_hooks(model) on one that you built"
+            "d1.models.prepare(model) on one that you built"
         )

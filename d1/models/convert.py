@@ -1,6 +1,6 @@
-"""From checkpoint folder to checkpoint folder: merge adapters, export to LLaDA's format, autoregressive to diffusion.
+"""Make one checkpoint folder from another: merge adapters, write LLaDA's own format, turn a decoder both ways.
 
-The commands are those of `python -m d1`.
+The commands `merge`, `export` and `a2d` of `python -m d1` call these functions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
-from d1.models.formats.llada import TO_LLADA, llada_from_llama, rename
-from d1.models.kinds import DECODERS
+from d1.models.formats.llada import TO_LLADA, llada_from_llama
+from d1.models.formats.names import rename
+from d1.models.kinds import is_decoder
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
 
@@ -131,9 +132,9 @@ def a2d(
     folder = fresh_folder(out)
     model = load_whole(source)
     config = model.config
-    if config.model_type not in DECODERS or getattr(config, "mask_token_id", None) is not None:
+    if not is_decoder(config) or getattr(config, "mask_token_id", None) is not None:
         raise ValueError(f"{source} is a masked model already, not an autoregressive decoder")
-    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
     rows = model.get_input_embeddings().num_embeddings
     known = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding
     tokenizer.add_special_tokens({"mask_token": mask_token})

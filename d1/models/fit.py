@@ -9,6 +9,7 @@ whatever else lives on the card beyond `RESERVED`.
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,42 +17,57 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from d1.models.adapters import lora_targets
-from d1.models.head import CHUNK_ELEMENTS, body_and_head
-from d1.models.kinds import ENCODERS
-from d1.models.load import attach_hooks
+from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
+from d1.models.load import auto_class, prepare
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
 RESERVED = 1.2 * GB  # CUDA context, kernels and libraries
-SFT_ROWS, SFT_LOGITS = 256, 2**25  # positions, or logits, that SFT holds at a time (SFT/sft_loss.py)
+DTYPES = ("float32", "float16", "bfloat16")
+STAGES = ("sft", "rl", "eval")
 BUCKET = 5 * 10**8  # elements of DeepSpeed's default reduction bucket
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, an fp32 a 256 of these (QLoRA, section 3)
 
 
 @dataclass(frozen=True)
-class Setup:
-    """One stage's run. `length` is a whole row, prompt and completion; sizes are per GPU."""
+class FitSettings:
+    """One stage's run. `length` is a whole row, prompt and completion, in tokens; `batch` is rows a GPU.
 
-    stage: str  # "sft", "rl" or "eval"
+    Raises:
+        ValueError: a setting that makes no sense; the message names it and its range.
+    """
+
+    stage: str  # one of STAGES
     batch: int = 1
     length: int = 4096
     block_length: int = 32
     gpus: int = 1
-    zero: int = 0
-    dtype: str = "bfloat16"
+    zero: int = 0  # DeepSpeed's ZeRO stage, 0 to 3; 0 is plain DDP
+    dtype: str = "bfloat16"  # one of DTYPES
     lora_r: int = 128  # 0: all weights are trained
     lora_targets: str = "attention"
     load_in_4bit: bool = False
     gradient_checkpointing: bool = False
     beta: float = 0.04
+
+    def __post_init__(self) -> None:
+        for name, least in {"batch": 1, "length": 1, "block_length": 1, "gpus": 1, "lora_r": 0, "zero": 0}.items():
+            if not isinstance(value := getattr(self, name), int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
+        for name, known in {"stage": STAGES, "dtype": DTYPES, "zero": range(4)}.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta must be a number of at least 0, got {self.beta}")
+        if self.load_in_4bit and self.lora_r == 0 and self.stage != "eval":
+            raise ValueError("4-bit weights are frozen: load_in_4bit needs a LoRA (lora_r of at least 1)")
 
 
 class LiveStorages(TorchDispatchMode):
@@ -79,25 +95,30 @@ class LiveStorages(TorchDispatchMode):
         self.live -= size
 
 
-def build(config: PreTrainedConfig, setup: Setup, layers: int | None = None) -> Any:
-    """The model of a stage on the meta device, with its adapter."""
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """A copy of `config` with so many layers, their types going on as they began."""
     config = copy.deepcopy(config)
-    if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
-    training = setup.stage != "eval"
-    full = training and setup.lora_r == 0
-    dtype = torch.float32 if full and setup.zero == 0 else getattr(torch, setup.dtype)
-    auto: Any = AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM
+    if types := getattr(config, "layer_types", None):
+        config.layer_types = [types[layer % len(types)] for layer in range(layers)]
+    config.num_hidden_layers = layers
+    return config
+
+
+def build(config: PreTrainedConfig, settings: FitSettings, layers: int | None = None) -> Any:
+    """The model of a stage on the meta device, with its adapter."""
+    config = with_layers(config, config.num_hidden_layers if layers is None else layers)
+    training = settings.stage != "eval"
+    full = training and settings.lora_r == 0
+    dtype = torch.float32 if full and settings.zero == 0 else getattr(torch, settings.dtype)
     with torch.device("meta"):
-        model: Any = attach_hooks(auto.from_config(config, dtype=dtype))
-    if training and setup.gradient_checkpointing:
+        # The kernel is Transformers' choice: the one that a config names need not be there, nor run on fake tensors.
+        model: Any = prepare(auto_class(config).from_config(config, dtype=dtype, attn_implementation=None))
+    if training and settings.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if training and not full:
-        targets = lora_targets(config.model_type, setup.lora_targets)
-        model = get_peft_model(model, LoraConfig(r=setup.lora_r, target_modules=targets), low_cpu_mem_usage=True)
-        if setup.gradient_checkpointing:
+        targets = lora_targets(config.model_type, settings.lora_targets)
+        model = get_peft_model(model, LoraConfig(r=settings.lora_r, target_modules=targets), low_cpu_mem_usage=True)
+        if settings.gradient_checkpointing:
             model.enable_input_require_grads()
     return model.train(training)
 
@@ -117,53 +138,51 @@ def fill_with_fakes(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def precision(setup: Setup) -> Iterator[None]:
-    mixed = setup.dtype != "float32" and setup.stage != "eval"
-    with torch.autocast("cpu", getattr(torch, setup.dtype)) if mixed else nullcontext():
+def precision(settings: FitSettings) -> Iterator[None]:
+    mixed = settings.dtype != "float32" and settings.stage != "eval"
+    with torch.autocast("cpu", getattr(torch, settings.dtype)) if mixed else nullcontext():
         yield
 
 
-def step_peak(config: PreTrainedConfig, setup: Setup, layers: int, rows: int) -> int:
+def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
     """Peak bytes of one fake step beyond weights, gradients and optimizer states."""
-    model = build(config, setup, layers)
+    model = build(config, settings, layers)
     with FakeTensorMode():
         fill_with_fakes(model)
-        ids = torch.zeros(rows, setup.length, dtype=torch.long)
+        ids = torch.zeros(rows, settings.length, dtype=torch.long)
         # As a batch with padding has it: attention falls back to kernels that take a mask.
-        mask = torch.ones(rows, 1, setup.length, setup.length, dtype=torch.bool)
+        mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
         body, head = body_and_head(model)
-        with LiveStorages() as storages, precision(setup), torch.set_grad_enabled(setup.stage != "eval"):
+        with LiveStorages() as storages, precision(settings), torch.set_grad_enabled(settings.stage != "eval"):
             states = body(ids, mask)
-            if setup.stage == "eval":
-                logits = head(states[:, -setup.block_length :]).float()
+            if settings.stage == "eval":
+                logits = head(states[:, -settings.block_length :]).float()
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
                 (logits - 0.5 * exponential.log()).argmax(-1)
             else:
-                sft_rows = max(SFT_ROWS, SFT_LOGITS // config.vocab_size)
-                chunk = sft_rows if setup.stage == "sft" else max(1, CHUNK_ELEMENTS // config.vocab_size)
                 flat = states.flatten(0, 1)
-                targets = torch.zeros(len(flat[:chunk]), dtype=torch.long)
-                loss = F.cross_entropy(head(flat[:chunk]).float(), targets)
-                (loss + flat[chunk:].float().sum()).backward()
+                chunk = max(1, CHUNK_ELEMENTS // config.vocab_size)
+                logps, _ = target_logps(model, flat[:chunk], torch.zeros(len(flat[:chunk]), dtype=torch.long))
+                (flat[chunk:].float().sum() - logps.mean()).backward()
         return storages.peak
 
 
-def activation_bytes(config: PreTrainedConfig, setup: Setup) -> tuple[float, float]:
+def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[float, float]:
     """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at 1 and 2 rows."""
     layers = config.num_hidden_layers
     peaks = []
     for rows in (1, 2):
-        two, three = (step_peak(config, setup, depth, rows) for depth in (2, 3))
+        two, three = (step_peak(config, settings, depth, rows) for depth in (2, 3))
         peaks.append(two + (three - two) * (layers - 2))
     return 2 * peaks[0] - peaks[1], peaks[1] - peaks[0]
 
 
-def count_parameters(config: PreTrainedConfig, setup: Setup) -> dict[str, int]:
+def count_parameters(config: PreTrainedConfig, settings: FitSettings) -> dict[str, int]:
     """Parameters that are trained, that are frozen, and of the latter those in linear layers of blocks."""
-    model = build(config, setup)
+    model = build(config, settings)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     blocks = [m for n, m in inner.named_modules() if (".layers." in n or ".layer." in n) and "lora_" not in n]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad and setup.stage != "eval")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad and settings.stage != "eval")
     return {
         "trained": trained,
         "frozen": sum(p.numel() for p in model.parameters()) - trained,
@@ -172,25 +191,25 @@ def count_parameters(config: PreTrainedConfig, setup: Setup) -> dict[str, int]:
     }
 
 
-def resident_bytes(config: PreTrainedConfig, setup: Setup) -> dict[str, float]:
+def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str, float]:
     """Bytes a GPU that stay for the whole run, by part: weights, gradients, optimizer, reference, buffers.
 
     Optimizer is AdamW. Without ZeRO trained weights are fp32 with two fp32 states; DeepSpeed keeps trained weights and
     gradients in `dtype` and an fp32 copy with the states, which stage 1 shares out, stage 2 the gradients also, stage
     3 the weights also. The reference is a second model where RL trains all weights and beta > 0.
     """
-    counts = count_parameters(config, setup)
-    size = torch.empty(0, dtype=getattr(torch, setup.dtype)).element_size()
-    share = [1 / setup.gpus if setup.zero >= stage else 1.0 for stage in range(4)]
-    trained_size = size if setup.zero else 4
+    counts = count_parameters(config, settings)
+    size = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
+    share = [1 / settings.gpus if settings.zero >= stage else 1.0 for stage in range(4)]
+    trained_size = size if settings.zero else 4
     frozen = counts["frozen"] * float(size)
-    if setup.load_in_4bit:
+    if settings.load_in_4bit:
         frozen += counts["linear"] * (NF4_BYTES - size)
     states = 8 if trained_size == 4 else 12
-    buffers = min(counts["trained"], BUCKET) * size if setup.zero and counts["trained"] else 0
-    if setup.zero == 3 or setup.load_in_4bit:
+    buffers = min(counts["trained"], BUCKET) * size if settings.zero and counts["trained"] else 0
+    if settings.zero == 3 or settings.load_in_4bit:
         buffers += counts["largest"] * size  # a gathered or dequantised weight
-    everything = setup.stage == "rl" and setup.lora_r == 0 and setup.beta > 0
+    everything = settings.stage == "rl" and settings.lora_r == 0 and settings.beta > 0
     return {
         "weights": (frozen + counts["trained"] * trained_size) * share[3],
         "gradients": counts["trained"] * trained_size * share[2],
@@ -200,13 +219,13 @@ def resident_bytes(config: PreTrainedConfig, setup: Setup) -> dict[str, float]:
     }
 
 
-def fit_table(config: PreTrainedConfig, setup: Setup) -> str:
+def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
     """The estimate in GB by part, and the largest batch on each of `CARDS`."""
-    constant, per_row = activation_bytes(config, setup)
-    parts = resident_bytes(config, setup) | {"CUDA and libraries": RESERVED}
+    constant, per_row = activation_bytes(config, settings)
+    parts = resident_bytes(config, settings) | {"CUDA and libraries": RESERVED}
     fixed = sum(parts.values()) + constant
-    parts["activations and logits"] = constant + per_row * setup.batch
-    parts[f"total at batch {setup.batch}"] = fixed + per_row * setup.batch
+    parts["activations and logits"] = constant + per_row * settings.batch
+    parts[f"total at batch {settings.batch}"] = fixed + per_row * settings.batch
     lines = [f"{name:<24}{value / GB:>9.2f} GB" for name, value in parts.items() if value]
     lines += ["", "card                    largest batch a GPU"]
     for card in CARDS:

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import rotate_half
 
 from d1.models.fast_cpu import in_parts
-from d1.models.kinds import DECODERS
+from d1.models.kinds import is_decoder, kind_of
+from d1.transformers_bridge import attention_kernel
 
 CHUNK_ELEMENTS = 2**24  # logits alive at once, positions x vocabulary: 67 MB in fp32
 
@@ -31,9 +32,9 @@ def can_narrow(model: Any) -> bool:
     Kernels other than these two read masks and windows in ways of their own, and checkpointed layers take no cache.
     """
     return (
-        model.config.model_type in DECODERS
-        and getattr(model.config, "_attn_implementation", None) in ("sdpa", "eager")
-        and not (model.training and model.is_gradient_checkpointing)
+        is_decoder(model.config)
+        and attention_kernel(model.config) in ("sdpa", "eager")
+        and not (model.training and model.is_activation_checkpointing)
     )
 
 
@@ -105,15 +106,12 @@ def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor],
 def logit_parts(model: Any, states: Tensor, whole: bool = False) -> Iterator[tuple[int, Tensor]]:
     """The head of `body_and_head` in parts of the vocabulary: where each starts, and its logits (..., part)."""
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    kind, cap = inner.config.model_type, getattr(inner.config, "final_logit_softcapping", None)
-    if kind == "bert":
-        yield 0, inner.cls(states)
-    elif kind == "modernbert":
-        yield 0, inner.decoder(inner.head(states))
-    else:
-        parts = iter([(0, inner.lm_head(states))]) if whole else in_parts(inner.lm_head, states)
-        for start, logits in parts:
-            yield start, logits if cap is None else torch.tanh(logits / cap) * cap
+    cap = getattr(inner.config, "final_logit_softcapping", None)
+    *before, last = (getattr(inner, name) for name in kind_of(inner.config).head)
+    for module in before:
+        states = module(states)
+    for start, logits in iter([(0, last(states))]) if whole else in_parts(last, states):
+        yield start, logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def token_logps(logits: Tensor, ids: Tensor) -> Tensor:

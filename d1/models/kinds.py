@@ -1,17 +1,75 @@
-"""The kinds of model, by the `model_type` of their `config.json`."""
+"""The kinds of model: one row of `KINDS` for each `model_type` of a `config.json`, and what follows from a row.
+
+A new kind is one more row, also from outside this package: `KINDS["mine"] = Kind(becomes="qwen3")`. It runs on a class
+of Transformers; one that Transformers does not know is first registered with its `AutoConfig` and
+`AutoModelForCausalLM`. A released format whose config or weights need more than renaming has a file in `formats/`.
+"""
 
 from __future__ import annotations
 
-from transformers import (
-    CONFIG_MAPPING,
-    PreTrainedConfig,
-)
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from d1.models.formats.dream import qwen2_from_dream
-from d1.models.formats.llada import FROM_LLADA, NO_MOE, llama_from_llada
+from d1.models.formats.llada import FROM_LLADA, NO_MOE, llama_fields
 
-DECODERS = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-ENCODERS = ("modernbert", "bert", "roberta")
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+DECODER_LORA = {"attention": ATTENTION, "all-linear": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
+BERT_ATTENTION = ("query", "key", "value", "attention.output.dense")
+BERT_LORA = {"attention": BERT_ATTENTION, "all-linear": (*BERT_ATTENTION, "intermediate.dense", "output.dense")}
+MODERNBERT_LORA = {"attention": ("Wqkv", "attn.Wo"), "all-linear": ("Wqkv", "Wo", "Wi")}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What this library has to know about a `model_type`. The defaults are those of a Llama.
+
+    Attributes:
+        becomes: the `model_type` of the Transformers class that runs it; "" is its own.
+        fields: from the released `config.json` to the fields of that class's config.
+        names: weight names of the checkpoint -> those of the class (`formats.names.key_mapping`).
+        encoder: a masked LM. Others are decoders: causal LMs, which also have a key-value cache.
+        attention: which positions see which, by its name in `d1.models.attention.ATTENTION`.
+        shift: the logits predict the next token, not the one at their own position.
+        mask_token_id: where the released `config.json` names no mask token.
+        head: the modules of the class that turn hidden states into logits, in order.
+        lora: name -> endings of the module names that LoRA goes on. The head is never among them.
+        positions_after_padding: the table of positions begins after the row of the padding token.
+        tokenizer: the Transformers class to use where the released tokenizer names code of its own, which only wraps
+            that class.
+    """
+
+    becomes: str = ""
+    fields: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    names: Mapping[str, str] | None = None
+    encoder: bool = False
+    attention: str = "full"
+    shift: bool = False
+    mask_token_id: int | None = None
+    head: tuple[str, ...] = ("lm_head",)
+    lora: Mapping[str, tuple[str, ...]] | None = None
+    positions_after_padding: bool = False
+    tokenizer: str = "AutoTokenizer"
+
+
+KINDS: dict[str, Kind] = {
+    "llada": Kind(
+        becomes="llama", fields=llama_fields, names=FROM_LLADA, lora=DECODER_LORA, tokenizer="PreTrainedTokenizerFast"
+    ),
+    "Dream": Kind(becomes="qwen2", shift=True, lora=DECODER_LORA, tokenizer="Qwen2Tokenizer"),
+    "llama": Kind(lora=DECODER_LORA),
+    "qwen2": Kind(lora=DECODER_LORA),
+    "qwen3": Kind(lora=DECODER_LORA),
+    "gemma": Kind(lora=DECODER_LORA),
+    "gemma2": Kind(lora=DECODER_LORA),
+    "gemma3_text": Kind(lora=DECODER_LORA),
+    "modernbert": Kind(encoder=True, head=("head", "decoder"), lora=MODERNBERT_LORA),
+    "bert": Kind(encoder=True, head=("cls",), lora=BERT_LORA),
+    "roberta": Kind(encoder=True, lora=BERT_LORA, positions_after_padding=True),
+}
 REFUSED = {  # model_type -> why this project cannot train or sample it
     "diffusion_gemma": "it diffuses with uniform noise and has no mask token",
     "diffusion_gemma_text": "it diffuses with uniform noise and has no mask token",
@@ -20,6 +78,65 @@ REFUSED = {  # model_type -> why this project cannot train or sample it
     "gemma3": "it is the image and text model: take a text-only checkpoint (model_type gemma3_text)",
     "t5": "an encoder-decoder cannot score all positions of one sequence",
 }
+OWN_CODE = Kind()  # a model that runs code from its checkpoint is taken to be split as a Llama is
+
+# Fields of a released config that speak of its files and code, not of the model.
+ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version")
+# The author's machine chose these; `load_model` has an argument for them.
+ABOUT_KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+
+
+def kind_of(config: Any) -> Kind:
+    """The row of a model that runs on a class of Transformers; `OWN_CODE` for one that runs code of its own."""
+    kind = KINDS.get(config.model_type, OWN_CODE)
+    return OWN_CODE if kind.becomes else kind
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether this is the config of a masked LM: no key-value cache, every layer runs whole."""
+    return kind_of(config).encoder
+
+
+def is_decoder(config: Any) -> bool:
+    """Whether this is the config of a causal LM of Transformers, whose attention this library turned both ways."""
+    kind = kind_of(config)
+    return kind is not OWN_CODE and not kind.encoder
+
+
+def layer_types(config: Any) -> set[str]:
+    """What the layers attend to: "full_attention", and "sliding_attention" where some see a window only."""
+    return set(getattr(config, "layer_types", None) or ["full_attention"])
+
+
+def windowed(config: Any) -> bool:
+    """Whether some layers attend within a window."""
+    return layer_types(config) != {"full_attention"}
+
+
+def check_kind(model_type: str, name: str) -> None:
+    """Raises ValueError for a kind without a row; `name` says which model it is."""
+    if model_type not in KINDS:
+        reason = REFUSED.get(model_type, f"known are {', '.join(KINDS)}")
+        raise ValueError(f"{name}: model_type {model_type!r} is not supported: {reason}")
+
+
+def attend_both_ways(config: Any, name: str) -> None:
+    """Have the Transformers class of `config` attend in both directions.
+
+    Decoders read `is_causal` in every forward pass, for their masks and their kernels (Transformers 5.23,
+    `masking_utils.create_causal_mask` and `utils.generic.merge_with_config_defaults`), so this also holds for a model
+    that is built already. Encoders read `is_decoder` only when they are built.
+
+    Raises:
+        ValueError: every layer attends within a window; `name` says which model it is.
+    """
+    if "full_attention" not in layer_types(config):
+        raise ValueError(f"{name}: every layer attends to a window only, so no position could see the whole text")
+    if is_encoder(config):
+        config.is_decoder = False
+    else:
+        config.is_causal = False
+        config.use_cache = False
 
 
 def native_config(path: str) -> tuple[PreTrainedConfig, dict[str, str] | None]:
@@ -32,28 +149,22 @@ def native_config(path: str) -> tuple[PreTrainedConfig, dict[str, str] | None]:
         ValueError: the kind is not supported; the message says why.
         OSError: there is no `config.json`.
     """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
     raw, _ = PreTrainedConfig.get_config_dict(path)
     if not raw:
         raise FileNotFoundError(f"{path} holds no config.json: it is no model folder")
-    kind = raw.get("model_type", "")
-    mapping = None
-    config: PreTrainedConfig
-    if kind == "llada":
-        config, mapping = llama_from_llada(raw), FROM_LLADA
-    elif kind == "Dream":
-        config = qwen2_from_dream(raw)
-    elif kind in DECODERS + ENCODERS:
-        config = CONFIG_MAPPING[kind].from_dict(raw)
-    else:
-        known = ", ".join(("llada", "Dream", *DECODERS, *ENCODERS))
-        raise ValueError(f"{path}: model_type {kind!r} is not supported: {REFUSED.get(kind, f'known are {known}')}")
-    windowed = getattr(config, "layer_types", None) or []
-    if windowed and "full_attention" not in windowed:
-        raise ValueError(f"{path}: every layer attends to a window only, so no position could see the whole text")
-    if kind in ENCODERS:
-        config.is_decoder = False
-    else:
-        config.is_causal = False
-        config.use_cache = False
-    config._name_or_path = path
-    return config, mapping
+    model_type = raw.get("model_type", "")
+    check_kind(model_type, path)
+    kind = KINDS[model_type]
+    fields = kind.fields({name: value for name, value in raw.items() if name not in ABOUT_KERNELS})
+    if kind.becomes:
+        fields = {name: value for name, value in fields.items() if name not in ABOUT_FILES}
+    if kind.shift:
+        fields["predicts_next_token"] = True
+    if kind.mask_token_id is not None and fields.get("mask_token_id") is None:
+        fields["mask_token_id"] = kind.mask_token_id
+    config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(fields)
+    attend_both_ways(config, path)
+    config.name_or_path = path
+    return config, None if kind.names is None else dict(kind.names)

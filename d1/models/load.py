@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
@@ -25,31 +25,76 @@ from transformers import (
 )
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
-from d1.models.attention import PREPARED, align_positions, align_states, keep_states, place_tokens
+from d1.models.attention import ATTENTION, PREPARED, align_positions, align_states, keep_states
 from d1.models.head import narrow, take_computations
-from d1.models.kinds import DECODERS, ENCODERS, native_config
-from d1.transformers_bridge import needs_copy, reading
+from d1.models.kinds import OWN_CODE, attend_both_ways, check_kind, is_encoder, kind_of, native_config
+from d1.transformers_bridge import forget_renaming, needs_copy, reading
+
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def attach_hooks(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model of a supported kind, however it was built, the calling convention of `load_model`."""
-    body = model.base_model
-    body.register_forward_pre_hook(place_tokens, with_kwargs=True)
-    if getattr(model.config, "predicts_next_token", False):
+def prepare(model: Model) -> Model:
+    """Give a model that you built, of a supported kind, the calling convention of `load_model`; changes it in place.
+
+    Its attention is turned both ways, whatever its config said. Copies, LoRA and a resized vocabulary keep all of it;
+    a model that is prepared already is returned as it is.
+
+    Args:
+        model: With its head, as `AutoModelForCausalLM` or `AutoModelForMaskedLM` build it, or a `PeftModel` of one.
+
+    Raises:
+        ValueError: The kind is not supported, the model has no head, or it is an encoder that was built to be causal.
+    """
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if getattr(inner, PREPARED, False):
+        return model
+    check_buildable(inner)
+    kind, body = kind_of(inner.config), inner.base_model
+    attend_both_ways(inner.config, type(inner).__name__)
+    body.register_forward_pre_hook(ATTENTION[kind.attention], with_kwargs=True)
+    if kind.shift:
+        inner.config.predicts_next_token = True
+    if getattr(inner.config, "predicts_next_token", False):
         body.register_forward_pre_hook(align_positions, with_kwargs=True)
         body.register_forward_hook(align_states, with_kwargs=True)
-    if model.config.model_type in DECODERS:
-        cast(Any, body).layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
-    if model.config.model_type in ENCODERS:
+    if kind.encoder:
         body.register_forward_hook(keep_states, with_kwargs=True)
+    else:
+        body.layers[-1].register_forward_pre_hook(narrow, with_kwargs=True)
     # Trainers read it; masked-LM classes have none.
-    if getattr(model, "generation_config", None) is None:
-        model.generation_config = GenerationConfig()
+    if getattr(inner, "generation_config", None) is None:
+        inner.generation_config = GenerationConfig()
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
-    cast(torch.nn.Embedding, model.get_input_embeddings()).padding_idx = None
-    take_computations(model)
-    setattr(model, PREPARED, True)
+    inner.get_input_embeddings().padding_idx = None
+    take_computations(inner)
+    setattr(inner, PREPARED, True)
     return model
+
+
+attach_hooks = prepare  # its name in version 0.1
+
+
+def check_buildable(model: Any) -> None:
+    """Raises ValueError for a model that `prepare` cannot make one of ours."""
+    name, config = type(model).__name__, model.config
+    check_kind(config.model_type, name)
+    kind = kind_of(config)
+    if kind is OWN_CODE:
+        raise ValueError(f"{name} runs code of its own for {config.model_type!r}: load_model(path) has a native class")
+    if kind.encoder and getattr(config, "is_decoder", False):
+        raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
+    check_split(model)
+
+
+def check_split(model: Any) -> None:
+    """Raises ValueError for a model that does not split into body and head."""
+    head = kind_of(model.config).head
+    missing = [module for module in head if not hasattr(model, module)]
+    if missing or model.base_model is model:
+        raise ValueError(
+            f"{type(model).__name__} does not split into a `base_model`, which gives hidden states, and the head "
+            f"{', '.join(head)}, on which sampling and scoring rely: it needs a causal or masked LM with these names"
+        )
 
 
 def load_model(
@@ -74,7 +119,7 @@ def load_model(
         adapter: Adapter folder(s) on top, in order of training: all but the last are merged into the weights.
         attn_implementation: "sdpa", "eager" or "flash_attention_2"; None lets Transformers choose.
         trust_remote_code: Run the code in the checkpoint for a kind that is not native here. Such a model is returned
-            as its code builds it, with none of the promises above.
+            as its code builds it, with none of the promises above; it must have a `base_model` and an `lm_head`.
         quantization: "nf4" for 4-bit weights (QLoRA, arXiv 2305.14314), which needs bitsandbytes.
 
     Raises:
@@ -103,21 +148,28 @@ def load_base(
     if quantization is not None:
         options["quantization_config"] = quantization_config(quantization, options["dtype"])
     if trust_remote_code and "auto_map" in PreTrainedConfig.get_config_dict(path)[0]:
-        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
+        check_split(model)
+        setattr(model, PREPARED, True)  # on the user's word
+        return model
     config, mapping = native_config(path)
-    auto: Any = AutoModelForMaskedLM if config.model_type in ENCODERS else AutoModelForCausalLM
     options |= {"key_mapping": mapping, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         with reading(copies=needs_copy(path, options["dtype"], options.get("device_map"))):
-            model, report = auto.from_pretrained(path, config=config, **options)
+            model, report = auto_class(config).from_pretrained(path, config=config, **options)
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
     check_loaded(path, report)
     if mapping is not None:
-        del model._weight_conversions  # or `save_pretrained` would write the old names back
+        forget_renaming(model)
     if Path(path).is_dir():  # adapters made on this model keep its name as the way back
         model.name_or_path = str(Path(path).resolve())
-    return attach_hooks(model)
+    return prepare(model)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of Transformers that builds a model of this config with its head."""
+    return AutoModelForMaskedLM if is_encoder(config) else AutoModelForCausalLM
 
 
 def check_loaded(path: str, report: dict[str, Any]) -> None:

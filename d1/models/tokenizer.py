@@ -1,20 +1,18 @@
-"""Tokenizers with every special token that a masked diffusion model needs."""
+"""Tokenizers with every special token that a masked diffusion model needs, and prompts written with them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen2Tokenizer,
-)
-from transformers.utils import cached_file
+import transformers
+from jinja2 import TemplateError
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from d1.models.adapters import adapter_chain, check_there
+from d1.models.kinds import KINDS, OWN_CODE, check_kind
+from d1.transformers_bridge import has_file
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # LLaDA and Llama 3, Qwen and Dream, Gemma
@@ -46,7 +44,8 @@ def load_tokenizer(
             "role: content" a message, then "assistant: ". A template that is there is kept.
 
     Raises:
-        ValueError: No mask or EOS token can be found, or an id lies outside the model's embedding.
+        ValueError: No mask or EOS token can be found, an id lies outside the model's embedding, or the model or its
+            tokenizer is an unknown kind with code of its own and `trust_remote_code` is False.
     """
     check_there(str(path))
     folder = str(path) if has_tokenizer(str(path)) else adapter_chain(str(path), None)[0]
@@ -56,11 +55,16 @@ def load_tokenizer(
             f"{folder} holds none of {', '.join(VOCABULARIES)}: there is no tokenizer to load{unknown}"
         )
     raw = config_beside(folder)
-    cls: Any = AutoTokenizer
-    if not trust_remote_code:  # these name code of their own, which only wraps what Transformers has
-        cls = {"llada": PreTrainedTokenizerFast, "Dream": Qwen2Tokenizer}.get(raw.get("model_type", ""), AutoTokenizer)
-    options = {"padding_side": "left"} | ({"trust_remote_code": True} if trust_remote_code else {})
+    kind = KINDS.get(raw.get("model_type", ""), OWN_CODE)
+    if "auto_map" in raw and not trust_remote_code:
+        check_kind(raw.get("model_type", ""), folder)
+    cls: Any = getattr(transformers, "AutoTokenizer" if trust_remote_code else kind.tokenizer)
+    options: dict[str, Any] = {"padding_side": "left"}
+    if cls is transformers.AutoTokenizer:  # without a word from us it would ask on the terminal
+        options["trust_remote_code"] = trust_remote_code
     tokenizer = cls.from_pretrained(folder, **options)
+    if kind.mask_token_id is not None:
+        raw = {"mask_token_id": kind.mask_token_id} | raw
     tokens = special_tokens(tokenizer, raw, mask_token=mask_token, pad_token=pad_token, eos_token=eos_token)
     vocab = tokenizer.get_vocab()
     eot = eot_token or getattr(tokenizer, "eot_token", None) or next((t for t in END_OF_TURN if t in vocab), None)
@@ -84,9 +88,67 @@ def check_chat_template(
         raise ValueError(f"the tokenizer of {path} has no chat template: {flag} gives it one")
 
 
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
+    """The text of `messages` in the tokenizer's chat template, up to where the answer begins.
+
+    Args:
+        options: further arguments of `apply_chat_template`.
+
+    Raises:
+        ValueError: The template refuses them, with its reason, which says what the model reads.
+    """
+    options = {"add_generation_prompt": True, **options}
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except TemplateError as error:
+        raise unreadable(tokenizer, error.message or str(error), messages[-1]["content"]) from error
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text that `render_prompt` wrote.
+
+    Raises:
+        ValueError: The tokenizer has no token for a word of it, and none for unknown words.
+    """
+
+    def ids_of(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    try:
+        return ids_of(text)
+    except Exception as error:  # all that the tokenizers library raises
+        words = (word for word in text.split() if not encodes(tokenizer, word))
+        lacking = next((f"it has no token for {word!r}, nor one for unknown words" for word in words), str(error))
+        raise unreadable(
+            tokenizer, f"{lacking}; its {len(tokenizer)} tokens are {some_tokens(tokenizer)}", text
+        ) from error
+
+
+def encodes(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
+    """Whether the tokenizer can read `word`."""
+    try:
+        tokenizer(word, add_special_tokens=False)
+    except Exception:  # as above
+        return False
+    return True
+
+
+def some_tokens(tokenizer: PreTrainedTokenizerBase, count: int = 20) -> str:
+    """The first of its vocabulary, in the order of their ids."""
+    vocabulary = tokenizer.get_vocab()
+    first = sorted(vocabulary, key=lambda token: vocabulary[token])[:count]
+    return ", ".join(first) + (", ..." if len(vocabulary) > count else "")
+
+
+def unreadable(tokenizer: PreTrainedTokenizerBase, reason: str, text: str) -> ValueError:
+    """The error for a prompt that a model cannot read."""
+    start = text if len(text) <= 80 else f"{text[:40]}...{text[-40:]}"
+    return ValueError(f"{tokenizer.name_or_path} cannot read the prompt {start!r}: {reason}")
+
+
 def has_tokenizer(folder: str) -> bool:
     """Whether the folder or hub name holds a vocabulary: some classes would start an empty one without a word."""
-    return any(cached_file(folder, name, _raise_exceptions_for_missing_entries=False) for name in VOCABULARIES)
+    return any(has_file(folder, name) for name in VOCABULARIES)
 
 
 def config_beside(folder: str) -> dict[str, Any]:

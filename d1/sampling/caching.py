@@ -16,20 +16,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from d1.models.attention import count_positions, mask_per_query
+from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
 from d1.models.head import body_and_head
-from d1.models.kinds import DECODERS, ENCODERS
-
-
-def windowed(config: Any) -> bool:
-    """Whether some layers attend within a window."""
-    return set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
+from d1.models.kinds import is_encoder, windowed
 
 
 def check_cacheable(config: Any) -> None:
     """Raises ValueError for a kind of model that no cache is right for."""
     advice = "use the sampler exact or parallel"
-    if config.model_type in ENCODERS:
+    if is_encoder(config):
         raise ValueError(f"{config.model_type} is an encoder, which has no key-value cache in Transformers: {advice}")
     if windowed(config):
         raise ValueError(
@@ -42,9 +37,8 @@ class Passes:
 
     Args:
         cache: "prefix", "dual", or None for passes over everything.
-        padded: whether some position is invisible. Transformers asks the device in every forward pass whether a mask
-            (rows, keys) hides anything. It does not ask without a mask, nor of one that has a row a query already,
-            which is what the decoders here get under sdpa, save those with windows.
+        padded: whether some position is invisible. Without a mask, or with one over queries, no forward pass waits for
+            the device (`takes_masks_over_queries`).
     """
 
     def __init__(self, model: Any, cache: str | None, padded: bool) -> None:
@@ -52,8 +46,7 @@ class Passes:
             check_cacheable(model.config)
         self.body, _ = body_and_head(model)
         self.cache, self.padded = cache, padded
-        sdpa = getattr(model.config, "_attn_implementation", None) == "sdpa"
-        self.per_query = padded and sdpa and model.config.model_type in DECODERS and not windowed(model.config)
+        self.per_query = padded and takes_masks_over_queries(model.config)
         # Where logits speak of the next token, a block's first state is the one before it.
         self.before = int(getattr(model.config, "predicts_next_token", False))
         self.window = slice(0, None)
@@ -73,7 +66,7 @@ class Passes:
         """The attention mask of so many queries that see the keys `visible` (rows, keys)."""
         if not self.per_query:
             return visible if self.padded else None
-        return mask_per_query(visible, queries)
+        return over_queries(visible, queries)
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the block, and (rows,)

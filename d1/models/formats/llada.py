@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from transformers import (
-    LlamaConfig,
-    PreTrainedConfig,
-)
+from d1.models.formats.names import key_mapping
 
 NO_MOE = "its mixture-of-experts layers have no counterpart here"
 
@@ -63,28 +59,12 @@ LLADA_FIXED = {  # the one architecture every published LLaDA has; another value
 }
 
 
-def key_mapping(table: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """The table as {regular expression: replacement}, the form that `from_pretrained` and `rename` take."""
-    return {
-        "^" + re.escape(old).replace(r"\{\}", r"(\d+)") + r"\.": new.replace("{}", r"\1") + "." for old, new in table
-    }
-
-
 FROM_LLADA = key_mapping(LLADA_KEYS)
 TO_LLADA = key_mapping(tuple((new, old) for old, new in LLADA_KEYS))
 
 
-def rename(name: str, mapping: dict[str, str]) -> str:
-    """`name` after the one rule of `mapping` that matches its start; unchanged where none does."""
-    for pattern, replacement in mapping.items():
-        renamed, count = re.subn(pattern, replacement, name)
-        if count:
-            return renamed
-    return name
-
-
-def llama_from_llada(raw: dict[str, Any]) -> LlamaConfig:
-    """The Llama config of a LLaDA `config.json`.
+def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the Llama config that a LLaDA `config.json` describes.
 
     Raises:
         ValueError: the file lacks a field, or asks for a layer no LLaDA-8B has.
@@ -103,11 +83,11 @@ def llama_from_llada(raw: dict[str, Any]) -> LlamaConfig:
         raise ValueError(f"this LLaDA config.json lacks {', '.join(absent)}")
     fields = {new: raw[old] for old, new in LLADA_FIELDS.items() if old in raw}
     fields["llada_fields"] = rest  # what a Llama has no use for, kept for the way back
-    rope = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
-    return LlamaConfig(**fields, rope_parameters=rope, bos_token_id=raw.get("bos_token_id"))
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
+    return fields | {"bos_token_id": raw.get("bos_token_id")}
 
 
-def llada_from_llama(config: PreTrainedConfig) -> dict[str, Any]:
+def llada_from_llama(config: Any) -> dict[str, Any]:
     """The LLaDA `config.json` of a Llama config; the code it points to is LLaDA's own repository.
 
     Raises:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from d1.models import load_model
-from d1.models.adapters import LORA_TARGETS, lora_targets, merge_adapter
+from d1.models.adapters import lora_targets, merge_adapter
 
 IDS = torch.randint(4, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 MLP_NAMES = {  # kind -> what "all-linear" adds to "attention", by hand from the model code
@@ -55,9 +55,14 @@ def test_targets_are_the_linear_layers_of_each_block_and_nothing_else(kind_dirs,
 
 
 def test_unknown_targets_are_refused_by_name():
-    assert set(LORA_TARGETS) >= {"llada", "Dream", "llama", "modernbert"}
-    with pytest.raises(ValueError, match="no LoRA targets 'everything' for model_type 'llama'"):
+    with pytest.raises(
+        ValueError, match="no LoRA targets 'everything' for model_type 'llama': names are attention, all"
+    ):
         lora_targets("llama", "everything")
+    with pytest.raises(
+        ValueError, match=r"no LoRA targets 'attention' for model_type 'gpt2': .* kinds are llada, Dream"
+    ):
+        lora_targets("gpt2", "attention")
 
 
 def test_an_adapter_folder_loads_with_its_base(kind_dirs, kind, tmp_path):

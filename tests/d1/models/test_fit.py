@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import pytest
-import sft_loss
 import torch
 from peft import LoraConfig, get_peft_model
-from sft_loss import hidden_token_losses
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
 
 from d1.__main__ import main, make_parser
-from d1.models import attach_hooks
-from d1.models import fit as memory
+from d1.models import prepare
 from d1.models.adapters import lora_targets
-from d1.models.fit import BUCKET, Setup, activation_bytes, fit_table, resident_bytes
+from d1.models.fit import BUCKET, FitSettings, activation_bytes, fit_table, resident_bytes, with_layers
+from d1.models.head import body_and_head, target_logps
+from d1.models.kinds import native_config
 from d1.sampling import generate
 from d1.scoring import mean_field_logps
 
@@ -30,20 +30,20 @@ CONFIGS = {
 LENGTH, PROMPT = 128, 32
 
 
-def measured_peak(kind: str, setup: Setup) -> int:
+def measured_peak(kind: str, settings: FitSettings) -> int:
     """Peak bytes of a step of the stage's own code, everything included, as the allocator reports them."""
     config = CONFIGS[kind]
     auto: Any = AutoModelForMaskedLM if kind == "modernbert" else AutoModelForCausalLM
-    model: Any = attach_hooks(auto.from_config(config))
-    model.train(setup.stage != "eval")
-    if setup.gradient_checkpointing:
+    model: Any = prepare(auto.from_config(config))
+    model.train(settings.stage != "eval")
+    if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     inner = model
-    if setup.stage != "eval" and setup.lora_r:
-        targets = lora_targets(kind, setup.lora_targets)
-        model = get_peft_model(model, LoraConfig(r=setup.lora_r, target_modules=targets))
+    if settings.stage != "eval" and settings.lora_r:
+        targets = lora_targets(kind, settings.lora_targets)
+        model = get_peft_model(model, LoraConfig(r=settings.lora_r, target_modules=targets))
         model.enable_input_require_grads()
-    ids = torch.randint(3, 512, (setup.batch, LENGTH))
+    ids = torch.randint(3, 512, (settings.batch, LENGTH))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     prompt = ids[:, :PROMPT], mask[:, :PROMPT]
@@ -51,12 +51,11 @@ def measured_peak(kind: str, setup: Setup) -> int:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
     def step() -> None:
-        if setup.stage == "eval":
-            generate(model, *prompt, block_length=setup.block_length, steps=3, temperature=1.0, **options)
+        if settings.stage == "eval":
+            generate(model, *prompt, block_length=settings.block_length, steps=3, temperature=1.0, **options)
             return
-        if setup.stage == "sft":
-            hidden = torch.ones_like(ids, dtype=torch.bool)
-            losses = hidden_token_losses(model, inner, ids, mask, hidden, ids[hidden])
+        if settings.stage == "sft":
+            losses, _ = target_logps(inner, body_and_head(inner)[0](ids, mask).flatten(0, 1), ids.flatten())
         else:
             losses = mean_field_logps(model, *prompt, ids[:, PROMPT:], torch.zeros_like(prompt[0]).bool(), **options)
         losses.sum().backward()
@@ -73,8 +72,8 @@ def measured_peak(kind: str, setup: Setup) -> int:
     return sum(tensor.nbytes for tensor in resident) + max(accumulate(sizes))
 
 
-CPU = Setup("sft", batch=4, length=LENGTH, dtype="float32", lora_r=0)
-SETUPS = {
+CPU = FitSettings("sft", batch=4, length=LENGTH, dtype="float32", lora_r=0)
+SETTINGS = {
     "sft, all weights": CPU,
     "sft, all weights, checkpointing": replace(CPU, gradient_checkpointing=True),
     "sft, LoRA": replace(CPU, lora_r=8),
@@ -83,18 +82,14 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind_", CONFIGS)
 def test_the_estimate_is_near_the_measured_peak(kind_, name):
-    setup = SETUPS[name]
-    constant, per_row = activation_bytes(CONFIGS[kind_], setup)
-    resident = resident_bytes(CONFIGS[kind_], replace(setup, beta=0.0))
-    estimated = sum(resident.values()) + constant + per_row * setup.batch
-    assert estimated == pytest.approx(measured_peak(kind_, setup), rel=0.15)
-
-
-def test_sft_holds_as_many_logits_as_the_estimate_says():
-    assert (memory.SFT_ROWS, memory.SFT_LOGITS) == (sft_loss.LOGITS_CHUNK, sft_loss.LOGITS_KEPT)
+    settings = SETTINGS[name]
+    constant, per_row = activation_bytes(CONFIGS[kind_], settings)
+    resident = resident_bytes(CONFIGS[kind_], replace(settings, beta=0.0))
+    estimated = sum(resident.values()) + constant + per_row * settings.batch
+    assert estimated == pytest.approx(measured_peak(kind_, settings), rel=0.15)
 
 
 LLADA = LlamaConfig(
@@ -111,7 +106,7 @@ LORA_QKVO = 32 * 4 * 128 * (4096 + 4096)
 
 def test_what_stays_is_counted_by_hand_for_llada_8b():
     assert PARAMETERS == 8_015_581_184
-    full = Setup("sft", lora_r=0, gpus=8)
+    full = FitSettings("sft", lora_r=0, gpus=8)
     one = resident_bytes(LLADA, full)
     assert one == {
         "weights": 4 * PARAMETERS,
@@ -131,28 +126,28 @@ def test_what_stays_is_counted_by_hand_for_llada_8b():
 
 
 def test_lora_and_four_bits_for_llada_8b():
-    lora = resident_bytes(LLADA, Setup("rl"))
+    lora = resident_bytes(LLADA, FitSettings("rl"))
     assert lora["weights"] == 2 * PARAMETERS + 4 * LORA_QKVO
     assert (lora["gradients"], lora["optimizer"], lora["reference"]) == (4 * LORA_QKVO, 8 * LORA_QKVO, 0)
-    four = resident_bytes(LLADA, Setup("rl", load_in_4bit=True))
+    four = resident_bytes(LLADA, FitSettings("rl", load_in_4bit=True))
     linear = PARAMETERS - 2 * 126464 * 4096 - 4096 - 32 * 2 * 4096
     assert four["weights"] == pytest.approx(lora["weights"] - 2 * linear + linear * 4.127 / 8, rel=1e-3)
-    assert resident_bytes(LLADA, Setup("eval"))["weights"] == 2 * PARAMETERS
+    assert resident_bytes(LLADA, FitSettings("eval"))["weights"] == 2 * PARAMETERS
 
 
 def test_activations_grow_with_length_and_shrink_with_checkpointing():
-    short, long = (activation_bytes(LLADA, Setup("sft", length=length))[1] for length in (1024, 2048))
+    short, long = (activation_bytes(LLADA, FitSettings("sft", length=length))[1] for length in (1024, 2048))
     assert 1.9 * short < long < 2.5 * short
-    assert activation_bytes(LLADA, Setup("sft", length=2048, gradient_checkpointing=True))[1] < 0.2 * long
+    assert activation_bytes(LLADA, FitSettings("sft", length=2048, gradient_checkpointing=True))[1] < 0.2 * long
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
-    setup = Setup("sft", length=1024, gradient_checkpointing=True)
-    table = fit_table(LLADA, setup)
+    settings = FitSettings("sft", length=1024, gradient_checkpointing=True)
+    table = fit_table(LLADA, settings)
     rows = int(next(line for line in table.splitlines() if line.startswith("  80 GB")).split()[-1])
     totals = []
     for batch in (rows, rows + 1):
-        lines = fit_table(LLADA, replace(setup, batch=batch)).splitlines()
+        lines = fit_table(LLADA, replace(settings, batch=batch)).splitlines()
         totals.append(float(next(line for line in lines if line.startswith("total")).split()[-2]))
     assert totals[0] <= 80 < totals[1]
 
@@ -161,5 +156,55 @@ def test_the_command_prints_the_table(kind_dirs, capsys):
     words = ["fit", "--model_path", str(kind_dirs["llada"]), "--stage", "rl", "--gpus", "8", "--length", "64"]
     main(make_parser().parse_args(words))
     assert "141 GB" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--batch, --length"):
-        main(make_parser().parse_args([*words, "--batch", "0"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--batch 0", "batch must be a whole number of at least 1, got 0"),
+        ("--length -4", "length must be a whole number of at least 1, got -4"),
+        ("--block_length 0", "block_length must be"),
+        ("--gpus -1", "gpus must be"),
+        ("--lora_r -1", "lora_r must be a whole number of at least 0"),
+        ("--beta nan", "beta must be a number of at least 0, got nan"),
+        ("--beta inf", "beta must be"),
+        ("--beta -0.1", "beta must be"),
+        ("--load_in_4bit --lora_r 0", "4-bit weights are frozen"),
+        ("--lora_targets heads", "no LoRA targets 'heads'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(kind_dirs, words, message):
+    command = ["fit", "--model_path", str(kind_dirs["llama"]), "--stage", "rl", *words.split()]
+    with pytest.raises(ValueError, match=message):
+        main(make_parser().parse_args(command))
+
+
+@pytest.mark.parametrize(("layers", "kernel"), [(1, "flex_attention"), (2, "flash_attention_2")])
+def test_short_models_whatever_kernel_their_config_names(kind_dirs, kind, tmp_path, layers, kernel):
+    """Released configs name the kernel that their authors ran on; `layer_types` has one entry a layer."""
+    config = json.loads((kind_dirs[kind] / "config.json").read_text())
+    config["n_layers" if kind == "llada" else "num_hidden_layers"] = layers
+    if "layer_types" in config:
+        config["layer_types"] = ["full_attention", "sliding_attention"][:layers]
+    config |= {"attn_implementation": kernel, "_attn_implementation": kernel}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read, _ = native_config(str(tmp_path))
+    settings = FitSettings("sft", length=64, dtype="float32", lora_r=0)
+    assert sum(activation_bytes(read, settings)) > 0
+    sizes = [resident_bytes(with_layers(read, layers + more), settings)["weights"] for more in range(3)]
+    assert sizes[0] == resident_bytes(read, settings)["weights"]
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
+    named = type(read)(**(read.to_dict() | {"attn_implementation": kernel}))
+    assert activation_bytes(named, settings) == activation_bytes(read, settings)
+
+
+def test_layers_go_on_as_they_began(kind_dirs):
+    config, _ = native_config(str(kind_dirs["gemma2"]))
+    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    more = with_layers(config, 5)
+    assert (more.num_hidden_layers, more.layer_types) == (
+        5,
+        [*config.layer_types, "sliding_attention", "full_attention"],
+    )
+    assert with_layers(config, 2).layer_types == config.layer_types[:2]
+    assert config.num_hidden_layers == 3

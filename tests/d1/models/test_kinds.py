@@ -1,0 +1,199 @@
+"""A kind of model is one row of a table, which may be added from outside the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from d1.models import load_model, load_tokenizer, prepare
+from d1.models.adapters import lora_targets
+from d1.models.formats.names import key_mapping, rename
+from d1.models.kinds import KINDS, Kind, is_decoder, is_encoder
+from d1.sampling import generate
+from d1.scoring import mean_field_logps
+
+IDS = torch.randint(4, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+TOY_NAMES = (("net.embed", "model.embed_tokens"), ("net.block.{}", "model.layers.{}"), ("net.norm", "model.norm"))
+
+
+def write_toy(folder: Path, source: Path) -> Path:
+    """The Qwen3 in `source` as somebody else might release it: another model_type, other names, code of its own."""
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "toy", "width": 32}
+    config |= {"architectures": ["ToyModel"], "auto_map": {"AutoConfig": "configuration_toy.ToyConfig"}}
+    config |= {"attn_implementation": "flex_attention"}
+    del config["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    back = key_mapping((native, own) for own, native in TOY_NAMES)
+    weights = {rename(name, back): weight for name, weight in load_file(source / "model.safetensors").items()}
+    assert "net.block.0.mlp.gate_proj.weight" in weights
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> Tensor:
+    return model(input_ids=IDS).logits
+
+
+def rename_width(raw: dict[str, Any]) -> dict[str, Any]:
+    return {("hidden_size" if name == "width" else name): value for name, value in raw.items()}
+
+
+def test_a_released_model_under_other_names_is_one_row(kind_dirs, tmp_path, monkeypatch):
+    folder = write_toy(tmp_path / "toy", kind_dirs["qwen3"])
+    with pytest.raises(ValueError, match="model_type 'toy' is not supported"):
+        load_model(folder)
+    row = Kind(
+        becomes="qwen3",
+        fields=rename_width,
+        names=key_mapping(TOY_NAMES),
+        shift=True,
+        mask_token_id=3,
+        lora={"attention": ("q_proj", "v_proj")},
+    )
+    monkeypatch.setitem(KINDS, "toy", row)
+    model, plain = load_model(folder), load_model(kind_dirs["qwen3"])
+    assert (type(model), model.config.model_type, model.config.mask_token_id) == (type(plain), "qwen3", 3)
+    assert "auto_map" not in vars(model.config)
+    assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    torch.testing.assert_close(logits_of(model)[:, 1:], logits_of(plain)[:, :-1], atol=1e-6, rtol=0)
+
+    ids = generate(model, IDS, torch.ones_like(IDS), mask_token_id=3, gen_length=4, block_length=2, steps=4)
+    assert torch.equal(ids[:, :9], IDS)
+    assert not (ids == 3).any()
+    noise = torch.zeros_like(IDS, dtype=torch.bool)
+    logps = mean_field_logps(model, IDS, torch.ones_like(IDS), ids[:, 9:], noise, mask_token_id=3, gen_length=4)
+    canvas = torch.cat([IDS, torch.full((2, 4), 3)], dim=1)
+    with torch.no_grad():
+        expected = model(input_ids=canvas).logits[:, 9:].log_softmax(-1).gather(-1, ids[:, 9:, None])[..., 0]
+    torch.testing.assert_close(logps, expected, atol=1e-5, rtol=0)
+
+    model.save_pretrained(tmp_path / "native")
+    assert "model.layers.0.mlp.gate_proj.weight" in load_file(tmp_path / "native" / "model.safetensors")
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "native")), logits_of(model), atol=0, rtol=0)
+
+
+def test_an_adapter_made_on_the_released_names(kind_dirs, tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, "toy", Kind(becomes="qwen3", fields=rename_width, names=key_mapping(TOY_NAMES)))
+    model: Any = load_model(write_toy(tmp_path / "toy", kind_dirs["qwen3"]))
+    torch.manual_seed(0)
+    peft: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    expected = logits_of(peft)
+    peft.save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = {name.replace("model.layers.", "net.block."): weight for name, weight in load_file(file).items()}
+    assert any(".net.block." in name for name in weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    again = load_model(tmp_path / "toy", adapter=tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(again), expected, atol=1e-6, rtol=0)
+
+
+class OwnConfig(Qwen3Config):
+    model_type = "own_toy"
+
+
+class OwnForCausalLM(Qwen3ForCausalLM):
+    config_class = OwnConfig
+
+
+def test_a_class_of_ones_own_is_registered_and_one_row(kind_dirs, tmp_path, monkeypatch):
+    AutoConfig.register("own_toy", OwnConfig, exist_ok=True)
+    AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM, exist_ok=True)
+    monkeypatch.setitem(KINDS, "own_toy", Kind(lora={"attention": ("q_proj",)}))
+    config = json.loads((kind_dirs["qwen3"] / "config.json").read_text()) | {"model_type": "own_toy"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(kind_dirs["qwen3"] / "model.safetensors")
+    model = load_model(tmp_path)
+    assert (type(model), model.config.model_type) == (OwnForCausalLM, "own_toy")
+    assert torch.equal(logits_of(model), logits_of(load_model(kind_dirs["qwen3"])))
+    assert lora_targets(model.config.model_type, "attention") == ["q_proj"]
+    assert is_decoder(model.config)
+
+    monkeypatch.setitem(KINDS, "own_toy", Kind(shift=True))
+    built = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits_of(prepare(built))[:, 1:], logits_of(model)[:, :-1], atol=1e-6, rtol=0)
+
+
+def test_the_row_names_the_modules_of_the_head(kind_dirs, kind):
+    """Called one after the other, without the softcap that some configs ask for, they give the logits."""
+    model: Any = load_model(kind_dirs[kind])
+    row = KINDS[model.config.model_type]
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    with torch.no_grad():
+        states = model.base_model(input_ids=IDS).last_hidden_state
+        for name in row.head:
+            states = getattr(model, name)(states)
+    expected = logits_of(model)
+    torch.testing.assert_close(states if cap is None else torch.tanh(states / cap) * cap, expected, atol=1e-6, rtol=0)
+
+
+def test_a_model_is_either_a_decoder_or_an_encoder(kind_dirs, kind):
+    config = load_model(kind_dirs[kind]).config
+    assert is_encoder(config) == (kind in ("bert", "roberta", "modernbert"))
+    assert is_decoder(config) != is_encoder(config)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention", "no_such_kernel"])
+def test_the_kernel_that_a_config_names_is_its_authors_business(kind_dirs, kind, tmp_path, kernel):
+    config = json.loads((kind_dirs[kind] / "config.json").read_text())
+    config |= {"attn_implementation": kernel, "_attn_implementation": kernel}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in kind_dirs[kind].glob("model*"):
+        (tmp_path / file.name).symlink_to(file)
+    assert torch.equal(logits_of(load_model(tmp_path)), logits_of(load_model(kind_dirs[kind])))
+
+
+def write_unknown(folder: Path, with_config: bool) -> Path:
+    """A model with code that must not run: it would leave a file behind."""
+    (folder / "own.py").write_text("open('ran', 'w').close()\n")
+    auto = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Tokenizer", None]}
+    if with_config:
+        (folder / "config.json").write_text(json.dumps({"model_type": "unheard_of", "auto_map": auto}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": auto}))
+    (folder / "vocab.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_code_of_an_unknown_kind_is_an_error_and_no_question(tmp_path, monkeypatch, load):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="model_type 'unheard_of' is not supported: known are llada"):
+        load(write_unknown(tmp_path, with_config=True))
+    assert not Path("ran").exists()
+
+
+def test_a_tokenizer_with_code_of_its_own_is_an_error_and_no_question(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="code"):
+        load_tokenizer(write_unknown(tmp_path, with_config=False))
+    assert not Path("ran").exists()
+
+
+def test_importing_the_room_and_asking_for_help_need_no_torch():
+    script = """
+import sys
+import d1.models, d1.models.kinds, d1.__main__
+d1.__main__.make_parser().format_help()
+assert not {"torch", "transformers", "peft"} & sys.modules.keys(), sys.modules.keys()
+try:
+    d1.models.no_such_name
+except AttributeError:
+    pass
+else:
+    raise AssertionError("a name that is not there")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
