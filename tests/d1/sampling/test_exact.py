@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import d1.models.fast_cpu
-import d1.sampling.loop
+import d1.sampling.predict
 from benchmarks import published
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import generate
+from tests.d1.sampling.reference import MASK, VOCAB, make_prompts
 
-MASK, VOCAB, EOS = 3, 64, 2
+EOS = 2
 GIVEN = {"max_examples": 20, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
@@ -63,14 +64,6 @@ def cases(draw):
     }
 
 
-def make_prompts(widths, seed):
-    ids, mask = torch.zeros(len(widths), max(widths), dtype=torch.long), torch.zeros(len(widths), max(widths))
-    for row, width in enumerate(widths):
-        ids[row, -width:] = torch.randint(4, VOCAB, (width,), generator=keyed_generator(seed, row))
-        mask[row, -width:] = 1
-    return ids, mask.long()
-
-
 def make_generators(case):
     if case["row_generators"]:
         return [keyed_generator(case["seed"], 9, row) for row in range(len(case["widths"]))]
@@ -85,7 +78,7 @@ def model(request, kind_dirs):
 @given(case=cases())
 @settings(**GIVEN)
 def test_tokens_and_draws_are_those_of_the_published_algorithm(model, monkeypatch, case):
-    monkeypatch.setattr(d1.sampling.loop, "CHUNK_ELEMENTS", case["chunk"])
+    monkeypatch.setattr(d1.sampling.predict, "CHUNK_ELEMENTS", case["chunk"])
     monkeypatch.setattr(d1.models.fast_cpu, "PART", case["part"])  # the head in parts, or whole
     ids, mask = make_prompts(case["widths"], case["seed"])
     ours, theirs = make_generators(case), make_generators(case)
@@ -177,7 +170,7 @@ def test_a_block_reads_back_once_for_the_eos_stop_and_never_else(model, monkeypa
 
 def test_a_step_reads_nothing_back_and_holds_few_logits(kind_dirs, monkeypatch):
     model = load_model(kind_dirs["llada"])
-    monkeypatch.setattr(d1.sampling.loop, "CHUNK_ELEMENTS", 6 * VOCAB)
+    monkeypatch.setattr(d1.sampling.predict, "CHUNK_ELEMENTS", 6 * VOCAB)
     ids, mask = make_prompts([5] * 4, 0)
     lengths = {"mask_token_id": MASK, "gen_length": 16, "block_length": 4, "steps": 16}
     with Ops() as ours:
