@@ -99,9 +99,8 @@ def predict(
         counts: how many of its n positions each row has use for; it draws for no more.
     """
     rows, n = states.shape[1:3]
-    at_once = max(
-        1, head.CHUNK_ELEMENTS // 2 // model.config.vocab_size
-    )  # the noise of a draw is as large as its logits
+    # Half of what scoring holds: the noise of a draw is as large as its logits.
+    at_once = max(1, head.CHUNK_ELEMENTS // 2 // model.config.vocab_size)
     rows_at_once = max(1, at_once // n)
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     logps = torch.empty(rows, n, device=states.device)

@@ -12,8 +12,9 @@ from benchmarks import published
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import generate
+from tests.d1.sampling.reference import MASK, VOCAB, make_prompts
 
-MASK, VOCAB, EOS = 3, 64, 2
+EOS = 2
 GIVEN = {"max_examples": 20, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
@@ -61,14 +62,6 @@ def cases(draw):
         "part": draw(st.sampled_from([16, 8192])),
         "chunk": draw(st.sampled_from([1, 3 * VOCAB, 2**23])),
     }
-
-
-def make_prompts(widths, seed):
-    ids, mask = torch.zeros(len(widths), max(widths), dtype=torch.long), torch.zeros(len(widths), max(widths))
-    for row, width in enumerate(widths):
-        ids[row, -width:] = torch.randint(4, VOCAB, (width,), generator=keyed_generator(seed, row))
-        mask[row, -width:] = 1
-    return ids, mask.long()
 
 
 def make_generators(case):

@@ -1,4 +1,4 @@
-"""The sampler against a slow transparent twin, its invariances, and the distribution it draws from."""
+"""The sampler's schedule and invariances, and the distribution it draws from."""
 
 from types import SimpleNamespace
 
@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import d1.sampling.predict
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import generate
-from d1.sampling.loop import sample_tokens
+from d1.sampling.predict import draw_ids
 from d1.sampling.reveal import reveal_schedule, spread
 
 MASK, VOCAB = 3, 8
@@ -31,84 +32,8 @@ PROMPTS = [[1, 5, 9, 10, 11, 6], [1, 5, 20, 6], [1, 5, 30, 31, 32, 33, 34, 35, 6
 LENGTHS = {"mask_token_id": MASK, "gen_length": 16, "block_length": 8, "steps": 6}
 
 
-def twin(model, prompt, *, mask_token_id, gen_length, block_length, steps, cfg_scale=0.0, temperature=0.0, noise=None):
-    """One row, plain Python over floats: the published procedure, full softmax, one block and one token at a time."""
-    ids = list(prompt) + [mask_token_id] * gen_length
-    blocks = -(-gen_length // block_length)
-    sizes = [gen_length // blocks + (b < gen_length % blocks) for b in range(blocks)]
-    block_steps = [steps // blocks + (b < steps % blocks) for b in range(blocks)]
-    start = len(prompt)
-    for size, num_steps in zip(sizes, block_steps, strict=True):
-        for step in range(num_steps):
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0].double()
-                if cfg_scale:
-                    hidden = [mask_token_id] * len(prompt) + ids[len(prompt) :]
-                    un = (
-                        model(input_ids=torch.tensor([hidden]), attention_mask=torch.ones(1, len(ids)))
-                        .logits[0]
-                        .double()
-                    )
-                    logits = un + (cfg_scale + 1) * (logits - un)
-            left = [i for i in range(start, start + size) if ids[i] == mask_token_id]
-            drawn = noise(len(left)) if noise else None
-            guesses = []
-            for i in left:
-                probabilities = torch.softmax(logits[i], -1).tolist()
-                scores = logits[i].tolist()
-                if temperature:
-                    scores = [s + temperature * g for s, g in zip(scores, drawn[len(guesses)].tolist(), strict=True)]
-                scores[mask_token_id] = float("-inf")
-                token = max(range(len(scores)), key=scores.__getitem__)
-                guesses.append((-probabilities[token], i, token))
-            count = size // num_steps + (step < size % num_steps)
-            for _, i, token in sorted(guesses)[:count]:
-                ids[i] = token
-        start += size
-    return ids
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        LENGTHS,
-        {**LENGTHS, "gen_length": 13, "block_length": 5, "steps": 7},
-        {**LENGTHS, "gen_length": 16, "block_length": 16, "steps": 16},
-        {**LENGTHS, "gen_length": 7, "block_length": 32, "steps": 3},
-    ],
-)
-@pytest.mark.parametrize("cfg_scale", [0.0, 1.5])
-def test_greedy_rows_of_a_padded_batch_equal_the_twin_on_each_row_alone(model, lengths, cfg_scale):
-    ids, mask = left_padded(PROMPTS, 12)
-    batch = generate(model, ids, mask, cfg_scale=cfg_scale, **lengths)
-    for row, prompt in zip(batch.tolist(), PROMPTS, strict=True):
-        assert row[12 - len(prompt) :] == twin(model, prompt, cfg_scale=cfg_scale, **lengths)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_sampled_rows_equal_the_twin_given_the_same_noise(model, temperature):
-    vocabulary = model.config.vocab_size
-    generator, twin_generator = keyed_generator(5), keyed_generator(5)
-
-    def noise(positions):  # one number a token still hidden and word of the vocabulary, no more
-        uniform = torch.rand(1, positions, vocabulary, generator=twin_generator)[0]
-        return -(-torch.log1p(-uniform.clamp(min=2.0**-25))).log()
-
-    prompt = PROMPTS[0]
-    row = generate(
-        model,
-        torch.tensor([prompt]),
-        torch.ones(1, 6, dtype=torch.long),
-        temperature=temperature,
-        generator=generator,
-        **LENGTHS,
-    )
-    assert row[0].tolist() == twin(model, prompt, temperature=temperature, noise=noise, **LENGTHS)
-
-
 def test_a_sampled_row_does_not_depend_on_its_batch_when_it_has_its_own_generator(model):
     ids, mask = left_padded(PROMPTS, 12)
-    generators = [keyed_generator(0, row) for row in range(3)]
     for remasking in ("low_confidence", "random"):
         batch = generate(
             model,
@@ -130,13 +55,13 @@ def test_a_sampled_row_does_not_depend_on_its_batch_when_it_has_its_own_generato
                 **LENGTHS,
             )
             assert alone[0, len(prompt) :].tolist() == batch[row, 12:].tolist()
-    assert generators[0].initial_seed() != generators[1].initial_seed()
 
 
 class Recorder:
     """A model with fixed logits that counts calls and writes down how many tokens were hidden and scored in each."""
 
     config = SimpleNamespace(model_type="llama", vocab_size=VOCAB)
+    d1_prepared = True
 
     def __init__(self, logits):
         self.logits, self.calls, self.hidden, self.scored = logits, 0, [], []
@@ -186,28 +111,24 @@ def test_spread_puts_the_remainder_first():
 def test_gumbel_sampling_draws_from_the_tempered_softmax(dtype):
     logits = torch.tensor([[[0.0, 1.0, 2.0, -1.0]]]).expand(1, 40_000, 4)
     for temperature in (0.5, 1.0, 2.0):
-        tokens = sample_tokens(logits, temperature, keyed_generator(9), dtype)
+        tokens = draw_ids(logits, temperature, keyed_generator(9), dtype)
         share = torch.bincount(tokens.flatten(), minlength=4) / 40_000
         expected = torch.softmax(logits[0, 0] / temperature, -1)
         assert (share - expected).abs().max() < 4 * (0.25 / 40_000) ** 0.5
 
 
-def test_the_smallest_uniform_number_gives_no_freak_noise():
+def test_the_smallest_uniform_number_gives_no_freak_noise(monkeypatch):
     # torch.rand returns exactly 0 once in 2^24 draws; unguarded, that token would win with Gumbel noise of +87 or inf.
-    import d1.sampling.loop as sampling
+    def smallest(shape, generator, like, counts=None):
+        return torch.tensor([[[0.0, 0.5]]], dtype=like.dtype)
 
-    original = sampling.uniform
-    sampling.uniform = lambda shape, generator, like, counts=None: torch.tensor([[[0.0, 0.5]]], dtype=like.dtype)
-    try:
-        logits = torch.tensor([[[0.0, 20.0]]])
-        assert sample_tokens(logits, 1.0).item() == 1
-    finally:
-        sampling.uniform = original
+    monkeypatch.setattr(d1.sampling.predict, "uniform", smallest)
+    assert draw_ids(torch.tensor([[[0.0, 20.0]]]), 1.0).item() == 1
 
 
 def test_low_precision_noise_is_refused():
     with pytest.raises(ValueError, match="float32 or float64"):
-        sample_tokens(torch.zeros(1, 1, 2), 1.0, noise_dtype=torch.bfloat16)
+        draw_ids(torch.zeros(1, 1, 2), 1.0, noise_dtype=torch.bfloat16)
 
 
 def test_saturated_confidences_reveal_left_to_right():

@@ -1,0 +1,166 @@
+"""A slow sampler to hold the library's against: one row alone, one place at a time, Python's own numbers.
+
+It always runs the whole model over the whole text; a cache is keys and values that hooks keep as they were. It is apart
+from `benchmarks/published.py`, the opponent in races, which knows neither caches nor rules and keeps no record.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from d1.masking import keyed_generator
+from d1.sampling import Rollout, SamplingSettings
+
+MASK, VOCAB = 3, 64
+SAMPLERS: list[dict[str, Any]] = [  # all pairs of what a sampler may cache and by which rule it may reveal
+    {"sampler": "exact"},
+    {"sampler": "cached", "kv_cache": "prefix"},
+    {"sampler": "cached", "kv_cache": "dual"},
+    {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.6},
+    {"sampler": "parallel", "reveal": "factor", "reveal_level": 1.2},
+    {"sampler": "parallel", "reveal": "entropy", "reveal_level": 0.6},
+    {"sampler": "cached+parallel", "kv_cache": "prefix", "reveal": "entropy", "reveal_level": 0.6},
+    {"sampler": "cached+parallel", "kv_cache": "dual", "reveal": "threshold", "reveal_level": 0.6},
+    {"sampler": "cached+parallel", "kv_cache": "dual", "reveal": "factor", "reveal_level": 1.2},
+]
+
+
+@dataclass
+class Row:
+    """What `Rollout` holds of one row."""
+
+    ids: list[int]
+    logps: list[float]
+    entropies: list[float]
+    reveal_steps: list[int]
+    passes: int = 0
+    tokens: int = 0
+
+
+class Frozen:
+    """Forward passes of one row, always over everything; outside a window, keys and values stay as first recorded."""
+
+    def __init__(self, model):
+        self.model, self.recorded, self.window = model, {}, None
+        self.layers = [layer for name, layer in model.named_modules() if name.endswith(("k_proj", "v_proj"))]
+
+    def replace(self, layer, args, output):
+        if self.window is None:
+            self.recorded[layer] = output.clone()
+            return output
+        mixed = self.recorded[layer].clone()
+        mixed[:, self.window] = output[:, self.window]
+        return mixed
+
+    def logits(self, ids, window):
+        self.window = window
+        hooks = [layer.register_forward_hook(self.replace) for layer in self.layers]
+        with torch.no_grad():
+            logits = self.model(input_ids=torch.tensor([ids])).logits[0].double()
+        for hook in hooks:
+            hook.remove()
+        return logits
+
+
+def parts(total: int, count: int) -> list[int]:
+    return [total // count + (part < total % count) for part in range(count)]
+
+
+def count_by_rule(rule: str | None, level: float, probabilities: list[float], entropies: list[float]) -> int:
+    """How many of the most confident tokens (given in that order) a rule reveals."""
+    n = 0
+    while rule is not None and n < len(probabilities):
+        more = n + 1
+        if rule == "threshold":
+            good = probabilities[n] > level
+        elif rule == "factor":
+            good = (more + 1) * (1 - probabilities[n]) < level
+        else:
+            good = sum(entropies[:more]) - max(entropies[:more]) <= level
+        if not good:
+            break
+        n = more
+    return n
+
+
+def sample(
+    model: Any, prompt: list[int], settings: SamplingSettings, generator: torch.Generator, ends: list[int] | None = None
+) -> Row:
+    """The row that `rollout` must give for `prompt` and this generator, whatever else is in the batch."""
+    length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
+    row = Row([*prompt, *[MASK] * length], [0.0] * length, [0.0] * length, [-1] * length)
+    ids, views = row.ids, [Frozen(model)] + ([Frozen(model)] if cfg_scale else [])
+    cached, parallel = "cached" in settings.sampler, "parallel" in settings.sampler
+    shift = int(getattr(model.config, "predicts_next_token", False))
+    blocks = -(-length // settings.block_length)
+    start = len(prompt)
+    for size, steps in zip(parts(length, blocks), parts(settings.steps, blocks), strict=True):
+        end, scheduled = start + size, 0
+        last = end if settings.kv_cache == "dual" else len(ids)
+        for step, count in enumerate(parts(size, steps)):
+            scheduled += count
+            left = [i for i in range(start, end) if ids[i] == MASK]
+            if not left:
+                break
+            window = slice(max(0, start - shift), last) if cached and step > 0 else None
+            seen = [ids, [MASK] * len(prompt) + ids[len(prompt) :]]
+            both = [view.logits(tokens, window) for view, tokens in zip(views, seen, strict=False)]
+            row.tokens += len(views) * (len(ids) if window is None else window.stop - window.start)
+            logits = both[1] + (cfg_scale + 1) * (both[0] - both[1]) if cfg_scale else both[0]
+            # One number a word of the vocabulary for each hidden token, left to right, then one a token for its place.
+            if temperature:
+                uniform = torch.rand(len(left), VOCAB, generator=generator).clamp(min=2.0**-25)
+            places = torch.rand(len(left), generator=generator).tolist() if settings.remasking == "random" else None
+            guesses = []
+            for number, i in enumerate(left):
+                log_softmax = logits[i].log_softmax(-1)
+                scores = logits[i].clone()
+                if temperature:
+                    scores -= temperature * (-torch.log1p(-uniform[number])).log()
+                scores[MASK] = -math.inf
+                token = int(scores.argmax())
+                logp, entropy = log_softmax[token].item(), -(log_softmax.exp() * log_softmax).sum().item()
+                guesses.append((-places[number] if places else -logp, i, token, logp, entropy))
+            guesses.sort()
+            due = scheduled - (size - len(left))
+            if parallel:
+                confidences, entropies = [math.exp(guess[3]) for guess in guesses], [guess[4] for guess in guesses]
+                due = max(1, due, count_by_rule(settings.reveal, settings.reveal_level, confidences, entropies))
+            for _, i, token, logp, entropy in guesses[:due]:
+                at, ids[i] = i - len(prompt), token
+                row.logps[at], row.entropies[at], row.reveal_steps[at] = logp, entropy, row.passes
+            row.passes += 1
+        start = end
+        if ends and set(ids[len(prompt) : end]) & set(ends):
+            ids[end:] = [ends[0]] * (len(ids) - end)
+            break
+    return row
+
+
+def make_prompts(widths, seed):
+    ids, mask = torch.zeros(len(widths), max(widths), dtype=torch.long), torch.zeros(len(widths), max(widths))
+    for row, width in enumerate(widths):
+        ids[row, -width:] = torch.randint(4, VOCAB, (width,), generator=keyed_generator(seed, row))
+        mask[row, -width:] = 1
+    return ids, mask.long()
+
+
+def sharper(model):
+    """Random weights are sure of nothing, and no rule would ever reveal more than one token."""
+    model.lm_head.weight.data.mul_(4)
+    return model
+
+
+def check_row(got: Rollout, row: int, width: int, expected: Row) -> None:
+    """Compares row `row` of a rollout, whose prompt has `width` tokens without padding, with the reference's."""
+    length = got.logps.shape[1]
+    assert got.ids[row, -length - width :].tolist() == expected.ids
+    assert got.reveal_steps[row].tolist() == expected.reveal_steps
+    for found, wanted in ((got.logps, expected.logps), (got.entropies, expected.entropies)):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found[row], torch.tensor(wanted), rtol=0, atol=2e-5)
+    assert (got.passes[row].item(), got.tokens[row].item()) == (expected.passes, expected.tokens)

@@ -1,0 +1,108 @@
+"""Every rollout, its record included, against one slow reference."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import d1.models.fast_cpu
+import d1.models.head
+from d1.masking import keyed_generator
+from d1.models import load_model
+from d1.sampling import SamplingSettings, rollout
+from tests.d1.sampling import reference
+from tests.d1.sampling.reference import MASK, SAMPLERS, VOCAB, make_prompts, sharper
+
+GIVEN = {"max_examples": 25, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+@pytest.fixture(params=["llama", "llada", "Dream"], scope="module")  # Dream's logits speak of the next token
+def model(request, kind_dirs):
+    return sharper(load_model(kind_dirs[request.param]))
+
+
+@st.composite
+def cases(draw):
+    gen_length = draw(st.integers(1, 12))
+    block_length = draw(st.integers(1, 14))
+    sampler = draw(st.sampled_from(SAMPLERS))
+    return {
+        "widths": draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)),
+        "settings": SamplingSettings(
+            gen_length=gen_length,
+            block_length=block_length,
+            steps=draw(st.integers(-(-gen_length // block_length), gen_length)),
+            temperature=draw(st.sampled_from([0.0, 0.8])),
+            cfg_scale=draw(st.sampled_from([0.0, 0.0, 0.5])),
+            remasking="low_confidence" if "reveal" in sampler else draw(st.sampled_from(["low_confidence", "random"])),
+            **sampler,
+        ),
+        "ends": draw(st.sampled_from([None, list(range(4, 20))])),
+        "seed": draw(st.integers(0, 1000)),
+        "part": draw(st.sampled_from([16, 8192])),  # the head in parts, or whole
+        "chunk": draw(st.sampled_from([1, 3 * VOCAB, 2**23])),
+    }
+
+
+def check_against_the_reference(model, case):
+    """Returns the rollout."""
+    ids, mask = make_prompts(case["widths"], case["seed"])
+    generators = [keyed_generator(case["seed"], 9, row) for row in range(len(ids))]
+    options = {"mask_token_id": MASK, "generator": generators, "eos_token_ids": case.get("ends")}
+    got = rollout(model, ids, mask, case["settings"], **options)
+    assert got.reveal_steps.dtype == torch.long
+    for row, width in enumerate(case["widths"]):
+        twin = keyed_generator(case["seed"], 9, row)
+        prompt = ids[row, ids.shape[1] - width :].tolist()
+        expected = reference.sample(model, prompt, case["settings"], twin, case.get("ends"))
+        reference.check_row(got, row, width, expected)
+        assert torch.equal(generators[row].get_state(), twin.get_state())  # and drew not one number more
+    return got
+
+
+ALL_IS_WINDOW = {  # with Dream's shift, the window begins at the prompt's only token
+    "widths": [1, 1],
+    "settings": SamplingSettings(3, 3, 3, **SAMPLERS[6] | {"reveal_level": 0.1}),
+    "ends": None,
+    "seed": 0,
+    "part": 8192,
+    "chunk": 2**23,
+}
+
+
+@given(case=cases())
+@example(case=ALL_IS_WINDOW)
+@settings(**GIVEN)
+def test_rows_of_a_padded_batch_equal_the_reference_on_each_row_alone(model, monkeypatch, case):
+    monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 2 * case["chunk"])
+    monkeypatch.setattr(d1.models.fast_cpu, "PART", case["part"])
+    check_against_the_reference(model, case)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS + [one | {"remasking": "random"} for one in SAMPLERS[:3]], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_record_of_every_sampler_is_the_references(model, sampler, temperature):
+    chosen = SamplingSettings(12, 4, 9, temperature=temperature, **sampler)
+    got = check_against_the_reference(model, {"widths": [6, 1, 4], "settings": chosen, "seed": 3})
+    assert (got.reveal_steps >= 0).all()
+    stopped = check_against_the_reference(
+        model, {"widths": [6, 1, 4], "settings": chosen, "seed": 3, "ends": got.ids[:, 6:10].unique()[:3].tolist()}
+    )
+    filled = stopped.reveal_steps == -1
+    assert filled.any(), "no row stopped: the test shows nothing"
+    assert (stopped.logps[filled] == 0).all()
+    assert (stopped.entropies[filled] == 0).all()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_every_sampler_equals_the_reference_under_eager_attention(kind_dirs, sampler):
+    model = sharper(load_model(kind_dirs["Dream"], attn_implementation="eager"))
+    chosen = SamplingSettings(12, 4, 9, cfg_scale=0.5, **sampler)
+    check_against_the_reference(model, {"widths": [6, 1, 4], "settings": chosen, "seed": 3})
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_other_kinds_with_caches_equal_the_reference(kind_dirs, kind, cache):
+    chosen = SamplingSettings(9, 3, 6, sampler="cached", kv_cache=cache)
+    check_against_the_reference(load_model(kind_dirs[kind]), {"widths": [5, 2], "settings": chosen, "seed": 1})
