@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.metadata
-import json
 import logging
-import math
 import os
-import platform
-import re
 import shutil
-import socket
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
-from urllib.parse import urlparse
+from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from peft import PeftModel
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, TrainerState, TrainingArguments, modeling_utils
-from transformers.models.llama.modeling_llama import rotate_half
+from transformers import (
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
-from transformers.utils import cached_file
-
-from d1.models.adapters import adapter_chain, add_adapter, check_there, merge_adapter
-from d1.models.attention import align_positions, align_states, count_positions, keep_states, place_tokens
-from d1.models.fast_cpu import in_parts
-from d1.models.formats.dream import qwen2_from_dream
-from d1.models.formats.llada import FROM_LLADA, llama_from_llada
-from d1.models.head import can_narrow, narrow
-from d1.models.kinds import DECODERS, ENCODERS, REFUSED, native_config
-from d1.models.tokenizer import has_tokenizer
-from d1.transformers_bridge import needs_copy, reading
 
 logger = logging.getLogger(__name__)
 
