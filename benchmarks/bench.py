@@ -45,6 +45,7 @@ from benchmarks.machine import (
     write_report,
 )
 from d1.models.head import body_and_head
+from d1.runs.entry import run_script
 from d1.sampling import loop as sampling
 from d1.scoring import views as scoring
 
@@ -270,4 +271,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("bench.py", lambda: main(make_parser().parse_args()))

@@ -11,8 +11,8 @@ import argparse
 import logging
 import sys
 
-from d1.models.adapters import adapter_chain
-from d1.models.kinds import native_config
+from d1.runs.entry import run_script
+from d1.runs.ranges import check_ranges
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("out", metavar="OUT")
     sub.add_argument("--format", choices=["llada"], required=True)
     sub = commands.add_parser("fit", help="memory of a stage by part, and the largest batch on each card")
-    sub.add_argument("--model_path", required=True, help="only its config.json is read")
+    sub.add_argument("--model_path", "--model_name", required=True, help="only its config.json is read")
     sub.add_argument("--stage", choices=["sft", "rl", "eval"], required=True)
     sub.add_argument("--batch", type=int, default=1, help="rows a GPU (default: %(default)s)")
     sub.add_argument("--length", type=int, default=4096, help="tokens of a row, prompt and completion")
@@ -52,9 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    from d1.models import convert
-
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.command != "fit":
+        from d1.models import convert
     if args.command == "a2d":
         convert.a2d(args.source, args.out, args.mask_token, args.keep_shift, args.plain_chat_template)
     elif args.command == "merge":
@@ -62,17 +62,15 @@ def main(args: argparse.Namespace) -> None:
     elif args.command == "export":
         convert.export_llada(args.source, args.out)
     elif args.command == "fit":
+        check_ranges(vars(args), "fit")
+        from d1.models.adapters import adapter_chain
         from d1.models.fit import Setup, fit_table
+        from d1.models.kinds import native_config
 
-        if min(args.batch, args.length, args.block_length, args.gpus) < 1 or args.lora_r < 0:
-            raise ValueError("--batch, --length, --block_length and --gpus must be at least 1, --lora_r at least 0")
         fields = {name: value for name, value in vars(args).items() if name not in ("command", "model_path")}
         base, _ = adapter_chain(args.model_path, None)
         sys.stdout.write(fit_table(native_config(base)[0], Setup(**fields)) + "\n")
 
 
 if __name__ == "__main__":
-    try:
-        main(make_parser().parse_args())
-    except (ValueError, OSError) as error:
-        sys.exit(f"d1: {error}")
+    run_script("d1", lambda: main(make_parser().parse_args()))

@@ -1,4 +1,4 @@
-"""What diffu_grpo_train.py trains with, made from its settings: problems and model; and what a killed run left to do."""
+"""What diffu_grpo_train.py trains with, made from its settings: problems and model. And what a killed run left to do."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from d1.runs.output_dir import writing
 
@@ -52,7 +53,7 @@ def summary(logs: Mapping[str, Any]) -> str:
         for name, label, form in SHOWN
         if isinstance(logs.get(prefix + name), (int, float))
     ]
-    return "  ".join(["evaluation:", *parts] if prefix else parts)
+    return ("evaluation: " if prefix else "") + "  ".join(parts)
 
 
 def write_metrics(folder: str | Path, log_history: Iterable[Mapping[str, Any]]) -> None:
@@ -95,6 +96,8 @@ class RunConsole(TrainerCallback):
             self.path = Path(args.output_dir) / METRICS_FILE
             self.bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=args.disable_tqdm)
             self.bar.update(state.global_step)
+            self.hid_bars = is_progress_bar_enabled()  # those of saving would break ours
+            disable_progress_bar()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.first_step:  # an evaluation may have come before
@@ -142,6 +145,8 @@ class RunConsole(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+            if self.hid_bars:
+                enable_progress_bar()
 
 
 def replace_console(trainer: Any, console: RunConsole) -> None:

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from d1.runs.quiet import silence
+
 PATIENCE = (
     3.0  # seconds a process other than the first waits before it speaks: a launcher stops it where the first failed
 )
@@ -29,6 +31,7 @@ def run_script(name: str, work: Callable[[], object]) -> NoReturn:
     One of `MISTAKES` becomes the line "NAME: message" and status 1; with D1_TRACEBACK set in the environment, the whole
     traceback. Of several processes only the first speaks, or the one that failed alone. Nothing else is caught.
     """
+    silence()
     try:
         status = work()
     except BrokenPipeError:  # `... | head` has seen enough

@@ -21,10 +21,9 @@ from d1.models.fast_cpu import joined, most_likely
 from d1.models.head import logit_parts
 from d1.sampling.caching import Passes
 from d1.sampling.reveal import RULES, reveal_schedule
-from d1.sampling.settings import EXACT, Sampler
+from d1.sampling.settings import EXACT, REMASKING, Sampler
 from d1.scoring.views import token_entropies
 
-REMASKING = ("low_confidence", "random")
 CHUNK_ELEMENTS = 2**23  # logits alive at once, positions x vocabulary: 34 MB in fp32
 
 Generators = Generator | Sequence[Generator] | None

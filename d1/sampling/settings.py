@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from d1.sampling.caching import CACHES
 from d1.sampling.reveal import RULES
 
+REMASKING = ("low_confidence", "random")
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 
 
