@@ -149,7 +149,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     from d1.models.convert import merge
     from d1.models.tokenizer import check_chat_template
     from d1.runs.checkpoints import checkpoint_to_resume, copy_model, is_finished
-    from d1.runs.console import RunConsole, log_to_console, replace_console, write_metrics
+    from d1.runs.console import RunConsole, log_to_console, train_with_console, write_metrics
     from d1.runs.processes import check_processes
     from d1.runs.record import log_without_account, save_record
 
@@ -178,7 +178,6 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
         callbacks=[EarlyStoppingCallback(args.early_stop)] if args.early_stop else None,
         group_by_length=args.group_by_length,
     )
-    replace_console(trainer, RunConsole())
     if checkpoint and (is_finished(checkpoint, training) or sft_setup.is_out_of_patience(checkpoint, args.early_stop)):
         # Only what comes after training is left to do.
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
@@ -186,7 +185,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
             copy_model(trainer.state.best_model_checkpoint or checkpoint, folder)
             write_metrics(folder, trainer.state.log_history)
     else:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        train_with_console(trainer, RunConsole(), checkpoint)
         with writing(folder):
             trainer.save_model()
     trainer.save_state()

@@ -126,7 +126,7 @@ def main(
     from d1.models import load_tokenizer
     from d1.models.tokenizer import check_chat_template
     from d1.runs.checkpoints import checkpoint_to_resume, is_finished
-    from d1.runs.console import RunConsole, log_to_console, replace_console
+    from d1.runs.console import RunConsole, log_to_console, train_with_console
     from d1.runs.processes import check_processes
     from d1.runs.record import log_without_account, save_record
     from d1.tasks import load_task
@@ -173,8 +173,8 @@ def main(
         callbacks=callbacks,
     )
     cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
-    replace_console(trainer, RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle))
-    trainer.train(resume_from_checkpoint=checkpoint)
+    console = RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
+    train_with_console(trainer, console, checkpoint)
     with writing(str(args.output_dir)):
         trainer.save_model(args.output_dir)
         trainer.save_state()

@@ -1,4 +1,4 @@
-"""What diffu_grpo_train.py trains with, made from its settings: problems and model. And what a killed run left to do."""
+"""What diffu_grpo_train.py trains with, made from its settings: problems and model. Also what ends a killed run."""
 
 from __future__ import annotations
 

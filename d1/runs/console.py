@@ -142,6 +142,9 @@ class RunConsole(TrainerCallback):
         return (state.max_steps - state.global_step) * (spent / steps + self.rollouts_a_step * rollout)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -149,8 +152,15 @@ class RunConsole(TrainerCallback):
                 enable_progress_bar()
 
 
-def replace_console(trainer: Any, console: RunConsole) -> None:
-    """Gives a Trainer `console` in place of the callbacks that Transformers prints with."""
+def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | None) -> None:
+    """Trains, from `checkpoint` on if there is one, with `console` in place of what Transformers prints with.
+
+    The bar is closed before an error goes on, whose message would else stand above it.
+    """
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(console)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        console.close()
