@@ -94,8 +94,8 @@ class RunConsole(TrainerCallback):
         if state.is_world_process_zero:
             write_metrics(args.output_dir, state.log_history)
             self.path = Path(args.output_dir) / METRICS_FILE
-            self.bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=args.disable_tqdm)
-            self.bar.update(state.global_step)
+            steps = {"total": state.max_steps, "initial": state.global_step}
+            self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm)
             self.hid_bars = is_progress_bar_enabled()  # those of saving would break ours
             disable_progress_bar()
 
@@ -161,6 +161,7 @@ def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | None
         trainer.remove_callback(callback)
     trainer.add_callback(console)
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with writing(trainer.args.output_dir):
+            trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         console.close()

@@ -48,5 +48,5 @@ def writing(path: str | Path) -> Iterator[None]:
         free = shutil.disk_usage(there).free / 2**30
         raise OSError(
             f"could not write {path}: the disk or your share of it is full ({free:.1f} GiB are free there). Make room "
-            "and continue with --resume; what was saved before is whole"
+            "and continue: what was saved before is whole"
         ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import math
@@ -88,7 +90,10 @@ def test_the_metrics_file_has_what_the_trainer_state_has(tmp_path: Path) -> None
 def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
     train(tmp_path, 5, console=RunConsole())
     assert [log["step"] for log in metrics(tmp_path) if "loss" in log] == [1, 2, 3, 4, 5]
-    trainer = train(tmp_path, 6, resume=str(tmp_path / "checkpoint-2"), console=RunConsole())
+    bar = io.StringIO()
+    with contextlib.redirect_stderr(bar):
+        trainer = train(tmp_path, 6, resume=str(tmp_path / "checkpoint-2"), console=RunConsole())
+    assert "2/6" in bar.getvalue().split("3/6")[0]  # the bar starts where the run does
     assert [log["step"] for log in metrics(tmp_path) if "loss" in log] == [1, 2, 3, 4, 5, 6]
     assert metrics(tmp_path) == trainer.state.log_history
 
