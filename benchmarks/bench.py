@@ -47,6 +47,7 @@ from benchmarks.machine import (
 from d1 import sampling
 from d1.models import head
 from d1.models.head import body_and_head
+from d1.runs.entry import run_script
 from d1.sampling.reveal import reveal_schedule
 
 LLADA_VOCABULARY, D1 = SIZES["llada"][0], {"rows": 6, "mu": 12, "prompt": 200, "length": 256, "block": 32}
@@ -271,4 +272,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("bench.py", lambda: main(make_parser().parse_args()))

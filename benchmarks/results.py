@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from d1.runs.entry import run_script
+
 RESULTS = Path(__file__).with_name("RESULTS.md")
 COMMAND = re.compile(
     r"(?P<head>^```bash\n(?P<command>python [^`]+)\n```\n\n<!-- (?P<table>[\w-]+\.md) -->\n).*?(?=^<!-- end -->$)",
@@ -68,4 +70,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("results.py", lambda: main(make_parser().parse_args()))

@@ -30,6 +30,7 @@ from make_problems import solution_grids, sudoku_puzzles
 
 from benchmarks.machine import check_counts, describe, race, write_report
 from d1.models import load_model, load_tokenizer
+from d1.runs.entry import run_script
 from d1.sampling import Rollout, rollout
 from d1.tasks import load_task
 
@@ -185,4 +186,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("samplers.py", lambda: main(make_parser().parse_args()))

@@ -40,7 +40,7 @@ from benchmarks.machine import (
 )
 from d1 import sampling
 from d1.models.head import body_and_head
-from d1.runs.processes import leave
+from d1.runs.entry import leave, run_script
 
 BASE = {"length": 64, "rows": 2, "mu": 2, "vocabulary": 2048}
 GROWTH = {"length": (64, 128, 256), "rows": (2, 4, 8), "mu": (2, 4, 8), "vocabulary": (2048, 8192, 32768)}
@@ -264,4 +264,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("scaling.py", lambda: main(make_parser().parse_args()))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 
 from d1.commands import a2d, export, fit, merge
+from d1.runs.entry import run_script
 
 COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(args)`
     "a2d": a2d,
@@ -39,7 +39,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(make_parser().parse_args())
-    except (ValueError, OSError) as error:
-        sys.exit(f"d1: {error}")
+    run_script("d1", lambda: main(make_parser().parse_args()))

@@ -16,6 +16,8 @@ from fractions import Fraction
 from itertools import combinations, permutations
 from pathlib import Path
 
+from d1.runs.entry import run_script
+
 HOLES = 6
 SUDOKU_GRIDS = {"train": 200, "validation": 44, "test": 44}
 SUDOKU_PUZZLES = {"train": 4000, "validation": 512, "test": 512}
@@ -114,4 +116,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("make_problems.py", lambda: main(make_parser().parse_args()))

@@ -8,6 +8,7 @@ import torch
 from objectives import OBJECTIVES
 from trl import GRPOConfig
 
+from d1.runs.ranges import check_ranges
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
@@ -33,7 +34,10 @@ class DiffuGRPOConfig(GRPOConfig):
     # What is trained, on what
     model_path: str | None = field(
         default=None,
-        metadata={"help": "Model to start from: a base or merged model, or the folder of an SFT adapter."},
+        metadata={
+            "aliases": ["--model_name"],
+            "help": "Model to start from: a base or merged model, or the folder of an SFT adapter.",
+        },
     )
     dataset: str = field(
         default="gsm8k",
@@ -49,6 +53,16 @@ class DiffuGRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Local file of validation problems, used when eval_strategy is not 'no'."}
     )
     eval_limit: int | None = field(default=None, metadata={"help": "Use only the first N validation problems."})
+
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "aliases": ["--resume"],
+            "nargs": "?",
+            "const": "true",
+            "help": "Continue from the last complete checkpoint (alone, or 'true'), or from the one in this folder.",
+        },
+    )
 
     # Rollout
     max_prompt_length: int = field(default=200, metadata={"help": "Longest prompt in tokens; longer ones are refused."})
@@ -122,6 +136,7 @@ class DiffuGRPOConfig(GRPOConfig):
     disable_dropout: bool = field(default=True, metadata={"help": "Without it the first ratio would not be 1."})
 
     def __post_init__(self) -> None:
+        check_ranges(vars(self))  # before TRL divides by some of them
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available()
         if self.generation_batch_size is not None:
@@ -140,8 +155,6 @@ class DiffuGRPOConfig(GRPOConfig):
                     f"leave it at {off!r}. Rollouts are shaped by temperature, diffusion_steps, block_length, "
                     "remasking and cfg_scale."
                 )
-        if not 0 <= self.p_mask_prompt < 1:
-            raise ValueError(f"p_mask_prompt must be in [0, 1), got {self.p_mask_prompt}")
         if not self.max_completion_length or self.max_completion_length % self.block_length:
             raise ValueError(
                 f"max_completion_length ({self.max_completion_length}) must be a multiple of block_length "

@@ -18,6 +18,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from d1.runs.entry import run_script
+
 PANELS = {
     "reward": "reward",
     "rewards/accuracy/mean": "accuracy (strict)",
@@ -90,4 +92,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("plot_curves.py", lambda: main(make_parser().parse_args()))

@@ -19,6 +19,7 @@ from eval_journal import write_atomically
 from generation_files import read_setups
 from score_setups import Row, score_setup
 
+from d1.runs.entry import run_script
 from d1.tasks import TASKS, load_task
 
 TRAINED_WITH = {  # flags of eval.py: the training settings in run.json they default to
@@ -115,7 +116,4 @@ def read_row(folder: Path, checkpoint: str, dataset: str) -> Row:
 
 
 if __name__ == "__main__":
-    try:
-        main(*make_parser().parse_known_args())
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"eval_checkpoints.sh: {error}")
+    run_script("eval_checkpoints.sh", lambda: main(*make_parser().parse_known_args()))

@@ -22,37 +22,38 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from eval_journal import Journal, Key, weights_fingerprint
-from generate_completions import Problem, generate_all, sampling_settings
 from generation_files import read_setups
 from parse_and_get_acc import as_table
 from score_setups import score_setup
 
-from d1.models import load_tokenizer
-from d1.models.adapters import adapter_chain
-from d1.models.kinds import native_config
-from d1.models.tokenizer import check_chat_template, encode_prompt, render_prompt
+from d1.runs.entry import run_script
+from d1.runs.output_dir import check_output_dir
+from d1.runs.ranges import check_ranges
 from d1.runs.record import run_record
-from d1.sampling.caching import check_cacheable
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import CACHES, SAMPLERS
 from d1.tasks import SPLITS, TASKS, few_shot_messages, load_task
 
+if TYPE_CHECKING:  # what takes seconds to import, `--help` does without
+    import torch
+    from generate_completions import Problem
+
 logger = logging.getLogger("eval")
 
 BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # how the tasks' prompts ask for a boxed answer
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_argument_group("model")
-    model.add_argument("--model_path", required=True, help="folder or hub name of a model, or an adapter's folder")
+    model.add_argument(
+        "--model_path", "--model_name", required=True, help="folder or hub name of a model, or an adapter's folder"
+    )
     model.add_argument("--checkpoint_path", default="", help="LoRA adapter to put on the model")
     model.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on a GPU, float32 on a CPU)")
     model.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
@@ -101,8 +102,17 @@ def main(args: argparse.Namespace) -> None:
     Raises:
         ValueError, FileNotFoundError: an argument, a file or a path makes no sense, before the model is loaded.
     """
+    check_ranges(vars(args), "eval")
     if args.diffusion_steps is None:
         args.diffusion_steps = args.gen_length // 2
+    check_output_dir(args.output_dir)
+
+    import torch.distributed as dist
+    from generate_completions import generate_all
+
+    from d1.models import load_tokenizer
+    from d1.models.tokenizer import check_chat_template
+
     check_arguments(args)
     rank, world = join_processes()
     task = load_task(args.dataset)
@@ -142,14 +152,18 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    """Refuses arguments that contradict each other or do not fit the model.
+
+    Raises:
+        ValueError, FileNotFoundError: says which, and what to use instead.
+    """
+    from generate_completions import sampling_settings
+
+    from d1.models.adapters import adapter_chain
+    from d1.models.kinds import native_config
+    from d1.sampling.caching import check_cacheable
+
     settings = sampling_settings(args)
-    for name in ("batch_size", "num_samples"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.limit is not None and args.limit < 1:
-        raise ValueError(f"--limit must be at least 1, got {args.limit}")
-    if min(args.few_shot, args.seed) < 0:
-        raise ValueError("--few_shot and --seed must not be negative")
     if args.num_samples > 1 and args.temperature == 0 and args.remasking != "random":
         raise ValueError(
             "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"
@@ -169,6 +183,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def join_processes() -> tuple[int, int]:
     """(rank, number of processes), as torchrun or accelerate started them; they only ever wait for each other."""
+    import torch.distributed as dist
+
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may be hours behind another
@@ -176,12 +192,16 @@ def join_processes() -> tuple[int, int]:
 
 
 def wait_for_all() -> None:
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.barrier()
 
 
 def from_rank_0(compute: Callable[[], Any]) -> Any:
     """What `compute` returns on rank 0; an exception there is raised on every rank, so that none waits for ever."""
+    import torch.distributed as dist
+
     outcome: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -214,6 +234,10 @@ def read_problems(args: argparse.Namespace, task: ModuleType, tokenizer: Any) ->
         shots = few_shot_messages(task, args.few_shot, args.seed, args.few_shot_file, asked)
     except ConnectionError as error:  # which speaks of the flag for the problems asked
         raise ConnectionError(str(error).replace("--data_file", "--few_shot_file")) from error
+    from generate_completions import Problem
+
+    from d1.models.tokenizer import encode_prompt, render_prompt
+
     problems = []
     for index in chosen:
         row = rows[index]
@@ -247,11 +271,17 @@ def setup_name(args: argparse.Namespace) -> str:
 
 
 def pick_dtype(args: argparse.Namespace) -> torch.dtype:
-    return DTYPES[args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")]
+    import torch
+
+    return getattr(torch, args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
 
 
 def run_identity(args: argparse.Namespace, problems: list[Problem]) -> dict[str, Any]:
     """All that determines the completions: a run resumes only what agrees in it."""
+    from generate_completions import sampling_settings
+
+    from d1.models.adapters import adapter_chain
+
     base, adapters = adapter_chain(args.model_path, args.checkpoint_path or None)
     prompts = json.dumps([[problem.index, problem.prompt, problem.ground_truth] for problem in problems], default=str)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
@@ -304,7 +334,4 @@ def record_file(args: argparse.Namespace, identity: dict[str, Any]) -> dict[str,
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        main(make_parser().parse_args())
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
-        sys.exit(f"eval.py: {error}")
+    run_script("eval.py", lambda: main(make_parser().parse_args()))

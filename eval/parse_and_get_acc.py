@@ -21,6 +21,7 @@ from typing import Any
 from generation_files import Setup, read_setups
 from score_setups import Row, compare, score_setup
 
+from d1.runs.entry import run_script
 from d1.tasks import load_task
 
 BASELINES = Path(__file__).resolve().parent / "eval_baselines"
@@ -202,7 +203,4 @@ def format_comparison(result: dict[str, Any], form: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(make_parser().parse_args()))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"parse_and_get_acc.py: {error}")
+    run_script("parse_and_get_acc.py", lambda: main(make_parser().parse_args()))

@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     try:
         main(make_parser().parse_args())
-    except PhaseError as error:
+    except (PhaseError, ValueError, OSError) as error:
         sys.exit(f"demo.py: {error}")
     except KeyboardInterrupt:
         sys.exit("Stopped. The same command continues from here.")

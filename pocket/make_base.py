@@ -35,6 +35,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from d1.masking import draw_mask, keyed_generator, noise_level
+from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
 
@@ -266,4 +267,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("make_base.py", lambda: main(make_parser().parse_args()))

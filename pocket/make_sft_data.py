@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from sudoku_traces import ROOT, draw_puzzles, mixed_completion, solution_grids, training_grids
 
+from d1.runs.entry import run_script
 from d1.tasks import load_task
 
 WELL_FORMED = re.compile(r"<reasoning>([^<>]+)</reasoning>\n<answer>([^<>]+)</answer>")
@@ -54,4 +55,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("make_sft_data.py", lambda: main(make_parser().parse_args()))

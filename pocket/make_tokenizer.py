@@ -15,6 +15,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Sequence, Split, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from d1.runs.entry import run_script
+
 CELLS = "abcdefghijklmnop"
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
 TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
@@ -71,4 +73,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("make_tokenizer.py", lambda: main(make_parser().parse_args()))

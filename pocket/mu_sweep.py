@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     try:
         main(make_parser().parse_args())
-    except PhaseError as error:
+    except (PhaseError, ValueError, OSError) as error:
         sys.exit(f"mu_sweep.py: {error}")
     except KeyboardInterrupt:
         sys.exit("Stopped. The same command continues from here.")

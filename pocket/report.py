@@ -20,6 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from d1.runs.entry import run_script
+
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = {
     "base": "base",
@@ -161,4 +163,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("report.py", lambda: main(make_parser().parse_args()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from d1.runs.ranges import check_ranges
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_path", "--model_name", required=True, help="only its config.json is read")
@@ -27,6 +29,7 @@ def run(args: argparse.Namespace) -> None:
     from d1.models.fit import FitSettings, fit_table
     from d1.models.kinds import native_config
 
+    check_ranges(vars(args), "fit")
     fields = {name: value for name, value in vars(args).items() if name not in ("command", "model_path")}
     settings = FitSettings(**fields)
     base, _ = adapter_chain(args.model_path, None)

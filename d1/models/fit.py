@@ -9,7 +9,6 @@ whatever else lives on the card beyond `RESERVED`.
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -58,14 +57,9 @@ class FitSettings:
     beta: float = 0.04
 
     def __post_init__(self) -> None:
-        for name, least in {"batch": 1, "length": 1, "block_length": 1, "gpus": 1, "lora_r": 0, "zero": 0}.items():
-            if not isinstance(value := getattr(self, name), int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
         for name, known in {"stage": STAGES, "dtype": DTYPES, "zero": range(4)}.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
-        if not 0 <= self.beta < math.inf:
-            raise ValueError(f"beta must be a number of at least 0, got {self.beta}")
         if self.load_in_4bit and self.lora_r == 0 and self.stage != "eval":
             raise ValueError("4-bit weights are frozen: load_in_4bit needs a LoRA (lora_r of at least 1)")
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+from d1.runs.output_dir import writing
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +32,9 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
 
     A run killed while saving therefore leaves no half-written `checkpoint-N`. Yields the folder being written. Old
     checkpoints are rotated out only after the new one is in place.
+
+    Raises:
+        OSError: the disk is full; the message names the checkpoint.
     """
     args, state = trainer.args, trainer.state
     final, limit = Path(args.output_dir), args.save_total_limit
@@ -43,7 +45,8 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     trainer.accelerator.wait_for_everyone()
     args.output_dir, args.save_total_limit = str(staging), None
     try:
-        yield staging / name
+        with writing(final / name):
+            yield staging / name
     finally:
         args.output_dir, args.save_total_limit = str(final), limit
     best = final / f"checkpoint-{state.best_global_step}"
@@ -69,22 +72,22 @@ def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | No
 
     Raises:
         ValueError: `output_dir` already holds checkpoints or a finished run and resuming was not asked for, or the
-            folder named is not there.
+            folder named is no checkpoint.
     """
     last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     if resume is None or str(resume).lower() == "false":
         if last is not None or (Path(output_dir) / "trainer_state.json").exists():
             raise ValueError(
-                f"{output_dir} holds another run ({Path(last).name if last else 'finished'}): add "
-                "--resume_from_checkpoint true to continue it, or choose another output_dir"
+                f"{output_dir} holds another run ({Path(last).name if last else 'finished'}): continue it with "
+                "--resume, or write to another folder"
             )
         return None
     if str(resume).lower() == "true":
         if last is None:
             logger.warning("No checkpoint in %s yet: starting from the beginning.", output_dir)
         return last
-    if not os.path.isdir(str(resume)):
-        raise ValueError(f"resume_from_checkpoint={resume!r} is neither true, false nor a checkpoint folder")
+    if not (Path(str(resume)) / "trainer_state.json").is_file():
+        raise ValueError(f"--resume {resume}: neither true, false nor the folder of a checkpoint")
     return str(resume)
 
 

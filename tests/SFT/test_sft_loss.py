@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from d1.models import load_model, load_tokenizer
-from d1.runs.processes import leave
+from d1.runs.entry import leave
 
 ROOT = Path(__file__).parents[2]
 ROWS = 8

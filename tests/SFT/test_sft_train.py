@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from sft_train import eos_padding, main, make_parser, on_gpu
+from sft_setup import on_gpu
+from sft_train import eos_padding, main, make_parser
 from sft_trainer import dLLMTrainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -129,9 +130,12 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not (killed / "job/trainer_state.json").exists()
+    assert (killed / "job/metrics.jsonl").exists()
     finish(start([], [*flags, *training, "--resume"], killed), killed)
     for name in ("loss", "grad_norm", "learning_rate"):
         assert history(killed, name) == history(whole, name)
+    logs = [json.loads(line) for line in (killed / "job/metrics.jsonl").read_text().splitlines()]
+    assert logs == json.loads((killed / "job/trainer_state.json").read_text())["log_history"]
     assert history(killed, "eval_loss")[-3:] == history(whole, "eval_loss")[-3:]
     expected, found = weights(whole / "job"), weights(killed / "job")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -191,7 +195,7 @@ def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Pat
     trainer = run(moving, tmp_path / "done", "--resume")
     assert trainer.state.global_step == 2
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "done/job").items())
-    with pytest.raises(ValueError, match="holds checkpoints: continue with --resume"):
+    with pytest.raises(ValueError, match=r"holds another run \(checkpoint-2\): continue it with --resume"):
         run(moving, tmp_path / "done")
 
 
@@ -202,9 +206,9 @@ def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Pat
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
         (["--early_stop", "1", "--test_split", "0"], "hold rows out"),
-        (["--max_length", "-5"], "--max_length must be at least 1, got -5"),
-        (["--grad_accum_steps", "0"], "--grad_accum_steps must be at least 1"),
-        (["--num_epochs", "0"], "--num_epochs must be positive"),
+        (["--max_length", "-5"], "--max_length -5 "),
+        (["--grad_accum_steps", "0"], "--grad_accum_steps 0 "),
+        (["--num_epochs", "0"], "--num_epochs 0.0 "),
         pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
     ],
 )

@@ -1,0 +1,167 @@
+"""What a training run shows and logs: one progress bar, one short line a log above it, and every metric in a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from d1.runs.output_dir import writing
+
+METRICS_FILE = "metrics.jsonl"
+
+# What a line shows of a log, in this order, where the log has it: metric, its name in the line, its format.
+SHOWN = (
+    ("loss", "loss", ".4g"),
+    ("train_loss", "mean loss", ".4g"),
+    ("reward", "reward", ".3f"),
+    ("rewards/accuracy/mean", "accuracy", ".1%"),
+    ("kl", "KL", ".3g"),
+    ("num_tokens", "tokens", ".4g"),
+    ("answer_tokens_per_second", "answer tokens/s", ".0f"),
+)
+
+
+class LinesAboveBar(logging.Handler):
+    """Writes log messages to stderr without breaking a progress bar there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def log_to_console() -> None:
+    """What scripts say through `logging` reaches stderr, as bare messages."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LinesAboveBar()])
+
+
+def summary(logs: Mapping[str, Any]) -> str:
+    """The metrics of `SHOWN` that a log of training, or of an evaluation ("eval_..."), has: "loss 0.31  KL 0.002"."""
+    prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
+    parts = [
+        f"{label} {logs[prefix + name]:{form}}"
+        for name, label, form in SHOWN
+        if isinstance(logs.get(prefix + name), (int, float))
+    ]
+    return ("evaluation: " if prefix else "") + "  ".join(parts)
+
+
+def write_metrics(folder: str | Path, log_history: Iterable[Mapping[str, Any]]) -> None:
+    """Replaces `folder/metrics.jsonl` by these logs, at once."""
+    path = Path(folder) / METRICS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(map(json_line, log_history)))
+    os.replace(partial, path)
+
+
+def json_line(log: Mapping[str, Any]) -> str:
+    """One log as a line of JSON, null for what is not finite, which JSON cannot say."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in log.items()}
+    return json.dumps(finite) + "\n"
+
+
+class RunConsole(TrainerCallback):
+    """In place of Transformers' callbacks that print logs; the first process alone shows and writes.
+
+    `metrics.jsonl` in the run's folder has one JSON object a log, the same as `log_history` in trainer_state.json. A
+    resumed run starts it from its checkpoint's logs, so that no step is there twice.
+
+    Args:
+        rollout_seconds: of each rollout so far; the trainer appends to it.
+        rollouts_a_step: rollouts an optimizer step takes, on average.
+    """
+
+    def __init__(self, rollout_seconds: Sequence[float] = (), rollouts_a_step: float = 0.0) -> None:
+        self.rollout_seconds, self.rollouts_a_step = rollout_seconds, rollouts_a_step
+        self.bar: tqdm | None = None
+        self.started = self.last_log = time.perf_counter()
+        self.first_step = self.evaluated = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.started = self.last_log = time.perf_counter()
+        self.first_step = state.global_step
+        if state.is_world_process_zero:
+            write_metrics(args.output_dir, state.log_history)
+            self.path = Path(args.output_dir) / METRICS_FILE
+            steps = {"total": state.max_steps, "initial": state.global_step}
+            self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm)
+            self.hid_bars = is_progress_bar_enabled()  # those of saving would break ours
+            disable_progress_bar()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.first_step:  # an evaluation may have come before
+            self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if self.bar is not None:
+            self.evaluated += 1
+            self.bar.set_postfix_str(f"evaluating, batch {self.evaluated} of {len(eval_dataloader)}")
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.evaluated = 0
+            self.bar.set_postfix_str("")
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if self.bar is None:
+            return
+        with writing(self.path), self.path.open("a") as file:
+            file.write(json_line(state.log_history[-1]))
+        now = time.perf_counter()
+        parts = [f"step {state.global_step}/{state.max_steps}", summary(logs or {}), f"{now - self.last_log:.1f} s"]
+        self.last_log = now
+        if state.global_step > self.first_step:
+            parts.append(f"{timedelta(seconds=round(self.seconds_left(state)))} left")
+        tqdm.write("  ".join(filter(None, parts)))
+        sys.stdout.flush()
+
+    def seconds_left(self, state: TrainerState) -> float:
+        """Of training, in this run's own tempo. Rollouts count apart, since one may serve many steps."""
+        steps = state.global_step - self.first_step
+        spent = time.perf_counter() - self.started - sum(self.rollout_seconds)
+        rollout = sum(self.rollout_seconds) / max(len(self.rollout_seconds), 1)
+        return (state.max_steps - state.global_step) * (spent / steps + self.rollouts_a_step * rollout)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+            if self.hid_bars:
+                enable_progress_bar()
+
+
+def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | None) -> None:
+    """Trains, from `checkpoint` on if there is one, with `console` in place of what Transformers prints with.
+
+    The bar is closed before an error goes on, whose message would else stand above it.
+    """
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(console)
+    try:
+        with writing(trainer.args.output_dir):
+            trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        console.close()

@@ -1,0 +1,76 @@
+"""How a script starts and ends: a user's mistake is one line on stderr and status 1, a bug keeps its traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from d1.runs.quiet import silence
+
+PATIENCE = (
+    3.0  # seconds a process other than the first waits before it speaks: a launcher stops it where the first failed
+)
+
+
+class RunError(RuntimeError):
+    """Ends a run that met what only its user can mend, a reward function that raises, say; its message says all."""
+
+
+# What the library and those it stands on raise for settings, files and machines that do not fit. FloatingPointError is
+# a loss that is not finite, ImportError an optional package that a setting needs.
+MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
+
+
+def run_script(name: str, work: Callable[[], object]) -> NoReturn:
+    """Runs a script's `work` and exits, with the number it returns or 0.
+
+    One of `MISTAKES` becomes the line "NAME: message" and status 1; with D1_TRACEBACK set in the environment, the whole
+    traceback. Of several processes only the first speaks, or the one that failed alone. Nothing else is caught.
+    """
+    silence()
+    try:
+        status = work()
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave(0)
+    except MISTAKES as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(PATIENCE)
+        if os.environ.get("D1_TRACEBACK"):
+            traceback.print_exc()
+        sys.stderr.write(f"{name}: {one_line(error)}\n")
+        leave(1)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{name}: stopped\n")
+        leave(130)
+    leave(status if isinstance(status, int) else 0)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an exception on one line, its class where it has none."""
+    if isinstance(error, OSError) and error.strerror and type(error).__module__ == "builtins":
+        text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    else:
+        text = str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def leave(status: int = 0) -> NoReturn:
+    """Exits with `status`, once all is written; at once where several processes ran on the CPU.
+
+    gloo's threads may outlive the process group and abort the interpreter's shutdown ("terminate called without an
+    active exception"), which a launcher takes for a failure. Delete all but `sys.exit` when PyTorch joins them.
+    """
+    torch = sys.modules.get("torch")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or torch is None or torch.cuda.is_available():
+        sys.exit(status)
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish(exit_code=status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

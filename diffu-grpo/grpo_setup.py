@@ -1,0 +1,65 @@
+"""What diffu_grpo_train.py trains with, made from its settings: problems and model. Also what ends a killed run."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from datasets import Dataset
+from diffu_grpo_config import DiffuGRPOConfig
+from peft import PeftModel
+from transformers import TrainerState
+from trl import ModelConfig
+
+from d1.models import load_model
+from d1.models.adapters import merge_adapter
+from d1.runs.checkpoints import copy_model
+from d1.runs.console import write_metrics
+
+logger = logging.getLogger(__name__)
+
+
+def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
+    """Training rows and, if the run evaluates, validation rows, with the columns the rewards ask for."""
+    train = task.load_rows("train", args.data_file)
+    evaluation = None
+    if args.eval_strategy != "no":
+        evaluation = task.load_rows("validation", args.eval_data_file)
+        evaluation = evaluation.select(range(min(args.eval_limit or len(evaluation), len(evaluation))))
+    if "prompt" not in train.column_names:
+        raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
+    return train, evaluation
+
+
+def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
+    """The model to train. An SFT adapter is merged into its base: RL starts from the model SFT left."""
+    model = load_model(
+        str(args.model_path),
+        dtype=model_args.dtype if model_args.dtype != "float32" else None,
+        quantization="nf4" if model_args.load_in_4bit else None,
+        attn_implementation=model_args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+    )
+    if isinstance(model, PeftModel):
+        if model_args.load_in_4bit:
+            raise ValueError(
+                "an adapter cannot be merged into 4-bit weights exactly: first run "
+                f"`python -m d1 merge BASE {args.model_path} OUT` and pass OUT as --model_path"
+            )
+        model = merge_adapter(model, str(args.model_path))
+    return model
+
+
+def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:
+    """All that is left to do where a run was killed between its last checkpoint and its end."""
+    states = [Path(folder) / "trainer_state.json" for folder in (checkpoint, str(args.output_dir))]
+    steps = [TrainerState.load_from_json(str(state)).global_step for state in states if state.exists()]
+    if steps[1:] != steps[:1]:
+        best = TrainerState.load_from_json(str(states[0])).best_model_checkpoint
+        copy_model(best if args.load_best_model_at_end and best else checkpoint, str(args.output_dir))
+        shutil.copy(states[0], states[1])
+        write_metrics(str(args.output_dir), TrainerState.load_from_json(str(states[0])).log_history)
+    logger.info("%s is finished: there is nothing left to train.", args.output_dir)

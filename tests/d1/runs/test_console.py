@@ -1,0 +1,146 @@
+"""What a run shows and writes, on a small Trainer and without one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tqdm import tqdm
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.utils.logging import is_progress_bar_enabled
+
+from d1.runs.console import LinesAboveBar, RunConsole, json_line, summary, train_with_console, write_metrics
+from d1.runs.quiet import MESSAGES, WARNINGS, silence
+
+
+class Line(torch.nn.Module):
+    """y = a x, with the loss as a Trainer wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": ((self.a * x - labels) ** 2).mean()}
+
+
+def train(folder: Path, steps: int, resume: str | None = None, console: RunConsole | None = None) -> Trainer:
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        logging_steps=1,
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        report_to="none",
+        use_cpu=True,
+        learning_rate=0.1,
+    )
+    rows = [{"x": torch.tensor([float(i)]), "labels": torch.tensor([2.0 * i])} for i in range(8)]
+    trainer = Trainer(model=Line(), args=args, train_dataset=rows, eval_dataset=rows[:2])  # type: ignore[arg-type]
+    if console is None:
+        trainer.train(resume_from_checkpoint=resume)
+    else:
+        train_with_console(trainer, console, resume)
+    trainer.save_state()
+    return trainer
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_line_a_log_and_one_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, 4, console=RunConsole())
+    out, err = capsys.readouterr()
+    lines = [line for line in out.splitlines() if "accelerator" not in line]  # DeepSpeed's import speaks, once
+    training = [line for line in lines if "evaluation" not in line and "mean loss" not in line]
+    assert [line.split("  ")[0] for line in training] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
+    assert all("loss " in line and line.endswith("left") and " s  " in line for line in training)
+    assert sum("evaluation: loss" in line for line in lines) == 2
+    assert "mean loss" in lines[-1]
+    assert "{" not in out
+    assert "100%|" in err  # which pocket/phases.py reads
+    assert "Writing model shards" not in err
+    assert is_progress_bar_enabled()
+
+
+def test_the_metrics_file_has_what_the_trainer_state_has(tmp_path: Path) -> None:
+    trainer = train(tmp_path, 4, console=RunConsole())
+    assert metrics(tmp_path) == trainer.state.log_history
+    assert metrics(tmp_path) == json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    plain = train(tmp_path / "plain", 4)  # Transformers' own console
+    timing = ("train_runtime", "per_second", "eval_runtime")
+
+    def values(run: Trainer) -> list[dict[str, Any]]:
+        return [{k: v for k, v in log.items() if not any(t in k for t in timing)} for log in run.state.log_history]
+
+    assert values(trainer) == values(plain)
+
+
+def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
+    train(tmp_path, 5, console=RunConsole())
+    assert [log["step"] for log in metrics(tmp_path) if "loss" in log] == [1, 2, 3, 4, 5]
+    bar = io.StringIO()
+    with contextlib.redirect_stderr(bar):
+        trainer = train(tmp_path, 6, resume=str(tmp_path / "checkpoint-2"), console=RunConsole())
+    assert "2/6" in bar.getvalue().split("3/6")[0]  # the bar starts where the run does
+    assert [log["step"] for log in metrics(tmp_path) if "loss" in log] == [1, 2, 3, 4, 5, 6]
+    assert metrics(tmp_path) == trainer.state.log_history
+
+
+def test_time_left_counts_rollouts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 steps took 24 s, 20 of them its one rollout; of 12 steps, 10 are left, with a rollout every fifth."""
+    console = RunConsole([20.0], rollouts_a_step=0.2)
+    console.started = 100.0
+    monkeypatch.setattr("d1.runs.console.time.perf_counter", lambda: 124.0)
+    state = TrainerState()
+    state.global_step, state.max_steps = 2, 12
+    assert console.seconds_left(state) == pytest.approx(10 * 2 + 2 * 20)
+
+
+def test_a_line_has_what_the_stage_logs() -> None:
+    logs = {"loss": 0.5, "reward": 0.25, "rewards/accuracy/mean": 0.125, "kl": 0.0125, "num_tokens": 4096.0, "x": 1}
+    assert summary(logs) == "loss 0.5  reward 0.250  accuracy 12.5%  KL 0.0125  tokens 4096"
+    assert summary({f"eval_{name}": value for name, value in logs.items()}).startswith("evaluation: loss 0.5  reward")
+    assert summary({"kl": None, "loss": 1.0}) == "loss 1"
+
+
+def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
+    log = {"loss": math.nan, "ratio": math.inf, "kl": 0.1 + 0.2, "step": 3}
+    assert json.loads(json_line(log)) == {"loss": None, "ratio": None, "kl": 0.1 + 0.2, "step": 3}
+    write_metrics(tmp_path / "run", [log, log])
+    assert len(metrics(tmp_path / "run")) == 2
+
+
+def test_log_messages_go_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with tqdm(total=2, file=sys.stderr) as bar:
+        LinesAboveBar().emit(logging.makeLogRecord({"msg": "a message"}))
+        bar.update(1)
+    assert "\ra message\n" in capsys.readouterr().err.replace(" \r", "\r").replace("\r\r", "\r")
+
+
+def test_only_what_is_named_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        silence()
+        for _, text, _ in WARNINGS:
+            warnings.warn(f"{text} and so on", FutureWarning, stacklevel=1)
+        warnings.warn("something a user should know", FutureWarning, stacklevel=1)
+    assert [str(warning.message) for warning in seen] == ["something a user should know"]
+    for _, name, text, _ in MESSAGES:
+        logger = logging.getLogger(name)
+        logger.addHandler(caplog.handler)
+        logger.warning("%s and so on", text)
+        logger.warning("keep this, %s", text)
+        logger.removeHandler(caplog.handler)
+    assert {message.split(",")[0] for message in caplog.messages} == {"keep this"}

@@ -1,0 +1,198 @@
+"""How scripts start and end: light help, one line for a mistake, a traceback for a bug, both dialects."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sft_train
+from diffu_grpo_train import make_parser as rl_parser
+
+from d1.runs.entry import one_line
+
+ROOT = Path(__file__).parents[3]
+BLOCKED = ("torch", "transformers", "peft", "accelerate", "trl", "matplotlib")
+
+
+def python(code: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def script(name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = ROOT / name
+    return subprocess.run(
+        [sys.executable, path.name, *flags],
+        cwd=path.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("folder", "argv", "says"),
+    [
+        ("SFT", ["sft_train.py"], "--full_finetuning"),
+        ("eval", ["eval.py"], "--gen_length"),
+        ("eval", ["parse_and_get_acc.py"], "--scoring"),
+        (".", ["d1/__main__.py"], "merge"),
+        (".", ["d1/__main__.py", "fit"], "--gpus"),
+    ],
+)
+def test_help_comes_without_torch_or_transformers(folder: str, argv: list[str], says: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.modules.update(dict.fromkeys({BLOCKED}))\n"  # None there makes an import fail
+        f"sys.argv = {[*argv, '--help']}\n"
+        "sys.path.insert(0, '')\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    done = python(code, ROOT / folder)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
+
+
+def test_the_help_of_rl_imports_trls_settings_but_no_trainer() -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['diffu_grpo_train.py', '--help']\n"
+        "sys.path.insert(0, '')\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally:\n    sys.stderr.write(' '.join(sys.modules))\n"
+    )
+    done = python(code, ROOT / "diffu-grpo")
+    assert "--p_mask_prompt" in done.stdout
+    assert "trl.trainer.grpo_config" in done.stderr
+    heavy = {"trl.trainer.grpo_trainer", "diffu_grpo_trainer", "d1.models.load", "d1.models.adapters", "datasets.load"}
+    assert not heavy & set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "problem"),
+    [
+        ("SFT/sft_train.py", ["--max_steps", "0"], "out of range: --max_steps 0"),
+        ("SFT/sft_train.py", ["--output_dir", "sft_train.py"], "sft_train.py is a file, not a folder"),
+        ("diffu-grpo/diffu_grpo_train.py", ["--config", "none.yaml"], "No such file or directory: none.yaml"),
+        ("diffu-grpo/diffu_grpo_train.py", ["--config", "pocket.yaml", "--output_dir", "run.sh"], "run.sh is a file"),
+        ("diffu-grpo/diffu_grpo_train.py", ["--config", "pocket.yaml", "--mask_id", "9999"], "has only 93 tokens"),
+        ("eval/eval.py", ["--model_path", "x", "--dataset", "sudoku", "--cfg_scale", "nan"], "--cfg_scale nan"),
+        ("eval/eval.py", ["--model_path", "x", "--dataset", "sudoku", "--output_dir", "eval.py"], "eval.py is a file"),
+        ("eval/parse_and_get_acc.py", ["none"], "no folder none"),
+        ("diffu-grpo/plot_curves.py", ["none", "--output", "/tmp/none.png"], "holds no run"),
+    ],
+)
+def test_a_users_mistake_is_one_line(name: str, flags: list[str], problem: str, tmp_path: Path) -> None:
+    if "pocket.yaml" in flags and "--output_dir" not in flags:
+        flags = [*flags, "--output_dir", str(tmp_path)]
+    done = script(name, *flags)
+    assert done.returncode == 1
+    *before, line = done.stderr.splitlines()
+    assert not any(Path(name).name in text or "Traceback" in text for text in before)
+    assert line.startswith(f"{Path(name).name}: ")
+    assert problem in line
+
+
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        ("ValueError('no\\n such task')", "name: no such task"),
+        ("FileNotFoundError(2, 'No such file or directory', 'rows.csv')", "name: No such file or directory: rows.csv"),
+        ("OSError(28, 'No space left on device')", "name: No space left on device"),
+        ("ConnectionError('the hub is away')", "name: the hub is away"),
+        ("FloatingPointError('the loss became nan')", "name: the loss became nan"),
+        ("RunError('reward odd raised')", "name: reward odd raised"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line_and_status_1(raised: str, line: str) -> None:
+    code = f"from d1.runs.entry import *\ndef work():\n    raise {raised}\nrun_script('name', work)"
+    done = python(code)
+    assert (done.returncode, done.stderr.splitlines()) == (1, [line])
+    whole = python(code, D1_TRACEBACK="1")
+    assert whole.returncode == 1
+    assert "Traceback" in whole.stderr
+    assert line in whole.stderr.splitlines()
+
+
+@pytest.mark.parametrize("raised", ["KeyError('x')", "RuntimeError('shapes')", "AssertionError()", "TypeError('x')"])
+def test_a_bug_keeps_its_traceback(raised: str) -> None:
+    done = python(f"from d1.runs.entry import *\ndef work():\n    raise {raised}\nrun_script('name', work)")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "in work" in done.stderr
+
+
+def test_a_number_returned_is_the_status_and_anything_else_is_success() -> None:
+    for returned, status in (("3", 3), ("None", 0), ("'trainer'", 0)):
+        assert python(f"from d1.runs.entry import *\nrun_script('name', lambda: {returned})").returncode == status
+
+
+@pytest.mark.parametrize(("fails", "lines"), [("True", 1), ("rank == '1'", 1)])
+def test_of_several_processes_one_speaks(fails: str, lines: int, tmp_path: Path) -> None:
+    """All of them meet the mistake, or only the second does."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, time\nfrom d1.runs.entry import run_script\nrank = os.environ['RANK']\n"
+        f"def work():\n    if {fails}:\n        raise ValueError('it is wrong')\n    time.sleep(60)\n"
+        "run_script('worker.py', work)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(worker)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines().count("worker.py: it is wrong") == lines
+
+
+def test_a_closed_pipe_is_no_mistake() -> None:
+    work = "lambda: [sys.stdout.write('line\\n') for _ in range(10**5)]"
+    command = f'{sys.executable} -c "import sys; from d1.runs.entry import *; run_script(0, {work})"'
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "line\n", "")
+
+
+def test_an_exception_without_a_message_gives_its_name() -> None:
+    assert one_line(ValueError()) == "ValueError"
+
+
+def test_both_dialects_are_understood() -> None:
+    for name in ("--model_name", "--model_path"):
+        assert sft_train.make_parser().parse_args([name, "x"]).model_name == "x"
+    for value in (None, "true", "false", "a/b"):
+        for name in ("--resume", "--resume_from_checkpoint"):
+            typed = [name] if value is None else [name, value]
+            assert sft_train.make_parser().parse_args(typed).resume == (value or "true")
+            start = ["--per_device_train_batch_size", "6", "--model_name", "m"]
+            args, _ = rl_parser().parse_args_and_config([*start, *typed])
+            assert (args.resume_from_checkpoint, args.model_path) == (value or "true", "m")
+    assert sft_train.make_parser().parse_args([]).resume is None
+
+
+def test_a_yaml_may_use_either_name_but_not_both(tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text("model_name: m\nresume: true\ntask: sudoku\nper_device_train_batch_size: 6\n")
+    args, _ = rl_parser().parse_args_and_config(["--config", str(config)])
+    assert (args.model_path, str(args.resume_from_checkpoint).lower(), args.dataset) == ("m", "true", "sudoku")
+    config.write_text("model_name: m\nmodel_path: n\n")
+    with pytest.raises(ValueError, match="model_name and model_path in the --config file are one setting"):
+        rl_parser().parse_args_and_config(["--config", str(config)])

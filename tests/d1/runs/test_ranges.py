@@ -1,0 +1,225 @@
+"""The table of ranges: it knows every number of every command, and every command refuses what lies outside."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffu_grpo_train
+import pytest
+import sft_train
+from diffu_grpo_config import DiffuGRPOConfig
+from trl import ModelConfig
+
+import eval as evaluation
+from d1 import __main__ as tools
+from d1.runs.ranges import RANGES, check_ranges
+
+NAN, INF = math.nan, math.inf
+CANDIDATES = [
+    -INF,
+    -1e9,
+    -7,
+    -2,
+    -1,
+    -0.5,
+    0,
+    0.25,
+    0.5,
+    1,
+    1.5,
+    2,
+    3,
+    4,
+    65535,
+    65536,
+    2**32 - 1,
+    2**32,
+    1e12,
+    INF,
+    NAN,
+]
+
+
+def allowed(value: float, row: str) -> bool:
+    """A second reading of a row, by comparison with what stands between its brackets."""
+    return any(lies_in(value, part) for part in row.removeprefix("list of ").split(" or "))
+
+
+def lies_in(value: float, part: str) -> bool:
+    if not part.endswith(("]", ")")):
+        return part == str(value)
+    low, high = (float(end) for end in re.findall(r"-?[\d.]+|-?inf", part))
+    at_open_end = (value == low and "(" in part) or (value == high and ")" in part)
+    whole = not part.startswith("integer") or (math.isfinite(value) and value == int(value))
+    return math.isfinite(value) and low <= value <= high and not at_open_end and whole
+
+
+ROWS = [
+    (command, name.removeprefix(f"{command}."), row)
+    for name, row in RANGES.items()
+    for command in ([name.partition(".")[0]] if "." in name else [""])
+]
+
+
+@pytest.mark.parametrize(("command", "name", "row"), ROWS)
+def test_a_row_takes_what_is_inside_and_refuses_the_rest(command: str, name: str, row: str) -> None:
+    verdicts = [allowed(value, row) for value in CANDIDATES]
+    assert any(verdicts)
+    assert not all(verdicts)
+    for value, inside in zip(CANDIDATES, verdicts, strict=True):
+        setting: Any = [0.5, value] if row.startswith("list of") else value
+        if inside:
+            check_ranges({name: setting}, command)
+        else:
+            with pytest.raises(ValueError, match=rf"^out of range: --{name} .*{re.escape(str(value))}"):
+                check_ranges({name: setting}, command)
+
+
+@pytest.mark.parametrize("name", [name for name in RANGES if "." not in name])
+def test_none_and_words_are_taken_only_where_the_row_says_so(name: str) -> None:
+    words = re.split(r" or ", RANGES[name])
+    for value in (None, "batch", "auto"):
+        if str(value) in words:
+            check_ranges({name: value})
+        else:
+            with pytest.raises(ValueError, match=f"--{name} {value}"):
+                check_ranges({name: value})
+    with pytest.raises(ValueError, match=f"--{name} True"):
+        check_ranges({name: True})
+
+
+def test_the_message_names_every_setting_with_value_and_range() -> None:
+    with pytest.raises(ValueError, match="out of range") as caught:
+        check_ranges({"beta": -1.0, "epsilon": 0.5, "reward_weights": [1.0, NAN], "max_steps": 0, "p_mask_prompt": 1.0})
+    assert str(caught.value) == (
+        "out of range: --beta -1.0 (must be in [0, inf)); --reward_weights 1.0 nan (must be numbers in (-inf, inf) or "
+        "None); --max_steps 0 (must be an integer in [1, inf) or -1); --p_mask_prompt 1.0 (must be in [0, 1))"
+    )
+
+
+# ---- the commands
+
+
+def fit_parser() -> argparse.ArgumentParser:
+    (commands,) = (a for a in tools.make_parser()._subparsers._group_actions)  # type: ignore[union-attr]
+    return commands.choices["fit"]  # type: ignore[index]
+
+
+def start_fit(flags: list[str]) -> None:
+    tools.main(tools.make_parser().parse_args(["fit", "--model_path", "none", "--stage", "rl", *flags]))
+
+
+def start_sft(flags: list[str]) -> None:
+    sft_train.main(sft_train.make_parser().parse_args([*flags, "--output_dir", "/dev/null/no"]))
+
+
+def start_eval(flags: list[str]) -> None:
+    evaluation.main(evaluation.make_parser().parse_args(["--model_path", "none", "--dataset", "sudoku", *flags]))
+
+
+def start_rl(flags: list[str]) -> None:
+    start = [
+        "--output_dir",
+        "/dev/null/no",
+        "--report_to",
+        "none",
+        "--per_device_train_batch_size",
+        "6",
+        "--bf16",
+        "false",
+    ]
+    diffu_grpo_train.main(*diffu_grpo_train.make_parser().parse_args_and_config([*start, *flags]))
+
+
+COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[list[str]], None]]] = {
+    "sft": (sft_train.make_parser, start_sft),
+    "rl": (diffu_grpo_train.make_parser, start_rl),
+    "eval": (evaluation.make_parser, start_eval),
+    "fit": (fit_parser, start_fit),
+}
+
+
+def numbers_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Flags whose type turns "7" into a number, and those that a dataclass says may be one."""
+    numeric = []
+    for action in parser._actions:
+        try:
+            value = action.type("7") if callable(action.type) else None
+        except (ValueError, TypeError, argparse.ArgumentTypeError):
+            value = None
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            numeric.append(action)
+    return numeric
+
+
+def test_rl_settings_that_may_be_numbers_are_all_seen() -> None:
+    """What the search below finds by types, checked against the names in the dataclasses."""
+    names = {action.dest for action in numbers_of(diffu_grpo_train.make_parser())}
+    fields = {**DiffuGRPOConfig.__dataclass_fields__, **ModelConfig.__dataclass_fields__}
+    kinds = {name: str(field.type) for name, field in fields.items()}
+    assert {name for name, kind in kinds.items() if "int" in kind or "float" in kind} - names <= {"pad_to_multiple_of"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_number_of_a_command_has_a_row(command: str) -> None:
+    parser, _ = COMMANDS[command]
+    names = {action.dest for action in numbers_of(parser())}
+    assert len(names) >= 6
+    assert {name for name in names if name not in RANGES and f"{command}.{name}" not in RANGES} == set()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_every_number_outside_its_range(command: str) -> None:
+    """By its flag, through its own parser, before it looks at its folders or its model."""
+    make, start = COMMANDS[command]
+    for action in numbers_of(make()):
+        row = RANGES.get(f"{command}.{action.dest}", RANGES[action.dest])
+        outside = [value for value in CANDIDATES if not allowed(value, row)]
+        typed = [value for value in outside if action.type is not int or (math.isfinite(value) and value == int(value))]
+        if action.choices is not None or not typed or action.type not in (int, float):
+            continue  # the parser itself refuses these
+        for value in (typed[0], typed[-1]):
+            text = str(int(value)) if action.type is int else str(value)
+            with pytest.raises(ValueError, match=rf"out of range: .*--{action.dest} "):
+                start([f"--{action.dest}={text}"])
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        *(("rl", [flag]) for flag in ("--beta=-1", "--epsilon=-1", "--delta=-1", "--temperature=nan", "--beta=nan")),
+        *(
+            ("rl", [flag])
+            for flag in ("--temperature=inf", "--cfg_scale=nan", "--reward_weights=nan", "--lora_alpha=-4")
+        ),
+        *(("rl", [flag]) for flag in ("--weight_decay=-1", "--eval_limit=-1", "--eval_limit=0", "--max_steps=0")),
+        *(("rl", [flag]) for flag in ("--num_train_epochs=-1", "--rollout_batch_size=-1", "--num_iterations=0")),
+        *(("rl", [flag]) for flag in ("--num_iterations=-1", "--steps_per_generation=-1", "--block_length=0")),
+        *(("rl", [flag]) for flag in ("--num_generations=0", "--gradient_accumulation_steps=0")),
+        *(("rl", [flag]) for flag in ("--per_device_train_batch_size=0", "--ref_model_sync_steps=0")),
+        *(("eval", [flag]) for flag in ("--temperature=nan", "--temperature=inf", "--cfg_scale=nan", "--limit=0")),
+        *(("sft", [flag]) for flag in ("--max_steps=0", "--num_epochs=-1", "--learning_rate=nan", "--lora_alpha=-4")),
+    ],
+)
+def test_nonsense_that_used_to_train_or_to_crash(command: str, flags: list[str]) -> None:
+    name = flags[0].partition("=")[0]
+    with pytest.raises(ValueError, match=rf"out of range: {name} "):
+        COMMANDS[command][1](flags)
+
+
+def test_a_yaml_is_held_to_the_same_ranges(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("beta: .nan\nnum_iterations: 2.5\n")
+    with pytest.raises(ValueError, match=r"--beta nan .*; --num_iterations 2\.5 \(must be an integer in \[1, inf"):
+        start_rl(["--config", str(settings)])
+
+
+def test_the_table_needs_no_torch() -> None:
+    module = sys.modules["d1.runs.ranges"]
+    assert not {"torch", "transformers"} & set(vars(module))
