@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from d1.show.tables import markdown_table
 
+ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "ACCELERATE_USE_CPU": "true",
 }
-LAUNCH = {1: [], 2: "-m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0".split()}
+LAUNCHER = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 SFT = (
     "sft_train.py --model_name ../pocket/base --train_data ../dataset/sudoku_sft.jsonl --debugging --resume --seed 0 "
     "--batch_size 8 --grad_accum_steps 2 --max_steps 20 --eval_steps 20 --learning_rate 2e-4 --eos_padding 40 "
@@ -98,7 +98,13 @@ def run(name: str, checkout: Path, results: Path) -> Path:
     if not name.startswith("demo"):  # which continues by its own means
         shutil.rmtree(folder, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, *LAUNCH[job.processes], *job.command.split(), "--output_dir", str(folder)]
+    command = [
+        sys.executable,
+        *(LAUNCHER if job.processes == 2 else []),
+        *job.command.split(),
+        "--output_dir",
+        str(folder),
+    ]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(checkout)}
     with open(log, "w") as file:
         done = subprocess.run(
