@@ -52,11 +52,11 @@ def published_rollout(
 
 
 def published_scores(
-    model: Any, *inputs: Tensor, scored: Tensor, with_entropies: bool, **options: Any
+    model: Any, ids: Tensor, mask: Tensor, completion: Tensor, noise: Tensor, *, with_entropies: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Full logits of all positions in the place of `mean_field_scores`. Entropies, which d1 does not compute, are 0."""
-    *given, noise = inputs
-    logps = published.score(model, *given, noise.unsqueeze(1), **options)[:, 0]
+    options.pop("scored")  # it scores everything
+    logps = published.score(model, ids, mask, completion, noise.unsqueeze(1), **options)[:, 0]
     return logps, torch.zeros_like(logps) if with_entropies else None
 
 

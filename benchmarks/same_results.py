@@ -5,7 +5,7 @@
 Each checkout runs the jobs with its own code, one after the other, on the pocket model: 20 optimizer steps of SFT (all
 weights; LoRA), two rollouts of diffu-GRPO with their updates (all weights and LoRA, beta 0 and 0.04, accumulation 3, in
 one process and in two), and, if asked for by `--only demo`, the main job for three seeds, which takes half an hour.
-Then every saved tensor is compared, and every completion of an evaluation. The exit status is 1 where anything differs.
+Then every saved weight is compared, and every completion of an evaluation. The exit status is 1 where anything differs.
 
 Results are kept in DIR/this and DIR/other, and a job that has finished is not run again: remove its folder to do so.
 """
@@ -117,10 +117,11 @@ def run(name: str, checkout: Path, results: Path) -> Path:
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every safetensors file below a folder, by file and name."""
+    """Every weight saved below a folder, of checkpoints too, by file and name. A checkpoint's rollout is left out: what
+    it holds is the trainer's own affair, and shows in the weights of the updates on it."""
     return {
         f"{path.relative_to(folder)}:{name}": tensor
-        for path in sorted(folder.rglob("*.safetensors"))
+        for path in sorted(folder.rglob("*model*.safetensors"))
         for name, tensor in load_file(path).items()
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from make_tokenizer import CELLS, PROMPT_TOKENS
@@ -40,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
     model, tokenizer = load_model(args.model_path).eval(), load_tokenizer(args.model_path)
     row = load_task("sudoku").load_rows("validation")[args.problem]
     prompt = torch.tensor([tokenizer.apply_chat_template(row["prompt"], return_dict=False)])
-    sampled = rollout(
+    sampled: Any = rollout(
         model,
         prompt,
         torch.ones_like(prompt),
@@ -49,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
         block_length=BLOCK,
         steps=args.gen_length // 2,
     )
-    tokens = tokenizer.convert_ids_to_tokens(sampled.ids[0, PROMPT_TOKENS:].tolist())
+    tokens = [tokenizer.convert_ids_to_tokens(token) for token in sampled.ids[0, PROMPT_TOKENS:].tolist()]
     puzzle = row["question"].strip()[-len(CELLS) :]
     picture = denoise_svg(
         tokens,

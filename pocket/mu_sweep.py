@@ -64,7 +64,8 @@ def draw(curves: dict[tuple[int, str], list[list[float]]], path: Path) -> None:
         for masking, style in zip(MASKINGS, ("-", "--"), strict=True):
             rollouts = list(zip(*(running_mean(run, 5) for run in curves[mu, masking]), strict=True))
             axis.plot([statistics.mean(values) for values in rollouts], style, label=f"{masking} mask")
-            axis.fill_between(range(len(rollouts)), *zip(*((min(v), max(v)) for v in rollouts), strict=True), alpha=0.2)
+            lowest, highest = [min(values) for values in rollouts], [max(values) for values in rollouts]
+            axis.fill_between(range(len(rollouts)), lowest, highest, alpha=0.2)
         axis.set(title=f"mu = {mu}", xlabel="rollouts of 64 completions")
     axes[0].set_ylabel("reward: share of empty cells right")
     axes[0].legend()

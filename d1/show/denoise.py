@@ -70,10 +70,10 @@ def denoise_svg(
         if given:
             parts.append(_text(given, *middle, 22, "given"))
         elif cell in places:
-            token = places[cell]
+            of = places[cell]
             fill = f'<rect x="{x + 3}" y="{y + 3}" width="{CELL - 6}" height="{CELL - 6}" rx="5"'
-            filled = f'{fill} fill="{colour(logps[token])}"/>{_text(tokens[token][-1:], *middle, 22)}'
-            parts.append(f'<g class="s{when[token]}">{filled}</g>')
+            filled = f'{fill} fill="{colour(logps[of])}"/>{_text(tokens[of][-1:], *middle, 22)}'
+            parts.append(f'<g class="s{when[of]}">{filled}</g>')
     box = math.isqrt(side)
     if box * box == side:
         for index in range(side):
