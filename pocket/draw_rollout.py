@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
         block_length=BLOCK,
         steps=args.gen_length // 2,
     )
-    tokens = [tokenizer.convert_ids_to_tokens(token) for token in sampled.ids[0, PROMPT_TOKENS:].tolist()]
+    tokens = [str(tokenizer.convert_ids_to_tokens(token)) for token in sampled.ids[0, PROMPT_TOKENS:].tolist()]
     puzzle = row["question"].strip()[-len(CELLS) :]
     picture = denoise_svg(
         tokens,

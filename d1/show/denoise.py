@@ -40,7 +40,8 @@ def denoise_svg(
 
     Args:
         tokens: text of each token of the canvas; "" is drawn as an empty chip.
-        reveal_steps: the step that revealed each, counted from any number; equal numbers appear together.
+        reveal_steps: the step that revealed each, from 0; tokens of one step appear together, and those that no step
+            revealed (-1), because the text had ended, with the last.
         logps: their log-probabilities in that step.
         givens: text of the grid's cells, row by row; "" where a cell is to be filled.
         places: cell -> the token that fills it, whose last character is what the cell then shows.
@@ -56,8 +57,10 @@ def denoise_svg(
     side = math.isqrt(len(givens))
     if side * side != len(givens) or not side:
         raise ValueError(f"a grid of {len(givens)} cells is not square")
-    order = {step: index for index, step in enumerate(sorted(set(reveal_steps)), start=1)}
-    when = [order[step] for step in reveal_steps]
+    last = max(reveal_steps)
+    shown_in = [step if step >= 0 else last for step in reveal_steps]
+    order = {step: index for index, step in enumerate(sorted(set(shown_in)), start=1)}
+    when = [order[step] for step in shown_in]
     lines = math.ceil(len(tokens) / line)
     left = 2 * PAD + side * CELL
     width, height = left + line * CHIP + PAD, 2 * PAD + max(side * CELL, lines * LINE) + 24

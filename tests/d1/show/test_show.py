@@ -11,10 +11,10 @@ from d1.show.denoise import COLOURS, colour, denoise_svg
 from d1.show.tables import markdown_table
 
 SVG = "{http://www.w3.org/2000/svg}"
-# Two tokens of four fill the empty cells 1 and 2 of a 2x2 grid; the steps are counted from 7.
+# Two tokens of four fill the empty cells 1 and 2 of a 2x2 grid; one token no step revealed.
 PICTURE = {
     "tokens": ["<so>", "b4", "c1", ""],
-    "reveal_steps": [9, 7, 8, 9],
+    "reveal_steps": [9, 7, 8, -1],
     "logps": [math.log(0.05), math.log(0.5), 0.0, math.log(0.99)],
     "givens": ["1", "", "", "3"],
     "places": {1: 1, 2: 2},
