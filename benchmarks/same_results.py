@@ -1,10 +1,10 @@
 """Prove that a change of structure changed no result: seeded jobs in two checkouts, compared to the bit.
 
-    python benchmarks/same_results.py --other ../before --output_dir runs/same [--only sft|rl|demo]
+    python benchmarks/same_results.py --other ../before --output_dir runs/same
 
 Each checkout runs the jobs with its own code, one after the other, on the pocket model: 20 optimizer steps of SFT (all
 weights; LoRA), two rollouts of diffu-GRPO with their updates (all weights and LoRA, beta 0 and 0.04, accumulation 3, in
-one process and in two), and, if asked for by `--only demo`, the main job for three seeds, which takes half an hour.
+one process and in two), and, with `--only demo`, the main job for three seeds, which takes half an hour.
 Then every saved weight is compared, and every completion of an evaluation. The exit status is 1 where anything differs.
 
 Results are kept in DIR/this and DIR/other, and a job that has finished is not run again: remove its folder to do so.
