@@ -46,9 +46,10 @@ from benchmarks.machine import (
 )
 from benchmarks.rl_steps import POCKET_PROMPT, group_size
 from benchmarks.steps import race_steps
+from d1 import sampling
+from d1.models import head
 from d1.models.head import body_and_head
-from d1.sampling import loop as sampling
-from d1.scoring import views as scoring
+from d1.sampling.reveal import reveal_schedule
 
 LLADA_VOCABULARY, D1 = SIZES["llada"][0], {"rows": 6, "mu": 12, "prompt": 200, "length": 256, "block": 32}
 
@@ -141,7 +142,7 @@ def published_sampler_bytes(rows: int, tokens: int, vocabulary: int, width: int)
 
 def our_sampler_bytes(rows: int, block: int, vocabulary: int, width: int) -> int:
     """fp32 logits of a chunk of hidden positions, and either the model's own or the exponentials of logsumexp."""
-    at_once = max(1, sampling.CHUNK_ELEMENTS // vocabulary)
+    at_once = max(1, head.CHUNK_ELEMENTS // 2 // vocabulary)
     positions = min(rows, max(1, at_once // block)) * min(block, at_once)
     return positions * vocabulary * (4 + 4)
 
@@ -153,7 +154,7 @@ def published_scoring_bytes(rows: int, mu: int, prompt: int, length: int, vocabu
 
 def our_scoring_bytes(rows: int, length: int, vocabulary: int, width: int) -> int:
     """One chunk: fp32 logits, and either the model's own or the exponentials of logsumexp."""
-    return min(rows * length, max(1, scoring.CHUNK_ELEMENTS // vocabulary)) * vocabulary * (4 + 4)
+    return min(rows * length, max(1, head.CHUNK_ELEMENTS // vocabulary)) * vocabulary * (4 + 4)
 
 
 def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
@@ -246,7 +247,7 @@ def check_race(args: argparse.Namespace) -> None:
     check_counts(args, "repeats", "rows", "prompt", "length", "block", "steps", "mu")
     matters = MATTERS[args.what]
     if "steps" in matters:
-        sampling.reveal_schedule(args.length, args.block, args.steps)
+        reveal_schedule(args.length, args.block, args.steps)
     if "block" in matters and args.block > args.length:
         raise ValueError(f"--block {args.block} is longer than the canvas, --length {args.length}")
     for name, benchmark in (("peer", "sampler"), ("compile", "gpu")):

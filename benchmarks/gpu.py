@@ -19,7 +19,6 @@ from benchmarks import published
 from benchmarks.machine import MASK, our_scores, peak_bytes, race, random_model, random_prompts, scoring_inputs, update
 from d1 import sampling
 from d1.masking import keyed_generator
-from d1.sampling import settings as samplers
 
 APPROXIMATE = ("cached", "parallel", "cached+parallel")
 TEMPERATURE = 0.9  # d1's, of the rollouts
@@ -65,7 +64,7 @@ def contestants(model: Any, args: Any) -> dict[str, dict[str, Callable[[], Any]]
         "exact": sample,
     }
     for name in APPROXIMATE:
-        rollouts[name] = functools.partial(sample, sampler=samplers.choose_sampler(name))
+        rollouts[name] = functools.partial(sample, sampler=name)
     return {
         "rollout": rollouts,
         "scoring": {

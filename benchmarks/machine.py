@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.models import attach_hooks
-from d1.scoring import views as scoring
+from d1.scoring import mean_field_logps
 from d1.show.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +84,7 @@ def scoring_inputs(model: Any, args: Any) -> tuple[torch.Tensor, ...]:
 def our_scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, completion: torch.Tensor, noise: torch.Tensor) -> Any:
     """Log-probs (rows, mu, completion) as the RL trainer takes them: one mask after the other."""
     options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": completion.shape[1]}
-    parts = [scoring.mean_field_scores(model, ids, mask, completion, one, **options)[0] for one in noise.unbind(1)]
+    parts = [mean_field_logps(model, ids, mask, completion, one, **options) for one in noise.unbind(1)]
     return torch.stack(parts, dim=1)
 
 

@@ -1,7 +1,7 @@
 """RL's optimizer steps: the real trainer, the same with the published pieces, and the passes it cannot do without.
 
-The trainer samples with the function `rollout` of its module, and scores with `mean_field_scores`. While it runs, both
-are replaced by clocked ones: the library's own, or the published.
+The trainer samples with `d1.sampling.rollout` and scores with `d1.scoring.score`. While it runs, both are replaced by
+clocked ones: the library's own, or the published.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import PrinterCallback
 sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("", "diffu-grpo"))
 
 import diffu_grpo_trainer
+import update_views
 from diffu_grpo_config import DiffuGRPOConfig
 
 from benchmarks import published
@@ -33,7 +34,8 @@ from d1.models import load_model, load_tokenizer
 from d1.models.head import body_and_head, logit_parts
 from d1.sampling import Rollout, rollout
 from d1.sampling.reveal import reveal_schedule
-from d1.scoring.views import mean_field_scores
+from d1.sampling.settings import SamplingSettings
+from d1.scoring import Scores, Views, score
 from d1.tasks import load_task
 
 Rollouts = list[tuple[Tensor, Tensor]]  # of each rollout, the prompts' mask (rows, prompt), and ids (rows, tokens)
@@ -42,50 +44,56 @@ POCKET_PROMPT = 18  # tokens of the pocket model's prompts
 
 
 def published_rollout(
-    model: Any, prompt_ids: Tensor, attention_mask: Tensor, *, generator: Any, eos_token_ids: Any, **settings: Any
+    model: Any, prompt_ids: Tensor, attention_mask: Tensor, settings: SamplingSettings, *, mask_token_id: int, **_: Any
 ) -> Rollout:
-    """The published sampler in the place of `d1.sampling.rollout`. Log-probs, which d1 does not keep, are zeros."""
-    settings.pop("sampler")
-    ids = published.generate(model, prompt_ids, attention_mask, **settings)
-    steps = torch.full_like(ids[:, 0], settings["steps"])
-    return Rollout(ids, torch.zeros(len(ids), settings["gen_length"], device=ids.device), steps, steps * ids.shape[1])
+    """The published sampler in the place of `d1.sampling.rollout`. The record, which d1 does not keep, is zeros."""
+    names = ("gen_length", "block_length", "steps", "temperature", "cfg_scale", "remasking")
+    options = {name: getattr(settings, name) for name in names}
+    ids = published.generate(model, prompt_ids, attention_mask, mask_token_id=mask_token_id, **options)
+    zeros = torch.zeros(len(ids), settings.gen_length, device=ids.device)
+    steps = torch.full_like(ids[:, 0], settings.steps)
+    return Rollout(ids, zeros, zeros.long(), zeros, steps, steps * ids.shape[1])
 
 
-def published_scores(
-    model: Any, ids: Tensor, mask: Tensor, completion: Tensor, noise: Tensor, *, with_entropies: bool, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Full logits of all positions in the place of `mean_field_scores`. Entropies, which d1 does not compute, are 0."""
-    options.pop("scored")  # it scores everything
-    logps = published.score(model, ids, mask, completion, noise.unsqueeze(1), **options)[:, 0]
-    return logps, torch.zeros_like(logps) if with_entropies else None
+def published_score(
+    model: Any,
+    prompt_ids: Tensor,
+    attention_mask: Tensor,
+    completion_ids: Tensor,
+    views: Views,
+    with_entropies: bool = False,
+    **options: Any,
+) -> Scores:
+    """Full logits of all positions in the place of `d1.scoring.score`. Entropies, which d1 does not compute, are 0."""
+    noise = views.noise[:, :, : prompt_ids.shape[1]]  # behind the prompt all is hidden
+    logps = published.score(model, prompt_ids, attention_mask, completion_ids, noise, **options)
+    logps = (views.weights * logps).sum(1)
+    return Scores(logps, torch.zeros_like(logps) if with_entropies else None)
 
 
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "ours": (rollout, mean_field_scores),
-    "published": (published_rollout, published_scores),
+    "ours": (rollout, score),
+    "published": (published_rollout, published_score),
 }
 
 
 @contextlib.contextmanager
 def sampling_and_scoring(way: str, clock: Clock, rollouts: Rollouts) -> Iterator[None]:
     """Inside, trainers sample and score in a way of `WAYS`, clocked; `rollouts` holds what is sampled."""
-    sample, score = WAYS[way]
+    sample, log_probs = WAYS[way]
 
-    def recorded(model: Any, prompt_ids: Tensor, attention_mask: Tensor, **options: Any) -> Rollout:
-        sampled = sample(model, prompt_ids, attention_mask, **options)
+    def recorded(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any) -> Rollout:
+        sampled = sample(model, prompt_ids, attention_mask, *args, **options)
         rollouts.append((attention_mask, sampled.ids))
         return sampled
 
-    names: dict[str, Any] = {
-        "rollout": clock.timed(recorded, "rollout"),
-        "mean_field_scores": clock.timed(score, lambda: "update" if torch.is_grad_enabled() else "scoring"),
-    }
-    before = {name: getattr(diffu_grpo_trainer, name) for name in names}
-    vars(diffu_grpo_trainer).update(names)
+    clocked_score = clock.timed(log_probs, lambda: "update" if torch.is_grad_enabled() else "scoring")
+    before = diffu_grpo_trainer.rollout, update_views.score
+    diffu_grpo_trainer.rollout, update_views.score = clock.timed(recorded, "rollout"), clocked_score
     try:
         yield
     finally:
-        vars(diffu_grpo_trainer).update(before)
+        diffu_grpo_trainer.rollout, update_views.score = before
 
 
 def train_rl(trainer: Any, way: str, clock: Clock) -> Rollouts:

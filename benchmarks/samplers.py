@@ -31,7 +31,6 @@ from make_problems import sudoku_puzzles
 from benchmarks.machine import check_counts, describe, race, write_report
 from d1.models import load_model, load_tokenizer
 from d1.sampling import Rollout, rollout
-from d1.sampling.settings import choose_sampler
 from d1.show.uncertainty import Z95
 from d1.tasks import load_task
 from d1.tasks.sudoku import solution_grids
@@ -103,7 +102,8 @@ def sample(
             block_length=block,
             steps=steps or length // 2,
             eos_token_ids=[tokenizer.eos_token_id] if stop else None,
-            sampler=choose_sampler(sampler, **options),
+            sampler=sampler,
+            **options,
         )
         for rows in prompts.split(batch)
     ]

@@ -25,11 +25,11 @@ from benchmarks.machine import (
     update,
 )
 from benchmarks.rl_steps import POCKET_PROMPT, group_size
-from d1.models import load_tokenizer
+from d1.models import head, load_tokenizer
 from d1.models.fast_cpu import PART
 from d1.models.head import body_and_head
-from d1.sampling import loop as sampling
-from d1.scoring import views as scoring
+from d1.sampling import generate
+from d1.sampling.reveal import reveal_schedule
 from d1.tasks import load_task
 
 SMALL = ["--rows", "2", "--prompt", "6", "--length", "8", "--block", "4", "--steps", "4", "--mu", "2", "--repeats", "1"]
@@ -163,7 +163,7 @@ def test_the_exact_sampler_multiplies_for_hidden_positions_alone_after_the_last_
         expected += tokens * ((layers - 1) * token + 2 * hidden**2)
         expected += rows * left * (token + hidden * vocabulary)
     options = {"mask_token_id": MASK, "gen_length": 6, "block_length": 3, "steps": 6}
-    assert multiply_adds(lambda: sampling.generate(model, ids, mask, **options)) == expected
+    assert multiply_adds(lambda: generate(model, ids, mask, **options)) == expected
 
 
 def test_scoring_races_both_ways(tmp_path, capsys):
@@ -189,8 +189,8 @@ def test_peak_bytes_counts_temporaries_too():
 
 
 def test_the_formulas_of_memory_hold_where_they_can_be_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", 2**15)  # 16 positions, so that both ways work in chunks
-    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 2**15)
+    # 32 positions of scoring and 16 of sampling, so that both ways work in chunks.
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 2**16)
     results = report("memory", tmp_path, "--rows", "4", "--prompt", "16", "--length", "32", "--block", "16")["results"]
     for what in ("sampler", "scoring"):
         for way in ("published", "ours"):
@@ -365,4 +365,4 @@ def test_every_command_of_the_results_writes_the_table_below_it():
         if words[0] == "benchmarks/bench.py":
             args = bench.make_parser().parse_args(words[1:])
             assert match["table"] == f"{args.what}_{args.size}.md"
-            sampling.reveal_schedule(args.length, args.block, args.steps)
+            reveal_schedule(args.length, args.block, args.steps)

@@ -4,12 +4,13 @@ import argparse
 
 import pytest
 import torch
+from d1.scoring.one_step import one_step_views
 
 from benchmarks import clock as clock_module
 from benchmarks import rl_steps, sft_steps, steps
 from benchmarks.clock import Clock
 from benchmarks.machine import MASK, random_model, random_prompts
-from d1.sampling.settings import EXACT
+from d1.sampling.settings import SamplingSettings
 
 SHAPE = {"size": "tiny", "rows": 4, "prompt": 6, "length": 8, "block": 4, "steps": 4, "mu": 2, "repeats": 1}
 
@@ -34,17 +35,15 @@ def test_the_published_pieces_sample_and_score_as_ours():
     model, rows, prompt = random_model("tiny"), 4, 6
     ids, mask = random_prompts(model, rows, prompt)
     mask[0, :3] = 0
-    settings = {"mask_token_id": MASK, "gen_length": 8, "block_length": 4, "steps": 4, "temperature": 0.0}
-    fixed = {"generator": None, "eos_token_ids": None, "sampler": EXACT}
+    settings = SamplingSettings(gen_length=8, block_length=4, steps=4)
     completions, _ = random_prompts(model, rows, 5)  # shorter than the canvas
     noise = torch.rand(rows, prompt, generator=torch.Generator().manual_seed(0)) < 0.3
-    options = {"mask_token_id": MASK, "gen_length": 8, "with_entropies": False}
+    views = one_step_views(noise, torch.ones_like(completions, dtype=torch.bool), 8)
     found = {}
     for way, (sample, score) in rl_steps.WAYS.items():
-        everywhere = torch.ones_like(completions, dtype=torch.bool)
         with torch.no_grad():
-            logps, _ = score(model, ids, mask, completions, noise, scored=everywhere, **options)
-        found[way] = sample(model, ids, mask, **settings, **fixed).ids, logps
+            scores = score(model, ids, mask, completions, views, mask_token_id=MASK, gen_length=8)
+        found[way] = sample(model, ids, mask, settings, mask_token_id=MASK).ids, scores.logps
     assert torch.equal(found["ours"][0], found["published"][0])
     torch.testing.assert_close(found["ours"][1], found["published"][1], rtol=0, atol=1e-5)
 
