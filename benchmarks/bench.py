@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import gpu, published, steps
+from benchmarks import gpu, published
 from benchmarks.machine import (
     MASK,
     SIZES,
@@ -44,6 +44,8 @@ from benchmarks.machine import (
     update,
     write_report,
 )
+from benchmarks.rl_steps import POCKET_PROMPT, group_size
+from benchmarks.steps import race_steps
 from d1 import sampling
 from d1.models import head
 from d1.models.head import body_and_head
@@ -192,7 +194,7 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
 
 def race_whole_steps(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return steps.race_steps(args.what, args, Path(folder))
+        return race_steps(args.what, args, Path(folder))
 
 
 def formula_bytes(name: str, at: dict[str, int], vocabulary: int, width: int) -> dict[str, float]:
@@ -241,8 +243,8 @@ MATTERS = {  # settings beyond those that matter to all
 }
 
 
-def check_settings(args: argparse.Namespace) -> None:
-    """Raises ValueError for settings that make no sense, before a model is built."""
+def check_race(args: argparse.Namespace) -> None:
+    """Raises ValueError for a race that makes no sense, before a model is built."""
     check_counts(args, "repeats", "rows", "prompt", "length", "block", "steps", "mu")
     matters = MATTERS[args.what]
     if "steps" in matters:
@@ -254,16 +256,16 @@ def check_settings(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is for the benchmark {benchmark}: {args.what} would ignore it")
     if args.what == "rl" and args.length % args.block:
         raise ValueError(f"rl: --length {args.length} must be a multiple of --block {args.block}")
-    if args.what == "rl" and (args.rows < 2 or args.rows % steps.group_size(args.rows)):
+    if args.what == "rl" and (args.rows < 2 or args.rows % group_size(args.rows)):
         raise ValueError(f"rl: --rows {args.rows} do not split into equal groups of about 8; try a multiple of 8")
     if args.what in ("rl", "sft") and args.size != "pocket" and (args.prompt < 2 or args.length < 8):
         raise ValueError(f"{args.what}: rows need --prompt 2 or more and --length 8 or more, for a word on either side")
-    if args.what in ("rl", "sft") and args.size == "pocket" and args.prompt < steps.POCKET_PROMPT:
-        raise ValueError(f"the pocket model's prompts have {steps.POCKET_PROMPT} tokens, got --prompt {args.prompt}")
+    if args.what in ("rl", "sft") and args.size == "pocket" and args.prompt < POCKET_PROMPT:
+        raise ValueError(f"the pocket model's prompts have {POCKET_PROMPT} tokens, got --prompt {args.prompt}")
 
 
 def main(args: argparse.Namespace) -> None:
-    check_settings(args)
+    check_race(args)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     settings = {key: getattr(args, key) for key in ("size", "repeats", "rows", "prompt", "length", *MATTERS[args.what])}
     settings |= {"peer": args.peer} if args.peer else {}

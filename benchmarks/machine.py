@@ -20,7 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.models import attach_hooks
 from d1.scoring import mean_field_logps
+from d1.show.tables import markdown_table
 
+ROOT = Path(__file__).resolve().parents[1]
 MASK = 3
 SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
     "tiny": (2048, 32, 64, 2, 4),
@@ -179,19 +181,18 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return peak
 
 
-def markdown_table(rows: dict[str, dict[str, float]]) -> list[str]:
-    """Lines of a table, one row a name; a ratio stands with the lowest and the highest of its rounds."""
+def results_table(rows: dict[str, dict[str, float]]) -> str:
+    """A table with one row a name; a ratio stands with the lowest and the highest of its rounds."""
     columns = [name for name in next(iter(rows.values())) if name not in ("ratio_low", "ratio_high")]
-    lines = [f"| | {' | '.join(name.replace('_', ' ') for name in columns)} |", "| --- |" + " ---: |" * len(columns)]
-    for name, row in rows.items():
-        cells = [f"{row[column]:.4g}" if column in row else "" for column in columns]
-        if "ratio" in columns:
-            spread = (
-                f" ({row['ratio_low']:.3g} to {row['ratio_high']:.3g})" if row["ratio_low"] < row["ratio_high"] else ""
-            )
-            cells[columns.index("ratio")] = f"{row['ratio']:.3f}{spread}"
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+
+    def cell(row: dict[str, float], column: str) -> str:
+        if column != "ratio":
+            return f"{row[column]:.4g}" if column in row else ""
+        low, high = row["ratio_low"], row["ratio_high"]
+        return f"{row['ratio']:.3f}" + (f" ({low:.3g} to {high:.3g})" if low < high else "")
+
+    body = [[name, *(cell(row, column) for column in columns)] for name, row in rows.items()]
+    return markdown_table(["", *(name.replace("_", " ") for name in columns)], body)
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -201,7 +202,7 @@ def as_markdown(report: dict[str, Any]) -> str:
         if key == "remarks":
             parts += ["", *value]
         elif key not in ("machine", "settings"):
-            parts += ["", *([] if key == "results" else [f"{key}:", ""]), *markdown_table(value)]
+            parts += ["", *([] if key == "results" else [f"{key}:", ""]), results_table(value).rstrip()]
     return "\n".join(parts) + "\n"
 
 

@@ -26,19 +26,20 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dataset"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from make_problems import solution_grids, sudoku_puzzles
+from make_problems import sudoku_puzzles
 
 from benchmarks.machine import check_counts, describe, race, write_report
 from d1.models import load_model, load_tokenizer
 from d1.runs.entry import run_script
 from d1.sampling import Rollout, rollout
+from d1.show.uncertainty import Z95
 from d1.tasks import load_task
+from d1.tasks.sudoku import solution_grids
 
 BASE = "exact"
-Z95 = 1.959963984540054
 
 
-def settings(length: int) -> dict[str, dict[str, Any]]:
+def contestants(length: int) -> dict[str, dict[str, Any]]:
     """Name in the table -> block length (8), most steps (length / 2), sampler and its options, EOS stop (on).
 
     The levels were chosen on validation puzzles; "one block" is the whole canvas at once.
@@ -135,7 +136,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     def contestant(name: str, options: dict[str, Any]) -> Callable[[], Any]:
         return lambda: sampled.update({name: sample(model, tokenizer, prompts, args.gen_length, args.batch, **options)})
 
-    runs = {name: contestant(name, options) for name, options in settings(args.gen_length).items()}
+    runs = {name: contestant(name, options) for name, options in contestants(args.gen_length).items()}
     times = race(runs, args.repeats, base=BASE)
     right: dict[str, list[float]] = {}
     work: dict[str, tuple[float, float]] = {}

@@ -1,12 +1,8 @@
-"""python benchmarks/scaling.py [--size pocket] [--repeats 3] [--output_dir DIR] [--peak_tflops 989 --bandwidth_tb 3.35]
+"""python benchmarks/scaling.py [--size pocket] [--repeats 3] [--output_dir DIR]
 
 Measures how a rollout's and a scoring pass's time and peak memory grow with canvas length, rows, mu and vocabulary, one
 at a time, and fits time ~ x^a and memory ~ x^a by least squares on logarithms. Then runs the real RL trainer in one and
-in two processes (gloo, data parallel). Last, projects LLaDA-8B on 1 to 64 GPUs from a roofline. The projection is
-arithmetic, not a measurement: a forward pass takes as long as its floating-point operations at `--efficiency` of the
-peak, or as reading its weights once, whichever is longer; data parallel, LoRA, bf16; GPUs that have fewer than one row
-are idle; the adapter's all-reduce is counted, everything else is not. `--efficiency measured` takes that of a forward
-pass of LLaDA-8B's shape on the GPU here.
+in two processes (gloo, data parallel). What more GPUs would bring LLaDA-8B is computed in `docs/hardware.md`.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.machine import (
     MASK,
     SIZES,
+    check_counts,
     describe,
     our_scores,
     peak_bytes,
@@ -39,7 +36,6 @@ from benchmarks.machine import (
     write_report,
 )
 from d1 import sampling
-from d1.models.head import body_and_head
 from d1.runs.entry import leave, run_script
 
 BASE = {"length": 64, "rows": 2, "mu": 2, "vocabulary": 2048}
@@ -57,10 +53,6 @@ MEANING = {
 PROCESSES = {"1 process": (1, 4), "2 processes, as many rows each": (2, 4), "2 processes, half the rows each": (2, 2)}
 RL = {"size": "60m", "prompt": 32, "length": 32, "block": 16, "steps": 16, "mu": 2}
 
-LLADA = dict(zip(("vocabulary", "hidden", "feed_forward", "layers", "heads"), SIZES["llada"], strict=True))
-# d1's RL run: 96 completions an optimizer step, each rollout used mu times; LoRA of rank 128 on all linear layers.
-D1 = {"completions": 96, "prompt": 200, "length": 256, "steps": 128, "block": 32, "mu": 12, "lora_rank": 128}
-
 
 def exponent(xs: list[float], ys: list[float]) -> float:
     """a of the least-squares line log y = a log x + b."""
@@ -68,7 +60,7 @@ def exponent(xs: list[float], ys: list[float]) -> float:
     return statistics.linear_regression(lx, ly).slope
 
 
-def measure(size: str, at: dict[str, int], repeats: int) -> dict[str, float]:
+def measure_growth(size: str, at: dict[str, int], repeats: int) -> dict[str, float]:
     """Processor seconds (median) and peak bytes of a rollout and of scoring it under mu masks."""
     model = random_model(size, at["vocabulary"])
     ids, mask = random_prompts(model, at["rows"], PROMPT)
@@ -91,7 +83,7 @@ def grow(size: str, repeats: int) -> dict[str, dict[str, Any]]:
     """For each variable: the values tried, what was measured, and the fitted exponents."""
     results: dict[str, dict[str, Any]] = {}
     for name, values in GROWTH.items():
-        rows = [measure(size, BASE | {name: value}, repeats) for value in values]
+        rows = [measure_growth(size, BASE | {name: value}, repeats) for value in values]
         fits = {key: exponent([float(v) for v in values], [row[key] for row in rows]) for key in rows[0]}
         results[name] = {"values": list(values), "measured": rows, "exponents": fits}
     return results
@@ -129,14 +121,15 @@ def run_processes(repeats: int, settings: dict[str, Any] | None = None) -> dict[
 
 def work(settings: dict[str, Any]) -> None:
     """One process of `run_processes`: a warm-up and `repeats` rollouts with their updates; the first writes."""
-    from benchmarks import steps
+    from benchmarks.clock import Clock
+    from benchmarks.rl_steps import rl_trainer, train_rl
 
-    args, clock, rounds = argparse.Namespace(**settings), steps.Clock(), []
+    args, clock, rounds = argparse.Namespace(**settings), Clock(), []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = steps.rl_trainer(steps.DiffuGRPOTrainer, args, Path(folder), clock)
+        trainer = rl_trainer(args, Path(folder), clock)
         for _ in range(args.repeats + 1):
             clock.wall.clear()
-            trainer.train()
+            train_rl(trainer, "ours", clock)
             rounds.append(dict(clock.wall))
     if trainer.accelerator.is_main_process:
         medians = {phase: statistics.median(found[phase] for found in rounds[1:]) for phase in rounds[0]}
@@ -149,102 +142,20 @@ def work(settings: dict[str, Any]) -> None:
     leave()
 
 
-def forward_flops(rows: float, tokens: int, scored: int, shape: dict[str, int] = LLADA) -> float:
-    """Of one pass over `rows` sequences of `tokens`, the head at `scored` positions each: 2 a weight and token, and
-    4 x hidden x tokens a token and layer for attention."""
-    weights = shape["layers"] * (4 * shape["hidden"] ** 2 + 3 * shape["hidden"] * shape["feed_forward"])
-    attention = shape["layers"] * 4 * shape["hidden"] * tokens
-    return rows * (tokens * (2 * weights + attention) + scored * 2 * shape["hidden"] * shape["vocabulary"])
-
-
-def measured_efficiency(peak_tflops: float, size: str = "llada", repeats: int = 5) -> float:
-    """Share of the peak that a forward pass of 6 rows at d1's lengths reaches, the head at half a block."""
-    model = random_model(size)
-    tokens, scored = D1["prompt"] + D1["length"], D1["block"] // 2
-    ids, _ = random_prompts(model, 6, tokens)
-    body, head = body_and_head(model)
-    run = torch.no_grad()(lambda: head(body(ids, None)[:, -scored:]))
-    run()
-    taken = statistics.median(seconds(run)[0] for _ in range(repeats))
-    shape = dict(zip(LLADA, SIZES[size], strict=True))
-    return forward_flops(6, tokens, scored, shape) / taken / (peak_tflops * 1e12)
-
-
-def forward_seconds(rows: float, tokens: int, scored: int, args: argparse.Namespace) -> float:
-    weights = LLADA["layers"] * (4 * LLADA["hidden"] ** 2 + 3 * LLADA["hidden"] * LLADA["feed_forward"])
-    read = 2 * (weights + LLADA["hidden"] * LLADA["vocabulary"]) / (args.bandwidth_tb * 1e12)
-    compute = forward_flops(rows, tokens, scored) / (args.peak_tflops * 1e12 * args.efficiency)
-    return max(compute, read)
-
-
-def project(gpus: int, args: argparse.Namespace) -> dict[str, float]:
-    """Rollout tokens/s and the seconds of an RL optimizer step of d1's run on `gpus`, data parallel."""
-    rows = math.ceil(D1["completions"] / gpus)
-    tokens = D1["prompt"] + D1["length"]
-    # On average half of a block is still hidden.
-    rollout = D1["steps"] * forward_seconds(rows, tokens, D1["block"] // 2, args)
-    once = forward_seconds(rows, tokens, D1["length"], args)
-    # Each optimizer step: its share of the rollout, old and reference log-probs, forward, recomputation, backward
-    # through frozen weights (as dear as a forward).
-    adapter = LLADA["layers"] * D1["lora_rank"] * (8 * LLADA["hidden"] + 3 * (LLADA["hidden"] + LLADA["feed_forward"]))
-    reduce = 0.0 if gpus == 1 else 2 * 4 * adapter * (gpus - 1) / gpus / (args.network_gb * 1e9)
-    step = rollout / D1["mu"] + 2 * once + 3 * once + reduce
-    return {
-        "rows a GPU": rows,
-        "rollout tokens/s": D1["completions"] * D1["length"] / rollout,
-        "optimizer step seconds": step,
-        "share rollout": rollout / D1["mu"] / step,
-        "GPU hours for 10,000 steps": step * 10_000 * gpus / 3600,
-    }
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="pocket", help="the body; vocabularies are our own")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--peak_tflops", type=float, default=989.0, help="dense bf16 peak of a GPU (default: H100 SXM)")
-    parser.add_argument("--bandwidth_tb", type=float, default=3.35, help="memory bandwidth, TB/s")
-    parser.add_argument("--network_gb", type=float, default=50.0, help="all-reduce bandwidth a GPU, GB/s")
-    parser.add_argument("--efficiency", default="0.4", help="share of the peak that is reached, or 'measured'")
     parser.add_argument("--output_dir", default="benchmark_results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # one process of run_processes, its settings as json
     return parser
 
 
-def efficiency(args: argparse.Namespace) -> float:
-    """`--efficiency` as a number.
-
-    Raises:
-        ValueError: neither a share nor "measured", or "measured" without a GPU.
-    """
-    if args.efficiency == "measured":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                "--efficiency measured needs a CUDA device; without one give a share of the peak, e.g. 0.4"
-            )
-        return measured_efficiency(args.peak_tflops)
-    try:
-        share = float(args.efficiency)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise ValueError(f"--efficiency must be in (0, 1] or 'measured', got {args.efficiency}")
-    return share
-
-
-def check_settings(args: argparse.Namespace) -> None:
-    """Raises ValueError for numbers that make no sense, before anything is measured."""
-    for name in ("repeats", "peak_tflops", "bandwidth_tb", "network_gb"):
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name} must be positive, got {getattr(args, name)}")
-
-
 def main(args: argparse.Namespace) -> None:
     if args.worker:
         return work(json.loads(args.worker))
-    check_settings(args)
+    check_counts(args, "repeats")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    args.efficiency = efficiency(args)
     settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "worker")}
     growth = grow(args.size, args.repeats)
     report: dict[str, Any] = {"machine": describe(), "settings": settings}
@@ -255,9 +166,6 @@ def main(args: argparse.Namespace) -> None:
     }
     report["fitted exponents"] = {f"in {name}": found["exponents"] for name, found in growth.items()}
     report["the RL trainer in processes, wall seconds a rollout and its updates"] = run_processes(args.repeats)
-    report["LLaDA-8B by roofline, not measured"] = {
-        f"{gpus} GPU{'s' * (gpus > 1)}": project(gpus, args) for gpus in (1, 2, 4, 8, 16, 32, 64)
-    }
     remarks = ["Exponents to expect of large sizes; fixed costs keep those of small ones below:", ""]
     report["remarks"] = remarks + [f"- {name}: {meaning}." for name, meaning in MEANING.items()]
     write_report(report, args.output_dir, "scaling")

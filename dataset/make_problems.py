@@ -13,30 +13,16 @@ import csv
 import json
 import random
 from fractions import Fraction
-from itertools import combinations, permutations
+from itertools import combinations
 from pathlib import Path
 
 from d1.runs.entry import run_script
+from d1.tasks.sudoku import solution_grids
 
 HOLES = 6
 SUDOKU_GRIDS = {"train": 200, "validation": 44, "test": 44}
 SUDOKU_PUZZLES = {"train": 4000, "validation": 512, "test": 512}
 COUNTDOWN_PROBLEMS = {"train": 2000, "validation": 256, "test": 256}
-
-
-def solution_grids() -> list[str]:
-    """All 288 solved 4x4 grids as 16 digits, row by row, in lexicographic order."""
-    rows = ["".join(p) for p in permutations("1234")]
-    grids: list[list[str]] = [[]]
-    for _ in range(4):
-        grids = [[*grid, row] for grid in grids for row in rows if _fits([*grid, row])]
-    return ["".join(grid) for grid in grids]
-
-
-def _fits(grid: list[str]) -> bool:
-    columns = list(zip(*grid, strict=True))
-    boxes = [grid[r][c : c + 2] + grid[r + 1][c : c + 2] for r in range(0, len(grid) - 1, 2) for c in (0, 2)]
-    return all(len(set(group)) == len(group) for group in (*columns, *boxes))
 
 
 def has_one_solution(puzzle: str, grids: list[str]) -> bool:

@@ -13,12 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
 from d1.runs.entry import run_script
+from d1.show.curves import panels, running_mean, save_figure
 
 PANELS = {
     "reward": "reward",
@@ -59,28 +55,18 @@ def series(history: list[dict[str, Any]], name: str, steps_a_rollout: float) -> 
     return [x for x, _ in points], [y for _, y in points]
 
 
-def running_mean(values: list[float], window: int) -> list[float]:
-    means = []
-    for end in range(1, len(values) + 1):
-        recent = values[max(0, end - window) : end]
-        means.append(sum(recent) / len(recent))
-    return means
-
-
 def draw(runs: list[Path], labels: list[str], output: Path, smooth: int) -> None:
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    figure, axes = panels(2, 2, size=(11, 7))
     for run, label in zip(runs, labels, strict=True):
         history, steps_a_rollout = read_run(run)
-        for axis, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
+        for axis, (name, title) in zip(axes, PANELS.items(), strict=True):
             x, y = series(history, name, steps_a_rollout)
             (line,) = axis.plot(x, running_mean(y, smooth), label=label)
             if name != "kl":
                 axis.plot(*series(history, f"eval_{name}", steps_a_rollout), "--", color=line.get_color(), alpha=0.7)
             axis.set(title=title, xlabel="rollouts")
-            axis.grid(alpha=0.3)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 4))
-    figure.savefig(output, dpi=120)
-    plt.close(figure)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 4))
+    save_figure(figure, output)
 
 
 def main(args: argparse.Namespace) -> None:

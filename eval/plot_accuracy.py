@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from score_setups import Row
+
+from d1.show.curves import panels, save_figure
 
 # LLaDA-8B at lengths 128, 256 and 512: d1 (arXiv 2504.12216), table 1.
 PUBLISHED_LENGTHS = (128, 256, 512)
@@ -49,8 +50,8 @@ def plot_rows(rows: Sequence[Row], path: str | Path) -> None:
     if not scored:
         raise ValueError("nothing to plot: no setup has a scored problem")
     tasks = sorted({row.task for row in scored})
-    figure, axes = plt.subplots(1, len(tasks), figsize=(5.2 * len(tasks), 4.6), squeeze=False, layout="constrained")
-    for axis, task in zip(axes[0], tasks, strict=True):
+    figure, axes = panels(1, len(tasks), size=(5.2 * len(tasks), 4.6))
+    for axis, task in zip(axes, tasks, strict=True):
         for model in sorted({row.model for row in scored if row.task == task}):
             line = sorted((row for row in scored if (row.task, row.model) == (task, model)), key=lambda r: r.gen_length)
             heights = [row.accuracy or 0.0 for row in line]
@@ -65,8 +66,6 @@ def plot_rows(rows: Sequence[Row], path: str | Path) -> None:
         axis.minorticks_off()
         axis.set(title=task, xlabel="completion length (tokens)", ylabel=f"accuracy, {scored[0].scoring} scoring (%)")
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.suptitle(PUBLISHED_NOTE, fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path, dpi=150)

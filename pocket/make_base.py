@@ -21,14 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from make_tokenizer import PROMPT_TOKENS, build_tokenizer
-from sudoku_traces import (
-    ROOT,
-    careful_completion,
-    draw_puzzles,
-    mixed_completion,
-    solution_grids,
-    training_grids,
-)
+from sudoku_traces import ROOT, as_digits, careful_completion, draw_puzzles, mixed_completion, training_grids
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -38,6 +31,7 @@ from d1.masking import draw_mask, keyed_generator, noise_level
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
+from d1.tasks.sudoku import solution_grids
 
 Writer = Callable[[np.ndarray, np.ndarray, np.random.Generator], str]  # puzzle, solution -> answer
 
@@ -163,7 +157,7 @@ def pretrain(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         progress = Progress(**state["progress"])
-    all_grids = solution_grids()
+    all_grids = as_digits(solution_grids())
     bar = tqdm(total=sum(steps), initial=sum(steps[: progress.stage]) + progress.step, unit="step")
     while progress.stage < len(STAGES):
         name, write, peak_lr = STAGES[progress.stage]

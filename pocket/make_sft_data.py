@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from sudoku_traces import ROOT, draw_puzzles, mixed_completion, solution_grids, training_grids
+from sudoku_traces import ROOT, as_digits, draw_puzzles, mixed_completion, training_grids
 
 from d1.runs.entry import run_script
 from d1.tasks import load_task
+from d1.tasks.sudoku import solution_grids
 
 WELL_FORMED = re.compile(r"<reasoning>([^<>]+)</reasoning>\n<answer>([^<>]+)</answer>")
 LEAST_CELLS_RIGHT = 0.7
@@ -25,7 +26,7 @@ LEAST_CELLS_RIGHT = 0.7
 
 def curated_rows(solutions: np.ndarray, seed: int) -> Iterator[dict[str, str | list[str]]]:
     """Rows with `question`, `thinking_trajectories` and `attempt`, no puzzle twice, without end."""
-    task, all_grids, rng = load_task("sudoku"), solution_grids(), np.random.default_rng(seed)
+    task, all_grids, rng = load_task("sudoku"), as_digits(solution_grids()), np.random.default_rng(seed)
     seen: set[str] = set()
     while True:
         for puzzle, solution in zip(*draw_puzzles(solutions, 100, all_grids, rng), strict=True):

@@ -13,17 +13,14 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from phases import Phase, PhaseError, run_phases
-from report import markdown_table
 from rich.console import Console
+
+from d1.show.curves import panels, running_mean, save_figure
+from d1.show.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 MUS = (1, 4, 12)
@@ -61,29 +58,18 @@ def rewards(folder: Path, name: str) -> list[float]:
     return [entry["reward"] for entry in history if "reward" in entry]
 
 
-def smoothed(values: Sequence[float], window: int = 5) -> list[float]:
-    return [statistics.mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
-
-
 def draw(curves: dict[tuple[int, str], list[list[float]]], path: Path) -> None:
-    figure, axes = plt.subplots(1, len(MUS), figsize=(13, 4), sharey=True, constrained_layout=True)
+    figure, axes = panels(1, len(MUS), size=(13, 4), share_y=True)
     for axis, mu in zip(axes, MUS, strict=True):
         for masking, style in zip(MASKINGS, ("-", "--"), strict=True):
-            runs = [smoothed(run) for run in curves[mu, masking]]
-            mean = [statistics.mean(values) for values in zip(*runs, strict=True)]
-            axis.plot(mean, style, label=f"{masking} mask")
-            axis.fill_between(
-                range(len(mean)),
-                [min(values) for values in zip(*runs, strict=True)],
-                [max(values) for values in zip(*runs, strict=True)],
-                alpha=0.2,
-            )
+            rollouts = list(zip(*(running_mean(run, 5) for run in curves[mu, masking]), strict=True))
+            axis.plot([statistics.mean(values) for values in rollouts], style, label=f"{masking} mask")
+            lowest, highest = [min(values) for values in rollouts], [max(values) for values in rollouts]
+            axis.fill_between(range(len(rollouts)), lowest, highest, alpha=0.2)
         axis.set(title=f"mu = {mu}", xlabel="rollouts of 64 completions")
-        axis.grid(alpha=0.3)
     axes[0].set_ylabel("reward: share of empty cells right")
     axes[0].legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def table(curves: dict[tuple[int, str], list[list[float]]]) -> str:

@@ -1,6 +1,6 @@
 """Tables, figures and text of the main job, from the generation files and logs its phases left.
 
-    python pocket/report.py runs/demo/seed0 runs/demo/seed1 runs/demo/seed2      # one table over several seeds
+    python pocket/report.py runs/demo/seed0 runs/demo/seed1 runs/demo/seed2      # the tables over several seeds
 
 A single job's report is written by `demo.py`.
 """
@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from d1.runs.entry import run_script
+from d1.show.tables import markdown_table
+from d1.tasks.sudoku import extract
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = {
@@ -35,7 +37,8 @@ PAIRS = (("base", "sft"), ("base", "grpo"), ("sft", "sft_grpo"), ("grpo", "sft_g
 EXAMPLES = 10
 
 
-def setup(arm: str, length: int) -> str:
+def setup_name(arm: str, length: int) -> str:
+    """What the generation files of an arm at a length are called."""
     return f"sudoku_{arm}_{length}_{length // 2}"
 
 
@@ -58,16 +61,11 @@ def cell(row: dict[str, Any]) -> str:
     return f"{row['accuracy']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]"
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
 def write_report(folder: Path, seconds: dict[str, float], console: Console) -> Path:
     """Writes table.json, curves.png and report.md into `folder` and shows the table; returns the report's path."""
     table = accuracies(folder)
     (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
-    rows = [[title, *(cell(table[setup(arm, length)]) for length in LENGTHS)] for arm, title in ARMS.items()]
+    rows = [[title, *(cell(table[setup_name(arm, length)]) for length in LENGTHS)] for arm, title in ARMS.items()]
     shown = Table("exact solves, % [95% interval]", *(f"length {length}" for length in LENGTHS))
     for row in rows:
         shown.add_row(*row)
@@ -95,7 +93,7 @@ def write_report(folder: Path, seconds: dict[str, float], console: Console) -> P
 def differences_table(folder: Path) -> str:
     rows = []
     for (a, b), length in product(PAIRS, LENGTHS):
-        result = parse(folder, "--compare", setup(a, length), setup(b, length))
+        result = parse(folder, "--compare", setup_name(a, length), setup_name(b, length))
         better = f"{result['b_better']} / {result['a_better']}"
         rows.append([f"{b} - {a}, length {length}", f"{result['difference']:+.1f}", better, f"{result['p_value']:.2g}"])
     return markdown_table(["", "points", "puzzles better / worse", "exact sign test p"], rows)
@@ -103,53 +101,59 @@ def differences_table(folder: Path) -> str:
 
 def examples(folder: Path) -> str:
     """What each model answered to the first problems, at the longer length; right answers in bold."""
-    files = {arm: folder / "generations" / f"{setup(arm, LENGTHS[-1])}_0_generations.json" for arm in ARMS}
+    files = {arm: folder / "generations" / f"{setup_name(arm, LENGTHS[-1])}_0_generations.json" for arm in ARMS}
     problems = {arm: json.loads(file.read_text())["generations"][:EXAMPLES] for arm, file in files.items()}
     rows = []
     for index, problem in enumerate(problems["base"]):
         solution = problem["ground_truth"]
-        answers = [answer_digits(problems[arm][index]["generations"]) for arm in ARMS]
+        answers = [extract(problems[arm][index]["generations"]) or "" for arm in ARMS]
         marked = [f"**{answer}**" if answer == solution else answer or "none" for answer in answers]
         rows.append([problem["question"].strip()[-16:], solution, *marked])
     return markdown_table(["puzzle", "solution", *ARMS], rows)
 
 
-def answer_digits(text: str) -> str:
-    from d1.tasks.sudoku import extract
-
-    return extract(text) or ""
-
-
 def summary(folders: Sequence[Path]) -> str:
-    """Markdown table over seeds: each seed's exact solves, mean, spread, and the smallest difference of each pair."""
+    """Three tables over seeds: the mean of each arm with its standard deviation, each seed's exact solves, and the
+    differences of `PAIRS`, paired by puzzle."""
     tables = [accuracies(folder) for folder in folders]
-    header = ["exact solves, %", "length", *(folder.name for folder in folders), "mean", "sd"]
+    return "\n".join([means_table(tables), seeds_table(folders, tables), paired_table(folders, tables)])
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[str, str]:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.1f}", f"{deviation:.1f}"
+
+
+def means_table(tables: Sequence[dict[str, dict[str, Any]]]) -> str:
+    rows = []
+    for arm, title in ARMS.items():
+        found = ([table[setup_name(arm, length)]["accuracy"] for table in tables] for length in LENGTHS)
+        rows.append([title, *(" ± ".join(mean_and_deviation(values)) for values in found)])
+    return markdown_table(["exact solves, %", *(f"length {length}" for length in LENGTHS)], rows)
+
+
+def seeds_table(folders: Sequence[Path], tables: Sequence[dict[str, dict[str, Any]]]) -> str:
     rows = []
     for (arm, title), length in product(ARMS.items(), LENGTHS):
-        found = [table[setup(arm, length)] for table in tables]
-        values = [row["accuracy"] for row in found]
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        mean = f"{statistics.mean(values):.1f}"
-        rows.append([title, str(length), *map(cell, found), mean, f"{spread:.1f}"])
-    text = markdown_table(header, rows) + "\n"
+        found = [table[setup_name(arm, length)] for table in tables]
+        ends = mean_and_deviation([row["accuracy"] for row in found])
+        rows.append([title, str(length), *map(cell, found), *ends])
+    return markdown_table(["exact solves, %", "length", *(folder.name for folder in folders), "mean", "sd"], rows)
+
+
+def paired_table(folders: Sequence[Path], tables: Sequence[dict[str, dict[str, Any]]]) -> str:
+    """With the largest p of the seeds, and in how many of them the two intervals do not touch."""
     rows = []
     for (a, b), length in product(PAIRS, LENGTHS):
-        results = [parse(folder, "--compare", setup(a, length), setup(b, length)) for folder in folders]
+        names = setup_name(a, length), setup_name(b, length)
+        results = [parse(folder, "--compare", *names) for folder in folders]
         gains = [result["difference"] for result in results]
-        worst = max(result["p_value"] for result in results)
-        apart = sum(table[setup(b, length)]["ci_low"] > table[setup(a, length)]["ci_high"] for table in tables)
-        rows.append(
-            [
-                f"{b} - {a}",
-                str(length),
-                *(f"{gain:+.1f}" for gain in gains),
-                f"{statistics.mean(gains):+.1f}",
-                f"{worst:.1g}",
-                f"{apart}/{len(folders)}",
-            ]
-        )
-    header = ["paired difference, points", "length", *(folder.name for folder in folders), "mean", "largest p"]
-    return text + markdown_table([*header, "intervals apart"], rows)
+        largest = max(result["p_value"] for result in results)
+        apart = sum(table[names[1]]["ci_low"] > table[names[0]]["ci_high"] for table in tables)
+        ends = [f"{statistics.mean(gains):+.1f}", f"{largest:.1g}", f"{apart}/{len(folders)}"]
+        rows.append([f"{b} - {a}", str(length), *(f"{gain:+.1f}" for gain in gains), *ends])
+    header = ["paired difference, points", "length", *(folder.name for folder in folders)]
+    return markdown_table([*header, "mean", "largest p", "intervals apart"], rows)
 
 
 def make_parser() -> argparse.ArgumentParser:

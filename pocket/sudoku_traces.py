@@ -8,7 +8,7 @@ stay the right one, and later training would have nothing to teach.
 
 from __future__ import annotations
 
-from itertools import permutations, product
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,20 +23,15 @@ STYLES = ("careful", "scan", "quick")
 MALFORMED = ("truncated", "tagless", "rambling")
 
 
-def solution_grids() -> np.ndarray:
-    """All 288 solved grids, (288, 16)."""
-    rows = list(permutations(range(1, 5)))
-    grids = np.array(list(product(rows, repeat=4)))
-    columns = grids.swapaxes(1, 2)
-    boxes = grids.reshape(-1, 2, 2, 2, 2).swapaxes(2, 3).reshape(-1, 4, 4)
-    solved = [(np.sort(groups, axis=2) == [1, 2, 3, 4]).all((1, 2)) for groups in (columns, boxes)]
-    return grids[solved[0] & solved[1]].reshape(-1, 16)
+def as_digits(grids: Iterable[str]) -> np.ndarray:
+    """Grids of 16 digits as numbers, (grids, 16)."""
+    return np.array([[int(digit) for digit in grid] for grid in grids])
 
 
 def training_grids(data_file: str | Path) -> np.ndarray:
     """The solutions of a training problem set (columns Puzzle,Solution), each once, (grids, 16)."""
     solutions = set(load_task("sudoku").load_rows("train", str(data_file))["ground_truth"])
-    return np.array([[int(digit) for digit in solution] for solution in sorted(solutions)])
+    return as_digits(sorted(solutions))
 
 
 def draw_puzzles(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import io
 import json
 import os
@@ -18,26 +18,17 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import torch
-import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser as torchrun_parser
 from trl import TrlParser
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("d1", "SFT", "diffu-grpo", "eval", "launch", "dataset", "pocket", "benchmarks", "tests")
+STAGES = ("SFT", "diffu-grpo", "eval", "pocket", "dataset")  # folders of scripts, which import siblings by name
+PACKAGES = ("d1", "benchmarks")
+ROOMS = (*PACKAGES, *STAGES, "launch", "docs", "tests")
 OUTPUTS = {"runs", "results"}
-HARMLESS = {"export", "source"}
-TOOLS = ("pytest", "ruff", "mypy")
-NEEDED = {  # what the reader of a command that ends with ... has to add at least
-    "diffu_grpo_train.py": {"--config": "pocket.yaml"},
-    "eval.py": {"--model_path": "m", "--dataset": "sudoku"},
-}
-PYTHON = re.compile(r"python(3(\.\d+)?)?")
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-
 # Stands in for python, torchrun, accelerate, srun and scontrol: notes a launch, answers a question, passes on.
 FAKE = """#!/bin/bash
 case $(basename "$0") in
@@ -59,34 +50,27 @@ def need(condition: object, message: str) -> None:
         raise BadCommand(message)
 
 
+def pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
 def parse_shell(text: str) -> list[list[str]]:
     """The simple commands of shell text, in order: comments, redirections and what joins commands are dropped."""
     commands: list[list[str]] = []
     for line in text.replace("\\\n", " ").splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+        lexer = shlex.shlex(re.sub(r"[<>]\s*\S+", "", line), posix=True, punctuation_chars=";&|")
         lexer.whitespace_split = True
-        words: list[str] = []
-        redirected = False
+        commands.append([])
         for word in lexer:
             if set(word) <= set(";&|"):
-                commands.append(words)
-                words = []
-            elif set(word) <= set("<>"):
-                redirected = True
-            elif redirected:
-                redirected = False
+                commands.append([])
             else:
-                words.append(word)
-        commands.append(words)
+                commands[-1].append(word)
     return [words for words in commands if words]
 
 
 def check_script(text: str, folder: Path = ROOT) -> None:
-    """Checks shell text from the first command to the last, each in the folder that the `cd`s before it lead to.
-
-    Raises:
-        BadCommand: says which command cannot run as written, and why.
-    """
+    """Raises BadCommand for the first command that could not run, in the folder that the `cd`s before it lead to."""
     for words in parse_shell(text):
         try:
             folder = check_command(words, folder)
@@ -96,150 +80,99 @@ def check_script(text: str, folder: Path = ROOT) -> None:
 
 def check_command(words: list[str], folder: Path) -> Path:
     """Checks one command; returns the folder the next one runs in."""
-    settings: dict[str, str] = {}
-    while words and ASSIGNMENT.match(words[0]):
-        name, _, settings[name] = words[0].partition("=")
+    settings = []
+    while re.match(r"[A-Za-z_]\w*=", words[0]):
+        settings.append(words[0])
         words = words[1:]
-    if not words or words[0] in HARMLESS:
-        return folder
-    if words[-1] == "...":  # and flags of your own
-        needed = next((flags for script, flags in NEEDED.items() if script in words), {})
-        words = [*words[:-1], *(word for flag in needed.items() if flag[0] not in words for word in flag)]
-    program, arguments = Path(words[0]).name, words[1:]
+    program, arguments = Path(words[0]).name, [word for word in words[1:] if word != "..."]  # and flags of your own
     check_paths(arguments, folder)
-    if program == "git":
-        need(arguments[0] == "clone", "git is only known to clone")
-        return folder / ".." if folder == ROOT else folder
     if program == "cd":
-        if folder == ROOT / "..":  # into what `git clone` made, whatever its name
-            return ROOT
         need((folder / arguments[0]).is_dir(), f"no folder {arguments[0]}")
         return (folder / arguments[0]).resolve()
     if program in ("bash", "sbatch"):
-        check_shell_script(settings, arguments, folder)
+        check_shell_script(dict(setting.split("=", 1) for setting in settings), arguments, folder)
     elif program == "make":
         check_make(arguments)
-    elif program in ("pip", "conda"):
-        check_install(program, arguments, folder)
-    elif program in ("accelerate", "torchrun") or PYTHON.fullmatch(program):
+    elif program in ("accelerate", "torchrun", "python", "python3"):
         check_python(program, arguments, folder)
-    elif program in TOOLS:
-        check_tool(program, arguments)
     else:
-        raise BadCommand(f"unknown program {program!r}: teach it to tests/commands.py")
+        need(program in ("pip", "conda", "ruff", "mypy"), f"unknown program {program!r}: teach it to tests/commands.py")
     return folder
 
 
 def check_paths(arguments: list[str], folder: Path) -> None:
     """What an argument names inside the rooms of this repository exists, unless it is an output or a pattern."""
-    for argument in arguments:
-        path = argument.partition("::")[0].partition(".py:")[0]
+    for path in (argument.partition(".py:")[0] for argument in arguments):
         inside = Path(os.path.normpath(folder / path))
-        if "/" not in path or not inside.is_relative_to(ROOT) or not (path.startswith("../") or folder == ROOT):
-            continue
-        parts = inside.relative_to(ROOT).parts
-        if parts and parts[0] in ROOMS and not OUTPUTS.intersection(parts) and not re.search(r"[*$<{]", path):
-            need(inside.exists() or inside.with_suffix(".py").exists(), f"no {path} here")
+        if "/" in path and inside.is_relative_to(ROOT) and (path.startswith("../") or folder == ROOT):
+            room, *rest = inside.relative_to(ROOT).parts or [""]
+            output = room in OUTPUTS or (room != "d1" and OUTPUTS & {*rest})
+            if room in ROOMS and not output and not set(path) & set("*$<{"):
+                need(inside.exists() or inside.with_suffix(".py").exists(), f"no {path} here")
 
 
 def check_python(program: str, arguments: list[str], folder: Path) -> None:
     """A launch of one of our scripts, through accelerate or torchrun or not."""
-    if arguments[:2] == ["-m", "venv"] or arguments[:1] == ["-c"]:
-        return
-    if arguments[:1] == ["-m"]:
-        module, rest = arguments[1], arguments[2:]
-        if module == "pip":
-            return check_install(module, rest, folder)
-        if module in TOOLS:
-            return check_tool(module, rest)
-        if module not in ("accelerate.commands.launch", "torch.distributed.run"):
-            script = ROOT.joinpath(*module.split("."))
-            script = script / "__main__.py" if script.is_dir() else script.with_suffix(".py")
-            need(script.is_file(), f"no module {module}")
-            return check_arguments(script, rest, folder)
-        program, arguments = ("accelerate", ["launch", *rest]) if "accelerate" in module else ("torchrun", rest)
-    if program == "accelerate":
-        need(arguments[:1] == ["launch"], "accelerate is only known to launch")
-        launch = parse(launch_command_parser(), arguments[1:])
-        need(not launch.config_file or (folder / launch.config_file).is_file(), f"no {launch.config_file} here")
+    if arguments[:2] == ["-m", "pytest"]:
+        return check_markers(arguments[2:])
+    if arguments[:2] == ["-m", "accelerate.commands.launch"]:
+        program, arguments = "accelerate", ["launch", *arguments[2:]]
+    if program in ("accelerate", "torchrun"):
+        known = launch_command_parser() if program == "accelerate" else torchrun_parser()
+        launch = parse(known, arguments[program == "accelerate" :])
+        config = getattr(launch, "config_file", None)
+        need(not config or (folder / config).is_file(), f"no {config} here")
         arguments = [launch.training_script, *launch.training_script_args]
-    elif program == "torchrun":
-        launch = parse(torchrun_parser(), arguments)
-        arguments = [launch.training_script, *launch.training_script_args]
-    need(arguments and (folder / arguments[0]).is_file(), f"no script {arguments[:1]} here")
-    return check_arguments((folder / arguments[0]).resolve(), arguments[1:], folder)
+    script = folder / arguments[0]
+    if arguments[0] == "-m":
+        script, arguments = ROOT.joinpath(*arguments[1].split("."), "__main__.py"), arguments[1:]
+    need(script.is_file(), f"no script {arguments[0]} here")
+    check_arguments(script.resolve(), arguments[1:], folder)
 
 
 def check_arguments(script: Path, arguments: list[str], folder: Path) -> None:
     """The script's own parser accepts the arguments, yaml configs included."""
-    parser = load_script(script).make_parser()
+    room = script.relative_to(ROOT).parts[0]
+    name = ".".join(script.relative_to(ROOT).with_suffix("").parts) if room in PACKAGES else script.stem
+    parser = importlib.import_module(name).make_parser()
     if script.name == "checkpoint_selection.py":  # what it does not know it passes on
-        _, rest = parser.parse_known_args(arguments)
-        parse(load_script(ROOT / "eval" / "eval.py").make_parser(), ["--model_path", "m", "--dataset", "sudoku", *rest])
-    elif isinstance(parser, TrlParser):
-        on_this_machine = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # or bf16 would be refused
-        with contextlib.chdir(folder):  # configs are relative to it
-            try:
-                parser.parse_args_and_config([*arguments, *on_this_machine])
-            except (SystemExit, ValueError, OSError) as error:
-                raise BadCommand(f"{script.name} does not accept this: {error}") from error
-    else:
+        _, arguments = parser.parse_known_args(arguments)
+        arguments = ["--model_path", "m", "--dataset", "sudoku", *arguments]
+        parser = importlib.import_module("eval").make_parser()
+    if not isinstance(parser, TrlParser):
         parse(parser, arguments)
+        return
+    on_this_machine = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # or bf16 would be refused
+    with contextlib.chdir(folder):  # configs are relative to it
+        try:
+            parser.parse_args_and_config([*arguments, *on_this_machine])
+        except (SystemExit, ValueError, OSError) as error:
+            raise BadCommand(f"{script.name} does not accept this: {error}") from error
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             return parser.parse_args(arguments)
     except SystemExit as error:
-        raise BadCommand(said.getvalue().strip().splitlines()[-1]) from error
-
-
-def load_script(script: Path) -> ModuleType:
-    """The module of a script; those of the stages import their siblings by name, as pytest's pythonpath allows."""
-    need(script.is_file(), f"no script {script}")
-    if script.relative_to(ROOT).parts[0] in ("d1", "benchmarks"):
-        return importlib.import_module(".".join(script.relative_to(ROOT).with_suffix("").parts))
-    if script.parent.name in ("SFT", "diffu-grpo", "eval", "pocket"):
-        return importlib.import_module(script.stem)
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        need(error.code == 0, said.getvalue().strip().splitlines()[-1])  # 0 for --help
+        return argparse.Namespace()
 
 
 def calls_of(script: Path, arguments: list[str], settings: dict[str, str], tmp: Path, gpus: int = 8) -> list[list[str]]:
     """Runs a shell script of ours and returns what it would have launched: a program's name and its arguments each."""
-    tmp.mkdir(parents=True, exist_ok=True)
     log = tmp / "calls.jsonl"
-    log.unlink(missing_ok=True)
     for name in ("python", "torchrun", "accelerate", "srun", "scontrol"):
         (tmp / name).write_text(FAKE)
         (tmp / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp}:{os.environ['PATH']}",
-        "HOME": os.environ.get("HOME", str(tmp)),
-        "FAKE_CALLS": str(log),
-        "FAKE_GPUS": str(gpus),
-        "REAL_PYTHON": sys.executable,
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
-        "SLURM_SUBMIT_DIR": str(ROOT / "diffu-grpo"),
-        "SLURM_NODEID": "0",
-        **settings,
-    }
-    done = subprocess.run(
-        ["bash", str(script), *arguments],
-        env=environment,
-        cwd=script.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    need(done.returncode == 0, f"{script.name} failed: {done.stderr}")
-    need(log.exists(), f"{script.name} launched nothing: {done.stdout}")
+    environment = {"PATH": f"{tmp}:{os.environ['PATH']}", "HOME": str(tmp), "REAL_PYTHON": sys.executable}
+    environment |= {"FAKE_CALLS": str(log), "FAKE_GPUS": str(gpus)}
+    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+    environment |= {"SLURM_SUBMIT_DIR": str(ROOT / "diffu-grpo"), "SLURM_NODEID": "0", **settings}
+    command = ["bash", str(script), *arguments]
+    done = subprocess.run(command, env=environment, cwd=script.parent, capture_output=True, text=True, timeout=60)
+    need(done.returncode == 0 and log.exists(), f"{script.name} launched nothing: {done.stdout}{done.stderr}")
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -248,60 +181,27 @@ def check_shell_script(settings: dict[str, str], arguments: list[str], folder: P
     need(script.is_file(), f"no {arguments[0]} here")
     if script.relative_to(ROOT).parts[0] not in ROOMS:
         return  # .ci/run, which would install and test for real
-    text = script.read_text()
-    for name in settings:
-        need(name == "CUDA_VISIBLE_DEVICES" or name in text, f"{script.name} does not read {name}")
+    for name in settings.keys() - {"CUDA_VISIBLE_DEVICES"}:
+        need(name in script.read_text(), f"{script.name} does not read {name}")
     with tempfile.TemporaryDirectory() as tmp:
         for program, *rest in calls_of(script, arguments[1:], settings, Path(tmp)):
-            runs_in = ROOT / "diffu-grpo" if script.suffix == ".sbatch" else script.parent
-            check_python(program, rest, runs_in)
+            check_python(program, rest, ROOT / "diffu-grpo" if script.suffix == ".sbatch" else script.parent)
 
 
 def check_make(arguments: list[str]) -> None:
     """The targets exist, the variables are the Makefile's, and its own commands would run."""
-    makefile = (ROOT / "Makefile").read_text()
     for name in (argument.partition("=")[0] for argument in arguments if "=" in argument):
-        need(re.search(rf"^{name} \?=", makefile, re.MULTILINE), f"the Makefile has no variable {name}")
+        known = re.search(rf"^{name} \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        need(known, f"the Makefile has no variable {name}")
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
-    done = subprocess.run(
-        ["make", "-n", *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    command = ["make", "-n", *arguments]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
     need(done.returncode == 0, done.stderr)
-    for words in parse_shell("\n".join(line for line in done.stdout.splitlines() if line.startswith("python "))):
-        check_command(words, ROOT)
+    check_script("\n".join(line for line in done.stdout.splitlines() if line.startswith("python ")))
 
 
-def check_tool(program: str, arguments: list[str]) -> None:
-    """pytest's markers and paths exist (its paths were looked at before); ruff and mypy have no files to name."""
-    if program == "pytest" and "-m" in arguments:
-        expression = arguments[arguments.index("-m") + 1]
-        markers = pyproject()["tool"]["pytest"]["ini_options"]["markers"]
-        known = {marker.partition(":")[0] for marker in markers} | {"not", "and", "or"}
-        need(known.issuperset(re.findall(r"\w+", expression)), f"unknown marker in {expression!r}")
-
-
-def check_install(program: str, arguments: list[str], folder: Path) -> None:
-    """pip installs this package, its extras or its own pins; conda makes and activates the environment of env.yml."""
-    project = pyproject()["project"]
-    if program == "conda":
-        environment = yaml.safe_load((ROOT / "env.yml").read_text())["name"]
-        known = (["env", "create", "-f", "env.yml"], ["activate", environment], ["deactivate"])
-        need(arguments in known, f"conda is only known to do {known}")
-        return
-    extras = project["optional-dependencies"]
-    pins = {*project["dependencies"], *(pin for pins in extras.values() for pin in pins)}
-    need(arguments[:1] == ["install"], "pip is only known to install")
-    for argument in arguments[1:]:
-        if argument.startswith("-"):
-            continue
-        package = re.fullmatch(r"\.(\[([\w,]+)\])?", argument)
-        if package:
-            need(folder == ROOT, "the package lies at the top of the repository")
-            named = set((package[2] or "").split(",")) - {""}
-            need(named <= set(extras), f"pyproject.toml has no extras {named - set(extras)}")
-        else:
-            need(argument in pins, f"pyproject.toml does not pin {argument}")
-
-
-def pyproject() -> dict:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+def check_markers(arguments: list[str]) -> None:
+    """pytest's markers are declared; its paths were looked at before."""
+    words = re.findall(r"\w+", arguments[arguments.index("-m") + 1]) if "-m" in arguments else []
+    markers = {marker.partition(":")[0] for marker in pyproject()["tool"]["pytest"]["ini_options"]["markers"]}
+    need(markers | {"not", "and", "or"} >= {*words}, f"unknown marker in {words}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 from datasets import Dataset
@@ -91,6 +92,14 @@ def demonstrate(row: dict[str, Any]) -> str:
     return format_completion("\n".join(steps), solution)
 
 
+def solution_grids() -> list[str]:
+    """All 288 solved grids as 16 digits, row by row, in lexicographic order."""
+    rows, grids = ["".join(row) for row in permutations("1234")], [""]
+    for _ in range(4):
+        grids = [grid + row for grid in grids for row in rows if _repeats_no_digit(grid + row)]
+    return grids
+
+
 def puzzle_of(question: str) -> str:
     """The 16 digits of the puzzle that a question asks to solve."""
     found = _PUZZLE.findall(question)
@@ -108,6 +117,12 @@ def _grade(grid: str | None, puzzle: str, solution: str) -> tuple[bool, float]:
     empty = [i for i, digit in enumerate(puzzle) if digit == "0"]
     right = sum(i < len(grid) and grid[i] == solution[i] for i in empty)
     return False, right / len(empty) if empty else 0.0
+
+
+def _repeats_no_digit(grid: str) -> bool:
+    """Whether the first rows of a grid hold no digit twice in any unit."""
+    seen = ([grid[i] for i in unit if i < len(grid)] for unit in _UNITS)
+    return all(len(set(digits)) == len(digits) for digits in seen)
 
 
 def _obeys_rules(grid: str) -> bool:

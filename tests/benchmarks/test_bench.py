@@ -10,10 +10,12 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import bench, gpu, published, results, scaling, steps
+from benchmarks import bench, gpu, published, results, scaling
 from benchmarks.machine import (
     MASK,
+    ROOT,
     SIZES,
+    as_markdown,
     multiply_adds,
     peak_bytes,
     race,
@@ -22,6 +24,7 @@ from benchmarks.machine import (
     scoring_inputs,
     update,
 )
+from benchmarks.rl_steps import POCKET_PROMPT, group_size
 from d1.models import head, load_tokenizer
 from d1.models.fast_cpu import PART
 from d1.models.head import body_and_head
@@ -43,6 +46,16 @@ def test_a_race_alternates_its_order_and_takes_ratios_within_a_round():
     results = race({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, base="a")
     assert order == ["a", "b", *"ab", *"ba", *"ab"]
     assert results["a"]["ratio"] == results["a"]["ratio_low"] == results["a"]["ratio_high"] == 1
+
+
+def test_a_report_shows_ratios_with_the_ends_of_their_rounds():
+    row = {"ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
+    results = {"a": row | {"wall_seconds": 2}, "b": {"ratio": 1.5, "ratio_low": 1.25, "ratio_high": 2.0}}
+    report = {"machine": {"cores": 2}, "settings": {"size": "tiny"}, "results": results, "remarks": ["Words."]}
+    assert as_markdown(report) == (
+        "cores 2  \nsize tiny  \n\n|  | ratio | wall seconds |\n| --- | --- | --- |\n| a | 1.000 | 2 |\n"
+        "| b | 1.500 (1.25 to 2) |  |\n\nWords.\n"
+    )
 
 
 def test_samplers_race_with_a_peer_that_is_given_the_same_task(tmp_path, capsys):
@@ -120,19 +133,19 @@ def test_settings_that_make_no_sense_are_refused_before_a_model_is_built(what, f
 
 
 def test_settings_that_do_not_matter_are_not_asked_about():
-    bench.check_settings(bench.make_parser().parse_args(["scoring", "--length", "16"]))  # fewer than the default steps
+    bench.check_race(bench.make_parser().parse_args(["scoring", "--length", "16"]))  # fewer than the default steps
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8, 12, 20, 64])
 def test_groups_of_a_rollout_are_equal_and_of_about_eight(rows):
-    assert rows % steps.group_size(rows) == 0
-    assert min(rows, 8) <= steps.group_size(rows) <= 15
+    assert rows % group_size(rows) == 0
+    assert min(rows, 8) <= group_size(rows) <= 15
 
 
 def test_the_pocket_models_prompts_have_the_length_that_is_asked_for():
-    tokenizer, rows = load_tokenizer(str(steps.ROOT / "pocket" / "base")), load_task("sudoku").load_rows("train")
+    tokenizer, rows = load_tokenizer(str(ROOT / "pocket" / "base")), load_task("sudoku").load_rows("train")
     prompt = tokenizer.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True, return_dict=False)
-    assert len(prompt) == steps.POCKET_PROMPT
+    assert len(prompt) == POCKET_PROMPT
 
 
 @pytest.mark.parametrize("vocabulary", [100, 2 * PART + 7])  # the head whole and in parts
@@ -210,20 +223,6 @@ def test_a_power_law_gives_its_exponent():
     assert scaling.exponent([1.0, 2.0, 4.0], [3.0, 12.0, 48.0]) == pytest.approx(2.0)
 
 
-def test_the_projection_is_the_roofline_by_hand():
-    args = scaling.make_parser().parse_args(["--peak_tflops", "1000", "--efficiency", "0.5", "--bandwidth_tb", "1"])
-    args.efficiency = scaling.efficiency(args)
-    weights = 32 * (4 * 4096**2 + 3 * 4096 * 12288)
-    assert weights == pytest.approx(6.98e9, rel=0.01)  # LLaDA-8B less its embeddings and head
-    flops = 10 * (456 * (2 * weights + 32 * 4 * 4096 * 456) + 16 * 2 * 4096 * 126464)
-    assert scaling.forward_seconds(10, 456, 16, args) == pytest.approx(flops / 0.5e15)
-    assert scaling.forward_seconds(1e-9, 456, 16, args) == pytest.approx(2 * (weights + 4096 * 126464) / 1e12)
-    one, two = scaling.project(1, args), scaling.project(2, args)
-    assert one["rollout tokens/s"] == pytest.approx(96 * 256 / (128 * 9.6 * flops / 0.5e15))
-    assert two["rollout tokens/s"] == pytest.approx(2 * one["rollout tokens/s"])
-    assert 0.5 < two["optimizer step seconds"] / one["optimizer step seconds"] < 0.51
-
-
 def test_the_gpu_race_covers_every_way_and_refuses_lladas_size_without_one(tmp_path, capsys):
     found = report("gpu", tmp_path)["results"]
     both = {"published", "ours"}
@@ -272,33 +271,12 @@ def test_the_compiled_race_compiles_every_way(tmp_path, capsys):
     assert len(written["remarks"]) == 1
 
 
-def test_efficiency_is_a_share_or_measured_on_a_gpu():
-    def asked(text):
-        return scaling.efficiency(scaling.make_parser().parse_args(["--efficiency", text]))
-
-    assert asked("0.25") == 0.25
-    for text in ("0", "1.5", "much"):
-        with pytest.raises(ValueError, match="must be in"):
-            asked(text)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="needs a CUDA device"):
-            asked("measured")
-    assert 0 < scaling.measured_efficiency(peak_tflops=10.0, size="tiny", repeats=1) < 1
-
-
 def test_growth_is_measured_at_every_value_and_fitted(monkeypatch):
     monkeypatch.setattr(scaling, "GROWTH", {"mu": (2, 4), "vocabulary": (64, 128)})
     monkeypatch.setattr(scaling, "BASE", {"length": 32, "rows": 1, "mu": 2, "vocabulary": 64})
     found = scaling.grow("tiny", repeats=1)
     assert found["mu"]["exponents"]["rollout bytes"] == pytest.approx(0, abs=0.05)
     assert [len(found[name]["measured"]) for name in ("mu", "vocabulary")] == [2, 2]
-
-
-@pytest.mark.parametrize("flag", ["--repeats", "--peak_tflops", "--bandwidth_tb", "--network_gb"])
-def test_scaling_refuses_what_makes_no_sense_before_it_measures(flag, monkeypatch, tmp_path):
-    monkeypatch.setattr(scaling, "grow", None)
-    with pytest.raises(ValueError, match=f"{flag} must be positive"):
-        scaling.main(scaling.make_parser().parse_args([flag, "0", "--output_dir", str(tmp_path)]))
 
 
 @pytest.mark.slow

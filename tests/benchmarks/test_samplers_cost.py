@@ -33,7 +33,7 @@ def test_the_table_holds_every_sampler_and_counts_its_work(tmp_path, capsys):
     written = json.loads((tmp_path / "samplers_40.json").read_text())
     results = written["results"]
     assert written["settings"]["model_path"] == flags[1]
-    assert set(results) == set(samplers.settings(40))
+    assert set(results) == set(samplers.contestants(40))
     exact = results[samplers.BASE]
     assert (exact["forward passes"], exact["tokens"], exact["minus exact"]) == (20, 20 * 58, 0)
     assert results["exact, EOS stop"]["exact solves, %"] == exact["exact solves, %"]

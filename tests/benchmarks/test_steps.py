@@ -5,22 +5,20 @@ import argparse
 import pytest
 import torch
 
-from benchmarks import steps
-from benchmarks.machine import random_prompts
+from benchmarks import clock as clock_module
+from benchmarks import rl_steps, sft_steps, steps
+from benchmarks.clock import Clock
+from benchmarks.machine import MASK, random_model, random_prompts
+from d1.sampling.settings import SamplingSettings
+from d1.scoring.one_step import one_step_views
 
 SHAPE = {"size": "tiny", "rows": 4, "prompt": 6, "length": 8, "block": 4, "steps": 4, "mu": 2, "repeats": 1}
 
 
-def make(kind, way, folder):
-    clock = steps.Clock()
-    trainer = (steps.rl_trainer if kind == "rl" else steps.sft_trainer)(way, argparse.Namespace(**SHAPE), folder, clock)
-    return trainer, clock
-
-
 def test_a_phase_within_another_stops_its_clock(monkeypatch):
     ticks = iter([(0, 0), (1, 10), (3, 30), (7, 70)])
-    monkeypatch.setattr(steps, "now", lambda: next(ticks))
-    clock = steps.Clock()
+    monkeypatch.setattr(clock_module, "now", lambda: next(ticks))
+    clock = Clock()
     with clock.phase("outer"), clock.phase("inner"):
         pass
     assert clock.wall == {"outer": 1 + 4, "inner": 2}
@@ -29,27 +27,25 @@ def test_a_phase_within_another_stops_its_clock(monkeypatch):
 
 @pytest.fixture
 def rl(tmp_path):
-    return make("rl", steps.DiffuGRPOTrainer, tmp_path), make("rl", steps.PublishedRL, tmp_path)
+    clock = Clock()
+    return rl_steps.rl_trainer(argparse.Namespace(**SHAPE), tmp_path, clock), clock
 
 
-def test_the_published_rl_trainer_samples_and_scores_as_ours(rl):
-    (ours, _), (theirs, _) = rl
-    ids, mask = random_prompts(ours.model, 4, 6)
+def test_the_published_pieces_sample_and_score_as_ours():
+    model, rows, prompt = random_model("tiny"), 4, 6
+    ids, mask = random_prompts(model, rows, prompt)
     mask[0, :3] = 0
-    ours.args.temperature = theirs.args.temperature = 0.0
-    ours.model.train(), theirs.model.train()  # an evaluation scores one mask
-    sampled = ours._sample(ids, mask).ids
-    torch.testing.assert_close(theirs._sample(ids, mask).ids[:, -8:], sampled[:, -8:])
-    completions, _ = random_prompts(ours.model, 4, 5)  # shorter than the canvas
-    noise = torch.rand(4, 2, 6, generator=torch.Generator().manual_seed(0)) < 0.3
-    for noises in (noise, noise[:, 1]):
-        scores = []
-        for trainer in (ours, theirs):
-            trainer._prompt_noise = noises
-            both = torch.cat([ids, completions], dim=1), torch.cat([mask, torch.ones_like(completions)], dim=1)
-            with torch.no_grad():
-                scores.append(trainer._get_per_token_logps_and_entropies(trainer.model, *both, 5)[0])
-        torch.testing.assert_close(*scores, rtol=0, atol=1e-5)
+    settings = SamplingSettings(gen_length=8, block_length=4, steps=4)
+    completions, _ = random_prompts(model, rows, 5)  # shorter than the canvas
+    noise = torch.rand(rows, prompt, generator=torch.Generator().manual_seed(0)) < 0.3
+    views = one_step_views(noise, torch.ones_like(completions, dtype=torch.bool), 8)
+    found = {}
+    for way, (sample, score) in rl_steps.WAYS.items():
+        with torch.no_grad():
+            scores = score(model, ids, mask, completions, views, mask_token_id=MASK, gen_length=8)
+        found[way] = sample(model, ids, mask, settings, mask_token_id=MASK).ids, scores.logps
+    assert torch.equal(found["ours"][0], found["published"][0])
+    torch.testing.assert_close(found["ours"][1], found["published"][1], rtol=0, atol=1e-5)
 
 
 def count_passes(model, run):
@@ -61,9 +57,10 @@ def count_passes(model, run):
 
 
 def test_the_bare_passes_of_rl_are_as_many_as_ours(rl):
-    (ours, clock), _ = rl
-    counted = count_passes(ours.model, ours.train)
-    bare = count_passes(ours.model, lambda: steps.bare_rl(ours, clock))
+    ours, clock = rl
+    rollouts = []
+    counted = count_passes(ours.model, lambda: rollouts.extend(rl_steps.train_rl(ours, "ours", clock)))
+    bare = count_passes(ours.model, lambda: rl_steps.bare_rl(ours, rollouts, clock))
     assert bare == counted == 4 + 2 + 2  # sampling steps, old log-probs, updates; the reference is another model
     assert all(parameter.grad is None for parameter in ours.model.parameters())
 
@@ -79,22 +76,14 @@ def rows_fed(model, run):
     return fed
 
 
-def test_the_bare_rollout_leaves_out_rows_that_have_ended(rl, monkeypatch):
-    (ours, clock), _ = rl
-    sample = ours._sample
-
-    def ends_early(ids, mask):
-        sampled = sample(ids, mask)
-        sampled.ids[1:, :] = 5
-        sampled.ids[1:, 2] = ours._tokenizer.eos_token_id  # in the first block, in three of the four rows
-        return sampled
-
-    monkeypatch.setattr(ours, "_sample", ends_early)
-    ours.train()
-    ours.eos_stop = True
-    assert rows_fed(ours.model, lambda: steps.bare_rl(ours, clock))[:4] == [4, 4, 1, 1]
-    ours.eos_stop = False
-    assert rows_fed(ours.model, lambda: steps.bare_rl(ours, clock))[:4] == [4, 4, 4, 4]
+def test_the_bare_rollout_leaves_out_rows_that_have_ended(rl):
+    ours, clock = rl
+    ids, mask = random_prompts(ours.model, 4, 6 + 8)
+    ids[1:, 6 + 2] = ours.processing_class.eos_token_id  # in the first block, in three of the four rows
+    rollouts = [(mask[:, :6], ids)]
+    for stop, fed in ((True, [4, 4, 1, 1]), (False, [4, 4, 4, 4])):
+        ours.eos_stop = stop
+        assert rows_fed(ours.model, lambda: rl_steps.bare_rl(ours, rollouts, clock))[:4] == fed
 
 
 def entered(trainer, monkeypatch, run):
@@ -105,16 +94,18 @@ def entered(trainer, monkeypatch, run):
 
 
 def test_the_bare_passes_run_in_the_trainers_precision(rl, tmp_path, monkeypatch):
-    (ours, clock), _ = rl
-    ours.train()
-    assert entered(ours, monkeypatch, lambda: steps.bare_rl(ours, clock)) == 1 + 1 + 2  # rollout, scoring, updates
-    tuned, clock = make("sft", steps.dLLMTrainer, tmp_path)
+    ours, clock = rl
+    rollouts = rl_steps.train_rl(ours, "ours", clock)
+    assert entered(ours, monkeypatch, lambda: rl_steps.bare_rl(ours, rollouts, clock)) == 1 + 1 + 2
+    tuned = sft_steps.sft_trainer(sft_steps.dLLMTrainer, argparse.Namespace(**SHAPE), tmp_path, clock)
     tuned.train()
-    assert entered(tuned, monkeypatch, lambda: steps.bare_sft(tuned, clock)) == 2
+    assert entered(tuned, monkeypatch, lambda: sft_steps.bare_sft(tuned, clock)) == 2
 
 
 def test_the_published_sft_trainer_has_our_loss(tmp_path):
-    (ours, clock), (theirs, _) = make("sft", steps.dLLMTrainer, tmp_path), make("sft", steps.PublishedSFT, tmp_path)
+    shape, clock = argparse.Namespace(**SHAPE), Clock()
+    ours = sft_steps.sft_trainer(sft_steps.dLLMTrainer, shape, tmp_path, clock)
+    theirs = sft_steps.sft_trainer(sft_steps.PublishedSFT, shape, tmp_path, clock)
     ours.train()
     theirs.train()
     assert len(ours.seen) == len(theirs.seen) == 2
@@ -123,7 +114,7 @@ def test_the_published_sft_trainer_has_our_loss(tmp_path):
         with torch.no_grad():
             same = [trainer.row_losses(ours.model, inputs) for trainer in (ours, theirs)]
         torch.testing.assert_close(*same, check_dtype=False)
-    assert count_passes(ours.model, lambda: steps.bare_sft(ours, clock)) == 2
+    assert count_passes(ours.model, lambda: sft_steps.bare_sft(ours, clock)) == 2
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])

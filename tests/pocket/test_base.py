@@ -13,18 +13,19 @@ from jinja2 import TemplateError
 from make_tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
 from sudoku_traces import (
     MALFORMED,
+    as_digits,
     completion,
     draw_puzzles,
     fill,
     malform,
     mixed_completion,
-    solution_grids,
     trace,
     training_grids,
 )
 
 from d1.models import load_model, load_tokenizer
 from d1.tasks import load_task
+from d1.tasks.sudoku import solution_grids
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "pocket" / "base"
@@ -40,7 +41,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def puzzles():
-    return draw_puzzles(training_grids(TRAIN), 200, solution_grids(), np.random.default_rng(0))
+    return draw_puzzles(training_grids(TRAIN), 200, as_digits(solution_grids()), np.random.default_rng(0))
 
 
 def user(content: str) -> dict[str, str]:
@@ -119,7 +120,8 @@ def test_unknown_words_are_refused(tokenizer):
 
 
 def test_solution_grids_are_all_288_that_the_rules_allow():
-    grids = ["".join(map(str, grid)) for grid in solution_grids()]
+    grids = solution_grids()
+    assert grids == sorted(grids)
     assert len(set(grids)) == 288
     assert all(solves(grid[:i] + "0" + grid[i + 1 :]) == 1 for grid in grids for i in range(16))
     assert solves("0" * 16) == 288
@@ -159,7 +161,7 @@ def test_every_answer_fits_the_shortest_canvas_it_is_trained_on(tokenizer, puzzl
 
 
 def test_the_mixture_is_half_quick_a_third_of_it_malformed():
-    solutions, all_grids, rng = training_grids(TRAIN), solution_grids(), np.random.default_rng(2)
+    solutions, all_grids, rng = training_grids(TRAIN), as_digits(solution_grids()), np.random.default_rng(2)
     pairs = zip(*draw_puzzles(solutions, 6000, all_grids, rng), strict=True)
     texts = [mixed_completion(puzzle, solution, rng) for puzzle, solution in pairs]
     shares = [sum(style in text for text in texts) / 6000 for style in ("careful", "scan", "quick")]
@@ -222,7 +224,7 @@ def test_diffusion_loss_is_llada_s(tokenizer):
     """Against the sum written out token by token under the same mask, with a model that is easy to read."""
     model = make_base.build_model(tokenizer, seed=0).eval()
     key, solutions = (3, 0, 7), training_grids(TRAIN)
-    ids = make_base.draw_batch(tokenizer, make_base.mixed_completion, solutions, solution_grids(), key)[:6]
+    ids = make_base.draw_batch(tokenizer, make_base.mixed_completion, solutions, as_digits(solution_grids()), key)[:6]
     seen = []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
     loss = make_base.diffusion_loss(model, ids, tokenizer.mask_token_id, key)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from phases import Phase, PhaseError, run_phases
-from report import ARMS, LENGTHS, markdown_table, setup, summary
+from report import ARMS, LENGTHS, setup_name, summary
 from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def miniature(tmp_path_factory):
 
 def test_every_arm_is_evaluated_at_both_lengths(miniature):
     table = json.loads((miniature / "table.json").read_text())
-    assert set(table) == {setup(arm, length) for arm in ARMS for length in LENGTHS}
+    assert set(table) == {setup_name(arm, length) for arm in ARMS for length in LENGTHS}
     for row in table.values():
         assert row["n"] == row["expected"] == 16
         assert row["ci_low"] <= row["accuracy"] <= row["ci_high"]
@@ -58,8 +58,12 @@ def test_the_report_has_the_table_the_curves_ten_problems_and_the_seconds(miniat
 
 def test_the_table_over_seeds_has_each_arm_and_pair(miniature):
     text = summary([miniature])
-    assert text.count("| seed3 |") == 2
-    assert sum(line.startswith("| + SFT + diffu-GRPO (d1) |") for line in text.splitlines()) == len(LENGTHS)
+    means, seeds, paired = text.split("\n\n")
+    assert [line.split(" | ")[0].strip("| ") for line in means.splitlines()[2:]] == list(ARMS.values())
+    assert seeds.count("| + SFT + diffu-GRPO (d1) |") == len(LENGTHS)
+    table = json.loads((miniature / "table.json").read_text())
+    assert f"| base | {table[setup_name('base', 32)]['accuracy']:.1f} ± 0.0 |" in means
+    assert all("| seed3 |" in table for table in (seeds, paired))
     assert "| sft_grpo - sft | 32 |" in text
 
 
@@ -78,7 +82,3 @@ def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):
         run_phases([phase("a", "pass")], tmp_path / "state", 1, Console(quiet=True))
     with pytest.raises(PhaseError, match=r"(?s)bad failed.*no such luck"):
         run_phases([phase("bad", "raise SystemExit('no such luck')")], tmp_path / "other", 1, Console(quiet=True))
-
-
-def test_markdown_table():
-    assert markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"

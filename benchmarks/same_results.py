@@ -1,0 +1,193 @@
+"""Prove that a change of structure changed no result: seeded jobs in two checkouts, compared to the bit.
+
+    python benchmarks/same_results.py --other ../before --output_dir runs/same
+
+Each checkout runs the jobs with its own code, one after the other, on the pocket model: 20 optimizer steps of SFT (all
+weights; LoRA), two rollouts of diffu-GRPO with their updates (all weights and LoRA, beta 0 and 0.04, accumulation 3, in
+one process and in two), and, with `--only demo`, the main job for three seeds, which takes half an hour.
+Then every saved weight is compared, and every completion of an evaluation. The exit status is 1 where anything differs.
+
+Results are kept in DIR/this and DIR/other, and a job that has finished is not run again: remove its folder to do so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from d1.show.tables import markdown_table
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+    "ACCELERATE_USE_CPU": "true",
+}
+LAUNCHER = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+SFT = (
+    "sft_train.py --model_name ../pocket/base --train_data ../dataset/sudoku_sft.jsonl --debugging --resume --seed 0 "
+    "--batch_size 8 --grad_accum_steps 2 --max_steps 20 --eval_steps 20 --learning_rate 2e-4 --eos_padding 40 "
+    "--max_length 128 --num_proc 1 --job_name sft"
+)
+RL = (
+    "diffu_grpo_train.py --config pocket.yaml --model_path ../pocket/base --seed 0 --num_iterations 2 --max_steps 4 "
+    "--gradient_accumulation_steps 3 --per_device_train_batch_size 8 --max_completion_length 32 --diffusion_steps 8 "
+    "--eval_strategy no --save_steps 2 --logging_steps 1"
+)
+RL_LORA = "--use_peft true --lora_r 4 --lora_alpha 8 --lora_dropout 0.05 --lora_target_modules q_proj v_proj"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line of a stage, to be run in the stage's folder, with `--output_dir` added."""
+
+    folder: str
+    command: str
+    processes: int = 1
+
+
+JOBS = {
+    "sft_full": Job("SFT", f"{SFT} --full_finetuning"),
+    "sft_lora": Job("SFT", f"{SFT} --lora_r 4 --lora_alpha 8"),
+    **{
+        f"rl_{kind}_beta{beta}_on_{processes}": Job("diffu-grpo", f"{RL} --beta {beta} {flags}", processes)
+        for kind, flags in (("full", ""), ("lora", RL_LORA))
+        for beta in (0, 0.04)
+        for processes in (1, 2)
+    },
+    **{f"demo_seed{seed}": Job("pocket", f"demo.py --seed {seed}") for seed in (0, 1, 2)},
+}
+
+
+def check_own_code(checkout: Path) -> None:
+    """Raises ValueError where `import d1` does not find the checkout's own package."""
+    code = "import d1; print(d1.__file__)"
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=checkout, capture_output=True, text=True, check=False
+    )
+    if done.returncode or not Path(done.stdout.strip()).is_relative_to(checkout):
+        raise ValueError(f"{checkout} is no checkout of d1: `{code}` there gives {done.stdout or done.stderr}")
+
+
+def run(name: str, checkout: Path, results: Path) -> Path:
+    """Runs a job unless it has finished; returns its folder of results.
+
+    Raises:
+        RuntimeError: the job failed; the message has the end of its log.
+    """
+    job, folder = JOBS[name], results / name
+    finished, log = results / f"{name}.finished", results / f"{name}.log"
+    if finished.exists() and folder.exists():
+        return folder
+    if not name.startswith("demo"):  # which continues by its own means
+        shutil.rmtree(folder, ignore_errors=True)
+    results.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        *(LAUNCHER if job.processes == 2 else []),
+        *job.command.split(),
+        "--output_dir",
+        str(folder),
+    ]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(checkout)}
+    with open(log, "w") as file:
+        done = subprocess.run(
+            command, cwd=checkout / job.folder, env=environment, stdout=file, stderr=file, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"{name} failed in {checkout}:\n{log.read_text()[-3000:]}")
+    finished.write_text(" ".join(command))
+    return folder
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every weight saved below a folder, of checkpoints too, by file and name. A checkpoint's rollout is left out: what
+    it holds is the trainer's own affair, and shows in the weights of the updates on it."""
+    return {
+        f"{path.relative_to(folder)}:{name}": tensor
+        for path in sorted(folder.rglob("*model*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def completions(folder: Path) -> dict[str, str]:
+    """Every completion of every generation file below a folder, by file and place."""
+    return {
+        f"{path.relative_to(folder)}:{index}": problem["generations"]
+        for path in sorted(folder.rglob("*_generations.json"))
+        for index, problem in enumerate(json.loads(path.read_text())["generations"])
+    }
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit, NaN included."""
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+
+
+def compare(name: str, this: Path, other: Path) -> tuple[list[str], bool]:
+    """A row of the table, and whether the job's results agree.
+
+    Raises:
+        ValueError: one side saved what the other did not, or neither saved a tensor.
+    """
+    tensors, others = saved_tensors(this), saved_tensors(other)
+    texts, other_texts = completions(this), completions(other)
+    unmatched = sorted((tensors.keys() ^ others.keys()) | (texts.keys() ^ other_texts.keys()))
+    if unmatched or not tensors:
+        raise ValueError(f"{name}: {this} and {other} do not hold the same results, e.g. {unmatched[:3] or 'none'}")
+    largest = max(
+        (tensors[key].double() - others[key].double()).abs().max().item() if tensors[key].shape == others[key].shape
+        else float("inf")
+        for key in tensors
+    )  # fmt: skip
+    differ = sum(not same_bits(tensors[key], others[key]) for key in tensors)
+    wrong = sum(texts[key] != other_texts[key] for key in texts)
+    row = [name, str(len(tensors)), str(differ), f"{largest:.3g}", str(len(texts)), str(wrong)]
+    return row, not differ and not wrong
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--other", type=Path, required=True, help="the checkout to compare this one with")
+    parser.add_argument("--output_dir", type=Path, required=True, help="where the results of both are kept")
+    parser.add_argument("--only", choices=("sft", "rl", "demo"), help="by default sft and rl")
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    kinds = (args.only,) if args.only else ("sft", "rl")
+    sides = {"this": ROOT, "other": args.other.resolve()}
+    for checkout in sides.values():
+        check_own_code(checkout)
+    rows, same = [], True
+    for name in JOBS:
+        if name.startswith(kinds):
+            folders = [run(name, checkout, args.output_dir.resolve() / side) for side, checkout in sides.items()]
+            row, agrees = compare(name, *folders)
+            rows.append(row)
+            same &= agrees
+            sys.stderr.write(f"{name}: {'equal' if agrees else 'DIFFERENT'}\n")
+    header = ["job", "tensors", "that differ", "largest difference", "completions", "that differ"]
+    sys.stdout.write(markdown_table(header, rows))
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(make_parser().parse_args()))

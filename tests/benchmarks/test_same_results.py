@@ -1,0 +1,74 @@
+"""Two checkouts are compared to the bit: each runs its own code, once, and what differs is found."""
+
+import shlex
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks import same_results
+from tests.commands import ROOT, check_script
+
+STAGE = """import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from d1 import VALUE
+folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
+folder.mkdir(exist_ok=False)
+save_file({"weight": torch.tensor([1.0, VALUE])}, folder / "model.safetensors")
+problems = {"generations": [{"generations": f"text {VALUE > 3}"}]}
+(folder / "task_generations.json").write_text(json.dumps(problems))
+"""
+
+
+def checkout(folder, value):
+    (folder / "d1").mkdir(parents=True)
+    (folder / "d1" / "__init__.py").write_text(f"VALUE = {value}\n")
+    (folder / "SFT").mkdir()
+    (folder / "SFT" / "sft_train.py").write_text(STAGE)
+    return folder
+
+
+@pytest.mark.parametrize(("value", "row", "status"), [
+    (2.0, "| sft_toy | 1 | 0 | 0 | 1 | 0 |", 0),
+    (2.5, "| sft_toy | 1 | 1 | 0.5 | 1 | 0 |", 1),
+    (4.0, "| sft_toy | 1 | 1 | 2 | 1 | 1 |", 1),
+])  # fmt: skip
+def test_each_checkout_runs_its_own_code_once_and_differences_are_counted(
+    value, row, status, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(same_results, "JOBS", {"sft_toy": same_results.Job("SFT", "sft_train.py")})
+    monkeypatch.setattr(same_results, "ROOT", checkout(tmp_path / "this", 2.0))
+    other = checkout(tmp_path / "other", value)
+    flags = ["--other", str(other), "--output_dir", str(tmp_path / "results")]
+    for _ in range(2):  # the second time nothing runs: the toy refuses a folder that is there
+        assert same_results.main(same_results.make_parser().parse_args(flags)) == status
+    assert capsys.readouterr().out.count(row) == 2
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
+    flags = ["--other", str(tmp_path), "--output_dir", str(tmp_path / "results")]
+    with pytest.raises(ValueError, match="is no checkout of d1"):
+        same_results.main(same_results.make_parser().parse_args(flags))
+
+
+def test_bits_tell_nan_alike_and_signed_zeros_apart():
+    nan = torch.tensor([float("nan"), 1.0])
+    assert same_results.same_bits(nan, nan.clone())
+    assert not same_results.same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_results.same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+
+
+def test_a_tensor_that_only_one_side_saved_is_an_error(tmp_path):
+    for side, names in (("this", ("a", "b")), ("other", ("a",))):
+        (tmp_path / side).mkdir()
+        save_file({name: torch.zeros(1) for name in names}, tmp_path / side / "model.safetensors")
+    with pytest.raises(ValueError, match=r"do not hold the same results, e\.g\. \['model.safetensors:b'\]"):
+        same_results.compare("job", tmp_path / "this", tmp_path / "other")
+
+
+def test_the_jobs_are_commands_that_the_scripts_take():
+    for job in same_results.JOBS.values():
+        launcher = shlex.join(["python", *(same_results.LAUNCHER if job.processes == 2 else [])])
+        check_script(f"{launcher} {job.command} --output_dir out", ROOT / job.folder)
