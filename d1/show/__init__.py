@@ -1,0 +1,1 @@
+"""What people look at: tables, curves, and the picture of a rollout."""
