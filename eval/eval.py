@@ -4,10 +4,10 @@ Generates a completion for every problem of a task and writes them as d1's gener
 `parse_and_get_acc.py` scores them. On several GPUs: `torchrun --nproc_per_node 4 eval.py ...` (or `accelerate launch`).
 A killed run, started again with the same arguments, continues where it stopped.
 
-Completions depend neither on the number of processes nor on where a run was interrupted, in any dtype; in float32 nor on
-the batch size or the other problems. In 16 bits (bfloat16 is the default on a GPU) the rows and the padding beside a
-row round its logits otherwise, which changes a token now and then (figures: README.md beside this file). There
-`--batch_size 1` gives each problem its own completion, whatever else is evaluated.
+Completions depend neither on the number of processes nor on where a run was interrupted, in any dtype; in float32
+neither on the batch size nor on the other problems. In 16 bits (bfloat16 is the default on a GPU) the rows and the
+padding beside a row round its logits otherwise, which changes a token now and then (README.md beside this file has
+figures). There `--batch_size 1` gives each problem its own completion, whatever else is evaluated.
 """
 
 from __future__ import annotations

@@ -131,11 +131,10 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     errors: list[str] = []
     contents = {rank: read_json(path, errors) for rank, path in sorted(files.items())}
     head, length, _ = name.rsplit("_", 2)
-    own_rank, own = next(
-        ((rank, data) for rank, data in contents.items() if isinstance(data.get("task"), str)), (0, {})
-    )
+    ours = [rank for rank, data in contents.items() if isinstance(data.get("task"), str)]
+    own = contents[ours[0]] if ours else {}
     task = own.get("task") or next((D1_TASKS[start] for start in D1_TASKS if head.startswith(start + "_")), "unknown")
-    expected = read_expected(own, files[own_rank].name, errors) if own else D1_PROBLEMS.get(task)
+    expected = read_expected(own, files[ours[0]].name, errors) if ours else D1_PROBLEMS.get(task)
     model = head.removeprefix("math500_" if head.startswith("math500_") else task + "_")
     setup = GeneratedSetup(name, task, model, int(length), expected, errors=errors)
     setup.missing_ranks = sorted(set(range(max(files) + 1)) - set(files))

@@ -57,6 +57,8 @@ def score_setup(
     row = Row(setup.name, setup.task, setup.model, setup.gen_length, scoring, expected=setup.expected)
     row.duplicates, row.missing_ranks = setup.duplicates, setup.missing_ranks
     row.errors, row.notes = list(setup.errors), list(setup.notes)
+    if setup.errors and not setup.problems:
+        return row, []
     try:
         task = task_module(setup.task, user_tasks) if scoring == "strict" else None
     except ValueError as error:

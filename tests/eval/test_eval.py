@@ -11,6 +11,7 @@ import generate_completions
 import pytest
 import run_identity
 import torch
+from eval_journal import Journal
 from eval_prompts import Prompt, read_prompts
 from peft import LoraConfig, get_peft_model
 from run_identity import setup_name
@@ -361,6 +362,63 @@ def test_a_retrained_model_is_another_model(tiny_model_dir, tmp_path):
             evaluate(tmp_path / "m", tmp_path, "--limit", "2")
     with pytest.raises(ValueError, match="weights: "):
         evaluate(tmp_path / "m", tmp_path, "--limit", "2")
+
+
+def write_sums(path: Path, count: int) -> Path:
+    """Problems of GSM8K's format whose prompts are of many lengths."""
+    sums = ["+".join("1" * (1 + 37 * i % 101)) for i in range(count)]
+    path.write_text("".join(json.dumps({"question": f"what is {s} ?", "answer": "#### 3"}) + "\n" for s in sums))
+    return path
+
+
+def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model_dir, tmp_path):
+    """Where the rows left over are batched among themselves some do change, so a change would be seen."""
+    flags = ("--data_file", str(write_sums(tmp_path / "sums.jsonl", 80)), "--dtype", "bfloat16", "--batch_size", "4")
+    flags += ("--block_length", "8", "--gen_length", "24")
+    whole = evaluate(tiny_model_dir, tmp_path / "whole", *flags, task="gsm8k")
+    required = ["--model_path", str(tiny_model_dir), "--dataset", "gsm8k", "--output_dir", str(tmp_path / "parts")]
+    args = evaluation.make_parser().parse_args([*required, *flags, "--diffusion_steps", "12"])
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    prompts = read_prompts(args, load_task("gsm8k"), tokenizer)
+
+    def generate_by(world: int, batches: list, done: dict) -> Journal:
+        """Each process's share in turn, into the journal of the one setup."""
+        journals = [Journal(args.output_dir, setup_name(args), rank) for rank in range(world)]
+        assert journals[0].prepare(run_identity.run_identity(args, prompts), overwrite=not done)
+        for journal in journals:
+            generate_completions.generate_missing(args, tokenizer, batches, done, journal, world)
+        return journals[0]
+
+    expected = dict(texts(whole))
+    batches = generate_completions.all_batches(prompts, 1, 4)
+    left = [prompt for prompt in prompts if prompt.index % 3]
+    anew = generate_by(1, generate_completions.all_batches(left, 1, 4), {}).read()
+    assert any(entry["generations"] != expected[index] for (index, _), entry in anew.items())
+
+    kept = {key: entry for key, entry in generate_by(2, batches, {}).read().items() if key[0] % 3 == 0}
+    for path in Path(args.output_dir).glob("*.partial/rank_*.jsonl"):
+        path.unlink()
+    found = generate_by(3, batches, kept).read()
+    assert {key[0] for key in found} == {prompt.index for prompt in left}
+    assert {index: entry["generations"] for (index, _), entry in (kept | found).items()} == expected
+
+
+def test_the_identity_holds_what_moves_a_logit_where_that_may_change_a_token(tiny_model_dir):
+    def identity(*flags: str) -> dict[str, Any]:
+        required = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--diffusion_steps", "64"]
+        return run_identity.run_identity(evaluation.make_parser().parse_args([*required, *flags]), [])
+
+    in_fp32 = identity("--dtype", "float32")  # that of version 0.1, whose runs resume
+    assert list(in_fp32) == [
+        *("weights", "problems", "prompts", "seed", "dtype", "gen_length", "diffusion_steps", "block_length"),
+        *("temperature", "cfg_scale", "remasking", "num_samples"),
+    ]
+    assert in_fp32 == identity("--dtype", "float32", "--batch_size", "7", "--attn_implementation", "eager")
+    in_bf16 = identity("--dtype", "bfloat16")
+    assert in_bf16["libraries"].startswith(f"torch {torch.__version__}, transformers ")
+    assert {"device", "libraries", "batch_size", "attn_implementation"} == set(in_bf16) - set(in_fp32)
+    for flags in (("--batch_size", "7"), ("--attn_implementation", "eager")):
+        assert identity("--dtype", "bfloat16", *flags) != in_bf16
 
 
 def test_large_weights_are_told_apart(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+
 from d1.show.uncertainty import Z95, sign_test, wilson_interval
 
 
