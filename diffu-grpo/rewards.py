@@ -23,12 +23,13 @@ from torch import Tensor
 from transformers import TrainerState
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from d1.runs.entry import RunError
 from d1.tasks import text_of
 
 Reward = Callable[..., Any]
 
 
-class RewardError(RuntimeError):
+class RewardError(RunError):
     """A reward function raised, or returned what is no reward."""
 
 

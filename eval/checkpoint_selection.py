@@ -14,7 +14,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from eval_journal import write_atomically
 from generation_files import read_setups
 from score_setups import Row, score_setup
@@ -96,6 +95,8 @@ def fill_from_run(args: argparse.Namespace, run: Path) -> None:
 
 def evaluate(checkpoint: Path, split: str, data_file: str | None, output_dir: Path, common: list[str]) -> None:
     """Runs eval.py on one checkpoint, with one process a GPU."""
+    import torch  # takes seconds, which --help does without
+
     launch = [sys.executable]
     if torch.cuda.device_count() > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(torch.cuda.device_count())]

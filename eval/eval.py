@@ -2,30 +2,26 @@
 
 Generates a completion for every problem of a task and writes them as d1's generation files into `--output_dir`;
 `parse_and_get_acc.py` scores them. On several GPUs: `torchrun --nproc_per_node 4 eval.py ...` (or `accelerate launch`).
-Completions do not depend on the number of processes, the batch size or padding. A killed run, started again with the
-same arguments, continues where it stopped.
+A killed run, started again with the same arguments, continues where it stopped.
+
+Completions depend neither on the number of processes nor on where a run was interrupted, in any dtype; in float32
+neither on the batch size nor on the other problems. In 16 bits (bfloat16 is the default on a GPU) the rows and the
+padding beside a row round its logits otherwise, which changes a token now and then (README.md beside this file has
+figures). There `--batch_size 1` gives each problem its own completion, whatever else is evaluated.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import logging
-import os
-import random
-import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from eval_journal import Journal, Key, weights_fingerprint
-from generation_files import read_setups
+from eval_journal import Journal
+from generation_files import generation_file, read_setups
 from parse_and_get_acc import as_table
 from score_setups import score_setup
 
@@ -36,15 +32,13 @@ from d1.runs.record import run_record
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import CACHES, SAMPLERS
-from d1.tasks import SPLITS, TASKS, few_shot_messages, load_task
+from d1.tasks import SPLITS, TASKS, load_task
 
-if TYPE_CHECKING:  # what takes seconds to import, `--help` does without
-    import torch
-    from generate_completions import Problem
+if TYPE_CHECKING:
+    from eval_prompts import Prompt
 
 logger = logging.getLogger("eval")
 
-BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # how the tasks' prompts ask for a boxed answer
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -88,7 +82,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--eos_stop", action="store_true", help="leave out the blocks after a completion's end: same answers, less work"
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--batch_size", type=int, default=4, help="completions generated at a time by each process")
+    run.add_argument(
+        "--batch_size",
+        type=int,
+        default=4,
+        help="completions generated at a time by each process; below float32 it changes some (see above)",
+    )
     run.add_argument("--output_dir", default="results/")
     run.add_argument("--suffix", default="", help="added to the model's name in the file names")
     run.add_argument("--overwrite", action="store_true", help="drop what is there of this setup and start again")
@@ -107,8 +106,10 @@ def main(args: argparse.Namespace) -> None:
         args.diffusion_steps = args.gen_length // 2
     check_output_dir(args.output_dir)
 
-    import torch.distributed as dist
-    from generate_completions import generate_all
+    # Only now, for they take seconds and `--help` needs none of them.
+    from eval_processes import from_rank_0, join_processes, leave_processes
+    from eval_prompts import read_prompts, tokenizer_path
+    from run_identity import run_identity, setup_name, task_name
 
     from d1.models import load_tokenizer
     from d1.models.tokenizer import check_chat_template
@@ -120,25 +121,16 @@ def main(args: argparse.Namespace) -> None:
         tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
     )
     check_chat_template(tokenizer, args.model_path)
-    problems = read_problems(args, task, tokenizer)
+    prompts = read_prompts(args, task, tokenizer)
     if args.dont_save:
         args.output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_"))
     journal = Journal(args.output_dir, setup_name(args), rank)
-    identity = run_identity(args, problems)
+    identity = run_identity(args, prompts)
     if from_rank_0(lambda: journal.prepare(identity, args.overwrite)):
-        wanted = [(problem.index, sample) for problem in problems for sample in range(args.num_samples)]
-        done = journal.read()
-        wait_for_all()  # nobody writes before everybody has read
-        if len(done) and rank == 0:
-            logger.info("Resuming: %d of %d completions are there", len(done), len(wanted))
-        # Longest prompts first: batches need little padding, and a batch that does not fit fails at once.
-        by_index = {problem.index: problem for problem in problems}
-        todo = sorted((key for key in wanted if key not in done), key=lambda key: -len(by_index[key[0]].ids))
-        if mine := [(by_index[index], sample) for index, sample in todo[rank::world]]:
-            generate_all(args, pick_dtype(args), tokenizer, mine, journal)
-        wait_for_all()
+        complete(args, tokenizer, prompts, journal, world)
         if rank == 0:
-            journal.finish(results_file(args, problems, journal.read()), record_file(args, identity))
+            results = generation_file(args, task_name(args), prompts, journal.read())
+            journal.finish(results, run_settings(args) | {"identity": identity} | run_record())
     elif rank == 0:
         logger.info("%s is complete already; --overwrite starts again", journal.results)
     if rank == 0:
@@ -147,8 +139,25 @@ def main(args: argparse.Namespace) -> None:
         sys.stdout.write(as_table([score_setup(setup, "strict", user_tasks)[0]]))
         if args.dont_save:
             shutil.rmtree(args.output_dir)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_processes()
+
+
+def complete(args: argparse.Namespace, tokenizer: Any, prompts: list[Prompt], journal: Journal, world: int) -> None:
+    """Generates what the journal lacks, each process its share; returns when all of it is there."""
+    from eval_processes import wait_for_all
+    from generate_completions import all_batches, generate_missing
+
+    done = journal.read()
+    wait_for_all()  # nobody writes before everybody has read
+    if done and journal.rank == 0:
+        logger.info("Resuming: %d of %d completions are there", len(done), len(prompts) * args.num_samples)
+    batches = all_batches(prompts, args.num_samples, args.batch_size)
+    generate_missing(args, tokenizer, batches, done, journal, world)
+    wait_for_all()
+
+
+def run_settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {"model_path": args.model_path, "checkpoint_path": args.checkpoint_path, "settings": vars(args)}
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -176,159 +185,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
     if settings.cache and not args.trust_remote_code:
         check_cacheable(native_config(adapter_chain(args.model_path, args.checkpoint_path or None)[0])[0])
-
-
-# ---- processes
-
-
-def join_processes() -> tuple[int, int]:
-    """(rank, number of processes), as torchrun or accelerate started them; they only ever wait for each other."""
-    import torch.distributed as dist
-
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may be hours behind another
-    return int(os.environ.get("RANK", "0")), world
-
-
-def wait_for_all() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def from_rank_0(compute: Callable[[], Any]) -> Any:
-    """What `compute` returns on rank 0; an exception there is raised on every rank, so that none waits for ever."""
-    import torch.distributed as dist
-
-    outcome: list[Any] = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            outcome[0] = compute()
-        except ValueError as error:
-            outcome[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-# ---- problems
-
-
-def tokenizer_path(args: argparse.Namespace) -> str:
-    own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
-    return args.checkpoint_path if own else args.model_path
-
-
-def read_problems(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Problem]:
-    """The problems to evaluate, in the order of their split, with their prompts as the model gets them."""
-    rows = task.load_rows(args.split, args.data_file)
-    chosen: Sequence[int] = range(len(rows))
-    if args.limit is not None and args.limit < len(rows):
-        chosen = sorted(random.Random(0).sample(chosen, args.limit))
-    asked = rows.select(chosen)["question"]
-    try:
-        shots = few_shot_messages(task, args.few_shot, args.seed, args.few_shot_file, asked)
-    except ConnectionError as error:  # which speaks of the flag for the problems asked
-        raise ConnectionError(str(error).replace("--data_file", "--few_shot_file")) from error
-    from generate_completions import Problem
-
-    from d1.models.tokenizer import encode_prompt, render_prompt
-
-    problems = []
-    for index in chosen:
-        row = rows[index]
-        *before, last = row["prompt"]
-        content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
-        messages = [*shots, *before, {**last, "content": content}]
-        prompt = render_prompt(tokenizer, messages) + ("<reasoning>" if args.add_reasoning else "")
-        ids = encode_prompt(tokenizer, prompt)
-        problems.append(Problem(index, prompt, ids, row["question"], row["ground_truth"]))
-    return problems
-
-
-# ---- names and records
-
-
-def task_name(args: argparse.Namespace) -> str:
-    return args.dataset if args.dataset in TASKS else Path(args.dataset).stem
-
-
-def setup_name(args: argparse.Namespace) -> str:
-    """`{task}_{model}_{gen_length}_{steps}`, the model being named after its folder."""
-    path = Path(args.checkpoint_path or args.model_path)
-    within_run = path.name.startswith("checkpoint-") or path.name == "merged"
-    parts = [path.resolve().parent.name, path.name] if within_run else [path.resolve().name]
-    if args.split != "test":
-        parts.append(args.split)
-    if args.few_shot:
-        parts.append(f"fs{args.few_shot}")
-    model = re.sub(r"[^\w.-]+", "-", "_".join([*parts, *filter(None, [args.suffix])]))
-    return f"{task_name(args)}_{model}_{args.gen_length}_{args.diffusion_steps}"
-
-
-def pick_dtype(args: argparse.Namespace) -> torch.dtype:
-    import torch
-
-    return getattr(torch, args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
-
-
-def run_identity(args: argparse.Namespace, problems: list[Problem]) -> dict[str, Any]:
-    """All that determines the completions: a run resumes only what agrees in it."""
-    from generate_completions import sampling_settings
-
-    from d1.models.adapters import adapter_chain
-
-    base, adapters = adapter_chain(args.model_path, args.checkpoint_path or None)
-    prompts = json.dumps([[problem.index, problem.prompt, problem.ground_truth] for problem in problems], default=str)
-    names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
-    # What is off is left out, so that runs begun before there was a choice can still be resumed.
-    sampling = sampling_settings(args)
-    chosen = {"kv_cache": sampling.cache, "reveal": sampling.rule, "reveal_level": sampling.level}
-    approximate = {"sampler": chosen} if args.sampler != "exact" else {}
-    stop = {"eos_stop": True} if args.eos_stop else {}
-    return {
-        "weights": [weights_fingerprint(path) for path in (base, *adapters)],
-        "problems": len(problems),
-        "prompts": hashlib.sha256(prompts.encode()).hexdigest()[:16],
-        "seed": args.seed,
-        "dtype": str(pick_dtype(args)),
-        **{name: getattr(args, name) for name in names},
-        **approximate,
-        **stop,
-    }
-
-
-def results_file(args: argparse.Namespace, problems: list[Problem], done: dict[Key, dict[str, Any]]) -> dict[str, Any]:
-    """The generation file in d1's format: of several samples, `generations` is the first, `samples` has all."""
-    items = []
-    for problem in problems:
-        samples = [
-            {name: value for name, value in done[problem.index, sample].items() if name not in ("index", "sample")}
-            for sample in range(args.num_samples)
-        ]
-        items.append(
-            {"question": problem.question, "prompt_input": problem.prompt}
-            | samples[0]
-            | {"ground_truth": problem.ground_truth, "index": problem.index}
-            | ({"samples": samples} if len(samples) > 1 else {})
-        )
-    seconds = sum(entry["seconds"] for entry in done.values())
-    names = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
-    return {
-        "generations": items,
-        "metrics": {"wall_time": seconds, "total_processed": len(items)},
-        "task": task_name(args),
-        "expected_problems": len(items),
-    } | {name: getattr(args, name) for name in names}
-
-
-def record_file(args: argparse.Namespace, identity: dict[str, Any]) -> dict[str, Any]:
-    settings = {"model_path": args.model_path, "checkpoint_path": args.checkpoint_path, "settings": vars(args)}
-    return settings | {"identity": identity} | run_record()
 
 
 if __name__ == "__main__":

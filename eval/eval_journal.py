@@ -3,12 +3,16 @@
 While a setup runs, `{setup}.partial/` holds `identity.json` (all that determines the results) and one journal a rank:
 one JSON line a completion, written in a single call. Whoever resumes reads all journals, whatever the number of
 processes was. When every completion is there, they become `{setup}_0_generations.json` and the folder goes.
+
+Rank 0 holds a lock on `{setup}.lock`, every rank one on its own journal. The system takes a lock back when its process
+ends, however it ends, so what a dead run leaves is in nobody's way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import hashlib
+import io
 import json
 import os
 import shutil
@@ -17,8 +21,8 @@ from typing import Any
 
 Key = tuple[int, int]  # problem index in its split, sample
 
-WHOLE_FILE = 16 << 20  # bytes up to which a weights file is hashed whole
-PIECES, PIECE = 256, 1 << 16  # larger ones are hashed in pieces spread over the file
+# What version 0.1 did not write down is unknown of its runs, and stands in the way of no other.
+UNKNOWN_OF_0_1 = ("batch_size", "attn_implementation", "device", "libraries")
 
 
 class Journal:
@@ -29,38 +33,71 @@ class Journal:
         self.folder = self.output_dir / f"{setup}.partial"
         self.results = self.output_dir / f"{setup}_0_generations.json"
         self.record = self.output_dir / f"{setup}_record.json"
-        self.lines: Any = None
+        self.lock_path = self.output_dir / f"{setup}.lock"
+        self.lock: io.FileIO | None = None  # held until `finish` or the end of the process
+        self.lines: io.FileIO | None = None  # this rank's journal, likewise
 
     def prepare(self, identity: dict[str, Any], overwrite: bool) -> bool:
         """Makes the folder ready for `identity` (rank 0 only); False when the results are already complete.
 
         Raises:
-            ValueError: results of another run are there, or that run is still going.
+            ValueError: results of another run are there, or a run of this setup is still going; nothing was changed.
         """
-        if overwrite:
-            for path in (self.results, self.record):
-                path.unlink(missing_ok=True)
-            shutil.rmtree(self.folder, ignore_errors=True)
-        if self.results.exists() and self.record.exists():
-            self.check_identity(json.loads(self.record.read_text())["identity"], identity)
+        if not overwrite and self.is_complete(identity):
             return False
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.folder / "lock", "w")  # noqa: SIM115 - held until the process ends
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self.take_lock()
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is evaluating into {self.folder}") from None
-        known = self.folder / "identity.json"
-        if known.exists():
-            self.check_identity(json.loads(known.read_text()), identity)
-        write_atomically(known, json.dumps(identity, indent=1))
+            if overwrite:
+                self.remove()
+            elif self.is_complete(identity):  # since the first look
+                self.release_lock()
+                return False
+            self.folder.mkdir(exist_ok=True)
+            known = self.folder / "identity.json"
+            if known.exists():
+                self.check_identity(json.loads(known.read_text()), identity)
+            else:
+                write_atomically(known, json.dumps(identity, indent=1))
+        except (ValueError, OSError):
+            self.release_lock()
+            raise
         return True
+
+    def remove(self) -> None:
+        for path in (self.results, self.record):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def is_complete(self, identity: dict[str, Any]) -> bool:
+        """Whether the results are there. Raises ValueError where they are those of another run."""
+        if not (self.results.exists() and self.record.exists()):
+            return False
+        self.check_identity(json.loads(self.record.read_text())["identity"], identity)
+        return True
+
+    def take_lock(self) -> None:
+        """Raises ValueError where another process, of any rank, is writing this setup's results."""
+        self.lock = lock_file(self.lock_path)
+        journals = sorted(self.folder.glob("rank_*.jsonl"))
+        if self.lock is None or not all(map(is_unlocked, journals)):
+            self.release_lock()
+            raise ValueError(
+                f"another process is evaluating into {self.folder}: wait until it is done or end it; otherwise choose "
+                "another --suffix or --output_dir"
+            )
+
+    def release_lock(self) -> None:
+        if self.lock is not None:
+            self.lock_path.unlink(missing_ok=True)
+            self.lock.close()
+            self.lock = None
 
     def check_identity(self, known: dict[str, Any], identity: dict[str, Any]) -> None:
         changed = [
             f"{name}: {known.get(name)!r} there, {identity.get(name)!r} now"
             for name in known | identity
-            if known.get(name) != identity.get(name)
+            if known.get(name) != identity.get(name) and (name in known or name not in UNKNOWN_OF_0_1)
         ]
         if changed:
             raise ValueError(
@@ -80,19 +117,47 @@ class Journal:
         return done
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Adds one completion with `index` and `sample`, in one write to the end of this rank's journal."""
-        if self.lines is None:
-            path = self.folder / f"rank_{self.rank}.jsonl"
-            self.lines = open(path, "ab", buffering=0)  # noqa: SIM115 - held until `finish`
-            if path.stat().st_size:
-                self.lines.write(b"\n")  # ends what a kill may have cut off
-        self.lines.write(json.dumps(entry).encode() + b"\n")
+        """Adds one completion with `index` and `sample`, in one write to the end of this rank's journal.
+
+        Raises:
+            OSError: it could not be written, because the disk is full for example; says what is safe.
+        """
+        try:
+            if self.lines is None:
+                self.lines = self.open_lines()
+            write_whole(self.lines, json.dumps(entry).encode() + b"\n")
+        except OSError as error:
+            raise self.stopped(error) from error
+
+    def open_lines(self) -> io.FileIO:
+        """This rank's journal, open to append and locked."""
+        lines = lock_file(self.folder / f"rank_{self.rank}.jsonl")
+        if lines is None:
+            raise BlockingIOError(f"another process is writing {self.folder}/rank_{self.rank}.jsonl")
+        if os.fstat(lines.fileno()).st_size:
+            write_whole(lines, b"\n")  # ends what a kill may have cut off
+        return lines
+
+    def stopped(self, error: OSError) -> OSError:
+        """The error that ends a run that can write no more."""
+        return OSError(
+            f"could not write to {self.output_dir} ({error.strerror or error}): {len(self.read())} completions are "
+            f"safe in {self.folder}. Make room and start the same command again: it continues from there"
+        )
 
     def finish(self, results: dict[str, Any], record: dict[str, Any]) -> None:
-        """Puts results and record in their place and removes the journal (rank 0, when everything is done)."""
-        write_atomically(self.results, json.dumps(results, indent=1, ensure_ascii=False))
-        write_atomically(self.record, json.dumps(record, indent=1, default=str))
+        """Puts results and record in their place and removes the journal (rank 0, when everything is done).
+
+        Raises:
+            OSError: they could not be written; the journal is as it was.
+        """
+        try:
+            write_atomically(self.results, json.dumps(results, indent=1, ensure_ascii=False))
+            write_atomically(self.record, json.dumps(record, indent=1, default=str))
+        except OSError as error:
+            raise self.stopped(error) from error
         shutil.rmtree(self.folder)
+        self.release_lock()
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -103,31 +168,49 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) and {"index", "sample"} <= set(entry) else None
 
 
+def lock_file(path: Path) -> io.FileIO | None:
+    """`path`, made if need be, open to append and locked until it is closed; None where another process has it."""
+    while True:
+        file = io.FileIO(path, "ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        # Its last owner may have removed it in between: then this one locks nobody out.
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()
+
+
+def is_unlocked(path: Path) -> bool:
+    file = lock_file(path)
+    if file is not None:
+        file.close()
+    return file is not None
+
+
+def write_whole(file: io.FileIO, data: bytes) -> None:
+    """Appends all of `data`, or none of it and raises OSError."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        while data:  # a disk that is almost full takes a part, then none
+            data = data[file.write(data) :]
+    except OSError:
+        file.truncate(size)
+        raise
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replaces `path` as a whole: readers see the old content or the new, never a part."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(staging, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staging, path)
-
-
-def weights_fingerprint(path: str) -> str:
-    """A hash of the weights in a local folder, so that a retrained model is not taken for the one before.
-
-    A hub name stands for itself. Files larger than `WHOLE_FILE` count by size and by pieces spread over them.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        return path
-    digest = hashlib.sha256()
-    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with open(file, "rb") as weights:
-            starts = [0] if size <= WHOLE_FILE else [i * (size - PIECE) // (PIECES - 1) for i in range(PIECES)]
-            for start in starts:
-                weights.seek(start)
-                digest.update(weights.read(WHOLE_FILE if size <= WHOLE_FILE else PIECE))
-    return digest.hexdigest()[:16]
+    try:
+        with open(staging, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            staging.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -1,16 +1,21 @@
-"""Generates the completions of one process's share of an evaluation, batch by batch, into its journal."""
+"""Generates the completions of one process's share of an evaluation, batch by batch, into its journal.
+
+In 16 bits a row's tokens depend, now and then, on the rows beside it. So a run's batches are the same whatever is left
+to do and however many processes share them: they are made of all its rows, dealt out whole, and one of which a kill
+left a part is generated again, whole.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from eval_journal import Journal
+from eval_journal import Journal, Key
+from eval_prompts import Prompt
 from tqdm import tqdm
 
 from d1.masking import keyed_generator
@@ -18,16 +23,15 @@ from d1.models import load_model
 from d1.sampling import rollout
 from d1.sampling.settings import SamplingSettings
 
+Row = tuple[Prompt, int]  # what one completion answers: a prompt, and which of its samples it is
 
-@dataclass(frozen=True)
-class Problem:
-    """A problem of the split: its place there, the text and ids of its prompt, and the row it comes from."""
 
-    index: int
-    prompt: str
-    ids: list[int]
-    question: str
-    ground_truth: Any
+def key_of(row: Row) -> Key:
+    return row[0].index, row[1]
+
+
+def pick_dtype(args: argparse.Namespace) -> torch.dtype:
+    return getattr(torch, args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
 
 
 def sampling_settings(args: argparse.Namespace) -> SamplingSettings:
@@ -35,38 +39,68 @@ def sampling_settings(args: argparse.Namespace) -> SamplingSettings:
     return SamplingSettings.of(args, steps="diffusion_steps")
 
 
-def generate_all(
-    args: argparse.Namespace, dtype: torch.dtype, tokenizer: Any, work: list[tuple[Problem, int]], journal: Journal
+def all_batches(prompts: Iterable[Prompt], num_samples: int, batch_size: int) -> list[list[Row]]:
+    """The batches of a run, a function of these arguments alone.
+
+    The longest prompts come first: batches need little padding, and one that does not fit fails at once.
+    """
+    rows = [(prompt, sample) for prompt in prompts for sample in range(num_samples)]
+    rows.sort(key=lambda row: -len(row[0].ids))
+    return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+
+
+def generate_missing(
+    args: argparse.Namespace,
+    tokenizer: Any,
+    batches: list[list[Row]],
+    done: dict[Key, dict[str, Any]],
+    journal: Journal,
+    world: int,
 ) -> None:
-    """Generates the completions of `work`, pairs of problem and sample, and writes each batch to the journal."""
+    """Generates this process's share of the batches that are not all in `done`, and journals what is new in them."""
+    unfinished = [batch for batch in batches if any(key_of(row) not in done for row in batch)]
+    mine = unfinished[journal.rank :: world]
+    if not mine:
+        return
+    model = load_model_for(args, mine)
+    ends = torch.tensor(end_ids(tokenizer), device=model.device)
+    generated, passes, rows, started = 0, 0, 0, time.perf_counter()
+    new = sum(key_of(row) not in done for batch in mine for row in batch)
+    share = "" if world == 1 else f" (process 0 of {world})"
+    with tqdm(total=new, desc=journal.setup + share, unit="problem", disable=journal.rank != 0) as progress:
+        for batch in mine:
+            entries = generate_batch(args, model, tokenizer, batch, ends)
+            for entry in entries:
+                if (entry["index"], entry["sample"]) not in done:
+                    journal.append(entry)
+                    progress.update()
+            generated += sum(entry["tokens"] for entry in entries)
+            passes += sum(entry["forward_passes"] for entry in entries)
+            rows += len(batch)
+            rate = generated / (time.perf_counter() - started)
+            progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes / rows:.1f} forward passes each", refresh=False)
+
+
+def load_model_for(args: argparse.Namespace, batches: list[list[Row]]) -> Any:
+    """The model on this process's device.
+
+    Raises:
+        ValueError: a prompt and its completion are longer than the model reads.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
     model = load_model(
         args.model_path,
-        dtype,
-        device,
+        pick_dtype(args),
+        f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu",
         adapter=args.checkpoint_path or None,
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
     )
-    longest = max(len(problem.ids) for problem, _ in work)
+    longest = max(len(prompt.ids) for batch in batches for prompt, _ in batch)
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and longest + args.gen_length > room:
         raise ValueError(f"a prompt of {longest} tokens and gen_length {args.gen_length} exceed the model's {room}")
-    ends = torch.tensor(end_ids(tokenizer), device=device)
-    tokens, passes, started = 0, 0, time.perf_counter()
-    share = "" if not dist.is_initialized() else f" (process 0 of {dist.get_world_size()})"
-    with tqdm(total=len(work), desc=journal.setup + share, unit="problem", disable=journal.rank != 0) as progress:
-        for start in range(0, len(work), args.batch_size):
-            batch = work[start : start + args.batch_size]
-            entries = generate_batch(args, model, tokenizer, batch, ends)
-            for entry in entries:
-                journal.append(entry)
-            tokens += sum(entry["tokens"] for entry in entries)
-            passes += sum(entry["forward_passes"] for entry in entries)
-            rate, mean_passes = tokens / (time.perf_counter() - started), passes / (start + len(batch))
-            progress.set_postfix_str(f"{rate:.0f} tokens/s, {mean_passes:.1f} forward passes each", refresh=False)
-            progress.update(len(batch))
+    return model
 
 
 def end_ids(tokenizer: Any) -> list[int]:
@@ -79,25 +113,25 @@ def generate_batch(
     args: argparse.Namespace,
     model: Any,
     tokenizer: Any,
-    batch: list[tuple[Problem, int]],
+    batch: list[Row],
     ends: torch.Tensor,
 ) -> list[dict[str, Any]]:
-    """Journal entries of one batch: texts, tokens before the end, forward passes and the tokens these fed through the
-    model, and seconds (the batch's, shared)."""
+    """Journal entries of one batch, under the names of the generation files: texts, `tokens` generated before the end,
+    `forward_passes`, `forward_tokens` that these fed through the model, and seconds (the batch's, shared)."""
     began = time.perf_counter()
-    width = max(len(problem.ids) for problem, _ in batch)
+    width = max(len(prompt.ids) for prompt, _ in batch)
     ids = torch.full((len(batch), width), tokenizer.pad_token_id)
     mask = torch.zeros_like(ids)
-    for row, (problem, _) in enumerate(batch):
-        ids[row, width - len(problem.ids) :] = torch.tensor(problem.ids)
-        mask[row, width - len(problem.ids) :] = 1
+    for row, (prompt, _) in enumerate(batch):
+        ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
+        mask[row, width - len(prompt.ids) :] = 1
     sampled = rollout(
         model,
         ids.to(ends.device),
         mask.to(ends.device),
         sampling_settings(args),
         mask_token_id=tokenizer.mask_token_id,
-        generator=[keyed_generator(args.seed, problem.index, sample) for problem, sample in batch],
+        generator=[keyed_generator(args.seed, prompt.index, sample) for prompt, sample in batch],
         eos_token_ids=ends.tolist() if args.eos_stop else None,
     )
     output = sampled.ids[:, width:]
@@ -105,7 +139,7 @@ def generate_batch(
     seconds = (time.perf_counter() - began) / len(batch)
     return [
         {
-            "index": problem.index,
+            "index": prompt.index,
             "sample": sample,
             "generations": tokenizer.decode(row),
             "text": tokenizer.decode(row[:length], skip_special_tokens=True),
@@ -114,7 +148,7 @@ def generate_batch(
             "forward_tokens": fed,
             "seconds": seconds,
         }
-        for (problem, sample), row, length, passes, fed in zip(
+        for (prompt, sample), row, length, passes, fed in zip(
             batch, output.tolist(), lengths, sampled.passes.tolist(), sampled.tokens.tolist(), strict=True
         )
     ]

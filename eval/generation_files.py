@@ -1,23 +1,29 @@
-"""Reads generation files, d1's or ours: one setup (task, model, lengths) may be spread over the files of several ranks.
+"""Generation files, d1's or ours: one setup (task, model, lengths) may be spread over the files of several ranks.
 
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
-`{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Ours add `text`, `tokens`,
-`forward_passes`, `forward_tokens` (and `samples`, when there are several) to an item, `task` and `expected_problems` to
-the file.
+`{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Ours add to an item `text`,
+`tokens` (generated before the end), `forward_passes`, `forward_tokens` (fed through the model in these) and, when there
+are several, `samples`; to the file `task` and `expected_problems`.
 Whatever is wrong with a file or an item is noted, and the rest is read.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # scoring imports no tokenizer
+    from eval_journal import Key
+    from eval_prompts import Prompt
 
 FILE_NAME = re.compile(r"(?P<setup>(?P<head>.+)_(?P<length>\d+)_(?P<steps>\d+))_(?P<rank>\d+)_generations\.json")
 D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}
 D1_PROBLEMS = {"gsm8k": 1319, "math": 500, "countdown": 256, "sudoku": 256}  # in d1's evaluation
+HIGHEST_RANK = 9999  # no run has more processes: a larger number in a file's name is no rank
 TURN_ENDS = re.compile(r"<\|(?:eot_id|endoftext|im_end)\|>")
 
 
@@ -27,12 +33,14 @@ class Sample:
 
     raw: str
     text: str
-    tokens: int | None
+    generated_tokens: int | None
     forward_passes: int | None
 
 
 @dataclass(frozen=True)
-class Problem:
+class GeneratedProblem:
+    """A problem as a file has it, with its completions."""
+
     where: str  # "FILE, item N", for messages
     key: str  # what identifies the problem within a setup
     question: str
@@ -41,21 +49,54 @@ class Problem:
 
 
 @dataclass
-class Setup:
+class GeneratedSetup:
+    """What the files of one setup hold, and what is wrong with them."""
+
     name: str
     task: str
     model: str
     gen_length: int
     expected: int | None
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[GeneratedProblem] = field(default_factory=list)
     duplicates: int = 0
     missing_ranks: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)  # something is lost
     notes: list[str] = field(default_factory=list)  # something is odd
 
 
-def read_setups(folder: str | Path) -> list[Setup]:
-    """All setups of a folder, sorted by task, model and length.
+def generation_file(
+    args: argparse.Namespace, task: str, prompts: list[Prompt], done: dict[Key, dict[str, Any]]
+) -> dict[str, Any]:
+    """A file in d1's format: of several samples, `generations` is the first, `samples` has all.
+
+    Args:
+        args: eval.py's.
+        done: the journal's entries of all `prompts` and their samples.
+    """
+    items = []
+    for prompt in prompts:
+        samples = [
+            {name: value for name, value in done[prompt.index, sample].items() if name not in ("index", "sample")}
+            for sample in range(args.num_samples)
+        ]
+        items.append(
+            {"question": prompt.question, "prompt_input": prompt.text}
+            | samples[0]
+            | {"ground_truth": prompt.ground_truth, "index": prompt.index}
+            | ({"samples": samples} if len(samples) > 1 else {})
+        )
+    seconds = sum(entry["seconds"] for entry in done.values())
+    names = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
+    return {
+        "generations": items,
+        "metrics": {"wall_time": seconds, "total_processed": len(items)},
+        "task": task,
+        "expected_problems": len(items),
+    } | {name: getattr(args, name) for name in names}
+
+
+def read_setups(folder: str | Path) -> list[GeneratedSetup]:
+    """All setups of a folder, sorted by task, model and length; a file that cannot be part of one is its own.
 
     Raises:
         FileNotFoundError: no such folder, or no generation file in it.
@@ -63,30 +104,40 @@ def read_setups(folder: str | Path) -> list[Setup]:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: run eval.py first, or name the folder of its results")
-    ranks: dict[str, dict[int, Path]] = {}
+    by_setup: dict[str, dict[int, Path]] = {}
     setups = []
-    for path in sorted(folder.glob("*_generations.json")):
-        if match := FILE_NAME.fullmatch(path.name):
-            ranks.setdefault(match["setup"], {})[int(match["rank"])] = path
+    for path in sorted(folder.glob("*_generations.json"), key=lambda path: (len(path.name), path.name)):
+        match = FILE_NAME.fullmatch(path.name)
+        files = by_setup.get(match["setup"], {}) if match else {}
+        if match is None:
+            setups.append(unread(path, "its name is not TASK_MODEL_LENGTH_STEPS_RANK_generations.json"))
+        elif (rank := int(match["rank"])) > HIGHEST_RANK:
+            setups.append(unread(path, f"{rank} is no process's rank: they end at {HIGHEST_RANK}"))
+        elif rank in files:
+            setups.append(unread(path, f"{files[rank].name} is of rank {rank} too: keep one of them"))
         else:
-            error = f"{path.name}: not read, because its name is not TASK_MODEL_LENGTH_STEPS_RANK_generations.json"
-            setups.append(Setup(path.name, "unknown", "", 0, None, errors=[error]))
-    if not ranks and not setups:
+            by_setup.setdefault(match["setup"], {})[rank] = path
+    if not by_setup and not setups:
         raise FileNotFoundError(f"no generation files ({FILE_NAME.pattern}) in {folder}: run eval.py first")
-    setups += [read_setup(name, files) for name, files in ranks.items()]
+    setups += [read_setup(name, files) for name, files in by_setup.items()]
     return sorted(setups, key=lambda setup: (setup.task, setup.model, setup.gen_length, setup.name))
 
 
-def read_setup(name: str, files: dict[int, Path]) -> Setup:
+def unread(path: Path, reason: str) -> GeneratedSetup:
+    return GeneratedSetup(path.name, "unknown", "", 0, None, errors=[f"{path.name}: not read, because {reason}"])
+
+
+def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     """The setup `name` from its files by rank."""
     errors: list[str] = []
     contents = {rank: read_json(path, errors) for rank, path in sorted(files.items())}
     head, length, _ = name.rsplit("_", 2)
-    own = next((data for data in contents.values() if isinstance(data.get("task"), str)), {})
+    ours = [rank for rank, data in contents.items() if isinstance(data.get("task"), str)]
+    own = contents[ours[0]] if ours else {}
     task = own.get("task") or next((D1_TASKS[start] for start in D1_TASKS if head.startswith(start + "_")), "unknown")
-    expected = own.get("expected_problems") if own else D1_PROBLEMS.get(task)
+    expected = read_expected(own, files[ours[0]].name, errors) if ours else D1_PROBLEMS.get(task)
     model = head.removeprefix("math500_" if head.startswith("math500_") else task + "_")
-    setup = Setup(name, task, model, int(length), expected if isinstance(expected, int) else None, errors=errors)
+    setup = GeneratedSetup(name, task, model, int(length), expected, errors=errors)
     setup.missing_ranks = sorted(set(range(max(files) + 1)) - set(files))
     seen: set[str] = set()
     for rank, data in contents.items():
@@ -103,6 +154,15 @@ def read_setup(name: str, files: dict[int, Path]) -> Setup:
     return setup
 
 
+def read_expected(data: dict[str, Any], where: str, errors: list[str]) -> int | None:
+    """How many problems a file of ours says its setup has; None, and a line in `errors`, where that is no count."""
+    expected = data.get("expected_problems")
+    if expected is None or (isinstance(expected, int) and not isinstance(expected, bool) and expected > 0):
+        return expected
+    errors.append(f'{where}: "expected_problems" must be a whole number above 0, got {expected!r:.80}')
+    return None
+
+
 def read_json(path: Path, errors: list[str]) -> dict[str, Any]:
     """The content of a generation file; what cannot be read is appended to `errors` and comes back empty."""
     try:
@@ -116,7 +176,7 @@ def read_json(path: Path, errors: list[str]) -> dict[str, Any]:
     return data
 
 
-def read_problem(where: str, item: Any) -> Problem:
+def read_problem(where: str, item: Any) -> GeneratedProblem:
     """One item of a file.
 
     Raises:
@@ -132,7 +192,8 @@ def read_problem(where: str, item: Any) -> Problem:
         raise TypeError('"samples" must be a list of objects')
     index = item.get("index")
     key = f"#{index}" if isinstance(index, int) else json.dumps([item["question"], item.get("ground_truth")])
-    return Problem(where, key, item["question"], item.get("ground_truth"), [read_sample(sample) for sample in samples])
+    completions = [read_sample(sample) for sample in samples]
+    return GeneratedProblem(where, key, item["question"], item.get("ground_truth"), completions)
 
 
 def read_sample(sample: dict[str, Any]) -> Sample:

@@ -15,13 +15,15 @@ import io
 import json
 import sys
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from generation_files import Setup, read_setups
+from generation_files import GeneratedSetup, read_setups
 from score_setups import Row, compare, score_setup
 
 from d1.runs.entry import run_script
+from d1.show.tables import markdown_table
 from d1.tasks import load_task
 
 BASELINES = Path(__file__).resolve().parent / "eval_baselines"
@@ -82,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     return 0 if args.allow_partial or all(row.complete for row in rows) else 1
 
 
-def find_setup(name: str, folder: str) -> Setup:
+def find_setup(name: str, folder: str) -> GeneratedSetup:
     """A setup by its name in `folder`, by `other_folder/name`, or by a folder that holds it alone."""
     path = Path(name)
     if path.is_dir() and len(alone := read_setups(path)) == 1:
@@ -94,16 +96,16 @@ def find_setup(name: str, folder: str) -> Setup:
     return setups[path.name]
 
 
-def count_tokens(setup: Setup, tokenizer_path: str) -> None:
+def count_tokens(setup: GeneratedSetup, tokenizer_path: str) -> None:
     """Fills in the tokens up to the end of each completion where the file did not count them."""
     from d1.models import load_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_path)
     for problem in setup.problems:
         for i, sample in enumerate(problem.samples):
-            if sample.tokens is None:
+            if sample.generated_tokens is None:
                 ids = tokenizer(sample.text, add_special_tokens=False).input_ids
-                problem.samples[i] = replace(sample, tokens=len(ids))
+                problem.samples[i] = replace(sample, generated_tokens=len(ids))
 
 
 # ---- output
@@ -113,14 +115,19 @@ def row_reports(row: Row) -> list[str]:
     """What a reader of the row must know: losses first, then oddities."""
     lines = [f"ERROR {error}" for error in row.errors] + [f"note  {note}" for note in row.notes]
     if row.missing_ranks:
-        ranks = ", ".join(map(str, row.missing_ranks))
-        lines.append(f"ERROR {row.setup}: no file of rank {ranks}")
+        lines.append(f"ERROR {row.setup}: no file of rank {as_ranges(row.missing_ranks)}")
     if row.expected is not None and row.n < row.expected:
         lines.append(f"ERROR {row.setup}: {row.n} of {row.expected} problems scored")
     if row.duplicates:
         again = "counted again, as d1 does" if row.scoring == "published" else "counted once"
         lines.append(f"note  {row.setup}: {row.duplicates} problems occur more than once, {again}")
     return lines
+
+
+def as_ranges(numbers: list[int]) -> str:
+    """Ascending whole numbers as people write them: [0, 2, 3, 4] is "0, 2-4"."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def cells_of(row: Row) -> dict[str, str]:
@@ -160,8 +167,7 @@ def as_table(rows: list[Row]) -> str:
 
 def as_markdown(rows: list[Row]) -> str:
     texts = [cells_of(row) for row in rows]
-    lines = [list(texts[0]), ["---"] * len(texts[0]), *(list(text.values()) for text in texts)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return markdown_table(list(texts[0]), [list(text.values()) for text in texts])
 
 
 def as_csv(rows: list[Row]) -> str:

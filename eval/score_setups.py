@@ -10,16 +10,17 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any
 
-from generation_files import Problem, Setup
+from generation_files import GeneratedProblem, GeneratedSetup
 from published_scoring import score_published
-from uncertainty import sign_test, wilson_interval
 
+from d1.show.uncertainty import sign_test, wilson_interval
 from d1.tasks import MAX_TEXT, TASKS, load_task
 
 
 @dataclass
 class Row:
-    """One setup's results; `accuracy`, its 95% interval, `metrics`, `pass_at_k` and `majority` are in percent."""
+    """One setup's results; `accuracy`, its 95% interval, `metrics`, `pass_at_k` and `majority` are in percent,
+    `tokens` (generated before the end) and `forward_passes` means over completions."""
 
     setup: str
     task: str
@@ -44,7 +45,9 @@ class Row:
     complete: bool = False
 
 
-def score_setup(setup: Setup, scoring: str, user_tasks: Mapping[str, ModuleType]) -> tuple[Row, list[dict[str, Any]]]:
+def score_setup(
+    setup: GeneratedSetup, scoring: str, user_tasks: Mapping[str, ModuleType]
+) -> tuple[Row, list[dict[str, Any]]]:
     """The row of a setup and what was made of each of its problems.
 
     Args:
@@ -54,6 +57,8 @@ def score_setup(setup: Setup, scoring: str, user_tasks: Mapping[str, ModuleType]
     row = Row(setup.name, setup.task, setup.model, setup.gen_length, scoring, expected=setup.expected)
     row.duplicates, row.missing_ranks = setup.duplicates, setup.missing_ranks
     row.errors, row.notes = list(setup.errors), list(setup.notes)
+    if setup.errors and not setup.problems:
+        return row, []
     try:
         task = task_module(setup.task, user_tasks) if scoring == "strict" else None
     except ValueError as error:
@@ -87,7 +92,7 @@ def task_module(name: str, user_tasks: Mapping[str, ModuleType]) -> ModuleType:
     return load_task(name)
 
 
-def strict_detail(problem: Problem, task: ModuleType) -> dict[str, Any]:
+def strict_detail(problem: GeneratedProblem, task: ModuleType) -> dict[str, Any]:
     """Strict scores of one problem: means over its samples, whether any is right, and the majority's score."""
     if problem.ground_truth is None:
         raise ValueError("no ground truth")
@@ -110,14 +115,14 @@ def strict_detail(problem: Problem, task: ModuleType) -> dict[str, Any]:
     }
 
 
-def published_detail(problem: Problem, task: str) -> dict[str, Any]:
+def published_detail(problem: GeneratedProblem, task: str) -> dict[str, Any]:
     """d1's score of one problem's first completion: right, out of (cells for Sudoku)."""
     row = {"question": problem.question, "ground_truth": problem.ground_truth}
     right, total = score_published(task, problem.samples[0].raw[-MAX_TEXT:], row)
     return {"ground_truth": problem.ground_truth, "right": right, "total": total, "accuracy": right / total}
 
 
-def summarise(row: Row, setup: Setup, details: list[dict[str, Any]]) -> None:
+def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]]) -> None:
     """Fills in the figures of a row from its scored problems."""
     row.n = len(details)
     row.num_samples = max(len(problem.samples) for problem in setup.problems)
@@ -135,7 +140,7 @@ def summarise(row: Row, setup: Setup, details: list[dict[str, Any]]) -> None:
     row.accuracy = 100 * share
     row.ci_low, row.ci_high = (100 * end for end in wilson_interval(share, row.n))
     samples = [sample for problem in setup.problems for sample in problem.samples]
-    tokens = [sample.tokens for sample in samples if sample.tokens is not None]
+    tokens = [sample.generated_tokens for sample in samples if sample.generated_tokens is not None]
     passes = [sample.forward_passes for sample in samples if sample.forward_passes is not None]
     row.tokens = fmean(tokens) if tokens else None
     row.forward_passes = fmean(passes) if passes else None

@@ -31,7 +31,14 @@ MODULES = sorted(path for room in (*PACKAGES, *STAGES) for path in (ROOT / room)
 SCRIPTS = [path for path in MODULES if path.relative_to(ROOT).parts[0] in STAGES]
 SHELL = sorted(path for room in ROOMS for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind))
 YAML = sorted(path for room in (*STAGES, "launch") for path in (ROOT / room).rglob("*.yaml"))
-COME_WITH_PINS = ("numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "pyyaml")  # Transformers needs them itself
+COME_WITH_PINS = (
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "jinja2",
+    "pyyaml",
+)  # Transformers needs them itself
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn")
 # d1's rooms from the ground up: each may import those before it.
 LAYERS = (

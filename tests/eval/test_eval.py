@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import eval_journal
 import generate_completions
 import pytest
+import run_identity
 import torch
+from eval_journal import Journal
+from eval_prompts import Prompt, read_prompts
 from peft import LoraConfig, get_peft_model
+from run_identity import setup_name
 from transformers import BertConfig
 
 import eval as evaluation
@@ -28,16 +31,16 @@ def evaluate(model: Path, output_dir: Path, *flags: str, task: str = "sudoku") -
     arguments = ["--model_path", str(model), "--dataset", task, "--output_dir", str(output_dir), *LENGTHS, *flags]
     args = evaluation.make_parser().parse_args(arguments)
     evaluation.main(args)
-    return json.loads((output_dir / f"{evaluation.setup_name(args)}_0_generations.json").read_text())
+    return json.loads((output_dir / f"{setup_name(args)}_0_generations.json").read_text())
 
 
 def texts(results: dict[str, Any]) -> list[tuple[int, str]]:
     return [(item["index"], item["generations"]) for item in results["generations"]]
 
 
-def prompts(model: Path, *flags: str, task: str = "sudoku") -> list[evaluation.Problem]:
+def prompts(model: Path, *flags: str, task: str = "sudoku") -> list[Prompt]:
     args = evaluation.make_parser().parse_args(["--model_path", str(model), "--dataset", task, *flags])
-    return evaluation.read_problems(args, load_task(task), load_tokenizer(str(model)))
+    return read_prompts(args, load_task(task), load_tokenizer(str(model)))
 
 
 # ---- the file
@@ -183,7 +186,7 @@ def test_prefill_is_the_end_of_the_prompt(tiny_model_dir):
     plain, filled = (prompts(tiny_model_dir, "--limit", "2", *flag) for flag in ((), ("--add_reasoning",)))
     tag = load_tokenizer(str(tiny_model_dir)).convert_tokens_to_ids("<reasoning>")
     for before, after in zip(plain, filled, strict=True):
-        assert after.prompt == before.prompt + "<reasoning>"
+        assert after.text == before.text + "<reasoning>"
         assert after.ids == [*before.ids, tag]
 
 
@@ -192,9 +195,9 @@ def test_without_box_no_prompt_asks_for_one(tiny_model_dir):
         prompts(tiny_model_dir, "--limit", "3", *flag, task="countdown") for flag in ((), ("--dont_use_box",))
     )
     for before, after in zip(boxed, plain, strict=True):
-        assert r"\boxed" in before.prompt
-        assert "boxed" not in after.prompt
-        assert before.prompt.replace(r" as \boxed{expression}", "") == after.prompt
+        assert r"\boxed" in before.text
+        assert "boxed" not in after.text
+        assert before.text.replace(r" as \boxed{expression}", "") == after.text
 
 
 def test_few_shot_problems_are_drawn_from_the_training_split(tiny_model_dir):
@@ -204,9 +207,9 @@ def test_few_shot_problems_are_drawn_from_the_training_split(tiny_model_dir):
     train = {row["question"].strip(): row["ground_truth"] for row in load_task("sudoku").load_rows("train")}
     held_out = {row["question"].strip() for s in ("validation", "test") for row in load_task("sudoku").load_rows(s)}
     assert problems == again
-    assert [p.prompt for p in problems] != [p.prompt for p in reseeded]
+    assert [p.text for p in problems] != [p.text for p in reseeded]
     for problem in problems:
-        *shown, last = problem.prompt.split("<user>")[1:]
+        *shown, last = problem.text.split("<user>")[1:]
         assert last.endswith(problem.question.strip() + "\n<assistant>")
         assert len(shown) == 3
         for turn in shown:
@@ -222,7 +225,7 @@ def test_few_shot_never_shows_what_is_asked(tiny_model_dir, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     flags = ["--data_file", str(tmp_path / "asked.jsonl"), "--few_shot_file", str(tmp_path / "shown.jsonl")]
     for problem in prompts(tiny_model_dir, *flags, "--few_shot", "2", task="gsm8k"):
-        *shown, last = problem.prompt.split("<user>")[1:]
+        *shown, last = problem.text.split("<user>")[1:]
         assert {turn.partition("what is ")[2][0] for turn in shown} == {"d", "e"}
         assert last.partition("what is ")[2][0] in "abc"
     with pytest.raises(ValueError, match="the 2 training rows"):
@@ -362,34 +365,75 @@ def test_a_retrained_model_is_another_model(tiny_model_dir, tmp_path):
         evaluate(tmp_path / "m", tmp_path, "--limit", "2")
 
 
-def test_lines_cut_off_by_a_kill_do_not_count(tmp_path):
-    journal = eval_journal.Journal(tmp_path, "s", 0)
-    assert journal.prepare({"seed": 0}, overwrite=False)
-    journal.append({"index": 0, "sample": 0, "text": "line\nbreak \u2028"})
-    with open(journal.folder / "rank_0.jsonl", "ab") as file:
-        file.write(b'{"index": 1, "sample": 0, "te')
-    assert set(journal.read()) == {(0, 0)}
-    journal.lines = None  # as a new process would find it
-    journal.append({"index": 2, "sample": 0})
-    journal.append({"index": 1, "sample": 0})
-    assert set(journal.read()) == {(0, 0), (1, 0), (2, 0)}
-    second = eval_journal.Journal(tmp_path, "s", 0)
-    with pytest.raises(ValueError, match="another process"):
-        second.prepare({"seed": 0}, overwrite=False)
+def write_sums(path: Path, count: int) -> Path:
+    """Problems of GSM8K's format whose prompts are of many lengths."""
+    sums = ["+".join("1" * (1 + 37 * i % 101)) for i in range(count)]
+    path.write_text("".join(json.dumps({"question": f"what is {s} ?", "answer": "#### 3"}) + "\n" for s in sums))
+    return path
+
+
+def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model_dir, tmp_path):
+    """Where the rows left over are batched among themselves some do change, so a change would be seen."""
+    flags = ("--data_file", str(write_sums(tmp_path / "sums.jsonl", 80)), "--dtype", "bfloat16", "--batch_size", "4")
+    flags += ("--block_length", "8", "--gen_length", "24")
+    whole = evaluate(tiny_model_dir, tmp_path / "whole", *flags, task="gsm8k")
+    required = ["--model_path", str(tiny_model_dir), "--dataset", "gsm8k", "--output_dir", str(tmp_path / "parts")]
+    args = evaluation.make_parser().parse_args([*required, *flags, "--diffusion_steps", "12"])
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    prompts = read_prompts(args, load_task("gsm8k"), tokenizer)
+
+    def generate_by(world: int, batches: list, done: dict) -> Journal:
+        """Each process's share in turn, into the journal of the one setup."""
+        journals = [Journal(args.output_dir, setup_name(args), rank) for rank in range(world)]
+        assert journals[0].prepare(run_identity.run_identity(args, prompts), overwrite=not done)
+        for journal in journals:
+            generate_completions.generate_missing(args, tokenizer, batches, done, journal, world)
+        return journals[0]
+
+    expected = dict(texts(whole))
+    batches = generate_completions.all_batches(prompts, 1, 4)
+    left = [prompt for prompt in prompts if prompt.index % 3]
+    anew = generate_by(1, generate_completions.all_batches(left, 1, 4), {}).read()
+    assert any(entry["generations"] != expected[index] for (index, _), entry in anew.items())
+
+    kept = {key: entry for key, entry in generate_by(2, batches, {}).read().items() if key[0] % 3 == 0}
+    for path in Path(args.output_dir).glob("*.partial/rank_*.jsonl"):
+        path.unlink()
+    found = generate_by(3, batches, kept).read()
+    assert {key[0] for key in found} == {prompt.index for prompt in left}
+    assert {index: entry["generations"] for (index, _), entry in (kept | found).items()} == expected
+
+
+def test_the_identity_holds_what_moves_a_logit_where_that_may_change_a_token(tiny_model_dir):
+    def identity(*flags: str) -> dict[str, Any]:
+        required = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--diffusion_steps", "64"]
+        return run_identity.run_identity(evaluation.make_parser().parse_args([*required, *flags]), [])
+
+    in_fp32 = identity("--dtype", "float32")  # that of version 0.1, whose runs resume
+    assert list(in_fp32) == [
+        *("weights", "problems", "prompts", "seed", "dtype", "gen_length", "diffusion_steps", "block_length"),
+        *("temperature", "cfg_scale", "remasking", "num_samples"),
+    ]
+    assert in_fp32 == identity("--dtype", "float32", "--batch_size", "7", "--attn_implementation", "eager")
+    in_bf16 = identity("--dtype", "bfloat16")
+    assert in_bf16["libraries"].startswith(f"torch {torch.__version__}, transformers ")
+    assert {"device", "libraries", "batch_size", "attn_implementation"} == set(in_bf16) - set(in_fp32)
+    for flags in (("--batch_size", "7"), ("--attn_implementation", "eager")):
+        assert identity("--dtype", "bfloat16", *flags) != in_bf16
 
 
 def test_large_weights_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(eval_journal, "WHOLE_FILE", 1 << 10)
-    monkeypatch.setattr(eval_journal, "PIECE", 1 << 4)
+    monkeypatch.setattr(run_identity, "WHOLE_FILE", 1 << 10)
+    monkeypatch.setattr(run_identity, "PIECE", 1 << 4)
     content = bytearray(torch.randint(256, (1 << 14,), generator=keyed_generator(0)).to(torch.uint8).numpy().tobytes())
     prints = set()
     for change in (None, 0, len(content) - 1):
         if change is not None:
             content[change] ^= 1
         (tmp_path / "model.safetensors").write_bytes(content)
-        prints.add(eval_journal.weights_fingerprint(str(tmp_path)))
+        prints.add(run_identity.weights_fingerprint(str(tmp_path)))
     assert len(prints) == 3
-    assert eval_journal.weights_fingerprint("org/name") == "org/name"
+    assert run_identity.weights_fingerprint("org/name") == "org/name"
 
 
 def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch):
@@ -431,7 +475,7 @@ def test_bad_settings_are_refused(tiny_model_dir, tmp_path, flags, message):
 def test_file_names_tell_setups_apart(tmp_path):
     def name(*flags: str) -> str:
         required = ["--model_path", "runs/sft/checkpoint-20/", "--dataset", "math", "--diffusion_steps", "64"]
-        return evaluation.setup_name(evaluation.make_parser().parse_args([*required, *flags]))
+        return setup_name(evaluation.make_parser().parse_args([*required, *flags]))
 
     assert name() == "math_sft_checkpoint-20_128_64"
     assert name("--model_path", "runs/sft/merged") == "math_sft_merged_128_64"

@@ -119,6 +119,23 @@ def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model
     assert texts(whole) == texts(tmp_path)
 
 
+def test_overwrite_leaves_a_run_that_is_alive_alone(tiny_model_dir, tmp_path):
+    flags = ("--model_path", tiny_model_dir, "--limit", 200, "--output_dir", tmp_path, "--batch_size", 2)
+    process = start(2, *flags)
+    partial = tmp_path / f"sudoku_{tiny_model_dir.name}_12_6.partial"
+    deadline = time.monotonic() + 600
+    while not list(partial.glob("rank_*.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="another process is evaluating into"):
+        evaluate(*flags, "--overwrite")
+    assert process.poll() is None, "the run was to be alive"
+    assert "200/200" in finish(process)
+    first = texts(tmp_path)
+    evaluate(*flags, "--overwrite", "--limit", 3)
+    assert len(first) == 200
+    assert len(texts(tmp_path)) == 3
+
+
 def test_errors_end_every_process_with_one_line(tiny_model_dir, tmp_path):
     process = start(1, "--model_path", tiny_model_dir, "--data_file", "nowhere.csv", "--output_dir", tmp_path)
     _, err = process.communicate(timeout=900)

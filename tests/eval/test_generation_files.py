@@ -64,6 +64,35 @@ def test_our_files_say_how_many_problems_there_are(tmp_path):
     assert (row.n, row.expected, row.complete, row.duplicates) == (3, 3, True, 0)
 
 
+@pytest.mark.parametrize("expected", ["3", -3, 0, 2.5, math.inf, True, [3]])
+def test_expected_problems_that_is_no_count_is_said(tmp_path, expected):
+    items = [item("sudoku", RIGHT["sudoku"], index=i) for i in range(3)]
+    write(tmp_path, "sudoku_m_32_16_0", items, task="sudoku", expected_problems=expected)
+    row, _ = score_all(tmp_path)["sudoku_m_32_16"]
+    assert (row.n, row.accuracy, row.expected, row.complete) == (3, 100, None, False)
+    (error,) = row.errors
+    assert error.startswith(
+        'sudoku_m_32_16_0_generations.json: "expected_problems" must be a whole number above 0, got'
+    )
+
+
+def test_ranks_that_cannot_be_are_said_and_the_others_read(tmp_path):
+    for rank in ("0", "00", "7", "5000000", "9" * 100):
+        write(tmp_path, f"sudoku_m_32_16_{rank}", [item("sudoku", RIGHT["sudoku"], len(rank) + int(rank) % 10)])
+    rows = {name: row for name, (row, _) in score_all(tmp_path).items()}
+    assert (rows["sudoku_m_32_16"].n, rows["sudoku_m_32_16"].missing_ranks) == (2, [1, 2, 3, 4, 5, 6])
+    reasons = {
+        "00": r"sudoku_m_32_16_0_generations.json is of rank 0 too: keep one of them",
+        "5000000": "5000000 is no process's rank: they end at 9999",
+        "9" * 100: "is no process's rank",
+    }
+    for rank, reason in reasons.items():
+        row = rows[f"sudoku_m_32_16_{rank}_generations.json"]
+        assert not row.complete
+        assert len(row.errors) == 1
+        assert reason in row.errors[0]
+
+
 def test_duplicates_count_once_strictly_and_again_as_published(tmp_path):
     items = [item("sudoku", RIGHT["sudoku"]), item("sudoku", "<answer></answer>"), item("sudoku", "", 1)]
     write(tmp_path, "sudoku_m_32_16_0", items)

@@ -75,6 +75,22 @@ def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
     assert run(tmp_path, "--allow-partial").returncode == 0
 
 
+def test_missing_ranks_are_named_in_one_short_line(tmp_path, write_sudoku):
+    for rank in (2, 6, 9999):
+        write_sudoku(tmp_path / f"sudoku_base_32_16_{rank}_generations.json", 2, of=5)
+    assert "ERROR sudoku_base_32_16: no file of rank 0-1, 3-5, 7-9998\n" in run(tmp_path).stderr
+
+
+def test_help_needs_no_torch():
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[1])\n"
+    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code += "finally: assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    command = [sys.executable, "-c", code.replace("sys.argv[1])", "sys.argv.pop(1))"), SCRIPT, SCRIPT.parent, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--scoring" in done.stdout
+
+
 def test_details_hold_every_problem(folder, tmp_path):
     assert run(folder, "--details", tmp_path / "details.jsonl").returncode == 0
     details = [json.loads(line) for line in (tmp_path / "details.jsonl").read_text().splitlines()]

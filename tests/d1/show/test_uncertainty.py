@@ -6,7 +6,8 @@ import itertools
 import math
 
 import pytest
-from uncertainty import Z95, sign_test, wilson_interval
+
+from d1.show.uncertainty import Z95, sign_test, wilson_interval
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 1), (1, 1), (0, 20), (3, 20), (10, 20), (20, 20), (783, 1130)])
