@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import functools
+import io
 import math
 import re
 import sys
@@ -106,88 +108,68 @@ def test_the_message_names_every_setting_with_value_and_range() -> None:
 # ---- the commands
 
 
-def fit_parser() -> argparse.ArgumentParser:
-    (commands,) = (a for a in tools.make_parser()._subparsers._group_actions)  # type: ignore[union-attr]
-    return commands.choices["fit"]  # type: ignore[index]
-
-
-def start_fit(flags: list[str]) -> None:
-    tools.main(tools.make_parser().parse_args(["fit", "--model_path", "none", "--stage", "rl", *flags]))
-
-
-def start_sft(flags: list[str]) -> None:
-    sft_train.main(sft_train.make_parser().parse_args([*flags, "--output_dir", "/dev/null/no"]))
-
-
-def start_eval(flags: list[str]) -> None:
-    evaluation.main(evaluation.make_parser().parse_args(["--model_path", "none", "--dataset", "sudoku", *flags]))
-
-
-def start_rl(flags: list[str]) -> None:
-    start = [
-        "--output_dir",
-        "/dev/null/no",
-        "--report_to",
-        "none",
-        "--per_device_train_batch_size",
-        "6",
-        "--bf16",
-        "false",
-    ]
-    diffu_grpo_train.main(*diffu_grpo_train.make_parser().parse_args_and_config([*start, *flags]))
-
-
-COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[list[str]], None]]] = {
-    "sft": (sft_train.make_parser, start_sft),
-    "rl": (diffu_grpo_train.make_parser, start_rl),
-    "eval": (evaluation.make_parser, start_eval),
-    "fit": (fit_parser, start_fit),
+BARE = ["--output_dir", "/dev/null/no"]  # no folder can be made there
+RL = [*BARE, "--report_to", "none", "--per_device_train_batch_size", "6", "--bf16", "false"]
+COMMANDS: dict[str, tuple[Any, list[str], Callable[[Any], object]]] = {  # parser, what it requires, and its main
+    "sft": (sft_train.make_parser(), BARE, sft_train.main),
+    "rl": (diffu_grpo_train.make_parser(), RL, lambda both: diffu_grpo_train.main(*both)),
+    "eval": (evaluation.make_parser(), ["--model_path", "none", "--dataset", "sudoku", *BARE], evaluation.main),
+    "fit": (tools.make_parser(), ["fit", "--model_path", "none", "--stage", "rl"], tools.main),
 }
 
 
-def numbers_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Flags whose type turns "7" into a number, and those that a dataclass says may be one."""
-    numeric = []
-    for action in parser._actions:
-        try:
-            value = action.type("7") if callable(action.type) else None
-        except (ValueError, TypeError, argparse.ArgumentTypeError):
-            value = None
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            numeric.append(action)
-    return numeric
+def start(command: str, flags: list[str]) -> None:
+    parser, required, main = COMMANDS[command]
+    parse = parser.parse_args_and_config if command == "rl" else parser.parse_args
+    main(parse([*required, *flags]))
+
+
+def parsed(command: str, name: str, text: str) -> Any:
+    """What a command's parser makes of `--name=text`; None where it refuses, or the flag is another's second name."""
+    parser, required, _ = COMMANDS[command]
+    try:
+        value = vars(parser.parse_args([*required, f"--{name}={text}"])).get(name)
+    except SystemExit:
+        return None
+    return value[0] if isinstance(value, list) else value
+
+
+@functools.cache
+def numbers_of(command: str) -> tuple[str, ...]:
+    """All flags in a command's help that take 7 for a number."""
+    parser, required, _ = COMMANDS[command]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+        parser.parse_args([*required, "--help"])
+    names = sorted(set(re.findall(r"--([a-z]\w*)", text.getvalue())))
+    return tuple(name for name in names if type(parsed(command, name, "7")) in (int, float))
 
 
 def test_rl_settings_that_may_be_numbers_are_all_seen() -> None:
-    """What the search below finds by types, checked against the names in the dataclasses."""
-    names = {action.dest for action in numbers_of(diffu_grpo_train.make_parser())}
+    """What the search above finds by parsing, checked against the types in the dataclasses."""
     fields = {**DiffuGRPOConfig.__dataclass_fields__, **ModelConfig.__dataclass_fields__}
     kinds = {name: str(field.type) for name, field in fields.items()}
-    assert {name for name, kind in kinds.items() if "int" in kind or "float" in kind} - names <= {"pad_to_multiple_of"}
+    numeric = {name for name, kind in kinds.items() if "int" in kind or "float" in kind}
+    assert numeric - set(numbers_of("rl")) <= {"pad_to_multiple_of"}  # a word or a number, so a text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_number_of_a_command_has_a_row(command: str) -> None:
-    parser, _ = COMMANDS[command]
-    names = {action.dest for action in numbers_of(parser())}
+    names = numbers_of(command)
     assert len(names) >= 6
-    assert {name for name in names if name not in RANGES and f"{command}.{name}" not in RANGES} == set()
+    assert [name for name in names if name not in RANGES and f"{command}.{name}" not in RANGES] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_refuses_every_number_outside_its_range(command: str) -> None:
     """By its flag, through its own parser, before it looks at its folders or its model."""
-    make, start = COMMANDS[command]
-    for action in numbers_of(make()):
-        row = RANGES.get(f"{command}.{action.dest}", RANGES[action.dest])
-        outside = [value for value in CANDIDATES if not allowed(value, row)]
-        typed = [value for value in outside if action.type is not int or (math.isfinite(value) and value == int(value))]
-        if action.choices is not None or not typed or action.type not in (int, float):
-            continue  # the parser itself refuses these
-        for value in (typed[0], typed[-1]):
-            text = str(int(value)) if action.type is int else str(value)
-            with pytest.raises(ValueError, match=rf"out of range: .*--{action.dest} "):
-                start([f"--{action.dest}={text}"])
+    for name in numbers_of(command):
+        row = RANGES.get(f"{command}.{name}", RANGES.get(name, ""))
+        outside = [str(int(v) if math.isfinite(v) and v == int(v) else v) for v in CANDIDATES if not allowed(v, row)]
+        typed = [text for text in outside if parsed(command, name, text) is not None]  # else the parser refuses it
+        for text in {*typed[:1], *typed[-1:]}:
+            with pytest.raises(ValueError, match=rf"out of range: .*--{name} "):
+                start(command, [f"--{name}={text}"])
 
 
 @pytest.mark.parametrize(
@@ -210,14 +192,14 @@ def test_every_command_refuses_every_number_outside_its_range(command: str) -> N
 def test_nonsense_that_used_to_train_or_to_crash(command: str, flags: list[str]) -> None:
     name = flags[0].partition("=")[0]
     with pytest.raises(ValueError, match=rf"out of range: {name} "):
-        COMMANDS[command][1](flags)
+        start(command, flags)
 
 
 def test_a_yaml_is_held_to_the_same_ranges(tmp_path: Path) -> None:
     settings = tmp_path / "settings.yaml"
     settings.write_text("beta: .nan\nnum_iterations: 2.5\n")
     with pytest.raises(ValueError, match=r"--beta nan .*; --num_iterations 2\.5 \(must be an integer in \[1, inf"):
-        start_rl(["--config", str(settings)])
+        start("rl", ["--config", str(settings)])
 
 
 def test_the_table_needs_no_torch() -> None:
