@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from d1.models import attach_hooks
 from d1.scoring import mean_field_logps
@@ -62,7 +62,8 @@ def random_model(size: str, vocabulary: int | None = None) -> Any:
             "d1's settings). --size tiny runs the same code on any machine"
         )
     with torch.device(device):  # made where it is used: a large model need not fit elsewhere first
-        model: Any = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return attach_hooks(model).eval()
 
 

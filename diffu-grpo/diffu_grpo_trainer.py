@@ -164,14 +164,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             ]
         return Rollout(**{field.name: torch.cat([getattr(p, field.name) for p in parts]) for field in fields(Rollout)})
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        started = time.perf_counter()
-        batch = super()._generate_and_score_completions(inputs)
+    def rollout_finished(self, seconds: float) -> None:
         if self.mode == "train":
-            self.rollout_seconds.append(time.perf_counter() - started)
+            self.rollout_seconds.append(seconds)
         else:
             self.evaluation_rollouts += 1
-        return batch
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation sees the same random numbers, so that two are comparable

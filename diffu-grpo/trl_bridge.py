@@ -1,7 +1,7 @@
 """All that touches what TRL 1.16 does not offer in public: its private methods and state, and a patch.
 
-`CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods turned into four questions that a subclass answers:
-`rollout`, `after_rollout`, `loss`, `tokenized`. To delete, one by one, as TRL offers
+`CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods turned into a few questions that a subclass answers:
+`tokenized`, `rollout`, `after_rollout`, `loss`. To delete, one by one, as TRL offers
 - a way to sample with a function of one's own that keeps TRL's tokenising, rewards and logging (`rollout_func` is given
   prompts as text, and replaces tokenising too);
 - log-probabilities as an argument of its loss;
@@ -71,6 +71,10 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         """
         raise NotImplementedError
 
+    def rollout_finished(self, seconds: float) -> None:
+        """Called when a rollout, its rewards and `after_rollout` are done, which took so long."""
+        raise NotImplementedError
+
     def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """The loss of a micro-batch."""
         raise NotImplementedError
@@ -94,8 +98,10 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         return (model.logps, model.entropies, None) if isinstance(model, Scores) else (None, None, None)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        started = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
         self.after_rollout(batch, batch.pop("sampling_per_token_logps"))
+        self.rollout_finished(time.perf_counter() - started)
         return batch
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:

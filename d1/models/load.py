@@ -150,6 +150,7 @@ def load_base(
     if trust_remote_code and "auto_map" in PreTrainedConfig.get_config_dict(path)[0]:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
         check_split(model)
+        take_computations(model)
         setattr(model, PREPARED, True)  # on the user's word
         return model
     config, mapping = native_config(path)

@@ -86,15 +86,15 @@ def _exact(text: str) -> Fraction | None:
 
 # The helper process. One a process that asks; a fork starts its own, since it must not share the pipe.
 _lock = threading.Lock()
-_helper: subprocess.Popen[bytes] | None = None
+helper_process: subprocess.Popen[bytes] | None = None
 _helper_owner = -1
 _helper_ready = False
 
 
 def _start() -> subprocess.Popen[bytes]:
-    global _helper, _helper_owner, _helper_ready
-    if _helper is None or _helper_owner != os.getpid() or _helper.poll() is not None:
-        _helper = subprocess.Popen(
+    global helper_process, _helper_owner, _helper_ready
+    if helper_process is None or _helper_owner != os.getpid() or helper_process.poll() is not None:
+        helper_process = subprocess.Popen(
             [sys.executable, "-P", __file__],  # by path: `d1` need not be importable there
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -102,11 +102,11 @@ def _start() -> subprocess.Popen[bytes]:
             bufsize=0,
         )
         _helper_owner, _helper_ready = os.getpid(), False
-    return _helper
+    return helper_process
 
 
 def _verify(answer: str, gold: str) -> bool:
-    global _helper, _helper_ready
+    global helper_process, _helper_ready
     with _lock:
         helper = _start()
         assert helper.stdin is not None
@@ -123,7 +123,7 @@ def _verify(answer: str, gold: str) -> bool:
             logger.warning("math-verify gave up on the answer %.80r (gold %.80r)", answer, gold)
             helper.kill()
             helper.wait()
-            _helper = None
+            helper_process = None
             _start()
         return reply == b"1"
 
