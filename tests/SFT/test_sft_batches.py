@@ -14,6 +14,8 @@ from sft_batches import GlobalBatchSampler, Slot, dLLMDataCollator, dLLMSFTDatas
 from sft_trainer import band_losses, dLLMTrainer
 from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+from d1.models import prepare
+
 
 class ThreeTokens:
     """A tokenizer of the vocabulary 0 (mask), 1 and 2 (EOS)."""
@@ -48,7 +50,7 @@ def test_estimate_is_unbiased(tmp_path: Path) -> None:
         initializer_range=1.0, pad_token_id=1,
     )  # fmt: skip
     config.is_causal = False
-    model = LlamaForCausalLM(config)
+    model = prepare(LlamaForCausalLM(config))
     ids, answers = [1, 2, 1, 2], 3
 
     nodes, weights = np.polynomial.legendre.leggauss(8)  # exact for these polynomials of t
