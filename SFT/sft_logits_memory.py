@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from d1.models import attach_hooks
+from d1.models import prepare
 from d1.models.head import body_and_head, target_logps
 
 LLADA_VOCABULARY = 126464
@@ -32,7 +32,7 @@ def measure(way: str, rows: int, length: int, vocabulary: int) -> tuple[int, int
         vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
     )  # fmt: skip
     config.is_causal = False
-    model: Any = attach_hooks(LlamaForCausalLM(config))
+    model: Any = prepare(LlamaForCausalLM(config))
     model.to(device)
     calls: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda head, states: calls.append(states[0].shape[:-1].numel()))

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from d1.models import attach_hooks
+from d1.models import prepare
 from d1.scoring import mean_field_logps
 from d1.show.tables import markdown_table
 
@@ -64,7 +64,7 @@ def random_model(size: str, vocabulary: int | None = None) -> Any:
     with torch.device(device):  # made where it is used: a large model need not fit elsewhere first
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return attach_hooks(model).eval()
+    return prepare(model).eval()
 
 
 def random_prompts(model: Any, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

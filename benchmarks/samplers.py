@@ -142,7 +142,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     work: dict[str, tuple[float, float]] = {}
     for name, parts in sampled.items():
         right[name] = solved(parts, tokenizer, prompts.shape[1], rows)
-        counts = torch.cat([torch.stack([part.passes, part.tokens]) for part in parts], dim=1).double().mean(1)
+        counts = torch.cat([torch.stack([part.passes, part.forward_tokens]) for part in parts], dim=1).double().mean(1)
         work[name] = (counts[0].item(), counts[1].item())
     results = {}
     for name in runs:

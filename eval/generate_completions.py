@@ -149,6 +149,6 @@ def generate_batch(
             "seconds": seconds,
         }
         for (prompt, sample), row, length, passes, fed in zip(
-            batch, output.tolist(), lengths, sampled.passes.tolist(), sampled.tokens.tolist(), strict=True
+            batch, output.tolist(), lengths, sampled.passes.tolist(), sampled.forward_tokens.tolist(), strict=True
         )
     ]

@@ -1,9 +1,10 @@
 """Load masked diffusion language models, whose logits score the token AT each position and see the whole text.
 
 Kinds (`d1/models/kinds.py`): LLaDA, Dream, Llama/Qwen/Gemma decoders with attention turned both ways, and masked-LM
-encoders. All run on the classes in Transformers, with two hooks on the body (the model without its head): one gives
-each token the position it would have without padding, one moves the hidden states of models that predict the next token
-(Dream) to the position they speak of. The body is where both work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
+encoders. All run on the classes in Transformers. `prepare` puts hooks on the body (the model without its head): one
+gives each token the position it would have without padding, one moves the hidden states of models that predict the next
+token (Dream) to the position they speak of, one runs a decoder's last layer only where its states are asked for. On the
+body they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
 Windowed layers (Gemma, ModernBERT) keep their window, made symmetric; their full layers carry the rest.
 """
 
@@ -16,13 +17,7 @@ from typing import Any, TypeVar
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import ATTENTION, PREPARED, align_positions, align_states, keep_states

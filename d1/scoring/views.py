@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from d1.models.attention import require_prepared
+from d1.models.attention import padding_mask, require_prepared
 from d1.models.head import body_and_head, target_logps
 
 
@@ -91,12 +91,10 @@ def score(
     clean = torch.cat([prompt_ids, completion_ids, behind], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
     noise = views.noise & visible.bool().unsqueeze(1)
+    shown = padding_mask(visible)  # a mask that hides nothing would keep compiled attention from its fast kernels
 
     def view(hidden: Tensor, scored: Tensor) -> tuple[Tensor, Tensor | None]:
-        # A mask that hides nothing would keep compiled attention from its fast kernels.
-        states = body_and_head(model)[0](
-            clean.masked_fill(hidden, mask_token_id), None if attention_mask.all() else visible
-        )
+        states = body_and_head(model)[0](clean.masked_fill(hidden, mask_token_id), shown)
         states = states[:, prompt_ids.shape[1] :][:, :width][scored]
         values = target_logps(model, states, completion_ids[scored], with_entropies=with_entropies)
         return placed(values[0], scored), None if values[1] is None else placed(values[1], scored)

@@ -163,4 +163,4 @@ def check_row(got: Rollout, row: int, width: int, expected: Row) -> None:
     for found, wanted in ((got.logps, expected.logps), (got.entropies, expected.entropies)):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found[row], torch.tensor(wanted), rtol=0, atol=2e-5)
-    assert (got.passes[row].item(), got.tokens[row].item()) == (expected.passes, expected.tokens)
+    assert (got.passes[row].item(), got.forward_tokens[row].item()) == (expected.passes, expected.tokens)
