@@ -29,21 +29,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import gpu, published
-from benchmarks.machine import (
-    MASK,
-    SIZES,
-    check_counts,
-    describe,
-    multiply_adds,
-    our_scores,
-    peak_bytes,
-    race,
-    random_model,
-    random_prompts,
-    scoring_inputs,
-    update,
-    write_report,
-)
+from benchmarks.machine import check_counts, describe, multiply_adds, peak_bytes, race
+from benchmarks.random_models import MASK, SIZES, our_scores, random_model, random_prompts, scoring_inputs, update
+from benchmarks.reports import write_report
 from benchmarks.rl_steps import POCKET_PROMPT, group_size
 from benchmarks.steps import race_steps
 from d1 import sampling

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from make_problems import sudoku_puzzles
 
-from benchmarks.machine import check_counts, describe, race, write_report
+from benchmarks.machine import check_counts, describe, race
+from benchmarks.reports import write_report
 from d1.models import load_model, load_tokenizer
 from d1.runs.entry import run_script
 from d1.sampling import Rollout, rollout

@@ -20,7 +20,7 @@ from sft_data import preprocess_dataset
 from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 
 from benchmarks.clock import Clock, ClockedTraining
-from benchmarks.machine import ROOT, random_model
+from benchmarks.random_models import ROOT, random_model
 from benchmarks.words import random_words, word_tokenizer
 from d1.masking import noise_level
 from d1.models import load_model, load_tokenizer

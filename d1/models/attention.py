@@ -104,7 +104,7 @@ def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], outp
     return output
 
 
-PREPARED = "d1_prepared"  # the attribute of a model that `d1.models.prepare` has made one of ours
+PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets on a model
 
 
 def require_prepared(model: Any) -> None:

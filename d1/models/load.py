@@ -70,7 +70,7 @@ attach_hooks = prepare  # its name in version 0.1
 
 
 def check_buildable(model: Any) -> None:
-    """Raises ValueError for a model that `prepare` cannot make one of ours."""
+    """Raises ValueError for a model that cannot be prepared."""
     name, config = type(model).__name__, model.config
     check_kind(config.model_type, name)
     kind = kind_of(config)
@@ -146,7 +146,7 @@ def load_base(
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
         check_split(model)
         take_computations(model)
-        setattr(model, PREPARED, True)  # on the user's word
+        setattr(model, PREPARED, True)  # nothing here can check that its code masks as it should
         return model
     config, mapping = native_config(path)
     options |= {"key_mapping": mapping, "ignore_mismatched_sizes": True, "output_loading_info": True}

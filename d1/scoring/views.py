@@ -48,13 +48,13 @@ class Scores(NamedTuple):
         logps: (rows, tokens) fp32, the weighted sum of log-probabilities; 0 where every weight is 0. Differentiable.
         entropies: (rows, tokens), the same sum of the entropies in nats of the same distributions, without gradients;
             None unless asked for.
-        views: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored; None unless
-            asked for. Differentiable.
+        view_logps: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored; None
+            unless asked for. Differentiable.
     """
 
     logps: Tensor
     entropies: Tensor | None = None
-    views: Tensor | None = None
+    view_logps: Tensor | None = None
 
 
 def score(
@@ -67,7 +67,7 @@ def score(
     mask_token_id: int,
     gen_length: int,
     with_entropies: bool = False,
-    with_views: bool = False,
+    with_view_logps: bool = False,
 ) -> Scores:
     """Log-probabilities of completions, summed over views with their weights.
 
@@ -107,7 +107,7 @@ def score(
     return Scores(
         (views.weights * logps).sum(1),
         None if entropies is None else (views.weights * entropies).sum(1),
-        logps if with_views else None,
+        logps if with_view_logps else None,
     )
 
 
