@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.models import prepare
 from d1.models.head import body_and_head, target_logps
+from d1.show.tables import markdown_table
 
 LLADA_VOCABULARY = 126464
 
@@ -66,17 +67,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> str:
-    lines = [
-        f"{args.rows} x {args.length} tokens, vocabulary {args.vocabulary}",
-        "| | rows of logits computed | at one time | peak |",
-        "| --- | --- | --- | --- |",
-    ]
+    rows = []
     for way, name in (("all", "all logits"), ("chunks", "hidden answer tokens, in chunks")):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             total, at_once, peak = pool.apply(measure, (way, args.rows, args.length, args.vocabulary))
-        lines.append(f"| {name} | {total} | {at_once} | {peak / 2**20:.0f} MiB |")
-    return "\n".join(lines)
+        rows.append([name, str(total), str(at_once), f"{peak / 2**20:.0f} MiB"])
+    table = markdown_table(["", "rows of logits computed", "at one time", "peak"], rows)
+    return f"{args.rows} x {args.length} tokens, vocabulary {args.vocabulary}\n\n{table}"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(main(make_parser().parse_args()) + "\n")
+    sys.stdout.write(main(make_parser().parse_args()))

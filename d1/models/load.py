@@ -78,10 +78,10 @@ def check_buildable(model: Any) -> None:
         raise ValueError(f"{name} runs code of its own for {config.model_type!r}: load_model(path) has a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
-    check_split(model)
+    check_two_halves(model)
 
 
-def check_split(model: Any) -> None:
+def check_two_halves(model: Any) -> None:
     """Raises ValueError for a model that does not split into body and head."""
     head = kind_of(model.config).head
     missing = [module for module in head if not hasattr(model, module)]
@@ -144,7 +144,7 @@ def load_base(
         options["quantization_config"] = quantization_config(quantization, options["dtype"])
     if trust_remote_code and "auto_map" in PreTrainedConfig.get_config_dict(path)[0]:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
-        check_split(model)
+        check_two_halves(model)
         take_computations(model)
         setattr(model, PREPARED, True)  # nothing here can check that its code masks as it should
         return model
