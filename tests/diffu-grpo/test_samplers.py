@@ -75,7 +75,7 @@ def trained(trainer):
         ({"kv_cache": "dual"}, "would be ignored by the sampler exact"),
         ({"sampler": "cached", "kv_cache": "suffix"}, "prefix, dual"),
         ({"sampler": "parallel", "reveal": "margin"}, "threshold, factor, entropy"),
-        ({"sampler": "parallel", "reveal_level": -1.0}, "out of range: --reveal_level -1.0"),
+        ({"sampler": "parallel", "reveal_level": -1.0}, "--reveal_level -1.0 "),
         ({"sampler": "parallel", "remasking": "random"}, "needs remasking low_confidence"),
     ],
 )
