@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from d1.models import attach_hooks
+from d1.models import prepare
 from d1.models.head import body_and_head, target_logps
+from d1.show.tables import markdown_table
 
 LLADA_VOCABULARY = 126464
 
@@ -32,7 +33,7 @@ def measure(way: str, rows: int, length: int, vocabulary: int) -> tuple[int, int
         vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
     )  # fmt: skip
     config.is_causal = False
-    model: Any = attach_hooks(LlamaForCausalLM(config))
+    model: Any = prepare(LlamaForCausalLM(config))
     model.to(device)
     calls: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda head, states: calls.append(states[0].shape[:-1].numel()))
@@ -66,17 +67,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> str:
-    lines = [
-        f"{args.rows} x {args.length} tokens, vocabulary {args.vocabulary}",
-        "| | rows of logits computed | at one time | peak |",
-        "| --- | --- | --- | --- |",
-    ]
+    rows = []
     for way, name in (("all", "all logits"), ("chunks", "hidden answer tokens, in chunks")):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             total, at_once, peak = pool.apply(measure, (way, args.rows, args.length, args.vocabulary))
-        lines.append(f"| {name} | {total} | {at_once} | {peak / 2**20:.0f} MiB |")
-    return "\n".join(lines)
+        rows.append([name, str(total), str(at_once), f"{peak / 2**20:.0f} MiB"])
+    table = markdown_table(["", "rows of logits computed", "at one time", "peak"], rows)
+    return f"{args.rows} x {args.length} tokens, vocabulary {args.vocabulary}\n\n{table}"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(main(make_parser().parse_args()) + "\n")
+    sys.stdout.write(main(make_parser().parse_args()))

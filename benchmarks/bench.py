@@ -29,21 +29,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import gpu, published
-from benchmarks.machine import (
-    MASK,
-    SIZES,
-    check_counts,
-    describe,
-    multiply_adds,
-    our_scores,
-    peak_bytes,
-    race,
-    random_model,
-    random_prompts,
-    scoring_inputs,
-    update,
-    write_report,
-)
+from benchmarks.machine import check_counts, describe, multiply_adds, peak_bytes, race
+from benchmarks.random_models import MASK, SIZES, our_scores, random_model, random_prompts, scoring_inputs, update
+from benchmarks.reports import write_report
 from benchmarks.rl_steps import POCKET_PROMPT, group_size
 from benchmarks.steps import race_steps
 from d1 import sampling
@@ -141,7 +129,7 @@ def published_sampler_bytes(rows: int, tokens: int, vocabulary: int, width: int)
     return 2 * rows * tokens * vocabulary * width
 
 
-def our_sampler_bytes(rows: int, block: int, vocabulary: int, width: int) -> int:
+def our_sampler_bytes(rows: int, block: int, vocabulary: int) -> int:
     """fp32 logits of a chunk of hidden positions, and either the model's own or the exponentials of logsumexp."""
     at_once = max(1, head.CHUNK_ELEMENTS // 2 // vocabulary)
     positions = min(rows, max(1, at_once // block)) * min(block, at_once)
@@ -153,7 +141,7 @@ def published_scoring_bytes(rows: int, mu: int, prompt: int, length: int, vocabu
     return rows * mu * vocabulary * width * (prompt + length + 2 * length)
 
 
-def our_scoring_bytes(rows: int, length: int, vocabulary: int, width: int) -> int:
+def our_scoring_bytes(rows: int, length: int, vocabulary: int) -> int:
     """One chunk: fp32 logits, and either the model's own or the exponentials of logsumexp."""
     return min(rows * length, max(1, head.CHUNK_ELEMENTS // vocabulary)) * vocabulary * (4 + 4)
 
@@ -201,10 +189,10 @@ def formula_bytes(name: str, at: dict[str, int], vocabulary: int, width: int) ->
     rows, mu, prompt, length, block = (at[key] for key in ("rows", "mu", "prompt", "length", "block"))
     if name == "sampler":
         theirs = published_sampler_bytes(rows, prompt + length, vocabulary, width)
-        ours = our_sampler_bytes(rows, block, vocabulary, width)
+        ours = our_sampler_bytes(rows, block, vocabulary)
     else:
         theirs = published_scoring_bytes(rows, mu, prompt, length, vocabulary, width)
-        ours = our_scoring_bytes(rows, length, vocabulary, width)
+        ours = our_scoring_bytes(rows, length, vocabulary)
     return {"published": theirs, "ours": ours, "published / ours": theirs / ours}
 
 

@@ -56,7 +56,7 @@ class Clock:
 
 
 class ClockedTraining(TrainerCallback):
-    """Clocks a training run from its beginning to its end, setting up aside; the optimizer's steps are a phase."""
+    """Clocks a training run between its first and last step, without its setup; the optimizer's steps are a phase."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

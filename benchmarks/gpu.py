@@ -16,7 +16,8 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import published
-from benchmarks.machine import MASK, our_scores, peak_bytes, race, random_model, random_prompts, scoring_inputs, update
+from benchmarks.machine import peak_bytes, race
+from benchmarks.random_models import MASK, our_scores, random_model, random_prompts, scoring_inputs, update
 from d1 import sampling
 from d1.masking import keyed_generator
 

@@ -28,7 +28,7 @@ from diffu_grpo_config import DiffuGRPOConfig
 
 from benchmarks import published
 from benchmarks.clock import Clock, ClockedTraining
-from benchmarks.machine import ROOT, random_model
+from benchmarks.random_models import ROOT, random_model
 from benchmarks.words import different_words, random_words, word_tokenizer
 from d1.models import load_model, load_tokenizer
 from d1.models.head import body_and_head, logit_parts
@@ -109,18 +109,24 @@ def group_size(rows: int) -> int:
     return rows // max(1, rows // 8)
 
 
+def pocket_job() -> tuple[Any, Any, list[Callable], Dataset]:
+    """The pocket model, its tokenizer, and rewards and rows of its task."""
+    path, task = str(ROOT / "pocket" / "base"), load_task("sudoku")
+    return load_model(path), load_tokenizer(path), task.REWARDS, task.load_rows("train")
+
+
+def random_job(args: Any) -> tuple[Any, Any, list[Callable], Dataset]:
+    """A random model, its tokenizer, a reward, and rows with prompts of `args.prompt` tokens."""
+    model, source = random_model(args.size), random.Random(0)
+    vocabulary = model.config.vocab_size
+    questions = [random_words(args.prompt - 1, vocabulary, source) for _ in range(64)]  # and a <bos>
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": question}]} for question in questions])
+    return model, word_tokenizer(vocabulary), [different_words], rows
+
+
 def rl_trainer(args: Any, folder: Path, clock: Clock) -> Any:
     """A trainer whose every `train()` is a rollout with its mu updates; `train_rl` clocks what this does not."""
-    if args.size == "pocket":
-        path = str(ROOT / "pocket" / "base")
-        task = load_task("sudoku")
-        model, tokenizer, rewards, rows = load_model(path), load_tokenizer(path), task.REWARDS, task.load_rows("train")
-    else:
-        model, rewards, source = random_model(args.size), [different_words], random.Random(0)
-        vocabulary = model.config.vocab_size
-        tokenizer = word_tokenizer(vocabulary)
-        questions = [random_words(args.prompt - 1, vocabulary, source) for _ in range(64)]  # and a <bos>
-        rows = Dataset.from_list([{"prompt": [{"role": "user", "content": question}]} for question in questions])
+    model, tokenizer, rewards, rows = pocket_job() if args.size == "pocket" else random_job(args)
     config = DiffuGRPOConfig(
         output_dir=str(folder),
         per_device_train_batch_size=args.rows,

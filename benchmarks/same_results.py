@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from d1.runs.entry import run_script
 from d1.show.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,4 +191,4 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(make_parser().parse_args()))
+    run_script("same_results.py", lambda: main(make_parser().parse_args()))

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from make_problems import sudoku_puzzles
 
-from benchmarks.machine import check_counts, describe, race, write_report
+from benchmarks.machine import check_counts, describe, race
+from benchmarks.reports import write_report
 from d1.models import load_model, load_tokenizer
 from d1.runs.entry import run_script
 from d1.sampling import Rollout, rollout
@@ -142,7 +143,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     work: dict[str, tuple[float, float]] = {}
     for name, parts in sampled.items():
         right[name] = solved(parts, tokenizer, prompts.shape[1], rows)
-        counts = torch.cat([torch.stack([part.passes, part.tokens]) for part in parts], dim=1).double().mean(1)
+        counts = torch.cat([torch.stack([part.passes, part.forward_tokens]) for part in parts], dim=1).double().mean(1)
         work[name] = (counts[0].item(), counts[1].item())
     results = {}
     for name in runs:

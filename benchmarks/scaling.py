@@ -22,19 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.machine import (
-    MASK,
-    SIZES,
-    check_counts,
-    describe,
-    our_scores,
-    peak_bytes,
-    random_model,
-    random_prompts,
-    scoring_inputs,
-    seconds,
-    write_report,
-)
+from benchmarks.machine import check_counts, describe, peak_bytes, seconds
+from benchmarks.random_models import MASK, SIZES, our_scores, random_model, random_prompts, scoring_inputs
+from benchmarks.reports import write_report
 from d1 import sampling
 from d1.runs.entry import leave, run_script
 

@@ -20,10 +20,11 @@ from sft_data import preprocess_dataset
 from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 
 from benchmarks.clock import Clock, ClockedTraining
-from benchmarks.machine import ROOT, random_model
+from benchmarks.random_models import ROOT, random_model
 from benchmarks.words import random_words, word_tokenizer
 from d1.masking import noise_level
 from d1.models import load_model, load_tokenizer
+from d1.models.attention import padding_mask
 from d1.models.head import body_and_head
 
 
@@ -37,26 +38,31 @@ class PublishedSFT(dLLMTrainer):
         return losses.view(labels.shape).sum(1) / noise_level(inputs["t"])
 
 
-def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) -> Any:
-    """A trainer whose every `train()` is `args.mu` optimizer steps of `args.rows` rows, watched by `clock`.
+def pocket_job() -> tuple[Any, Any, list[dict[str, Any]]]:
+    """The pocket model, its tokenizer and rows of its data."""
+    path = str(ROOT / "pocket" / "base")
+    lines = (ROOT / "dataset" / "sudoku_sft.jsonl").read_text().splitlines()[:256]
+    return load_model(path), load_tokenizer(path), [json.loads(line) for line in lines]
 
-    Random rows have a prompt of `args.prompt` tokens and an answer of a quarter to all of `args.length`.
-    """
-    if args.size == "pocket":
-        path = str(ROOT / "pocket" / "base")
-        model, tokenizer = load_model(path), load_tokenizer(path)
-        data = [json.loads(line) for line in (ROOT / "dataset" / "sudoku_sft.jsonl").read_text().splitlines()[:256]]
-    else:
-        model, source = random_model(args.size), random.Random(0)
-        vocabulary = model.config.vocab_size
-        tokenizer = word_tokenizer(vocabulary)
-        data = [
-            {
-                "prompt": random_words(args.prompt - 1, vocabulary, source),
-                "completion": random_words(source.randint(args.length // 4, args.length - 1), vocabulary, source),
-            }
-            for _ in range(128)
-        ]
+
+def random_job(args: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """A random model, its tokenizer, and rows with a prompt of `args.prompt` tokens and an answer of a quarter to all
+    of `args.length`."""
+    model, source = random_model(args.size), random.Random(0)
+    vocabulary = model.config.vocab_size
+    rows = [
+        {
+            "prompt": random_words(args.prompt - 1, vocabulary, source),
+            "completion": random_words(source.randint(args.length // 4, args.length - 1), vocabulary, source),
+        }
+        for _ in range(128)
+    ]
+    return model, word_tokenizer(vocabulary), rows
+
+
+def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) -> Any:
+    """A trainer whose every `train()` is `args.mu` optimizer steps of `args.rows` rows, watched by `clock`."""
+    model, tokenizer, data = pocket_job() if args.size == "pocket" else random_job(args)
     max_length = args.prompt + args.length
     rows, _ = preprocess_dataset(Dataset.from_list(data), tokenizer, max_length, 0.0, num_proc=1)
     padding = "max" if kind is PublishedSFT else "batch"
@@ -103,8 +109,8 @@ def bare_sft(trainer: Any, clock: Clock) -> None:
     with clock.phase("update"):
         for inputs in trainer.seen[-trainer.args.max_steps :]:
             hidden = (inputs["input_ids"] != inputs["labels"]) & (inputs["labels"] != IGNORED)
-            mask = inputs["attention_mask"]
+            mask = padding_mask(inputs["attention_mask"])
             with trainer.accelerator.autocast():
-                logits = head(body(inputs["input_ids"], None if mask.all() else mask)[hidden])
+                logits = head(body(inputs["input_ids"], mask)[hidden])
             logits.backward(torch.ones_like(logits))
             trainer.model.zero_grad()

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from d1.tasks import text_of
 
-SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>"]  # ids 0 to 3, as in random_model's config
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>"]  # ids 0 to 3, as in the config of `random_model`
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<bos> {{ message['content'] }} "
     "{% else %}{{ message['content'] }} <eos>{% endif %}{% endfor %}"

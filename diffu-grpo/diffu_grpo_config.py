@@ -13,6 +13,7 @@ from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS
+from d1.tasks import TASKS
 
 # Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
 AUTOREGRESSIVE_ONLY = {
@@ -43,7 +44,7 @@ class DiffuGRPOConfig(GRPOConfig):
         default="gsm8k",
         metadata={
             "aliases": ["--task"],
-            "help": "Task: gsm8k, math, countdown, sudoku, or the path of your own task file.",
+            "help": f"Task: {', '.join(TASKS)}, or the path of your own task file.",
         },
     )
     data_file: str | None = field(

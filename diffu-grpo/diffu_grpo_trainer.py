@@ -140,7 +140,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         seconds = time.perf_counter() - started
         self.log_metric("seconds/rollout", seconds)
         self.log_metric("sampling/forward_passes", sampled.passes.float().mean().item())
-        self.log_metric("sampling/forward_tokens", sampled.tokens.float().mean().item())
+        self.log_metric("sampling/forward_tokens", sampled.forward_tokens.float().mean().item())
         self.log_metric("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
         rows = list(zip(completions, record, kept, strict=True))
         return [row[keep].tolist() for row, _, keep in rows], [numbers[keep].tolist() for _, numbers, keep in rows]

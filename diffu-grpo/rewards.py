@@ -163,7 +163,7 @@ def accuracy_of(task: ModuleType) -> Reward:
 
 
 def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
-    """Asks every reward of a task for its opinion of an empty completion, so that what cannot work is known now.
+    """Calls every reward of a task on an empty completion, so that one which cannot work is known now.
 
     Args:
         rows: the training rows, with the columns that the rewards ask for.

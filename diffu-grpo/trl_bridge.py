@@ -50,7 +50,7 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     model: Any  # Trainer's may be None
     args: Any  # GRPOConfig
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # for type checkers, which look for it in Trainer first
         super().__init__(*args, **kwargs)
 
     # --- What a subclass answers --------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     from d1.sampling.caching import check_cacheable
 
     settings = sampling_settings(args)
-    if args.num_samples > 1 and args.temperature == 0 and args.remasking != "random":
+    if args.num_samples > 1 and not settings.draws:
         raise ValueError(
             "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"
         )

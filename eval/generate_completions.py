@@ -23,10 +23,10 @@ from d1.models import load_model
 from d1.sampling import rollout
 from d1.sampling.settings import SamplingSettings
 
-Row = tuple[Prompt, int]  # what one completion answers: a prompt, and which of its samples it is
+Request = tuple[Prompt, int]  # what one completion answers: a prompt, and which of its samples it is
 
 
-def key_of(row: Row) -> Key:
+def key_of(row: Request) -> Key:
     return row[0].index, row[1]
 
 
@@ -39,7 +39,7 @@ def sampling_settings(args: argparse.Namespace) -> SamplingSettings:
     return SamplingSettings.of(args, steps="diffusion_steps")
 
 
-def all_batches(prompts: Iterable[Prompt], num_samples: int, batch_size: int) -> list[list[Row]]:
+def all_batches(prompts: Iterable[Prompt], num_samples: int, batch_size: int) -> list[list[Request]]:
     """The batches of a run, a function of these arguments alone.
 
     The longest prompts come first: batches need little padding, and one that does not fit fails at once.
@@ -52,7 +52,7 @@ def all_batches(prompts: Iterable[Prompt], num_samples: int, batch_size: int) ->
 def generate_missing(
     args: argparse.Namespace,
     tokenizer: Any,
-    batches: list[list[Row]],
+    batches: list[list[Request]],
     done: dict[Key, dict[str, Any]],
     journal: Journal,
     world: int,
@@ -81,7 +81,7 @@ def generate_missing(
             progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes / rows:.1f} forward passes each", refresh=False)
 
 
-def load_model_for(args: argparse.Namespace, batches: list[list[Row]]) -> Any:
+def load_model_for(args: argparse.Namespace, batches: list[list[Request]]) -> Any:
     """The model on this process's device.
 
     Raises:
@@ -113,7 +113,7 @@ def generate_batch(
     args: argparse.Namespace,
     model: Any,
     tokenizer: Any,
-    batch: list[Row],
+    batch: list[Request],
     ends: torch.Tensor,
 ) -> list[dict[str, Any]]:
     """Journal entries of one batch, under the names of the generation files: texts, `tokens` generated before the end,
@@ -149,6 +149,6 @@ def generate_batch(
             "seconds": seconds,
         }
         for (prompt, sample), row, length, passes, fed in zip(
-            batch, output.tolist(), lengths, sampled.passes.tolist(), sampled.tokens.tolist(), strict=True
+            batch, output.tolist(), lengths, sampled.passes.tolist(), sampled.forward_tokens.tolist(), strict=True
         )
     ]

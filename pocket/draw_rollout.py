@@ -16,6 +16,7 @@ import torch
 from make_tokenizer import CELLS, PROMPT_TOKENS
 
 from d1.models import load_model, load_tokenizer
+from d1.runs.entry import run_script
 from d1.sampling import rollout
 from d1.show.denoise import denoise_svg
 from d1.tasks import load_task
@@ -38,8 +39,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    model, tokenizer = load_model(args.model_path).eval(), load_tokenizer(args.model_path)
-    row = load_task("sudoku").load_rows("validation")[args.problem]
+    rows = load_task("sudoku").load_rows("validation")
+    if not 0 <= args.problem < len(rows):
+        raise ValueError(f"--problem must be from 0 to {len(rows) - 1}, got {args.problem}")
+    row, model, tokenizer = rows[args.problem], load_model(args.model_path), load_tokenizer(args.model_path)
     prompt = torch.tensor([tokenizer.apply_chat_template(row["prompt"], return_dict=False)])
     sampled: Any = rollout(
         model,
@@ -64,4 +67,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(make_parser().parse_args())
+    run_script("draw_rollout.py", lambda: main(make_parser().parse_args()))

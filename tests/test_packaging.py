@@ -42,6 +42,7 @@ COME_WITH_PINS = (
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn")
 # d1's rooms from the ground up: each may import those before it.
 LAYERS = (
+    "lazy",
     "show",
     "tasks",
     "masking",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 
+FORMATS = {"llada": "export_llada"}  # name -> the function of d1.models.convert that writes it
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--format", choices=["llada"], required=True)
+    parser.add_argument("--format", choices=FORMATS, required=True)
 
 
 def run(args: argparse.Namespace) -> None:
-    from d1.models.convert import export_llada
+    from d1.models import convert
 
-    export_llada(args.source, args.out)
+    getattr(convert, FORMATS[args.format])(args.source, args.out)

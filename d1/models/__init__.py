@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from d1.lazy import lazily
 
 if TYPE_CHECKING:
     from d1.models.load import attach_hooks as attach_hooks
@@ -11,15 +12,10 @@ if TYPE_CHECKING:
     from d1.models.load import prepare as prepare
     from d1.models.tokenizer import load_tokenizer as load_tokenizer
 
-HOMES = {  # imported on first use, as what lies there imports torch
-    "attach_hooks": "d1.models.load",
-    "load_model": "d1.models.load",
-    "load_tokenizer": "d1.models.tokenizer",
-    "prepare": "d1.models.load",
+HOMES = {
+    "attach_hooks": "load",
+    "load_model": "load",
+    "load_tokenizer": "tokenizer",
+    "prepare": "load",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(HOMES[name]), name)
+__getattr__ = lazily(__name__, HOMES)

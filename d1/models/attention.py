@@ -58,14 +58,16 @@ def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     return args, kwargs
 
 
-ATTENTION = {"full": place_tokens}  # Kind.attention -> forward pre-hook of the body that makes its masks and positions
+# `Kind.attention` -> forward pre-hook of the body, which makes masks and positions from the mask it is given: of keys
+# (rows, keys), None where all are seen, or already over queries, with position ids, where the sampler has made both.
+ATTENTION = {"full": place_tokens}
 
 
 def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
     """The index of the real token before each of `tokens` (rows, length, ...), for models that predict the next one.
 
-    A row's first real token has nobody before it and is its own, as in Dream's published sampler. With a cache the mask
-    covers it too: the tokens of this pass are its last columns.
+    A row's first real token has none before it and takes its own place, as in Dream's published sampler. With a cache
+    the mask covers it too: the tokens of this pass are its last columns.
     """
     rows, length = tokens.shape[:2]
     index = torch.arange(length, device=tokens.device).expand(rows, length)
@@ -102,7 +104,7 @@ def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], outp
     return output
 
 
-PREPARED = "d1_prepared"  # the attribute of a model that `d1.models.prepare` has made one of ours
+PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets on a model
 
 
 def require_prepared(model: Any) -> None:

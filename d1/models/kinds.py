@@ -16,8 +16,8 @@ from d1.models.formats.llada import FROM_LLADA, NO_MOE, llama_fields
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-DECODER_LORA = {"attention": ATTENTION, "all-linear": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
+DECODER_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+DECODER_LORA = {"attention": DECODER_ATTENTION, "all-linear": (*DECODER_ATTENTION, "gate_proj", "up_proj", "down_proj")}
 BERT_ATTENTION = ("query", "key", "value", "attention.output.dense")
 BERT_LORA = {"attention": BERT_ATTENTION, "all-linear": (*BERT_ATTENTION, "intermediate.dense", "output.dense")}
 MODERNBERT_LORA = {"attention": ("Wqkv", "attn.Wo"), "all-linear": ("Wqkv", "Wo", "Wi")}

@@ -1,9 +1,10 @@
 """Load masked diffusion language models, whose logits score the token AT each position and see the whole text.
 
 Kinds (`d1/models/kinds.py`): LLaDA, Dream, Llama/Qwen/Gemma decoders with attention turned both ways, and masked-LM
-encoders. All run on the classes in Transformers, with two hooks on the body (the model without its head): one gives
-each token the position it would have without padding, one moves the hidden states of models that predict the next token
-(Dream) to the position they speak of. The body is where both work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
+encoders. All run on the classes in Transformers. `prepare` puts hooks on the body (the model without its head): one
+gives each token the position it would have without padding, one moves the hidden states of models that predict the next
+token (Dream) to the position they speak of, one runs a decoder's last layer only where its states are asked for. On the
+body they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
 Windowed layers (Gemma, ModernBERT) keep their window, made symmetric; their full layers carry the rest.
 """
 
@@ -16,13 +17,7 @@ from typing import Any, TypeVar
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import ATTENTION, PREPARED, align_positions, align_states, keep_states
@@ -75,7 +70,7 @@ attach_hooks = prepare  # its name in version 0.1
 
 
 def check_buildable(model: Any) -> None:
-    """Raises ValueError for a model that `prepare` cannot make one of ours."""
+    """Raises ValueError for a model that cannot be prepared."""
     name, config = type(model).__name__, model.config
     check_kind(config.model_type, name)
     kind = kind_of(config)
@@ -83,10 +78,10 @@ def check_buildable(model: Any) -> None:
         raise ValueError(f"{name} runs code of its own for {config.model_type!r}: load_model(path) has a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
-    check_split(model)
+    check_two_halves(model)
 
 
-def check_split(model: Any) -> None:
+def check_two_halves(model: Any) -> None:
     """Raises ValueError for a model that does not split into body and head."""
     head = kind_of(model.config).head
     missing = [module for module in head if not hasattr(model, module)]
@@ -149,9 +144,9 @@ def load_base(
         options["quantization_config"] = quantization_config(quantization, options["dtype"])
     if trust_remote_code and "auto_map" in PreTrainedConfig.get_config_dict(path)[0]:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
-        check_split(model)
+        check_two_halves(model)
         take_computations(model)
-        setattr(model, PREPARED, True)  # on the user's word
+        setattr(model, PREPARED, True)  # nothing here can check that its code masks as it should
         return model
     config, mapping = native_config(path)
     options |= {"key_mapping": mapping, "ignore_mismatched_sizes": True, "output_loading_info": True}

@@ -47,13 +47,7 @@ def load_tokenizer(
         ValueError: No mask or EOS token can be found, an id lies outside the model's embedding, or the model or its
             tokenizer is an unknown kind with code of its own and `trust_remote_code` is False.
     """
-    check_there(str(path))
-    folder = str(path) if has_tokenizer(str(path)) else adapter_chain(str(path), None)[0]
-    if not has_tokenizer(folder):
-        unknown = "" if Path(folder).is_dir() else " (it is no folder here, and the hub or its cache has no such model)"
-        raise FileNotFoundError(
-            f"{folder} holds none of {', '.join(VOCABULARIES)}: there is no tokenizer to load{unknown}"
-        )
+    folder = tokenizer_folder(str(path))
     raw = config_beside(folder)
     kind = KINDS.get(raw.get("model_type", ""), OWN_CODE)
     if "auto_map" in raw and not trust_remote_code:
@@ -69,15 +63,36 @@ def load_tokenizer(
     vocab = tokenizer.get_vocab()
     eot = eot_token or getattr(tokenizer, "eot_token", None) or next((t for t in END_OF_TURN if t in vocab), None)
     tokens["eot_token"] = eot or tokens["eos_token"]
-    for name, token in tokens.items():
-        if token not in vocab:
-            raise ValueError(f"{folder}: {name} {token!r} is not in the tokenizer")
-        if vocab[token] >= raw.get("embedding_size", raw.get("vocab_size", len(vocab))):
-            raise ValueError(f"{folder}: {name} {token!r} has id {vocab[token]}, outside the model's embedding")
+    check_tokens(tokens, vocab, raw.get("embedding_size", raw.get("vocab_size", len(vocab))), folder)
     tokenizer = cls.from_pretrained(folder, **options, **tokens)
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
+
+
+def tokenizer_folder(path: str) -> str:
+    """The folder or hub name whose tokenizer a model goes by: an adapter without one of its own has its base's.
+
+    Raises:
+        FileNotFoundError: neither has one.
+    """
+    check_there(path)
+    folder = path if has_tokenizer(path) else adapter_chain(path, None)[0]
+    if not has_tokenizer(folder):
+        unknown = "" if Path(folder).is_dir() else " (it is no folder here, and the hub or its cache has no such model)"
+        raise FileNotFoundError(
+            f"{folder} holds none of {', '.join(VOCABULARIES)}: there is no tokenizer to load{unknown}"
+        )
+    return folder
+
+
+def check_tokens(tokens: dict[str, str], vocab: dict[str, int], rows: int, folder: str) -> None:
+    """Raises ValueError for a special token that is not in the vocabulary or beyond the embedding's `rows`."""
+    for name, token in tokens.items():
+        if token not in vocab:
+            raise ValueError(f"{folder}: {name} {token!r} is not in the tokenizer")
+        if vocab[token] >= rows:
+            raise ValueError(f"{folder}: {name} {token!r} has id {vocab[token]}, outside the model's embedding")
 
 
 def check_chat_template(

@@ -11,9 +11,8 @@ from typing import NoReturn
 
 from d1.runs.quiet import silence
 
-PATIENCE = (
-    3.0  # seconds a process other than the first waits before it speaks: a launcher stops it where the first failed
-)
+# Seconds that a process other than the first waits before it speaks: where the first failed, a launcher stops it.
+PATIENCE = 3.0
 
 
 class RunError(RuntimeError):

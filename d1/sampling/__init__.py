@@ -1,29 +1,25 @@
-"""The reverse process: from a prompt to a completion. Imports torch only where a name that needs it is asked for."""
+"""The reverse process: from a prompt to a completion."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from d1.lazy import lazily
 
 if TYPE_CHECKING:
+    from d1.sampling.blocks import Step as Step
     from d1.sampling.loop import Rollout as Rollout
-    from d1.sampling.loop import Step as Step
     from d1.sampling.loop import generate as generate
     from d1.sampling.loop import rollout as rollout
-    from d1.sampling.loop import steps as steps
+    from d1.sampling.loop import rollout_steps as rollout_steps
     from d1.sampling.settings import SamplingSettings as SamplingSettings
 
-MODULES = {
+HOMES = {
     "Rollout": "loop",
-    "Step": "loop",
+    "SamplingSettings": "settings",
+    "Step": "blocks",
     "generate": "loop",
     "rollout": "loop",
-    "steps": "loop",
-    "SamplingSettings": "settings",
+    "rollout_steps": "loop",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+__getattr__ = lazily(__name__, HOMES)

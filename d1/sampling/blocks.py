@@ -29,7 +29,7 @@ class Step:
         revealed: (n, k) bool, whether the pass revealed its prediction there.
         ids, logps, entropies: (n, k) the predictions; log-probs and entropies as in `Rollout`.
         canvas: (rows, prompt + gen_length) ids after this pass. The loop goes on writing to it, and to the next two.
-        passes, tokens: (rows,) so far, as in `Rollout`.
+        passes, forward_tokens: (rows,) so far, as in `Rollout`.
     """
 
     rows: Tensor
@@ -41,7 +41,7 @@ class Step:
     entropies: Tensor
     canvas: Tensor
     passes: Tensor
-    tokens: Tensor
+    forward_tokens: Tensor
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Canvas:
     visible: Tensor
     prompt: Tensor
     passes: Tensor
-    tokens: Tensor
+    forward_tokens: Tensor
 
 
 def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, mask_token_id: int) -> Canvas:
@@ -63,7 +63,7 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
         visible=torch.cat([real, torch.ones_like(masks)], dim=1),
         prompt=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
         passes=torch.zeros(rows, dtype=torch.long, device=device),
-        tokens=torch.zeros(rows, dtype=torch.long, device=device),
+        forward_tokens=torch.zeros(rows, dtype=torch.long, device=device),
     )
 
 
@@ -74,7 +74,7 @@ def fill_canvas(
     """Fills block after block from column `start` on; rows whose finished blocks hold one of `ends` take part no more.
 
     Args:
-        fill: `fill_block`, but for the rows, the block's first column and its schedule.
+        fill: `fill_block` with all given but the rows, the block's first column and the tokens it reveals a step.
     """
     first, live = start, list(range(len(canvas.ids)))
     stops = canvas.ids.new_tensor(ends)
@@ -104,9 +104,9 @@ def fill_block(
     """Reveals the block that begins at column `start` in the rows `live`; the others stay as they are.
 
     Args:
-        guess: `predict`, but for states, counts and generators.
+        guess: `predict` with all given but states, counts and generator.
         reveals: the schedule's tokens a step.
-        unprompted: the mask token, to hide the prompt behind in guidance's second view; None without guidance.
+        unprompted: the mask token, which hides the prompt in guidance's unconditional branch; None without guidance.
     """
     size, device = sum(reveals), canvas.ids.device
     source.enter(start, start + size)
@@ -127,7 +127,9 @@ def fill_block(
         at = (rows.unsqueeze(1), positions)
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         hidden = hidden.scatter(1, slots, still & ~chosen)
-        yield Step(rows, numbers, positions, chosen, ids, logps, entropies, canvas.ids, canvas.passes, canvas.tokens)
+        yield Step(
+            rows, numbers, positions, chosen, ids, logps, entropies, canvas.ids, canvas.passes, canvas.forward_tokens
+        )
 
         if settings.rule is None:
             left = [size - scheduled] * len(live)  # known without asking the device
@@ -139,20 +141,21 @@ def fill_block(
         if len(working) < len(left):
             live, left = [live[i] for i in working], [left[i] for i in working]
             picked = torch.tensor(working, device=device)
-            source.keep(torch.cat([picked + view * len(rows) for view in range(len(states))]))
+            source.keep(torch.cat([picked + branch * len(rows) for branch in range(len(states))]))
             rows, hidden = rows[picked], hidden[picked]
 
 
 def run_body(canvas: Canvas, source: Passes, rows: Tensor, positions: Tensor, unprompted: int | None) -> Tensor:
-    """Hidden states (views, n, k, hidden) at `positions` (n, k) of `rows`, with and, under guidance, without prompt."""
-    views = [canvas.ids[rows]]
+    """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`: with the prompt and, under guidance,
+    without it."""
+    branches = [canvas.ids[rows]]
     if unprompted is not None:
-        views.append(views[0].masked_fill(canvas.prompt[rows], unprompted))
-    visible = canvas.visible[rows].repeat(len(views), 1)
-    states, fed = source.states(torch.cat(views), visible, positions.repeat(len(views), 1))
+        branches.append(branches[0].masked_fill(canvas.prompt[rows], unprompted))
+    visible = canvas.visible[rows].repeat(len(branches), 1)
+    states, fed = source.states(torch.cat(branches), visible, positions.repeat(len(branches), 1))
     canvas.passes[rows] += 1
-    canvas.tokens[rows] += fed.unflatten(0, (len(views), -1)).sum(0)
-    return states.unflatten(0, (len(views), -1))
+    canvas.forward_tokens[rows] += fed.unflatten(0, (len(branches), -1)).sum(0)
+    return states.unflatten(0, (len(branches), -1))
 
 
 def choose(

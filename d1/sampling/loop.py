@@ -1,9 +1,9 @@
 """The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
 
 A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled left to right; in each step the model
-predicts every masked token of the current block and keeps some of its predictions. `steps` is that loop, a step at a
-time; `rollout` runs it to the end and keeps a record. The loop is in `blocks.py`, and each of a step's parts has its
-file: where the model's states come from (`caching.py`), which tokens it predicts from them (`predict.py`), which of
+predicts every masked token of the current block and keeps some of its predictions. `rollout_steps` is that loop, a step
+at a time; `rollout` runs it to the end and keeps a record. The loop is in `blocks.py`, and each of a step's parts has
+its file: where the model's states come from (`caching.py`), which tokens it predicts from them (`predict.py`), which of
 these it keeps first (`order.py`) and how many (`reveal.py`).
 """
 
@@ -38,7 +38,7 @@ class Rollout:
             forward pass. -1 where the EOS stop filled.
         entropies: (rows, gen_length) fp32, in nats, of the distributions of `logps`. 0 where the EOS stop filled.
         passes: (rows,) forward passes that the row took part in.
-        tokens: (rows,) tokens that these fed through the body: of both sequences with guidance, without padding.
+        forward_tokens: (rows,) tokens that these fed through the body, of both branches with guidance, without padding.
     """
 
     ids: Tensor
@@ -46,7 +46,7 @@ class Rollout:
     reveal_steps: Tensor
     entropies: Tensor
     passes: Tensor
-    tokens: Tensor
+    forward_tokens: Tensor
 
 
 def rollout(
@@ -78,7 +78,7 @@ def rollout(
     Raises:
         ValueError: the model is not prepared, or an argument makes no sense, before the first forward pass.
     """
-    taken = steps(
+    taken = rollout_steps(
         model,
         prompt_ids,
         attention_mask,
@@ -101,7 +101,7 @@ def rollout(
         record[at] = torch.where(step.revealed, now, record[at])
     assert record is not None
     logps, entropies, numbers = record[:, :, prompt_ids.shape[1] :]
-    return Rollout(step.canvas, logps, numbers.long(), entropies, step.passes, step.tokens)
+    return Rollout(step.canvas, logps, numbers.long(), entropies, step.passes, step.forward_tokens)
 
 
 def generate(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -109,7 +109,7 @@ def generate(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any,
     return rollout(model, prompt_ids, attention_mask, *args, **options).ids
 
 
-def steps(
+def rollout_steps(
     model: Any,
     prompt_ids: Tensor,
     attention_mask: Tensor,

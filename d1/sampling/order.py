@@ -19,7 +19,7 @@ def low_confidence(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tenso
 
 
 def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """Any place as soon as another (LLaDA, arXiv 2502.09992, section 2.4)."""
+    """All places with equal chance (LLaDA, arXiv 2502.09992, section 2.4)."""
     return uniform()
 
 

@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from d1.models import head
 from d1.models.fast_cpu import joined, most_likely
+from d1.sampling.reveal import PLAIN_ENTROPIES
 from d1.sampling.settings import SamplingSettings
 
 Generators = Generator | Sequence[Generator] | None
@@ -57,11 +58,12 @@ def draw_ids(
     return exponential.log_().mul_(-temperature).add_(logits).max(-1).indices
 
 
-def guided(parts: Iterable[tuple[int, Tensor]], views: int, scale: float) -> Iterator[tuple[int, Tensor]]:
-    """fp32 logits of parts whose rows are those of one view, or of two: un + (scale + 1) (cond - un)."""
+def guided(parts: Iterable[tuple[int, Tensor]], branches: int, scale: float) -> Iterator[tuple[int, Tensor]]:
+    """fp32 logits of parts whose rows are those of the conditional branch, or of it and then the unconditional one:
+    un + (scale + 1) (cond - un)."""
     for start, logits in parts:
-        logits = logits.float().unflatten(0, (views, -1))
-        yield start, logits[0] if views == 1 else logits[1] + (scale + 1) * (logits[0] - logits[1])
+        logits = logits.float().unflatten(0, (branches, -1))
+        yield start, logits[0] if branches == 1 else logits[1] + (scale + 1) * (logits[0] - logits[1])
 
 
 def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ def predict(
     nothing else, so that a row's random numbers do not depend on its batch.
 
     Args:
-        states: (views, rows, n, hidden); the views are the conditional and, with guidance, the unconditional one.
+        states: (branches, rows, n, hidden): the conditional branch and, with guidance, the unconditional one.
         counts: how many of its n positions each row has use for; it draws for no more.
     """
     rows, n = states.shape[1:3]
@@ -105,20 +107,19 @@ def predict(
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     logps = torch.empty(rows, n, device=states.device)
     entropies = torch.empty_like(logps)
-    # The bound on entropies goes by those of the whole logits: other roundings could reveal other tokens.
-    bounded = settings.rule == "entropy"
+    plain = settings.rule in PLAIN_ENTROPIES
     for first in range(0, rows, rows_at_once):
         some = slice(first, first + rows_at_once)
         generators = generator[some] if isinstance(generator, Sequence) else generator
         for start in range(0, n, at_once):
             part = some, slice(start, start + at_once)
             parts = guided(head.logit_parts(model, states[:, *part].flatten(0, 1)), len(states), settings.cfg_scale)
-            if settings.temperature == 0 and not bounded:
+            if settings.temperature == 0 and not plain:
                 ids[part], logps[part], entropies[part] = most_likely(parts, mask_token_id)
                 continue
             logits = joined(parts)
             log_normaliser = logits.logsumexp(-1)
-            entropies[part] = head.token_entropies(logits) if bounded else entropies_of(logits, log_normaliser)
+            entropies[part] = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
             logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token
             drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
             ids[part] = draw_ids(logits, settings.temperature, generators, noise_dtype, drawn)

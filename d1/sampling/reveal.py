@@ -64,3 +64,6 @@ RULES: dict[str, tuple[Rule, float]] = {
     "factor": (factor, 1.0),
     "entropy": (entropy_bound, 0.1),
 }
+# Rules that get entropies from whole rows of logits; other rules get those of a faster way, which rounds differently
+# and could therefore reveal other tokens. Greedy results of the rules here are frozen; a new rule needs no line.
+PLAIN_ENTROPIES = ("entropy",)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from d1.models.attention import require_prepared
+from d1.models.attention import padding_mask, require_prepared
 from d1.models.head import body_and_head, target_logps
 
 
@@ -48,13 +48,13 @@ class Scores(NamedTuple):
         logps: (rows, tokens) fp32, the weighted sum of log-probabilities; 0 where every weight is 0. Differentiable.
         entropies: (rows, tokens), the same sum of the entropies in nats of the same distributions, without gradients;
             None unless asked for.
-        views: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored; None unless
-            asked for. Differentiable.
+        view_logps: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored; None
+            unless asked for. Differentiable.
     """
 
     logps: Tensor
     entropies: Tensor | None = None
-    views: Tensor | None = None
+    view_logps: Tensor | None = None
 
 
 def score(
@@ -67,7 +67,7 @@ def score(
     mask_token_id: int,
     gen_length: int,
     with_entropies: bool = False,
-    with_views: bool = False,
+    with_view_logps: bool = False,
 ) -> Scores:
     """Log-probabilities of completions, summed over views with their weights.
 
@@ -91,12 +91,10 @@ def score(
     clean = torch.cat([prompt_ids, completion_ids, behind], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
     noise = views.noise & visible.bool().unsqueeze(1)
+    shown = padding_mask(visible)  # a mask that hides nothing would keep compiled attention from its fast kernels
 
     def view(hidden: Tensor, scored: Tensor) -> tuple[Tensor, Tensor | None]:
-        # A mask that hides nothing would keep compiled attention from its fast kernels.
-        states = body_and_head(model)[0](
-            clean.masked_fill(hidden, mask_token_id), None if attention_mask.all() else visible
-        )
+        states = body_and_head(model)[0](clean.masked_fill(hidden, mask_token_id), shown)
         states = states[:, prompt_ids.shape[1] :][:, :width][scored]
         values = target_logps(model, states, completion_ids[scored], with_entropies=with_entropies)
         return placed(values[0], scored), None if values[1] is None else placed(values[1], scored)
@@ -109,7 +107,7 @@ def score(
     return Scores(
         (views.weights * logps).sum(1),
         None if entropies is None else (views.weights * entropies).sum(1),
-        logps if with_views else None,
+        logps if with_view_logps else None,
     )
 
 

@@ -66,22 +66,36 @@ def denoise_svg(
     width, height = left + line * CHIP + PAD, 2 * PAD + max(side * CELL, lines * LINE) + 24
 
     parts = [f'<rect class="card" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10"/>']
+    parts += _grid(side, givens, {cell: (tokens[of], logps[of], when[of]) for cell, of in places.items()})
+    parts += _canvas(left, line, tokens, logps, when)
+    return _document(width, height, parts + _captions(len(order), width, height), len(order))
+
+
+def _grid(side: int, givens: Sequence[str], filled: Mapping[int, tuple[str, float, int]]) -> list[str]:
+    """The puzzle; `filled` says of each cell that a token fills the token, its log-prob and the picture's step."""
+    parts = []
     for cell, given in enumerate(givens):
         x, y = PAD + cell % side * CELL, PAD + cell // side * CELL
         parts.append(f'<rect class="cell" x="{x}" y="{y}" width="{CELL}" height="{CELL}"/>')
         middle = x + CELL // 2, y + CELL // 2
         if given:
             parts.append(_text(given, *middle, 22, "given"))
-        elif cell in places:
-            of = places[cell]
-            fill = f'<rect x="{x + 3}" y="{y + 3}" width="{CELL - 6}" height="{CELL - 6}" rx="5"'
-            filled = f'{fill} fill="{colour(logps[of])}"/>{_text(tokens[of][-1:], *middle, 22)}'
-            parts.append(f'<g class="s{when[of]}">{filled}</g>')
+        elif cell in filled:
+            token, logp, step = filled[cell]
+            shape = f'<rect x="{x + 3}" y="{y + 3}" width="{CELL - 6}" height="{CELL - 6}" rx="5"'
+            shown = f'{shape} fill="{colour(logp)}"/>{_text(token[-1:], *middle, 22)}'
+            parts.append(f'<g class="s{step}">{shown}</g>')
     box = math.isqrt(side)
     if box * box == side:
         for index in range(side):
             x, y = PAD + index % box * box * CELL, PAD + index // box * box * CELL
             parts.append(f'<rect class="box" x="{x}" y="{y}" width="{box * CELL}" height="{box * CELL}"/>')
+    return parts
+
+
+def _canvas(left: int, line: int, tokens: Sequence[str], logps: Sequence[float], when: Sequence[int]) -> list[str]:
+    """The tokens in lines, from column `left` on, each over the grey chip that it replaces in its step."""
+    parts = []
     for index, token in enumerate(tokens):
         x, y = left + index % line * CHIP + 2, PAD + index // line * LINE + 3
         chip = f'x="{x}" y="{y}" width="{CHIP - 4}" height="{LINE - 6}" rx="5"'
@@ -89,7 +103,7 @@ def denoise_svg(
         shown = _text(token, x + CHIP // 2 - 2, y + LINE // 2 - 3, size) if token else ""
         parts.append(f'<rect class="mask" {chip}/>')
         parts.append(f'<g class="s{when[index]}"><rect {chip} fill="{colour(logps[index])}"/>{shown}</g>')
-    return _document(width, height, parts + _captions(len(order), width, height), len(order))
+    return parts
 
 
 def _text(text: str, x: float, y: float, size: float, kind: str = "") -> str:

@@ -11,19 +11,9 @@ import pytest
 import torch
 
 from benchmarks import bench, gpu, published, results, scaling
-from benchmarks.machine import (
-    MASK,
-    ROOT,
-    SIZES,
-    as_markdown,
-    multiply_adds,
-    peak_bytes,
-    race,
-    random_model,
-    random_prompts,
-    scoring_inputs,
-    update,
-)
+from benchmarks.machine import multiply_adds, peak_bytes, race
+from benchmarks.random_models import MASK, ROOT, SIZES, random_model, random_prompts, scoring_inputs, update
+from benchmarks.reports import as_markdown
 from benchmarks.rl_steps import POCKET_PROMPT, group_size
 from d1.models import head, load_tokenizer
 from d1.models.fast_cpu import PART

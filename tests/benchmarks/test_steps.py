@@ -8,7 +8,7 @@ import torch
 from benchmarks import clock as clock_module
 from benchmarks import rl_steps, sft_steps, steps
 from benchmarks.clock import Clock
-from benchmarks.machine import MASK, random_model, random_prompts
+from benchmarks.random_models import MASK, random_model, random_prompts
 from d1.sampling.settings import SamplingSettings
 from d1.scoring.one_step import one_step_views
 

@@ -320,7 +320,7 @@ def test_an_approximate_sampler_is_sampled_counted_and_recorded_row_by_row(tiny_
             reveal_level=2.9,
         )
         assert item["generations"] == tokenizer.decode(alone.ids[0, ids.shape[1] :])
-        assert (item["forward_passes"], item["forward_tokens"]) == (alone.passes.item(), alone.tokens.item())
+        assert (item["forward_passes"], item["forward_tokens"]) == (alone.passes.item(), alone.forward_tokens.item())
     record = json.loads(next(tmp_path.glob("*_record.json")).read_text())
     assert record["settings"]["sampler"] == "cached+parallel"
     with pytest.raises(ValueError, match=r"different run \(.*sampler: .*'factor'.* there, None now"):

@@ -38,7 +38,7 @@ LLADA_FIELDS = {  # LLaDA's config field -> Llama's
     "eos_token_id": "eos_token_id",
 }
 # Fields that speak of files and code; an export writes its own.
-ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype")
+LLADA_ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype")
 LLADA_FIXED = {  # the one architecture every published LLaDA has; another value would need other layers
     "block_type": "llama",
     "block_group_size": 1,
@@ -71,7 +71,7 @@ def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """
     if any("MoE" in name for name in raw.get("architectures") or ()):  # published under the same model_type
         raise ValueError(f"{raw['architectures'][0]} is not supported: {NO_MOE}")
-    rest = {k: v for k, v in raw.items() if k not in (*LLADA_FIELDS, *LLADA_FIXED, *ABOUT_FILES, "rope_theta")}
+    rest = {k: v for k, v in raw.items() if k not in (*LLADA_FIELDS, *LLADA_FIXED, *LLADA_ABOUT_FILES, "rope_theta")}
     odd = {k: raw[k] for k, v in LLADA_FIXED.items() if k in raw and (raw[k] or None) != (v or None)}
     if odd:
         raise ValueError(f"this LLaDA config asks for layers that are not supported: {odd}")

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import d1.models.head
-from d1.models import attach_hooks
+from d1.models import prepare
 from d1.models.head import body_and_head, run_inside, target_logps
 
 SIZES: dict[str, Any] = {
@@ -51,7 +51,7 @@ def make(kind: str) -> Any:
     torch.manual_seed(0)
     config = CONFIGS[kind]
     auto: Any = AutoModelForMaskedLM if config.model_type in ("bert", "roberta", "modernbert") else AutoModelForCausalLM
-    return attach_hooks(auto.from_config(config, attn_implementation="eager")).double().eval()
+    return prepare(auto.from_config(config, attn_implementation="eager")).double().eval()
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -93,7 +93,7 @@ def sample(
     """The row that `rollout` must give for `prompt` and this generator, whatever else is in the batch."""
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
     row = Row([*prompt, *[MASK] * length], [0.0] * length, [0.0] * length, [-1] * length)
-    ids, views = row.ids, [Frozen(model)] + ([Frozen(model)] if cfg_scale else [])
+    ids, branches = row.ids, [Frozen(model)] + ([Frozen(model)] if cfg_scale else [])
     cached, parallel = "cached" in settings.sampler, "parallel" in settings.sampler
     shift = int(getattr(model.config, "predicts_next_token", False))
     blocks = -(-length // settings.block_length)
@@ -108,8 +108,8 @@ def sample(
                 break
             window = slice(max(0, start - shift), last) if cached and step > 0 else None
             seen = [ids, [MASK] * len(prompt) + ids[len(prompt) :]]
-            both = [view.logits(tokens, window) for view, tokens in zip(views, seen, strict=False)]
-            row.tokens += len(views) * (len(ids) if window is None else window.stop - window.start)
+            both = [branch.logits(tokens, window) for branch, tokens in zip(branches, seen, strict=False)]
+            row.tokens += len(branches) * (len(ids) if window is None else window.stop - window.start)
             logits = both[1] + (cfg_scale + 1) * (both[0] - both[1]) if cfg_scale else both[0]
             # One number a word of the vocabulary for each hidden token, left to right, then one a token for its place.
             if temperature:
@@ -163,4 +163,4 @@ def check_row(got: Rollout, row: int, width: int, expected: Row) -> None:
     for found, wanted in ((got.logps, expected.logps), (got.entropies, expected.entropies)):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found[row], torch.tensor(wanted), rtol=0, atol=2e-5)
-    assert (got.passes[row].item(), got.tokens[row].item()) == (expected.passes, expected.tokens)
+    assert (got.passes[row].item(), got.forward_tokens[row].item()) == (expected.passes, expected.tokens)

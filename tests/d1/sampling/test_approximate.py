@@ -29,7 +29,7 @@ def test_a_cache_renewed_in_every_step_is_exact(model):
         cached = rollout(model, ids, mask, sampler="cached", kv_cache=cache, **lengths)
         assert torch.equal(cached.ids, exact.ids)
         torch.testing.assert_close(cached.logps, exact.logps, rtol=0, atol=1e-5)
-        assert torch.equal(cached.tokens, exact.tokens)
+        assert torch.equal(cached.forward_tokens, exact.forward_tokens)
 
 
 @pytest.mark.parametrize("steps", [6, 12])
@@ -68,7 +68,7 @@ def test_counts_are_what_the_body_was_fed(model, sampler, cfg_scale):
     lengths = LENGTHS | {"steps": 12 if "parallel" in name else 6, "cfg_scale": cfg_scale}
     got = rollout(model, ids, mask, **lengths, **sampler)
     hook.remove()
-    assert got.tokens.sum() == sum(rows * length for rows, length in fed)
+    assert got.forward_tokens.sum() == sum(rows * length for rows, length in fed)
     assert got.passes.sum() * (2 if cfg_scale else 1) == sum(rows for rows, _ in fed)
     assert got.passes.max() <= lengths["steps"]
     if "parallel" in name:
@@ -76,7 +76,7 @@ def test_counts_are_what_the_body_was_fed(model, sampler, cfg_scale):
     if name == "cached":
         full, window = 18, {"prefix": (12 + 8 + 4), "dual": 3 * 4}[sampler["kv_cache"]]
         shift = 3 * int(getattr(model.config, "predicts_next_token", False))
-        assert got.tokens.tolist() == [(3 * full + window + shift) * (2 if cfg_scale else 1)] * 5
+        assert got.forward_tokens.tolist() == [(3 * full + window + shift) * (2 if cfg_scale else 1)] * 5
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
@@ -98,8 +98,8 @@ def test_the_eos_stop_changes_no_token_up_to_the_eos(model, sampler):
     assert torch.equal(full.reveal_steps[before], stopped.reveal_steps[before])
     for name in ("logps", "entropies"):
         torch.testing.assert_close(getattr(full, name)[before], getattr(stopped, name)[before], rtol=0, atol=1e-5)
-    assert stopped.tokens.sum() < full.tokens.sum()
-    assert (stopped.tokens <= full.tokens).all()
+    assert stopped.forward_tokens.sum() < full.forward_tokens.sum()
+    assert (stopped.forward_tokens <= full.forward_tokens).all()
 
 
 @given(

@@ -5,8 +5,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from d1.masking import keyed_generator
-from d1.models import attach_hooks, load_model
-from d1.sampling import SamplingSettings, generate, rollout, steps
+from d1.models import load_model, prepare
+from d1.sampling import SamplingSettings, generate, rollout, rollout_steps
 from tests.d1.sampling.reference import MASK, SAMPLERS, make_prompts, sharper
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 9}
@@ -31,7 +31,7 @@ def test_the_steps_add_up_to_the_rollout(model, sampler, ends):
     canvas = torch.cat([ids, torch.full((4, 12), MASK)], dim=1)
     logps, entropies, numbers = torch.zeros(4, 18), torch.zeros(4, 18), torch.full((4, 18), -1)
     passes = torch.zeros(4, dtype=torch.long)
-    for step in steps(model, ids, mask, chosen, **options()):
+    for step in rollout_steps(model, ids, mask, chosen, **options()):
         assert torch.equal(step.numbers, passes[step.rows])
         passes[step.rows] += 1
         assert torch.equal(step.passes, passes)
@@ -56,13 +56,13 @@ def test_the_steps_add_up_to_the_rollout(model, sampler, ends):
     assert torch.equal(entropies[:, 6:], whole.entropies)
     assert torch.equal(numbers[:, 6:], whole.reveal_steps)
     assert torch.equal(step.passes, whole.passes)
-    assert torch.equal(step.tokens, whole.tokens)
+    assert torch.equal(step.forward_tokens, whole.forward_tokens)
 
 
 def test_steps_share_the_canvas_and_leave_gradients_as_they_were(model):
     ids, mask = make_prompts([4, 2], 0)
     seen = []
-    for step in steps(model, ids, mask, mask_token_id=MASK, **GOOD):
+    for step in rollout_steps(model, ids, mask, mask_token_id=MASK, **GOOD):
         assert torch.is_grad_enabled()
         assert not step.logps.requires_grad
         seen.append(step)
@@ -83,7 +83,7 @@ def test_settings_and_their_fields_give_the_same_rollout_and_not_both(model):
         rollout(model, ids, mask, chosen, mask_token_id=MASK, temperature=0.7)
 
 
-@pytest.mark.parametrize("sample", [generate, rollout, steps])
+@pytest.mark.parametrize("sample", [generate, rollout, rollout_steps])
 def test_a_model_that_was_not_prepared_is_refused_before_its_first_pass(sample):
     ids, mask = make_prompts([4, 2], 0)
     for model in (LlamaForCausalLM(LlamaConfig(**SHAPE)), BertForMaskedLM(BertConfig(**SHAPE))):
@@ -94,5 +94,5 @@ def test_a_model_that_was_not_prepared_is_refused_before_its_first_pass(sample):
 
 def test_a_model_that_was_built_and_prepared_is_sampled():
     ids, mask = make_prompts([4, 2], 0)
-    model = attach_hooks(LlamaForCausalLM(LlamaConfig(is_causal=False, **SHAPE)).eval())
+    model = prepare(LlamaForCausalLM(LlamaConfig(is_causal=False, **SHAPE)).eval())
     assert rollout(model, ids, mask, mask_token_id=MASK, **GOOD).ids.shape == (2, 16)

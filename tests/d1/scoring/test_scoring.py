@@ -234,11 +234,11 @@ def one_forward_pass_a_token(model, views):
 def test_several_views_are_summed_with_their_weights(kind, kind_dirs):
     model = load_model(kind_dirs[kind])
     views = drawn_views(3)
-    options = {"mask_token_id": MASK, "gen_length": 8, "with_views": True}
+    options = {"mask_token_id": MASK, "gen_length": 8, "with_view_logps": True}
     got = score_views(model, PROMPTS, VISIBLE, COMPLETIONS, views, **options)
     with torch.no_grad():
         expected = one_forward_pass_a_token(model, views)
-    torch.testing.assert_close(got.views, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.view_logps, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(got.logps, (views.weights * expected).sum(1), rtol=0, atol=1e-5)
     assert got.entropies is None
 

@@ -1,0 +1,88 @@
+"""Work for the benchmarks: models of random weights, random prompts and completions, and their scores.
+
+All that is timed or weighed on them is in `machine.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from d1.models import prepare
+from d1.scoring import mean_field_logps
+
+ROOT = Path(__file__).resolve().parents[1]
+MASK = 3
+SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
+    "tiny": (2048, 32, 64, 2, 4),
+    "pocket": (128, 64, 192, 4, 4),
+    "60m": (26_000, 512, 2048, 8, 8),
+    "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary on next to no body: for the memory of logits
+    "goal": (126_464, 512, 2048, 8, 8),
+    "llada": (126_464, 4096, 12_288, 32, 32),  # LLaDA-8B
+}
+
+
+def random_model(size: str, vocabulary: int | None = None) -> Any:
+    """A bidirectional Llama of a size in `SIZES`, with random weights.
+
+    Raises:
+        ValueError: LLaDA-8B without a GPU.
+    """
+    default, hidden, feed_forward, layers, heads = SIZES[size]
+    config = LlamaConfig(  # type: ignore[call-arg]
+        vocab_size=vocabulary or default,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        is_causal=False,
+    )
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if size == "llada" and device == "cpu":
+        raise ValueError(
+            "no CUDA device here: LLaDA-8B's shape needs one with about 40 GB (80 GB for the published scoring at "
+            "d1's settings). --size tiny runs the same code on any machine"
+        )
+    with torch.device(device):  # made where it is used: a large model need not fit elsewhere first
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return prepare(model).eval()
+
+
+def random_prompts(model: Any, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask (rows, length), without padding or special tokens."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, model.config.vocab_size, (rows, length), generator=generator).to(model.device)
+    return ids, torch.ones_like(ids)
+
+
+def scoring_inputs(model: Any, args: Any) -> tuple[torch.Tensor, ...]:
+    """Prompts and their mask (rows, prompt), completions (rows, length), and prompt noise (rows, mu, prompt)."""
+    ids, mask = random_prompts(model, args.rows, args.prompt)
+    completion, _ = random_prompts(model, args.rows, args.length)
+    noise = torch.rand(args.rows, args.mu, args.prompt, generator=torch.Generator().manual_seed(2)) < 0.15
+    return ids, mask, completion, noise.to(ids.device)
+
+
+def our_scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, completion: torch.Tensor, noise: torch.Tensor) -> Any:
+    """Log-probs (rows, mu, completion) as the RL trainer takes them: one mask after the other."""
+    options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": completion.shape[1]}
+    parts = [mean_field_logps(model, ids, mask, completion, one, **options) for one in noise.unbind(1)]
+    return torch.stack(parts, dim=1)
+
+
+def update(model: Any, score: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> None:
+    """The log-probs under the first mask, and their gradients."""
+    score(model, *inputs[:3], inputs[3][:, :1]).sum().backward()
+    model.zero_grad()  # or the next call would free these gradients and its peak miss them
