@@ -17,7 +17,7 @@ from tests.commands import PACKAGES, ROOMS, ROOT, STAGES, check_script, folder_o
 
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn")
 # d1's rooms from the ground up: each may import those before it. Stages may import all of d1, benchmarks everything.
-LAYERS = ("lazy", "show", "tasks", "masking", "transformers_bridge", "models", "scoring", "sampling", "runs", "commands")
+LAYERS = "lazy show tasks masking transformers_bridge models scoring sampling runs commands".split()
 MODULES = sorted(path for room in (*PACKAGES, *STAGES) for path in (ROOT / room).rglob("*.py"))
 SHELL = sorted(path for room in ROOMS for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind))
 YAML = sorted(path for room in (*STAGES, "launch") for path in (ROOT / room).rglob("*.yaml"))
