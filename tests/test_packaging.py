@@ -17,7 +17,7 @@ from tests.commands import PACKAGES, ROOMS, ROOT, STAGES, check_script, folder_o
 
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn")
 # d1's rooms from the ground up: each may import those before it. Stages may import all of d1, benchmarks everything.
-LAYERS = ("lazy", "show", "tasks", "masking", "transformers_bridge", "models", "scoring", "sampling", "runs", "commands")
+ORDER = ("lazy", "show", "tasks", "masking", "transformers_bridge", "models", "scoring", "sampling", "runs", "commands")
 MODULES = sorted(path for room in (*PACKAGES, *STAGES) for path in (ROOT / room).rglob("*.py"))
 SHELL = sorted(path for room in ROOMS for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind))
 YAML = sorted(path for room in (*STAGES, "launch") for path in (ROOT / room).rglob("*.yaml"))
@@ -55,12 +55,12 @@ def test_imports_run_one_way():
     def room(name: str) -> str:  # of d1 the part, else the folder; "" for other packages
         top, _, rest = name.partition(".")
         if top == "d1":
-            return part if (part := rest.partition(".")[0]) in LAYERS else top
+            return part if (part := rest.partition(".")[0]) in ORDER else top
         return NAMES[top].relative_to(ROOT).parts[0] if top in NAMES else top if top in PACKAGES else ""
 
     for name, path in NAMES.items():
         found, own = imports_of(path), room(name)
-        allowed = {own, "", "d1", *LAYERS[: LAYERS.index(own) if own in LAYERS else None]}
+        allowed = {own, "", "d1", *ORDER[: ORDER.index(own) if own in ORDER else None]}
         allowed |= {*STAGES} if own == "benchmarks" else set()
         assert not {room(other) for other in found} - allowed, f"{name} imports from a room that it must not know"
         assert own != "tasks" or not {other.partition(".")[0] for other in found} & {"torch", "transformers", "trl"}
