@@ -148,7 +148,7 @@ def preprocess_dataset(
         features=FEATURES,
         remove_columns=data.column_names,
         num_proc=processes if processes > 1 else None,
-        # `datasets` knows an imported function by its name alone; its module's text makes a new version a new result.
+        # `datasets` caches by the name of an imported function; with its module's text an edited one is computed anew.
         new_fingerprint=Hasher.hash([data._fingerprint, options, inspect.getsource(sft_conversations)]),
         desc="Tokenising",
     )

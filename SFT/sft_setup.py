@@ -140,5 +140,5 @@ def prepare_model(args: argparse.Namespace) -> Any:
     )
     try:
         return get_peft_model(model, config)
-    except ValueError as error:  # PEFT knows no more than that a name is not there
+    except ValueError as error:  # PEFT says only that it found no such module
         raise ValueError(f"{error} (--lora_target_modules attention has the names of every kind of model)") from error

@@ -129,7 +129,7 @@ def check_flags_agree(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> dLLMTrainer:
-    """Trains, and saves what the run leaves.
+    """Trains, and saves the model, the Trainer's state and the plot of the losses.
 
     Raises:
         ValueError, OSError: a flag, a file or a row makes no sense; wherever possible, before the model is loaded.

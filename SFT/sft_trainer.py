@@ -87,7 +87,7 @@ class dLLMTrainer(TrainerHooks, Trainer):
         labels = inputs["labels"]
         hidden = (inputs["input_ids"] != labels) & (labels != IGNORED)
         weights = 1 / noise_level(inputs["t"].double()).unsqueeze(1).expand(labels.shape)
-        if not hidden.any():  # the output layer still has to take part, with nothing to say
+        if not hidden.any():  # score one token with weight 0: every process has to call the head
             hidden[0, 0], weights = True, torch.zeros_like(weights)
 
         def hidden_losses(inner: Any) -> Tensor:

@@ -119,7 +119,7 @@ def run(name: str, checkout: Path, results: Path) -> Path:
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every weight saved below a folder, of checkpoints too, by file and name. A checkpoint's rollout is left out: what
-    it holds is the trainer's own affair, and shows in the weights of the updates on it."""
+    it holds may differ in form; its content shows in the weights of the updates on it."""
     return {
         f"{path.relative_to(folder)}:{name}": tensor
         for path in sorted(folder.rglob("*model*.safetensors"))

@@ -167,5 +167,5 @@ class DiffuGRPOConfig(GRPOConfig):
                 raise ValueError(f"{name} must be one of {', '.join(table)}, got {getattr(self, name)!r}")
 
     def sampling_settings(self) -> SamplingSettings:
-        """Those of the rollouts; raises ValueError where they make no sense."""
+        """How rollouts are sampled; raises ValueError where the settings make no sense."""
         return SamplingSettings.of(self, gen_length="max_completion_length", steps="diffusion_steps")

@@ -55,7 +55,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
         task_name: named in the error when a reward raises.
 
-    The remaining arguments are TRL's. Tools, environments and `rollout_func` do not exist for a canvas of masks.
+    The remaining arguments are TRL's. Tools, environments and `rollout_func` are refused.
     """
 
     args: DiffuGRPOConfig
@@ -135,7 +135,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding).to(ids.device)
         sampled = self.sample(ids, mask)
         record = torch.stack([sampled.logps, sampled.entropies, sampled.reveal_steps.to(sampled.logps.dtype)], dim=-1)
-        completions, record = sampled.ids[:, ids.shape[1] :].cpu(), record.cpu()  # which wait for the device
+        completions, record = sampled.ids[:, ids.shape[1] :].cpu(), record.cpu()  # these two wait for the device
         kept = eos_cut(completions, self.eos_token_ids)
         seconds = time.perf_counter() - started
         self.log_metric("seconds/rollout", seconds)

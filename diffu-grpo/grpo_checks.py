@@ -26,7 +26,7 @@ ONLY = {  # settings of TRL's that nothing here reads, and their defaults
     "bnb_4bit_quant_storage": None,
 }
 
-# What a checkpoint's rollout, counters and weights belong to.
+# A checkpoint's rollout, counters and weights are of use only where these settings are the same.
 SAME_RUN = (
     "model_path",
     "use_peft",

@@ -9,7 +9,7 @@ from diffu_grpo_config import DiffuGRPOConfig
 
 
 def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
-    """What the run is about to do, in numbers.
+    """The plan: name -> number, as the console shows it.
 
     Raises:
         ValueError: the training problems are too few for one rollout.

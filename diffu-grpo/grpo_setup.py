@@ -1,4 +1,4 @@
-"""What diffu_grpo_train.py trains with, made from its settings: problems and model. Also what ends a killed run."""
+"""Makes the problems and the model of diffu_grpo_train.py from its settings, and finishes a run killed at its end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
 
 
 def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:
-    """All that is left to do where a run was killed between its last checkpoint and its end."""
+    """Finishes a run that was killed after its last checkpoint: copies its model and state from there."""
     states = [Path(folder) / "trainer_state.json" for folder in (checkpoint, str(args.output_dir))]
     steps = [TrainerState.load_from_json(str(state)).global_step for state in states if state.exists()]
     if steps[1:] != steps[:1]:

@@ -37,7 +37,7 @@ Objective = Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]]
 
 
 def reinforce(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """-A l, averaged over tokens: the policy gradient itself, with neither ratio, clipping nor KL (Williams 1992)."""
+    """-A log p, averaged over tokens: the policy gradient, with neither ratio, clipping nor KL (Williams 1992)."""
     total = (inputs.advantages.unsqueeze(1) * inputs.logps * inputs.mask).sum()
     return -total / inputs.mask.sum().clamp(min=1), {}
 

@@ -1,4 +1,4 @@
-"""Reward functions: what they may return, who is named when one goes wrong, and the accuracy that is only watched.
+"""Reward functions: what they may return, the error where one fails, and the accuracy, which is logged only.
 
 A reward is a finite number, or None where the function does not apply (TRL's convention). Anything else ends the run
 with an error that names function, task and row.
@@ -152,7 +152,7 @@ def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> d
 
 
 def accuracy_of(task: ModuleType) -> Reward:
-    """The task's strict metric as a reward function. It gets weight 0: it is watched, not trained on."""
+    """The task's strict metric as a reward function. It gets weight 0: it is logged, not trained on."""
 
     def accuracy(completions: list, question: list, ground_truth: list, **columns: Any) -> list[float]:
         rows = [{"question": q, "ground_truth": truth} for q, truth in zip(question, ground_truth, strict=True)]

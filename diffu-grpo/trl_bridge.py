@@ -29,13 +29,13 @@ from d1.models import load_model
 from d1.scoring import Scores
 from d1.transformers_bridge import TrainerHooks
 
-TokenRecord = list[list[float]]  # a completion's tokens, and of each the numbers that travel with it
+TokenRecord = list[list[float]]  # for each token of a completion, the numbers recorded when it was sampled
 
 
 class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     """TRL's GRPOTrainer for completions that are sampled as a canvas and scored in states of one's own choice.
 
-    Of TRL it leaves alone tokenising, rewards, advantages, losses, metrics, logging and checkpoints. It overrides
+    Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. It overrides
     - `_tokenize_prompts`, to cut prompts (`tokenized`);
     - `_generate_single_turn`, TRL's call of `generate`, with `rollout`. What a rollout records of each token travels in
       the place of the sampling log-probabilities that vLLM would give;
@@ -43,7 +43,7 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
       only one state to score in, so on the rollout it gets nothing (TRL then stores nothing, and `after_rollout` adds
       what belongs there), and in the loss what is handed to `trl_loss`;
     - `_generate_and_score_completions` and `_compute_loss`, to call `after_rollout` and `loss`;
-    - `_calculate_rewards`, to time it, and to watch an accuracy that is no reward.
+    - `_calculate_rewards`, to time it, and to log an accuracy that is no reward.
     What is Trainer's own is in `TrainerHooks`; its `train_sampler` is given an order that survives a resume.
     """
 

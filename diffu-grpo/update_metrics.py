@@ -21,7 +21,7 @@ def sampling_gap(batch: Batch, logps: Tensor, gather: Callable[[Tensor], Tensor]
     """How far the policy that sampled is from the one that is trained, before the first inner update.
 
     The mean difference of log-probs estimates the KL from the first to the second (Schulman's k1). Under d1's estimator
-    even the exact sampler's is not zero: its tokens were revealed in the light of others, and are scored alone.
+    it is not zero for the exact sampler either: a token is revealed with others in place, and scored alone.
     """
     scored = batch["completion_mask"].bool()
     gap = (batch["rollout_logps"] - logps).masked_fill(~scored, 0.0)

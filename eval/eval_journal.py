@@ -5,7 +5,7 @@ one JSON line a completion, written in a single call. Whoever resumes reads all 
 processes was. When every completion is there, they become `{setup}_0_generations.json` and the folder goes.
 
 Rank 0 holds a lock on `{setup}.lock`, every rank one on its own journal. The system takes a lock back when its process
-ends, however it ends, so what a dead run leaves is in nobody's way.
+ends, however it ends, so the files of a killed run block no other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 Key = tuple[int, int]  # problem index in its split, sample
 
-# What version 0.1 did not write down is unknown of its runs, and stands in the way of no other.
+# Version 0.1 did not record these, so they are not compared where it began the run.
 UNKNOWN_OF_0_1 = ("batch_size", "attn_implementation", "device", "libraries")
 
 

@@ -75,7 +75,7 @@ def most_likely(parts: Iterable[tuple[int, Tensor]], excluded: int) -> tuple[Ten
         weights = powers.exp2()
         sums.append(weights.sum(-1))
         if column is not None:
-            powers[..., column] = 0  # which its weight, 0, multiplies: an infinity would not vanish
+            powers[..., column] = 0  # its weight is 0, and 0 x infinity would be NaN
         moments.append(powers.mul_(weights).sum(-1))
         tops.append(top)
         places.append(place + start)
@@ -90,7 +90,7 @@ def most_likely(parts: Iterable[tuple[int, Tensor]], excluded: int) -> tuple[Ten
 def combined(
     tops: list[Tensor], places: list[Tensor], sums: list[Tensor], moments: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of all parts together: the largest logit, its place, the sum of 2^y and that of y 2^y, y from the largest on."""
+    """The parts joined: the largest logit, its place, the sums of 2^y and of y 2^y; y is relative to the largest."""
     if len(tops) == 1:
         return tops[0], places[0], sums[0], moments[0]
     every, total = torch.stack(tops, -1), torch.stack(sums, -1)

@@ -90,7 +90,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """A copy of `config` with so many layers, their types going on as they began."""
+    """A copy of `config` with `layers` layers; the pattern of layer types goes on as it begins."""
     config = copy.deepcopy(config)
     if types := getattr(config, "layer_types", None):
         config.layer_types = [types[layer % len(types)] for layer in range(layers)]

@@ -158,7 +158,7 @@ def load_base(
     check_loaded(path, report)
     if mapping is not None:
         forget_renaming(model)
-    if Path(path).is_dir():  # adapters made on this model keep its name as the way back
+    if Path(path).is_dir():  # adapters trained on this model record it as their base
         model.name_or_path = str(Path(path).resolve())
     return prepare(model)
 

@@ -54,7 +54,7 @@ def load_tokenizer(
         check_kind(raw.get("model_type", ""), folder)
     cls: Any = getattr(transformers, "AutoTokenizer" if trust_remote_code else kind.tokenizer)
     options: dict[str, Any] = {"padding_side": "left"}
-    if cls is transformers.AutoTokenizer:  # without a word from us it would ask on the terminal
+    if cls is transformers.AutoTokenizer:  # unless told, it asks on the terminal
         options["trust_remote_code"] = trust_remote_code
     tokenizer = cls.from_pretrained(folder, **options)
     if kind.mask_token_id is not None:
@@ -162,7 +162,7 @@ def unreadable(tokenizer: PreTrainedTokenizerBase, reason: str, text: str) -> Va
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether the folder or hub name holds a vocabulary: some classes would start an empty one without a word."""
+    """Whether the folder or hub name holds a vocabulary: without one, some classes silently begin an empty one."""
     return any(has_file(folder, name) for name in VOCABULARIES)
 
 

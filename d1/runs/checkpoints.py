@@ -18,7 +18,7 @@ from d1.runs.output_dir import writing
 logger = logging.getLogger(__name__)
 
 
-# Of the Trainer, DeepSpeed, FSDP and diffu-GRPO.
+# Files of the Trainer, DeepSpeed, FSDP and diffu-GRPO that a model does not need.
 ONLY_TO_RESUME = (
     *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
     *("global_step*", "latest", "zero_to_fp32.py", "pytorch_model_fsdp*"),

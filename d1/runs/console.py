@@ -96,7 +96,7 @@ class RunConsole(TrainerCallback):
             self.path = Path(args.output_dir) / METRICS_FILE
             steps = {"total": state.max_steps, "initial": state.global_step}
             self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm)
-            self.hid_bars = is_progress_bar_enabled()  # those of saving would break ours
+            self.hid_bars = is_progress_bar_enabled()  # bars that libraries draw while saving would break this one
             disable_progress_bar()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -155,7 +155,7 @@ class RunConsole(TrainerCallback):
 def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | None) -> None:
     """Trains, from `checkpoint` on if there is one, with `console` in place of what Transformers prints with.
 
-    The bar is closed before an error goes on, whose message would else stand above it.
+    Where training raises, the bar is closed first, so that the message comes after it.
     """
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)

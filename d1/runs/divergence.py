@@ -1,4 +1,4 @@
-"""A run whose numbers stopped being numbers ends, and says where."""
+"""Stops a run whose loss or weights are no longer finite, and says where."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ PATIENCE = 3.0
 
 
 class RunError(RuntimeError):
-    """Ends a run that met what only its user can mend, a reward function that raises, say; its message says all."""
+    """Ends a run with a message that needs no traceback: its user has to mend something, such as a reward function."""
 
 
 # What the library and those it stands on raise for settings, files and machines that do not fit. FloatingPointError is

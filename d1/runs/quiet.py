@@ -24,7 +24,7 @@ MESSAGES = (
 
 
 def silence() -> None:
-    """Silences what the tables name. Torch-free: the libraries need not be there yet."""
+    """Silences the warnings in the tables, without importing the libraries that raise them."""
     for _, text, _ in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
     for _, logger, text, _ in MESSAGES:

@@ -110,7 +110,7 @@ def fill_block(
     """
     size, device = sum(reveals), canvas.ids.device
     source.enter(start, start + size)
-    # Those at work on the block, and how many of its tokens each still hides. The upload waits for nothing.
+    # The rows still at work on the block, and how many of its tokens each hides. The copy does not wait for the device.
     rows = torch.tensor(live).to(device, non_blocking=True)
     left = [size] * len(live)
     hidden = torch.ones(len(live), size, dtype=torch.bool, device=device)

@@ -58,7 +58,7 @@ class Passes:
         self.window = slice(max(0, start - self.before), end if self.cache == "dual" else None)
 
     def keep(self, rows: Tensor) -> None:
-        """The other rows take part no more until the next block."""
+        """Goes on with these rows alone until the next block."""
         if self.past is not None:
             self.past.batch_select_indices(rows)
 

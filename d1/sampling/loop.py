@@ -105,7 +105,7 @@ def rollout(
 
 
 def generate(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any) -> Tensor:
-    """The ids (rows, prompt + gen_length) of `rollout`, which see for the settings and the further `options`."""
+    """The ids (rows, prompt + gen_length) that `rollout` samples with the same arguments."""
     return rollout(model, prompt_ids, attention_mask, *args, **options).ids
 
 
@@ -121,7 +121,7 @@ def rollout_steps(
     eos_token_ids: Sequence[int] | None = None,
     **fields: Any,
 ) -> Iterator[Step]:
-    """`rollout`, which see for the arguments, one `Step` a forward pass. The canvas is whole when the last is taken.
+    """`rollout`, with the same arguments, as one `Step` a forward pass. The canvas is whole when the last is taken.
 
     A row that has filled its block under a parallel sampler waits outside the batch for the next. What the EOS stop
     fills it fills between steps.

@@ -67,7 +67,7 @@ def test_a_living_run_is_left_alone_whichever_of_its_processes_lives(tmp_path, o
             assert set(journal.read()) == {(0, 0), (1, 0)}
             process.kill()
             process.wait()
-    assert journal.prepare({"seed": 0}, overwrite)  # what the dead leave is in nobody's way
+    assert journal.prepare({"seed": 0}, overwrite)  # the lock of a killed run blocks no other
     assert set(journal.read()) == (set() if overwrite else {(0, 0), (1, 0)})
     journal.finish({}, {"identity": {"seed": 0}})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s_0_generations.json", "s_record.json"]
