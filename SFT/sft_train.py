@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d1.runs.entry import run_script
+from d1.runs.entry import OneLineParser, run_script
 from d1.runs.output_dir import check_output_dir, writing
 from d1.runs.ranges import check_ranges
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     # Flags and defaults of d1.
     add(

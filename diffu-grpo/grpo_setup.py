@@ -27,7 +27,10 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
     train = task.load_rows("train", args.data_file)
     evaluation = None
     if args.eval_strategy != "no":
-        evaluation = task.load_rows("validation", args.eval_data_file)
+        try:
+            evaluation = task.load_rows("validation", args.eval_data_file)
+        except ConnectionError as error:  # which speaks of the flag for the rows trained on
+            raise ConnectionError(str(error).replace("--data_file", "--eval_data_file")) from error
         evaluation = evaluation.select(range(min(args.eval_limit or len(evaluation), len(evaluation))))
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")

@@ -25,7 +25,7 @@ from generation_files import generation_file, read_setups
 from parse_and_get_acc import as_table
 from score_setups import score_setup
 
-from d1.runs.entry import run_script
+from d1.runs.entry import OneLineParser, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.ranges import check_ranges
 from d1.runs.record import run_record
@@ -43,7 +43,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model_path", "--model_name", required=True, help="folder or hub name of a model, or an adapter's folder"
@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> None:
     """
     check_ranges(vars(args), "eval")
     if args.diffusion_steps is None:
-        args.diffusion_steps = args.gen_length // 2
+        args.diffusion_steps = max(args.gen_length // 2, 1)
     check_output_dir(args.output_dir)
 
     # Only now, for they take seconds and `--help` needs none of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -23,6 +24,13 @@ class RunError(RuntimeError):
 # What the library and those it stands on raise for settings, files and machines that do not fit. FloatingPointError is
 # a loss that is not finite, ImportError an optional package that a setting needs.
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that meets a bad command line with one line, not with the usage of every flag."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists what there is)\n")
 
 
 def run_script(name: str, work: Callable[[], object]) -> NoReturn:
