@@ -10,6 +10,7 @@ as a model path; so are the checkpoints, the logged losses and a plot of them.
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -180,6 +181,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     )
     if checkpoint and (is_finished(checkpoint, training) or sft_setup.is_out_of_patience(checkpoint, args.early_stop)):
         # Only what comes after training is left to do.
+        logging.getLogger(__name__).info("%s is finished: there is nothing left to train.", folder)
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
         if training.should_save:
             copy_model(trainer.state.best_model_checkpoint or checkpoint, folder)

@@ -17,12 +17,12 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from trl import ModelConfig, TrlParser
 
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.entry import refuse_flags, run_script
 from d1.runs.output_dir import check_output_dir, writing
 from d1.runs.ranges import check_ranges
 
@@ -43,10 +43,11 @@ RENAMED = {  # names that d1's settings have and TRL and Transformers no longer 
 }
 
 
-class Parser(TrlParser, OneLineParser):
-    """TRL's, which meets a mistake with one line, says what replaced a flag and knows a flag's other names in a yaml, too."""
+class Parser(TrlParser):
+    """TRL's, which says in one line what is wrong or what replaced a flag, and knows a flag's other names in a yaml."""
 
-    error = OneLineParser.error
+    def error(self, message: str) -> NoReturn:
+        refuse_flags(self, message)
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> tuple[Any, ...]:
         args = [
@@ -101,11 +102,10 @@ def main(
     import grpo_setup
     from accelerate import PartialState
     from diffu_grpo_trainer import DiffuGRPOTrainer
-    from grpo_checks import check_mask_id, check_model_settings, check_prompts, check_same_run
+    from grpo_checks import check_mask_id, check_model_settings, check_prompts, check_room, check_same_run
     from grpo_plan import plan
     from rewards import accuracy_of, check_rewards
     from rollout_state import check_rollout
-    from trl import get_peft_config
 
     from d1.models import load_tokenizer
     from d1.models.tokenizer import check_chat_template
@@ -138,8 +138,7 @@ def main(
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     check_mask_id(args)
-    for rows in filter(None, (train_rows, eval_rows)):
-        check_prompts(rows, tokenizer, args)
+    check_room(max(check_prompts(rows, tokenizer, args) for rows in filter(None, (train_rows, eval_rows))), args)
 
     numbers = plan(args, len(train_rows))
     kind = str(args.distributed_state.distributed_type) if args.distributed_state else "NO"
@@ -150,14 +149,15 @@ def main(
         if "wandb" in args.report_to:
             log_without_account(str(args.output_dir))
 
+    model = grpo_setup.start_model(args, model_args)
     trainer = DiffuGRPOTrainer(
-        model=grpo_setup.start_model(args, model_args),
+        model=model,
         reward_funcs=[*task.REWARDS, accuracy_of(task)],
         args=args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model_args),
+        peft_config=grpo_setup.adapter_config(model_args, model),
         task_name=args.dataset,
         callbacks=callbacks,
     )

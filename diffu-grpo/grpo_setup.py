@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -10,12 +11,12 @@ from typing import Any
 
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import TrainerState
-from trl import ModelConfig
+from trl import ModelConfig, get_peft_config
 
 from d1.models import load_model
-from d1.models.adapters import merge_adapter
+from d1.models.adapters import lora_targets, merge_adapter
 from d1.runs.checkpoints import copy_model
 from d1.runs.console import write_metrics
 
@@ -54,6 +55,19 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
             )
         model = merge_adapter(model, str(args.model_path))
     return model
+
+
+def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
+    """The LoRA adapter to train, None for all weights. `--lora_target_modules` takes "attention" and single names, too.
+
+    TRL 1.16 makes a text of a list of one name, which PEFT takes for a pattern that the whole name must match.
+    """
+    config: Any = get_peft_config(model_args)
+    if config is not None and config.target_modules == "attention":
+        config.target_modules = set(lora_targets(model.config.model_type, "attention"))
+    elif config is not None and re.fullmatch(r"\w+", str(config.target_modules or "")):
+        config.target_modules = {config.target_modules}
+    return config
 
 
 def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:

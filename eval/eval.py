@@ -109,9 +109,12 @@ def main(args: argparse.Namespace) -> None:
     # Only now, for they take seconds and `--help` needs none of them.
     from eval_processes import from_rank_0, join_processes, leave_processes
     from eval_prompts import read_prompts, tokenizer_path
+    from generate_completions import check_room
     from run_identity import run_identity, setup_name, task_name
 
     from d1.models import load_tokenizer
+    from d1.models.adapters import adapter_chain
+    from d1.models.kinds import native_config
     from d1.models.tokenizer import check_chat_template
 
     check_arguments(args)
@@ -122,6 +125,8 @@ def main(args: argparse.Namespace) -> None:
     )
     check_chat_template(tokenizer, args.model_path)
     prompts = read_prompts(args, task, tokenizer)
+    if not args.trust_remote_code:
+        check_room(args, prompts, native_config(adapter_chain(args.model_path, args.checkpoint_path or None)[0])[0])
     if args.dont_save:
         args.output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_"))
     journal = Journal(args.output_dir, setup_name(args), rank)

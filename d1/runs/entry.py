@@ -26,11 +26,16 @@ class RunError(RuntimeError):
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
 
 
+def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Meets a bad command line with one line, where argparse shows the usage of every flag."""
+    parser.exit(2, f"{parser.prog}: {message} (--help lists what there is)\n")
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that meets a bad command line with one line, not with the usage of every flag."""
+    """A parser whose errors take one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists what there is)\n")
+        refuse_flags(self, message)
 
 
 def run_script(name: str, work: Callable[[], object]) -> NoReturn:

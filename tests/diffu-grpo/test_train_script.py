@@ -10,6 +10,7 @@ from pathlib import Path
 import diffu_grpo_train
 import grpo_checks
 import grpo_plan
+import grpo_setup
 import pytest
 import torch
 import yaml
@@ -259,6 +260,23 @@ def test_prompts_that_are_too_long_are_counted_and_truncated_only_if_asked(tiny_
         grpo_checks.check_prompts(rows, tokenizer, args)
     args.truncate_prompts = True
     grpo_checks.check_prompts(rows, tokenizer, args)
+
+
+def test_one_name_of_a_module_is_a_name_and_no_pattern(tiny_model_dir):
+    model = load_model(str(tiny_model_dir))
+    for typed, targets in (["q_proj"], {"q_proj"}), (["q_proj", "v_proj"], {"q_proj", "v_proj"}):
+        config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=typed), model)
+        assert config.target_modules == targets
+    config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=["attention"]), model)
+    assert config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert grpo_setup.adapter_config(ModelConfig(use_peft=True), model).target_modules is None
+    assert grpo_setup.adapter_config(ModelConfig(), model) is None
+
+
+def test_a_completion_that_the_model_has_no_positions_for_is_refused(tiny_model_dir, tmp_path):
+    longer = {"max_completion_length": 512, "max_prompt_length": 500, "diffusion_steps": 128}
+    with pytest.raises(ValueError, match=r"--max_completion_length 512 and a prompt of \d+ tokens exceed .* 512 pos"):
+        run_main(tmp_path, dataset="sudoku", model_path=str(tiny_model_dir), **longer)
 
 
 def test_the_plan_counts_what_d1_does(tmp_path):

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import eval as evaluation
 import pytest
 import sft_train
 from diffu_grpo_train import make_parser as rl_parser
 
+import eval as evaluation
 from d1 import __main__ as tools
 from d1.runs.entry import one_line
 
