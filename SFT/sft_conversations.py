@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.tasks import ask
 
 Message = dict[str, str]
@@ -95,7 +96,7 @@ def conversation_segments(
     """
 
     def render(turns: list[Message], ask_for_answer: bool) -> str:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask_for_answer))
+        return render_prompt(tokenizer, turns, add_generation_prompt=ask_for_answer)
 
     last = len(messages) - 1
     first = 1 if train_on == "all" else last  # a greeting before any question answers nothing
@@ -145,7 +146,7 @@ def tokenize_segments(
     """
 
     def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encode_prompt(tokenizer, text)
 
     text = ""
     ids: list[int] = []

@@ -10,11 +10,12 @@ as a model path; so are the checkpoints, the logged losses and a plot of them.
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d1.runs.entry import run_script
+from d1.runs.entry import OneLineParser, run_script
 from d1.runs.output_dir import check_output_dir, writing
 from d1.runs.ranges import check_ranges
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     # Flags and defaults of d1.
     add(
@@ -180,6 +181,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     )
     if checkpoint and (is_finished(checkpoint, training) or sft_setup.is_out_of_patience(checkpoint, args.early_stop)):
         # Only what comes after training is left to do.
+        logging.getLogger(__name__).info("%s is finished: there is nothing left to train.", folder)
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
         if training.should_save:
             copy_model(trainer.state.best_model_checkpoint or checkpoint, folder)

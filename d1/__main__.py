@@ -12,7 +12,7 @@ import argparse
 import logging
 
 from d1.commands import a2d, export, fit, merge
-from d1.runs.entry import run_script
+from d1.runs.entry import OneLineParser, run_script
 
 COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(args)`
     "a2d": a2d,
@@ -23,7 +23,7 @@ COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(a
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m d1", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)

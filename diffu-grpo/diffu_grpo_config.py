@@ -27,6 +27,16 @@ AUTOREGRESSIVE_ONLY = {
     "use_transformers_continuous_batching": False,
 }
 
+# Settings that are one name of a few. TRL 1.16 looks at its own only at the first loss.
+CHOICES = {
+    "estimator": tuple(ESTIMATORS),
+    "objective": ("trl", *OBJECTIVES),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("none", "group", "batch"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+
 
 @dataclass
 class DiffuGRPOConfig(GRPOConfig):
@@ -140,6 +150,8 @@ class DiffuGRPOConfig(GRPOConfig):
         check_ranges(vars(self))  # before TRL divides by some of them
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available()
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False  # else torch warns that it cannot
         if self.generation_batch_size is not None:
             raise ValueError(
                 "generation_batch_size means the completions of one rollout over all devices in TRL and those a device "
@@ -162,9 +174,9 @@ class DiffuGRPOConfig(GRPOConfig):
                 f"({self.block_length})"
             )
         self.sampling_settings()
-        for name, table in (("estimator", ESTIMATORS), ("objective", ("trl", *OBJECTIVES))):
-            if getattr(self, name) not in table:
-                raise ValueError(f"{name} must be one of {', '.join(table)}, got {getattr(self, name)!r}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
 
     def sampling_settings(self) -> SamplingSettings:
         """How rollouts are sampled; raises ValueError where the settings make no sense."""

@@ -11,13 +11,18 @@ Add `--resume_from_checkpoint true` to continue a run that was stopped.
 
 from __future__ import annotations
 
+import ast
 import logging
-from typing import TYPE_CHECKING, Any
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from trl import ModelConfig, TrlParser
 
-from d1.runs.entry import run_script
+from d1.runs.entry import refuse_flags, run_script
 from d1.runs.output_dir import check_output_dir, writing
 from d1.runs.ranges import check_ranges
 
@@ -39,15 +44,29 @@ RENAMED = {  # names that d1's settings have and TRL and Transformers no longer 
 
 
 class Parser(TrlParser):
-    """TRL's, which says what replaced a flag and knows a flag's other names in a yaml, too."""
+    """TRL's, which says in one line what is wrong or what replaced a flag, and knows a flag's other names in a yaml."""
 
-    def parse_args_and_config(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def error(self, message: str) -> NoReturn:
+        refuse_flags(self, message)
+
+    def parse_args_and_config(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> tuple[Any, ...]:
+        args = [
+            part
+            for word in (sys.argv[1:] if args is None else args)
+            for part in (word.split("=", 1) if word.startswith("--config=") else [word])
+        ]
+        if args[-1:] == ["--config"]:
+            self.error("argument --config: expected the path of a yaml file")
         try:
-            return super().parse_args_and_config(*args, **kwargs)
+            return super().parse_args_and_config(args, *more, **kwargs)
         except yaml.YAMLError as error:
             raise ValueError(f"the --config file is no yaml: {error}") from error
         except ValueError as error:
             hints = [f"--{old} is now --{new}" for old, new in RENAMED.items() if f"--{old}" in str(error)]
+            unknown = re.search(r"(?:arguments are not used by|Unknown arguments from).*?(\[.*?\])", str(error))
+            if unknown:
+                words = " ".join(map(str, ast.literal_eval(unknown[1])))
+                hints = hints or [f"there is no such setting: {words} (--help lists them)"]
             if not hints:
                 raise
             raise ValueError("; ".join(hints)) from error
@@ -83,10 +102,10 @@ def main(
     import grpo_setup
     from accelerate import PartialState
     from diffu_grpo_trainer import DiffuGRPOTrainer
-    from grpo_checks import check_mask_id, check_model_settings, check_prompts, check_same_run
+    from grpo_checks import check_mask_id, check_model_settings, check_prompts, check_room, check_same_run
     from grpo_plan import plan
     from rewards import accuracy_of, check_rewards
-    from trl import get_peft_config
+    from rollout_state import check_rollout
 
     from d1.models import load_tokenizer
     from d1.models.tokenizer import check_chat_template
@@ -107,14 +126,19 @@ def main(
             if args.should_save:
                 grpo_setup.save_finished(checkpoint, args)
             return None
+        check_rollout(Path(checkpoint), args.world_size)
     task = load_task(args.dataset)
     train_rows, eval_rows = grpo_setup.load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)
+    weights = args.reward_weights or [1.0] * len(task.REWARDS)
+    if len(weights) != len(task.REWARDS):
+        count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
+        raise ValueError(f"--reward_weights takes a number for each: {count}, got {len(weights)}")
+    args.reward_weights = [*weights, 0.0]  # the accuracy is only watched
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     check_mask_id(args)
-    for rows in filter(None, (train_rows, eval_rows)):
-        check_prompts(rows, tokenizer, args)
+    check_room(max(check_prompts(rows, tokenizer, args) for rows in filter(None, (train_rows, eval_rows))), args)
 
     numbers = plan(args, len(train_rows))
     kind = str(args.distributed_state.distributed_type) if args.distributed_state else "NO"
@@ -125,15 +149,15 @@ def main(
         if "wandb" in args.report_to:
             log_without_account(str(args.output_dir))
 
-    args.reward_weights = [*(args.reward_weights or [1.0] * len(task.REWARDS)), 0.0]
+    model = grpo_setup.start_model(args, model_args)
     trainer = DiffuGRPOTrainer(
-        model=grpo_setup.start_model(args, model_args),
+        model=model,
         reward_funcs=[*task.REWARDS, accuracy_of(task)],
         args=args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model_args),
+        peft_config=grpo_setup.adapter_config(model_args, model),
         task_name=args.dataset,
         callbacks=callbacks,
     )

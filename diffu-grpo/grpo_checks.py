@@ -90,13 +90,29 @@ def check_mask_id(args: DiffuGRPOConfig) -> None:
         raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has only {config.vocab_size} tokens, from 0 on")
 
 
-def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> None:
-    """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`."""
+def check_room(prompt: int, args: DiffuGRPOConfig) -> None:
+    """Refuses more tokens, of a prompt and its completion, than the model has positions."""
+    if args.trust_remote_code:
+        return
+    config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
+    room = config.max_position_embeddings
+    if prompt + int(args.max_completion_length or 0) > room:
+        raise ValueError(
+            f"--max_completion_length {args.max_completion_length} and a prompt of {prompt} tokens exceed the model's "
+            f"{room} positions"
+        )
+
+
+def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
+    """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`.
+
+    Returns the tokens of the longest.
+    """
     texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
     lengths = [len(encode_prompt(tokenizer, text)) for text in texts]
     too_long = [index for index, length in enumerate(lengths) if length > args.max_prompt_length]
     if not too_long:
-        return
+        return max(lengths)
     if not args.truncate_prompts:
         raise ValueError(
             f"{len(too_long)} of {len(rows)} prompts are longer than max_prompt_length={args.max_prompt_length} tokens "
@@ -104,3 +120,4 @@ def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diffu
             "--truncate_prompts true to keep only the end of them"
         )
     logger.warning("The beginning of %d of %d prompts will be cut off.", len(too_long), len(rows))
+    return args.max_prompt_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -10,12 +11,12 @@ from typing import Any
 
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import TrainerState
-from trl import ModelConfig
+from trl import ModelConfig, get_peft_config
 
 from d1.models import load_model
-from d1.models.adapters import merge_adapter
+from d1.models.adapters import lora_targets, merge_adapter
 from d1.runs.checkpoints import copy_model
 from d1.runs.console import write_metrics
 
@@ -27,7 +28,10 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
     train = task.load_rows("train", args.data_file)
     evaluation = None
     if args.eval_strategy != "no":
-        evaluation = task.load_rows("validation", args.eval_data_file)
+        try:
+            evaluation = task.load_rows("validation", args.eval_data_file)
+        except ConnectionError as error:  # which speaks of the flag for the rows trained on
+            raise ConnectionError(str(error).replace("--data_file", "--eval_data_file")) from error
         evaluation = evaluation.select(range(min(args.eval_limit or len(evaluation), len(evaluation))))
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
@@ -51,6 +55,19 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
             )
         model = merge_adapter(model, str(args.model_path))
     return model
+
+
+def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
+    """The LoRA adapter to train, None for all weights. `--lora_target_modules` takes "attention" and single names, too.
+
+    TRL 1.16 makes a text of a list of one name, which PEFT takes for a pattern that the whole name must match.
+    """
+    config: Any = get_peft_config(model_args)
+    if config is not None and config.target_modules == "attention":
+        config.target_modules = set(lora_targets(model.config.model_type, "attention"))
+    elif config is not None and re.fullmatch(r"\w+", str(config.target_modules or "")):
+        config.target_modules = {config.target_modules}
+    return config
 
 
 def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:

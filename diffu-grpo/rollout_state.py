@@ -56,25 +56,34 @@ def reference_weights(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()
 
 
-def load_rollout(trainer: Any, folder: Path) -> None:
-    """Puts back what `save_rollout` wrote.
+def check_rollout(folder: Path, processes: int) -> None:
+    """Refuses a checkpoint whose rollout this version, or this many processes, cannot go on with.
 
     Raises:
-        ValueError: the checkpoint has no rollout of this rank (another number of processes wrote it).
+        ValueError: says what to do instead.
     """
-    tensors_file, counters_file = _files(folder, trainer.accelerator.process_index)
-    written = len(list(folder.glob("rollout_rank*.json")))
-    if written != trainer.accelerator.num_processes:
-        raise ValueError(
-            f"{folder} was written by {written} processes and cannot continue in mid-rollout with "
-            f"{trainer.accelerator.num_processes}: start the run with {written}"
-        )
-    counters = json.loads(counters_file.read_text())
-    if counters.get("format") != FORMAT:
+    files = sorted(folder.glob("rollout_rank*.json"))
+    if any(json.loads(file.read_text()).get("format") != FORMAT for file in files):
         raise ValueError(
             f"{folder} was written by version 0.1, which kept prompt masks where there are views now: finish that run "
             "with the version that began it, or start anew from its weights with --model_path and another --output_dir"
         )
+    if len(files) != processes:
+        raise ValueError(
+            f"{folder} was written by {len(files)} processes and cannot continue in mid-rollout with {processes}: "
+            f"start the run with {len(files)}"
+        )
+
+
+def load_rollout(trainer: Any, folder: Path) -> None:
+    """Puts back what `save_rollout` wrote.
+
+    Raises:
+        ValueError: another version or another number of processes wrote it.
+    """
+    check_rollout(folder, trainer.accelerator.num_processes)
+    tensors_file, counters_file = _files(folder, trainer.accelerator.process_index)
+    counters = json.loads(counters_file.read_text())
     tensors = {name: value.to(trainer.accelerator.device) for name, value in load_file(tensors_file).items()}
     trainer.set_loss_sums(counters["losses"])
     batches: list[dict[str, Any]] = [{} for _ in range(counters["batches"])]

@@ -18,7 +18,7 @@ from eval_journal import write_atomically
 from generation_files import read_setups
 from score_setups import Row, score_setup
 
-from d1.runs.entry import run_script
+from d1.runs.entry import OneLineParser, run_script
 from d1.tasks import TASKS, load_task
 
 TRAINED_WITH = {  # flags of eval.py: the training settings in run.json they default to
@@ -30,7 +30,7 @@ TRAINED_WITH = {  # flags of eval.py: the training settings in run.json they def
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", help="folder that holds checkpoint-* folders")
     for name in TRAINED_WITH:
         parser.add_argument(f"--{name}", help="as in eval.py")

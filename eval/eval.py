@@ -25,7 +25,7 @@ from generation_files import generation_file, read_setups
 from parse_and_get_acc import as_table
 from score_setups import score_setup
 
-from d1.runs.entry import run_script
+from d1.runs.entry import OneLineParser, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.ranges import check_ranges
 from d1.runs.record import run_record
@@ -43,7 +43,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model_path", "--model_name", required=True, help="folder or hub name of a model, or an adapter's folder"
@@ -103,15 +103,18 @@ def main(args: argparse.Namespace) -> None:
     """
     check_ranges(vars(args), "eval")
     if args.diffusion_steps is None:
-        args.diffusion_steps = args.gen_length // 2
+        args.diffusion_steps = max(args.gen_length // 2, 1)
     check_output_dir(args.output_dir)
 
     # Only now, for they take seconds and `--help` needs none of them.
     from eval_processes import from_rank_0, join_processes, leave_processes
     from eval_prompts import read_prompts, tokenizer_path
+    from generate_completions import check_room
     from run_identity import run_identity, setup_name, task_name
 
     from d1.models import load_tokenizer
+    from d1.models.adapters import adapter_chain
+    from d1.models.kinds import native_config
     from d1.models.tokenizer import check_chat_template
 
     check_arguments(args)
@@ -122,6 +125,8 @@ def main(args: argparse.Namespace) -> None:
     )
     check_chat_template(tokenizer, args.model_path)
     prompts = read_prompts(args, task, tokenizer)
+    if not args.trust_remote_code:
+        check_room(args, prompts, native_config(adapter_chain(args.model_path, args.checkpoint_path or None)[0])[0])
     if args.dont_save:
         args.output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_"))
     journal = Journal(args.output_dir, setup_name(args), rank)

@@ -82,11 +82,7 @@ def generate_missing(
 
 
 def load_model_for(args: argparse.Namespace, batches: list[list[Request]]) -> Any:
-    """The model on this process's device.
-
-    Raises:
-        ValueError: a prompt and its completion are longer than the model reads.
-    """
+    """The model on this process's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     model = load_model(
         args.model_path,
@@ -96,11 +92,18 @@ def load_model_for(args: argparse.Namespace, batches: list[list[Request]]) -> An
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
     )
-    longest = max(len(prompt.ids) for batch in batches for prompt, _ in batch)
-    room = getattr(model.config, "max_position_embeddings", None)
-    if room is not None and longest + args.gen_length > room:
-        raise ValueError(f"a prompt of {longest} tokens and gen_length {args.gen_length} exceed the model's {room}")
+    check_room(args, (prompt for batch in batches for prompt, _ in batch), model.config)
     return model
+
+
+def check_room(args: argparse.Namespace, prompts: Iterable[Prompt], config: Any) -> None:
+    """Raises ValueError where a prompt and its completion are longer than a model of this `config` reads."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    room = getattr(config, "max_position_embeddings", None)
+    if room is not None and longest + args.gen_length > room:
+        raise ValueError(
+            f"--gen_length {args.gen_length} and a prompt of {longest} tokens exceed the model's {room} positions"
+        )
 
 
 def end_ids(tokenizer: Any) -> list[int]:

@@ -22,7 +22,7 @@ from typing import Any
 from generation_files import GeneratedSetup, read_setups
 from score_setups import Row, compare, score_setup
 
-from d1.runs.entry import run_script
+from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
 from d1.tasks import load_task
 
@@ -30,7 +30,7 @@ BASELINES = Path(__file__).resolve().parent / "eval_baselines"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default=str(BASELINES), help="folder of *_generations.json files")
     parser.add_argument(
         "--scoring",

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from datasets import disable_progress_bars
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
@@ -41,18 +42,31 @@ class LinesAboveBar(logging.Handler):
 
 
 def log_to_console() -> None:
-    """What scripts say through `logging` reaches stderr, as bare messages."""
+    """What scripts say through `logging` reaches stderr, as bare messages.
+
+    Where stderr is a file, the libraries' bars of loading and saving stay out of it.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LinesAboveBar()])
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+        disable_progress_bar()
 
 
 def summary(logs: Mapping[str, Any]) -> str:
-    """The metrics of `SHOWN` that a log of training, or of an evaluation ("eval_..."), has: "loss 0.31  KL 0.002"."""
+    """The metrics of `SHOWN` that a log of training, or of an evaluation ("eval_..."), has: "loss 0.31  KL 0.002".
+
+    A reward that did not apply to some rows is named with their share.
+    """
     prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
     parts = [
         f"{label} {logs[prefix + name]:{form}}"
         for name, label, form in SHOWN
         if isinstance(logs.get(prefix + name), (int, float))
     ]
+    for name, share in logs.items():
+        reward, _, rest = name.removeprefix(prefix + "rewards/").partition("/")
+        if rest == "none_share" and share:
+            parts.append(f"{reward} None {share:.0%}")
     return ("evaluation: " if prefix else "") + "  ".join(parts)
 
 
@@ -95,7 +109,8 @@ class RunConsole(TrainerCallback):
             write_metrics(args.output_dir, state.log_history)
             self.path = Path(args.output_dir) / METRICS_FILE
             steps = {"total": state.max_steps, "initial": state.global_step}
-            self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm)
+            often = 0.1 if sys.stderr.isatty() else 5.0  # seconds; a file keeps every state of the bar
+            self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm, mininterval=often)
             self.hid_bars = is_progress_bar_enabled()  # bars that libraries draw while saving would break this one
             disable_progress_bar()
 
@@ -110,7 +125,7 @@ class RunConsole(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        if self.bar is not None:
+        if self.bar is not None and sys.stderr.isatty():
             self.evaluated += 1
             self.bar.set_postfix_str(f"evaluating, batch {self.evaluated} of {len(eval_dataloader)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -22,6 +23,18 @@ class RunError(RuntimeError):
 # What the library and those it stands on raise for settings, files and machines that do not fit. FloatingPointError is
 # a loss that is not finite, ImportError an optional package that a setting needs.
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
+
+
+def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Meets a bad command line with one line, where argparse shows the usage of every flag."""
+    parser.exit(2, f"{parser.prog}: {message} (--help lists what there is)\n")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors take one line."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse_flags(self, message)
 
 
 def run_script(name: str, work: Callable[[], object]) -> NoReturn:

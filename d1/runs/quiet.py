@@ -13,7 +13,6 @@ WARNINGS = (
     ("transformers 5.23", "`is_gradient_checkpointing` is deprecated", "TRL 1.16 asks for it by its old name"),
     ("transformers 5.23", "`gradient_checkpointing_enable` is deprecated", "TRL 1.16 calls it by its old name"),
     ("transformers 5.23", "`gradient_checkpointing_disable` is deprecated", "TRL 1.16 calls it by its old name"),
-    ("torch 2.13", "'pin_memory' argument is set as true but no accelerator", "Trainer's default; nothing is lost"),
 )
 
 # (said by, its logger, what it says, why)

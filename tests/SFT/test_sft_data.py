@@ -17,6 +17,8 @@ from sft_data import choose_columns, load_function, load_rows, preprocess_datase
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from d1.models import load_tokenizer
+
 TEMPLATES = {
     "chatml": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -128,8 +130,6 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
 
 
 def test_boundary_without_straddling_tokens_is_that_of_the_whole(tiny_model_dir: Path) -> None:
-    from d1.models import load_tokenizer
-
     tokenizer = load_tokenizer(str(tiny_model_dir))
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2!"}]
     (row,) = prepare([{"messages": messages}], tokenizer)
@@ -212,6 +212,13 @@ def test_last_turn_or_all_turns() -> None:
     assert [text for text, answer in parts(unasked, tokenizer) if answer] == ["b<|im_end|>", "d<|im_end|><eos>"]
     with pytest.raises(ValueError, match="use --train_on last"):
         prepare(rows, TOKENIZERS["thinking"], train_on="all")
+
+
+def test_rows_that_the_model_cannot_read_say_what_it_reads() -> None:
+    tokenizer = load_tokenizer(Path(__file__).parents[2] / "pocket/base")
+    rows = [{"prompt": "2 + 2?", "completion": "4"}, {"prompt": "1234341221430321", "completion": "Four"}]
+    with pytest.raises(ValueError, match=r"row 0: .* reads a 4x4 Sudoku.* row 1: .* no token for 'Four'"):
+        prepare(rows, tokenizer)
 
 
 def test_overlong_rows(caplog: pytest.LogCaptureFixture) -> None:

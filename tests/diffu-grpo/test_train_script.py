@@ -10,6 +10,7 @@ from pathlib import Path
 import diffu_grpo_train
 import grpo_checks
 import grpo_plan
+import grpo_setup
 import pytest
 import torch
 import yaml
@@ -17,7 +18,7 @@ from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from peft import LoraConfig, get_peft_model
 from plot_curves import draw, read_run, running_mean, series
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback, TrainerState
 from trl import ModelConfig
 
 from d1.models import load_model
@@ -81,6 +82,9 @@ def test_the_defaults_are_d1s():
         ({"cache_implementation": "static"}, "cache_implementation='static' belongs"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
         ({"use_vllm": True}, "use_vllm"),
+        ({"loss_type": "best"}, "--loss_type must be one of grpo, "),
+        ({"importance_sampling_level": "word"}, "must be one of token, sequence"),
+        ({"scale_rewards": "std"}, "must be one of none, group, batch"),
         ({"generation_batch_size": 6}, "rollout_batch_size"),
     ],
 )
@@ -109,6 +113,27 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
 def test_what_is_missing_is_named_before_a_model_is_loaded(tmp_path, change, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_main(tmp_path, **change)
+
+
+def test_reward_weights_are_as_many_as_the_tasks_rewards(tmp_path):
+    with pytest.raises(ValueError, match="task sudoku has 1 rewards, got 2"):
+        run_main(tmp_path, dataset="sudoku", reward_weights=[1.0, 2.0])
+
+
+def test_missing_validation_rows_are_asked_for_by_their_own_flag(tmp_path):
+    rows = tmp_path / "gsm8k.jsonl"
+    rows.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 2)
+    with pytest.raises(ConnectionError, match="pass --eval_data_file FILE"):
+        run_main(tmp_path, dataset="gsm8k", data_file=str(rows), eval_strategy="steps", eval_steps=1)
+
+
+def test_a_checkpoint_of_version_0_1_is_refused_before_a_model_is_loaded(tmp_path):
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    TrainerState(global_step=4, max_steps=8).save_to_json(str(folder / "trainer_state.json"))
+    (folder / "rollout_rank0.json").write_text('{"step": 4, "batches": 1}')
+    with pytest.raises(ValueError, match=r"was written by version 0\.1, .* start anew from its weights"):
+        run_main(tmp_path, model_path="none", output_dir=str(tmp_path), resume_from_checkpoint="true")
 
 
 def test_four_bit_weights_without_a_gpu_are_refused(tmp_path):
@@ -235,6 +260,23 @@ def test_prompts_that_are_too_long_are_counted_and_truncated_only_if_asked(tiny_
         grpo_checks.check_prompts(rows, tokenizer, args)
     args.truncate_prompts = True
     grpo_checks.check_prompts(rows, tokenizer, args)
+
+
+def test_one_name_of_a_module_is_a_name_and_no_pattern(tiny_model_dir):
+    model = load_model(str(tiny_model_dir))
+    for typed, targets in (["q_proj"], {"q_proj"}), (["q_proj", "v_proj"], {"q_proj", "v_proj"}):
+        config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=typed), model)
+        assert config.target_modules == targets
+    config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=["attention"]), model)
+    assert config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert grpo_setup.adapter_config(ModelConfig(use_peft=True), model).target_modules is None
+    assert grpo_setup.adapter_config(ModelConfig(), model) is None
+
+
+def test_a_completion_that_the_model_has_no_positions_for_is_refused(tiny_model_dir, tmp_path):
+    longer = {"max_completion_length": 512, "max_prompt_length": 500, "diffusion_steps": 128}
+    with pytest.raises(ValueError, match=r"--max_completion_length 512 and a prompt of \d+ tokens exceed .* 512 pos"):
+        run_main(tmp_path, dataset="sudoku", model_path=str(tiny_model_dir), **longer)
 
 
 def test_the_plan_counts_what_d1_does(tmp_path):

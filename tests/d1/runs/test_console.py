@@ -16,7 +16,7 @@ import pytest
 import torch
 from tqdm import tqdm
 from transformers import Trainer, TrainerState, TrainingArguments
-from transformers.utils.logging import is_progress_bar_enabled
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from d1.runs.console import LinesAboveBar, RunConsole, json_line, summary, train_with_console, write_metrics
 from d1.runs.quiet import MESSAGES, WARNINGS, silence
@@ -60,6 +60,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_one_line_a_log_and_one_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    enable_progress_bar()
     train(tmp_path, 4, console=RunConsole())
     out, err = capsys.readouterr()
     lines = [line for line in out.splitlines() if "accelerator" not in line]  # DeepSpeed's import speaks, once
@@ -113,6 +114,9 @@ def test_a_line_has_what_the_stage_logs() -> None:
     assert summary(logs) == "loss 0.5  reward 0.250  accuracy 12.5%  KL 0.0125  tokens 4096"
     assert summary({f"eval_{name}": value for name, value in logs.items()}).startswith("evaluation: loss 0.5  reward")
     assert summary({"kl": None, "loss": 1.0}) == "loss 1"
+    shares = {"rewards/length/none_share": 0.25, "rewards/equal/none_share": 0.0}
+    assert summary({"loss": 1.0, **shares}) == "loss 1  length None 25%"
+    assert summary({f"eval_{name}": share for name, share in shares.items()}) == "evaluation: length None 25%"
 
 
 def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sft_train
 from diffu_grpo_train import make_parser as rl_parser
 
+import eval as evaluation
+from d1 import __main__ as tools
 from d1.runs.entry import one_line
 
 ROOT = Path(__file__).parents[3]
@@ -173,6 +176,33 @@ def test_a_closed_pipe_is_no_mistake() -> None:
 
 def test_an_exception_without_a_message_gives_its_name() -> None:
     assert one_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("parser", "flags", "says"),
+    [
+        (sft_train.make_parser(), ["--stratified_t"], "unrecognized arguments: --stratified_t"),
+        (evaluation.make_parser(), ["--dataset", "sudoku"], "required: --model_path/--model_name"),
+        (tools.make_parser(), ["fit", "--gpus", "x"], "--gpus: invalid int value: 'x'"),
+        (rl_parser(), ["--beta", "x"], "--beta: invalid float value: 'x'"),
+        (rl_parser(), ["--config"], "--config: expected the path"),
+    ],
+)
+def test_a_bad_command_line_is_one_line(
+    parser: Any, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        getattr(parser, "parse_args_and_config", parser.parse_args)(flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_unknown_settings_are_named(tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text("per_device_train_batch_size: 6\nnonsense: 3\n")
+    for typed in (["--per_device_train_batch_size=6", "--nonsense", "3"], [f"--config={config}"]):
+        with pytest.raises(ValueError, match="there is no such setting: --nonsense 3"):
+            rl_parser().parse_args_and_config(typed)
 
 
 def test_both_dialects_are_understood() -> None:
