@@ -13,6 +13,11 @@ WARNINGS = (
     ("transformers 5.23", "`is_gradient_checkpointing` is deprecated", "TRL 1.16 asks for it by its old name"),
     ("transformers 5.23", "`gradient_checkpointing_enable` is deprecated", "TRL 1.16 calls it by its old name"),
     ("transformers 5.23", "`gradient_checkpointing_disable` is deprecated", "TRL 1.16 calls it by its old name"),
+    (
+        "peft 0.21",
+        "Could not find a config file in",
+        "said where an adapter was merged before; no vocabulary grows here",
+    ),
 )
 
 # (said by, its logger, what it says, why)

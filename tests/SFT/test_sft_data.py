@@ -217,7 +217,7 @@ def test_last_turn_or_all_turns() -> None:
 def test_rows_that_the_model_cannot_read_say_what_it_reads() -> None:
     tokenizer = load_tokenizer(Path(__file__).parents[2] / "pocket/base")
     rows = [{"prompt": "2 + 2?", "completion": "4"}, {"prompt": "1234341221430321", "completion": "Four"}]
-    with pytest.raises(ValueError, match=r"row 0: .* reads a 4x4 Sudoku.* row 1: .* no token for 'Four'"):
+    with pytest.raises(ValueError, match=r"(?s)row 0: .* reads a 4x4 Sudoku.* row 1: .* no token for 'Four"):
         prepare(rows, tokenizer)
 
 
