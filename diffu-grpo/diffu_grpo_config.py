@@ -27,10 +27,8 @@ AUTOREGRESSIVE_ONLY = {
     "use_transformers_continuous_batching": False,
 }
 
-# Settings that are one name of a few. TRL 1.16 looks at its own only at the first loss.
+# Settings of TRL's that are one name of a few. TRL 1.16 looks at them only at the first loss.
 CHOICES = {
-    "estimator": tuple(ESTIMATORS),
-    "objective": ("trl", *OBJECTIVES),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
@@ -174,7 +172,8 @@ class DiffuGRPOConfig(GRPOConfig):
                 f"({self.block_length})"
             )
         self.sampling_settings()
-        for name, choices in CHOICES.items():
+        # The tables are asked now, so that rows count that were added after this file was imported.
+        for name, choices in {**CHOICES, "estimator": ESTIMATORS, "objective": ("trl", *OBJECTIVES)}.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
 

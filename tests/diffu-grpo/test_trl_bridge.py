@@ -10,13 +10,13 @@ import torch
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
-from objectives import LossInputs, reinforce
+from objectives import OBJECTIVES, LossInputs, reinforce
 from torch import Tensor
 from trl import GRPOTrainer
 from trl_bridge import EpochSampler, in_step_to_sample, rollout_buffer
 
 from d1.models import load_model, load_tokenizer
-from d1.scoring import Scores
+from d1.scoring import ESTIMATORS, Scores
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
@@ -169,3 +169,13 @@ def test_the_order_of_an_epoch_does_not_depend_on_the_epochs_sampled_before():
     epoch = 1
     assert order(through) == order(sampler()) != first
     assert first == again
+
+
+def test_rows_added_late_are_names_of_the_config_too(tmp_path, monkeypatch):
+    options = {"output_dir": str(tmp_path), "max_completion_length": 8, "block_length": 4, "diffusion_steps": 4}
+    options |= {"num_generations": 4, "per_device_train_batch_size": 4}
+    for name, table in (("objective", OBJECTIVES), ("estimator", ESTIMATORS)):
+        with pytest.raises(ValueError, match=f"--{name} must be one of .*, got 'late'"):
+            DiffuGRPOConfig(**options, **{name: "late"})
+        monkeypatch.setitem(table, "late", None)
+        assert getattr(DiffuGRPOConfig(**options, **{name: "late"}), name) == "late"
