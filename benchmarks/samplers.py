@@ -165,7 +165,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", required=True, help="a pocket model, e.g. of `make demo`")
+    parser.add_argument("--model_path", "--model_name", required=True, help="a pocket model, e.g. of `make demo`")
     parser.add_argument("--gen_length", type=int, default=32)
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=125, help="problems sampled at once")

@@ -90,6 +90,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--output_dir", default="results/")
     run.add_argument("--suffix", default="", help="added to the model's name in the file names")
+    run.add_argument(
+        "--resume",
+        "--resume_from_checkpoint",
+        nargs="?",
+        const="true",
+        default="true",
+        choices=["true"],
+        help="as in training; an evaluation always continues where it stopped, unless --overwrite",
+    )
     run.add_argument("--overwrite", action="store_true", help="drop what is there of this setup and start again")
     run.add_argument("--dont_save", action="store_true", help="print the accuracy and leave no files")
     return parser

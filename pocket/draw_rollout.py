@@ -31,7 +31,7 @@ def answer_places(tokens: list[str]) -> dict[int, int]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", required=True, help="a pocket model, e.g. of `make demo`")
+    parser.add_argument("--model_path", "--model_name", required=True, help="a pocket model, e.g. of `make demo`")
     parser.add_argument("--problem", type=int, default=0, help="which validation puzzle, from 0")
     parser.add_argument("--gen_length", type=int, default=32)
     parser.add_argument("--output", type=Path, default=Path("docs/denoise.svg"))

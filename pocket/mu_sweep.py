@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rollouts", type=int, default=60, help="rollouts of 64 completions a run")
-    parser.add_argument("--model_path", default=str(ROOT / "pocket" / "base"))
+    parser.add_argument("--model_path", "--model_name", default=str(ROOT / "pocket" / "base"))
     parser.add_argument("--output_dir", default=str(ROOT / "runs" / "mu_sweep"))
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs side by side")
     return parser
