@@ -29,7 +29,7 @@ SHOWN = (
     ("reward", "reward", ".3f"),
     ("rewards/accuracy/mean", "accuracy", ".1%"),
     ("kl", "KL", ".3g"),
-    ("num_tokens", "tokens", ".4g"),
+    ("num_tokens", "tokens", ",.0f"),
     ("answer_tokens_per_second", "answer tokens/s", ".0f"),
 )
 

@@ -111,7 +111,7 @@ def test_time_left_counts_rollouts_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_line_has_what_the_stage_logs() -> None:
     logs = {"loss": 0.5, "reward": 0.25, "rewards/accuracy/mean": 0.125, "kl": 0.0125, "num_tokens": 4096.0, "x": 1}
-    assert summary(logs) == "loss 0.5  reward 0.250  accuracy 12.5%  KL 0.0125  tokens 4096"
+    assert summary(logs) == "loss 0.5  reward 0.250  accuracy 12.5%  KL 0.0125  tokens 4,096"
     assert summary({f"eval_{name}": value for name, value in logs.items()}).startswith("evaluation: loss 0.5  reward")
     assert summary({"kl": None, "loss": 1.0}) == "loss 1"
     shares = {"rewards/length/none_share": 0.25, "rewards/equal/none_share": 0.0}
