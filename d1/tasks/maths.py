@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 TIME_LIMIT = 0.4  # seconds of its CPU that math-verify may take for one pair, so that a busy machine changes no verdict
 MAX_ANSWER = 500  # characters; the longest answer of MATH-500 has fewer than 100
-_HARD_LIMIT, _START_LIMIT = 0.9, 120.0  # seconds by the clock
+HARD_LIMIT, _START_LIMIT = 0.9, 120.0  # seconds by the clock
 _MEMORY = 4 << 30
 
 _UNIT = re.compile(r"(?<=.)\\(?:text|mbox|mathrm|textrm)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")
@@ -116,7 +116,7 @@ def _verify(answer: str, gold: str) -> bool:
             _helper_ready = True
         try:
             helper.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
-            reply = _reply(helper, _HARD_LIMIT)
+            reply = _reply(helper, HARD_LIMIT)
         except BrokenPipeError:
             reply = None
         if reply is None:

@@ -80,11 +80,12 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_hostile_answers_take_less_than_two_seconds(answer):
+def test_hostile_answers_take_less_than_a_second(answer):
     maths.equivalent.cache_clear()
     maths.equivalent("x", "y")  # the helper is up
     start = time.perf_counter()
     assert not maths.equivalent(answer, r"\frac{\pi}{7}")
+    assert maths.HARD_LIMIT < 1.0
     assert time.perf_counter() - start < 2.0  # a busy machine takes its time to end the helper
 
 

@@ -1,0 +1,44 @@
+"""What the code imports is what the pins install."""
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+
+from packaging.requirements import Requirement
+
+from tests.commands import ROOT
+from tests.test_packaging import MODULES, NAMES, OPTIONAL, imports_of
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements_of(pins: list[str]) -> set[str]:
+    """The distributions that come with pins, and with what those need in turn."""
+    todo, seen = [Requirement(pin) for pin in pins], {}
+    while todo:
+        requirement = todo.pop()
+        name = canonical(requirement.name)
+        if seen.get(name, set()) >= {"", *requirement.extras}:
+            continue
+        seen[name] = seen.get(name, set()) | {"", *requirement.extras}
+        try:
+            needs = map(Requirement, importlib.metadata.requires(name) or [])
+        except importlib.metadata.PackageNotFoundError:  # not needed on this platform
+            continue
+        for need in needs:
+            if not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in seen[name]):
+                todo.append(need)
+    return set(seen)
+
+
+def test_what_is_imported_is_what_the_pins_install():
+    installed = requirements_of(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    providers = importlib.metadata.packages_distributions()
+    ours = {name.partition(".")[0] for name in NAMES}
+    for path in MODULES:
+        for module in {name.partition(".")[0] for name in imports_of(path)} - ours - set(sys.stdlib_module_names):
+            names = {canonical(name) for name in providers.get(module, [])}
+            assert module in OPTIONAL or names & installed, f"{path} imports {module}, which is no dependency"
