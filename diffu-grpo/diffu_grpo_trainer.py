@@ -25,7 +25,7 @@ from torch import Tensor
 from trl.trainer.utils import pad
 from trl_bridge import CanvasGRPOTrainer, TokenRecord, reference_from
 from update_metrics import largest_ratio, peak_memory_gb, rows_to_blame, sampling_gap
-from update_views import Batch, draw_updates, evaluating, score_batch, score_updates, views_of
+from update_views import Batch, draw_updates, evaluating, score_batch, score_updates, updates_are_alike, views_of
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
@@ -213,7 +213,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started, args = time.perf_counter(), self.args
         size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
         score_one = partial(self.scores, size=size)
-        only_first = self.mode == "eval"  # which looks at the first update alone
+        # An evaluation looks at the first update alone, and equal views have equal scores.
+        only_first = self.mode == "eval" or updates_are_alike(batch)
         with self.without_checkpointing():
             if self.needs_old_logps:
                 batch["old_per_token_logps"] = score_updates(self.model, batch, score_one, only_first)
@@ -270,9 +271,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        started, rollouts = time.perf_counter(), sum(self.rollout_seconds)
+        started, rollouts = time.perf_counter(), len(self.rollout_seconds)
         loss = super().training_step(*args, **kwargs)
-        self.log_metric("seconds/update", time.perf_counter() - started - (sum(self.rollout_seconds) - rollouts))
+        self.log_metric("seconds/update", time.perf_counter() - started - sum(self.rollout_seconds[rollouts:]))
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

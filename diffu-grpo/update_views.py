@@ -40,19 +40,22 @@ def views_of(batch: Batch, update: int) -> Views:
     return Views(batch["view_noise"][:, update], batch["view_weights"][:, update])
 
 
+def updates_are_alike(batch: Batch) -> bool:
+    """Whether every update has the views of the first. Waits for the device."""
+    return all(bool((of == of[:, :1]).all()) for of in (batch["view_noise"], batch["view_weights"]))
+
+
 def score_updates(
     model: Any, batch: Batch, score_one: Callable[[Any, Batch, Views], Scores], only_first: bool
 ) -> Tensor:
-    """Log-probs (rows, mu, tokens) under the views of every update, without dropout. Equal views are scored once.
+    """Log-probs (rows, mu, tokens) under the views of every update, without dropout.
 
     Args:
-        only_first: the first update's stand for all, as where no update follows.
+        only_first: the first update's stand for all.
     """
-    noise, weights = batch["view_noise"], batch["view_weights"]
-    alike = only_first or all(bool((of == of[:, :1]).all()) for of in (noise, weights))
-    updates = noise.shape[1]
+    updates = batch["view_noise"].shape[1]
     with evaluating(model):
-        scored = [score_one(model, batch, views_of(batch, k)).logps for k in range(1 if alike else updates)]
+        scored = [score_one(model, batch, views_of(batch, k)).logps for k in range(1 if only_first else updates)]
     return torch.stack(scored, dim=1).expand(-1, updates, -1)
 
 
