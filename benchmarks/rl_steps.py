@@ -22,6 +22,7 @@ from transformers import PrinterCallback
 
 sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("", "diffu-grpo"))
 
+import canvas_rollout
 import diffu_grpo_trainer
 import update_views
 from diffu_grpo_config import DiffuGRPOConfig
@@ -67,8 +68,8 @@ def published_score(
     """Full logits of all positions in the place of `d1.scoring.score`. Entropies, which d1 does not compute, are 0."""
     noise = views.noise[:, :, : prompt_ids.shape[1]]  # behind the prompt all is hidden
     logps = published.score(model, prompt_ids, attention_mask, completion_ids, noise, **options)
-    logps = (views.weights * logps).sum(1)
-    return Scores(logps, torch.zeros_like(logps) if with_entropies else None)
+    summed = (views.weights * logps).sum(1)
+    return Scores(summed, logps, torch.zeros_like(summed) if with_entropies else None)
 
 
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -88,12 +89,12 @@ def sampling_and_scoring(way: str, clock: Clock, rollouts: Rollouts) -> Iterator
         return sampled
 
     clocked_score = clock.timed(log_probs, lambda: "update" if torch.is_grad_enabled() else "scoring")
-    before = diffu_grpo_trainer.rollout, update_views.score
-    diffu_grpo_trainer.rollout, update_views.score = clock.timed(recorded, "rollout"), clocked_score
+    before = canvas_rollout.rollout, update_views.score
+    canvas_rollout.rollout, update_views.score = clock.timed(recorded, "rollout"), clocked_score
     try:
         yield
     finally:
-        diffu_grpo_trainer.rollout, update_views.score = before
+        canvas_rollout.rollout, update_views.score = before
 
 
 def train_rl(trainer: Any, way: str, clock: Clock) -> Rollouts:

@@ -6,6 +6,8 @@ numpy or torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import BoolTensor, Generator, Tensor
@@ -42,6 +44,13 @@ def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator, *, mirr
     uniform = torch.ones(maskable.shape).masked_scatter_(maskable.cpu(), 1 - drawn if mirror else drawn)
     probability = p.cpu() if isinstance(p, Tensor) else p
     return (uniform < probability).to(maskable.device) & maskable  # type: ignore[return-value]
+
+
+def draw_masks(maskable: Tensor, p: float | Tensor, generators: Sequence[Generator]) -> Tensor:
+    """`draw_mask` of each row of `maskable` (rows, tokens) with its own generator and, if `p` is (rows,), its own p."""
+    each = p.cpu() if isinstance(p, Tensor) else [p] * len(maskable)
+    rows = zip(maskable, each, generators, strict=True)
+    return torch.stack([draw_mask(row, of, generator) for row, of, generator in rows])
 
 
 def draw_noise(

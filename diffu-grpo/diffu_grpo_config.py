@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from advantages import ADVANTAGES
+from choose_method import check_combination, find_method
 from objectives import OBJECTIVES
+from penalties import PENALTIES, WITHOUT_REFERENCE
 from trl import GRPOConfig
 
+from d1.methods import METHODS
 from d1.runs.ranges import check_ranges
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS
+from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import TASKS
 
 # Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
@@ -29,10 +37,18 @@ AUTOREGRESSIVE_ONLY = {
 
 # Settings of TRL's that are one name of a few. TRL 1.16 looks at them only at the first loss.
 CHOICES = {
-    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    "loss_type": ("sum", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "draw_steps": DRAW_STEPS,
+}
+# Those that are one name of a table, asked when settings are checked: rows count that were added until then.
+TABLES: dict[str, Callable[[], tuple[str, ...]]] = {
+    "estimator": lambda: (*ESTIMATORS,),
+    "objective": lambda: ("trl", *OBJECTIVES),
+    "kl": lambda: (*PENALTIES,),
+    "advantage": lambda: ("trl", *ADVANTAGES),
 }
 
 
@@ -82,7 +98,9 @@ class DiffuGRPOConfig(GRPOConfig):
         default=False, metadata={"help": "Give a tokenizer without a chat template a plain one."}
     )
     block_length: int = field(default=32, metadata={"help": "Tokens a block; blocks are filled left to right."})
-    diffusion_steps: int = field(default=128, metadata={"help": "Forward passes a completion, spread over the blocks."})
+    diffusion_steps: int | None = field(
+        default=128, metadata={"help": "Forward passes a completion, spread over the blocks; one a token if unset."}
+    )
     cfg_scale: float = field(default=0.0, metadata={"help": "Classifier-free guidance; 0 turns it off."})
     remasking: str = field(default="low_confidence", metadata={"help": f"One of {', '.join(REMASKING)}."})
     sampler: str = field(
@@ -110,14 +128,52 @@ class DiffuGRPOConfig(GRPOConfig):
     )
 
     # Estimator and objective
+    method: str = field(
+        default="d1",
+        metadata={
+            "help": f"Sets the flags below as a published method has them: {', '.join(METHODS)}; or the path of your "
+            "own file. Flags beside it win."
+        },
+    )
     estimator: str = field(
         default="one_step",
         metadata={"help": f"How log-probabilities are estimated: {', '.join(ESTIMATORS)}."},
+    )
+    num_views: int | None = field(
+        default=None,
+        metadata={"help": "Monte Carlo draws a row and update, for estimators that draw; replay scores all if unset."},
+    )
+    antithetic: bool = field(
+        default=False, metadata={"help": "elbo: draws in pairs of opposite masks, which together hide every token."}
+    )
+    stratified: bool = field(
+        default=False, metadata={"help": "elbo: the times of a row's draws lie one in each of equal parts of [0, 1)."}
+    )
+    segments: int | None = field(default=None, metadata={"help": "replay: merge a rollout's steps into this many."})
+    segment_steps: int | None = field(default=None, metadata={"help": "replay: merge this many steps into one."})
+    draw_steps: str = field(
+        default="uniform", metadata={"help": f"replay with num_views: how steps are drawn: {', '.join(DRAW_STEPS)}."}
+    )
+    views_at_once: int = field(
+        default=1, metadata={"help": "Views of a row in one forward pass: more take memory, and fill a fast device."}
     )
     objective: str = field(
         default="trl",
         metadata={"help": f"trl: TRL's loss_type and importance_sampling_level; or one of {', '.join(OBJECTIVES)}."},
     )
+    kl: str = field(default="k3", metadata={"help": f"What beta weighs: {', '.join(PENALTIES)}."})
+    advantage: str = field(
+        default="trl", metadata={"help": f"trl: as scale_rewards says; or of that, {', '.join(ADVANTAGES)}."}
+    )
+    right_share: list[float] | None = field(
+        default=None,
+        metadata={"help": "Two shares: prompts with fewer or more right completions than these leave the loss."},
+    )
+    eubo_beta: float = field(default=1.5, metadata={"help": "spg: the exponent of its upper bound."})
+    eubo_share: float = field(
+        default=0.5, metadata={"help": "spg: the upper bound's share where the advantage is < 0."}
+    )
+    ratio_cap: float = field(default=5.0, metadata={"help": "stable_drl: the largest ratio of a completion."})
     p_mask_prompt: float = field(default=0.15, metadata={"help": "Probability that a prompt token is masked."})
     random_masking: bool = field(
         default=True, metadata={"help": "A fresh prompt mask for each inner update; false: one mask for all of them."}
@@ -145,6 +201,8 @@ class DiffuGRPOConfig(GRPOConfig):
     disable_dropout: bool = field(default=True, metadata={"help": "Without it the first ratio would not be 1."})
 
     def __post_init__(self) -> None:
+        if self.diffusion_steps is None:
+            self.diffusion_steps = self.max_completion_length
         check_ranges(vars(self))  # before TRL divides by some of them
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available()
@@ -172,11 +230,35 @@ class DiffuGRPOConfig(GRPOConfig):
                 f"({self.block_length})"
             )
         self.sampling_settings()
-        # The tables are asked now, so that rows count that were added after this file was imported.
-        for name, choices in {**CHOICES, "estimator": ESTIMATORS, "objective": ("trl", *OBJECTIVES)}.items():
+        for name, choices in {**CHOICES, **{name: rows() for name, rows in TABLES.items()}}.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        check_combination(self)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss asks for log-probs of a reference model."""
+        return self.beta != 0.0 and self.kl not in WITHOUT_REFERENCE
+
+    @property
+    def has_trls_kl(self) -> bool:
+        """Whether the KL term, if there is one, is TRL's own, of which TRL keeps the metrics."""
+        return self.objective == "trl" and self.kl == "k3"
 
     def sampling_settings(self) -> SamplingSettings:
         """How rollouts are sampled; raises ValueError where the settings make no sense."""
         return SamplingSettings.of(self, gen_length="max_completion_length", steps="diffusion_steps")
+
+
+def with_method(fill: Callable[..., None]) -> Callable[..., None]:
+    """A dataclass's `__init__` in which a method's values stand in for fields that are not given."""
+
+    @functools.wraps(fill)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        method = find_method(given.get("method", "d1"))
+        fill(self, *args, **{**method.scale, **method.values, **given})
+
+    return init
+
+
+DiffuGRPOConfig.__init__ = with_method(DiffuGRPOConfig.__init__)  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ Add `--resume_from_checkpoint true` to continue a run that was stopped.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import logging
 import re
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from diffu_grpo_trainer import DiffuGRPOTrainer
     from transformers import TrainerCallback
 
+    from d1.methods import Method
+
 logger = logging.getLogger(__name__)
 
 RENAMED = {  # names that d1's settings have and TRL and Transformers no longer know
@@ -44,7 +47,13 @@ RENAMED = {  # names that d1's settings have and TRL and Transformers no longer 
 
 
 class Parser(TrlParser):
-    """TRL's, which says in one line what is wrong or what replaced a flag, and knows a flag's other names in a yaml."""
+    """TRL's, which says in one line what is wrong or what replaced a flag, and knows a flag's other names in a yaml.
+
+    The later wins: defaults, a yaml, `--method`, the other flags. A method that the yaml names comes before its other
+    lines. What a paper gives for the size of its models (`Method.scale`) comes before any yaml.
+    """
+
+    named: Method | None
 
     def error(self, message: str) -> NoReturn:
         refuse_flags(self, message)
@@ -57,6 +66,14 @@ class Parser(TrlParser):
         ]
         if args[-1:] == ["--config"]:
             self.error("argument --config: expected the path of a yaml file")
+        from choose_method import find_method
+
+        named = argparse.ArgumentParser(add_help=False)
+        named.add_argument("--method")
+        name = named.parse_known_args(args)[0].method
+        self.named = find_method(name) if name else None
+        if self.named:
+            self.set_defaults(**self.named.scale, **self.named.values)
         try:
             return super().parse_args_and_config(args, *more, **kwargs)
         except yaml.YAMLError as error:
@@ -78,6 +95,13 @@ class Parser(TrlParser):
                     if action.dest in config:
                         raise ValueError(f"{other} and {action.dest} in the --config file are one setting: keep one")
                     config[action.dest] = config.pop(other)
+        if self.named:  # on the command line, hence above the file
+            config = {**self.named.scale, **config, **self.named.values}
+        elif "method" in config:
+            from choose_method import find_method
+
+            method = find_method(config["method"])
+            config = {**method.scale, **method.values, **config}
         return super().set_defaults_with_config(**config)
 
 

@@ -11,38 +11,44 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from advantages import Everyone, keep_prompts, reshaped
+from canvas_rollout import eos_cut, record_of, sample_in_parts, sampled_rows, unpack_record
 from diffu_grpo_config import DiffuGRPOConfig
-from objectives import OBJECTIVES, LossInputs
+from objectives import OBJECTIVES, OVER_ALL_ROWS, LossInputs, sequence_log_ratios
+from penalties import PENALTIES
 from rewards import guarded
 from rollout_state import RestoreRollout, save_rollout
 from torch import Tensor
 from trl.trainer.utils import pad
-from trl_bridge import CanvasGRPOTrainer, TokenRecord, reference_from
-from update_metrics import largest_ratio, peak_memory_gb, rows_to_blame, sampling_gap
-from update_views import Batch, draw_updates, evaluating, score_batch, score_updates, updates_are_alike, views_of
+from trl_bridge import CanvasGRPOTrainer, TokenRecord, reference_from, rollout_buffer
+from update_metrics import largest_ratio, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
+from update_views import (
+    Batch,
+    draw_updates,
+    evaluating,
+    loss_inputs,
+    score_batch,
+    score_updates,
+    updates_are_alike,
+    views_of,
+)
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
-from d1.sampling import Rollout, rollout
+from d1.sampling import Rollout
 from d1.sampling.caching import check_cacheable
-from d1.scoring import SampledRows, Scores, Views
+from d1.scoring import Randomness, Scores, Views
+from d1.scoring.rollouts import randomness
 
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
 STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2, ("rollout", "eval"): 3}
-
-
-def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
-    """(rows, tokens) bool, true up to and including each row's first EOS (all true without one)."""
-    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device))
-    return is_eos.cumsum(-1) - is_eos.long() == 0
 
 
 class DiffuGRPOTrainer(CanvasGRPOTrainer):
@@ -83,7 +89,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             check_cacheable(model.config)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         functions = [guarded(function, task_name, Path(args.output_dir)) for function in functions]
-        with reference_from(model):
+        with reference_from(model if args.needs_reference else None):
             super().__init__(
                 model=model,
                 reward_funcs=functions,
@@ -91,6 +97,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 train_dataset=train_dataset,
                 processing_class=processing_class,
                 **kwargs,
+            )
+        if not args.has_trls_kl:
+            self.leave_out_trls_kl()
+        if args.right_share and not getattr(functions[-1], "only_watched", False):
+            raise ValueError(
+                "right_share asks which completions are right: the last reward must be `accuracy_of(task)`"
             )
         if args.sync_ref_model and self.weights_are_split:
             raise ValueError(
@@ -112,6 +124,13 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def mode(self) -> str:
         return "train" if self.model.training else "eval"
 
+    def randomness(self, rows: int) -> list[Randomness]:
+        """What the views of a rollout's rows are drawn with, for each inner update."""
+        rollout = self.micro_step if self.mode == "train" else self.evaluation_rollouts
+        shared = keyed_generator(self.args.seed, STREAMS["views", self.mode], rollout)
+        total, first = self.accelerator.num_processes * rows, self.accelerator.process_index * rows
+        return randomness(self.generators("views", rows), shared, first, total, self.num_iterations)
+
     def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
         """One generator a row, a function of (seed, stream, rollout, row over all ranks) alone."""
         rollout = self.micro_step if self.mode == "train" else self.evaluation_rollouts
@@ -127,42 +146,37 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         return [ids[-self.args.max_prompt_length :] for ids in prompt_ids]
 
     def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[TokenRecord]]:
-        """Samples one canvas a prompt; of each token the record has log-prob, entropy and step of its reveal."""
+        """Samples one canvas a prompt: completions that end with their first EOS, and `record_of` the whole canvas."""
         started = time.perf_counter()
         tensors = [torch.tensor(ids) for ids in prompt_ids]
         padding = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
         ids = pad(tensors, padding_value=self.text_tokenizer.pad_token_id, **padding).to(self.accelerator.device)
         mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding).to(ids.device)
         sampled = self.sample(ids, mask)
-        record = torch.stack([sampled.logps, sampled.entropies, sampled.reveal_steps.to(sampled.logps.dtype)], dim=-1)
-        completions, record = sampled.ids[:, ids.shape[1] :].cpu(), record.cpu()  # these two wait for the device
+        record = record_of(sampled, ids.shape[1]).cpu()  # this waits for the device
+        completions = sampled.ids[:, ids.shape[1] :].cpu()
         kept = eos_cut(completions, self.eos_token_ids)
         seconds = time.perf_counter() - started
         self.log_metric("seconds/rollout", seconds)
         self.log_metric("sampling/forward_passes", sampled.passes.float().mean().item())
         self.log_metric("sampling/forward_tokens", sampled.forward_tokens.float().mean().item())
         self.log_metric("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
-        rows = list(zip(completions, record, kept, strict=True))
-        return [row[keep].tolist() for row, _, keep in rows], [numbers[keep].tolist() for _, numbers, keep in rows]
+        return [row[keep].tolist() for row, keep in zip(completions, kept, strict=True)], record.tolist()
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
-        generators = self.generators("rollout", len(ids))
-        size = self.args.rollout_batch_size or len(ids)
+        generators = self.generators("rollout", len(ids))  # of this mode, before the model leaves it
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            parts = [
-                rollout(
-                    model,
-                    ids[start : start + size],
-                    mask[start : start + size],
-                    self.sampling,
-                    mask_token_id=self.mask_token_id,
-                    generator=generators[start : start + size],
-                    eos_token_ids=self.eos_token_ids if self.eos_stop else None,
-                )
-                for start in range(0, len(ids), size)
-            ]
-        return Rollout(**{field.name: torch.cat([getattr(p, field.name) for p in parts]) for field in fields(Rollout)})
+            return sample_in_parts(
+                model,
+                ids,
+                mask,
+                self.sampling,
+                generators,
+                self.args.rollout_batch_size,
+                mask_token_id=self.mask_token_id,
+                eos_token_ids=self.eos_token_ids if self.eos_stop else None,
+            )
 
     def rollout_finished(self, seconds: float) -> None:
         if self.mode == "train":
@@ -177,36 +191,17 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- Views and their scores ---------------------------------------------------------------------------------------
 
     def after_rollout(self, batch: Batch, record: Tensor) -> None:
-        """Adds the record and, (rows, mu, ...) each, views, old and reference log-probabilities of every update."""
-        prompt, scored = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
-        logps, entropies, steps = record.unbind(-1)
-        steps = steps.long().masked_fill(~scored, -1)
-        batch |= {"rollout_logps": logps, "rollout_entropies": entropies, "reveal_steps": steps}
-        sampled = SampledRows(
-            prompt_ids=batch["prompt_ids"],
-            attention_mask=batch["prompt_mask"],
-            maskable=prompt & ~self.protected(batch["prompt_ids"]),
-            completion_ids=batch["completion_ids"],
-            scored=scored,
-            reveal_steps=steps,
-            logps=logps,
-            entropies=entropies,
-            gen_length=self.max_completion_length,
-        )
-        batch |= draw_updates(sampled, self.generators("views", len(prompt)), self.args)
-        noise = batch["view_noise"]
-        hidden = noise[..., : prompt.shape[1]].sum() / (prompt.sum() * noise.shape[1:3].numel())
-        self.log_metric("prompt_masked", hidden.item())
+        """Adds the canvas, the record and, (rows, mu, ...) each, views, old and reference log-probs of every update."""
+        unpack_record(batch, record, self.max_completion_length)
+        everyone = Everyone(self.accelerator.gather, self.accelerator.process_index * len(record))
+        group = self.num_generations if self.mode == "train" else self.num_generations_eval
+        if self.args.right_share and self.mode == "train":
+            self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
+        batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
+        sampled = sampled_rows(batch, self.text_tokenizer if self.args.protect_special_tokens else None)
+        batch |= draw_updates(sampled, self.randomness(len(record)), self.args)
+        self.log_metric("prompt_masked", prompt_masked(batch))
         self.score_rollout(batch)
-
-    def protected(self, prompt_ids: Tensor) -> Tensor:
-        """(rows, prompt) bool, the special tokens if they are never to be hidden."""
-        if not self.args.protect_special_tokens:
-            return torch.zeros_like(prompt_ids, dtype=torch.bool)
-        # Those without a role of their own are only flagged, such as LLaDA's header tokens.
-        flagged = [index for index, token in self.text_tokenizer.added_tokens_decoder.items() if token.special]
-        special = torch.tensor([*self.text_tokenizer.all_special_ids, *flagged], device=prompt_ids.device)
-        return torch.isin(prompt_ids, special)
 
     def score_rollout(self, batch: Batch) -> None:
         """Adds old and reference log-probs, (rows, mu, tokens) each, where the loss needs them."""
@@ -217,10 +212,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         only_first = self.mode == "eval" or updates_are_alike(batch)
         with self.without_checkpointing():
             if self.needs_old_logps:
-                batch["old_per_token_logps"] = score_updates(self.model, batch, score_one, only_first)
-            if self.beta != 0.0:
+                batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
+            if self.args.needs_reference:
                 with self.reference() as model:
-                    batch["ref_per_token_logps"] = score_updates(model, batch, score_one, only_first)
+                    batch["ref_view_logps"] = score_updates(model, batch, score_one, only_first)
         self.log_metric("seconds/scoring", time.perf_counter() - started)
 
     def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
@@ -231,7 +226,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 batch,
                 views,
                 mask_token_id=self.mask_token_id,
-                gen_length=self.max_completion_length,
+                views_at_once=self.args.views_at_once,
                 **options,
             )
 
@@ -239,33 +234,50 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss under the views, old and reference log-probs of the inner update at hand."""
-        update = self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
+        training, args = self.mode == "train", self.args
+        update = self.micro_step // args.steps_per_generation % self.num_iterations if training else 0
+        if training and args.objective in OVER_ALL_ROWS and self.micro_step % args.steps_per_generation == 0:
+            self.compare_rows(model, update)
         scores = self.scores(model, batch, views_of(batch, update), with_entropies=True)
-        names = [name for name in ("old_per_token_logps", "ref_per_token_logps") if name in batch]
-        stored = {name: batch[name][:, update] for name in names}
-        old = stored.get("old_per_token_logps", scores.logps.detach())
-        if self.args.objective == "trl":
-            loss = self.trl_loss(scores, batch | stored)
+        micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
+        inputs = loss_inputs(batch, scores, update, micro_batches)
+        accumulated = self.current_gradient_accumulation_steps if training else 1
+        metrics: dict[str, float] = {}
+        if args.objective == "trl":
+            loss = self.trl_loss(inputs, scores.entropies, batch)
         else:
-            inputs = LossInputs(
-                scores.logps, old, stored.get("ref_per_token_logps"), batch["advantages"], batch["completion_mask"]
-            )
-            loss, metrics = OBJECTIVES[self.args.objective](inputs, self.args)
-            for name, value in metrics.items():
-                self.log_metric(name, value)
-            loss = loss / (self.current_gradient_accumulation_steps if self.mode == "train" else 1)
-        self.measure(loss.detach(), scores.logps.detach(), old, batch, first=update == 0)
+            loss, metrics = OBJECTIVES[args.objective](inputs, args)
+            loss = loss / accumulated
+        if args.beta and not args.has_trls_kl:
+            penalty = PENALTIES[args.kl](inputs, args)
+            metrics["kl"] = self.accelerator.gather(penalty.detach()).mean().item()
+            loss = loss + args.beta * penalty / accumulated
+        for name, value in metrics.items():
+            self.log_metric(name, value)
+        self.measure(loss.detach(), inputs, batch, first=update == 0)
         return loss
 
-    def measure(self, loss: Tensor, logps: Tensor, old: Tensor, batch: Batch, *, first: bool) -> None:
+    def compare_rows(self, model: Any, update: int) -> None:
+        """Adds `log_ratios`, of all rows of the rollout, to its micro-batches, before the first of an update."""
+        micro_batches = rollout_buffer(self)
+        with self.without_checkpointing(), evaluating(model):
+            ratios = [
+                sequence_log_ratios(loss_inputs(batch, self.scores(model, batch, views_of(batch, update)), update))
+                for batch in micro_batches
+            ]
+        everyone = self.accelerator.gather(torch.cat(ratios))
+        for batch in micro_batches:
+            batch["log_ratios"] = everyone
+
+    def measure(self, loss: Tensor, inputs: LossInputs, batch: Batch, *, first: bool) -> None:
         """Logs ratios, and stops the run at a loss that is not finite."""
         if not torch.isfinite(loss):
-            rows = rows_to_blame(batch, logps, self.text_tokenizer.decode)
+            rows = rows_to_blame(batch, inputs.logps.detach(), self.text_tokenizer.decode)
             step, rank = self.state.global_step, self.args.process_index
             raise bad_loss(loss.item(), rows, str(self.args.output_dir), step, rank)
         gather = self.accelerator.gather
-        metrics = {"ratio_max": largest_ratio(logps, old, batch["completion_mask"], gather)}
-        for name, value in (metrics | (sampling_gap(batch, logps, gather) if first else {})).items():
+        metrics = {"ratio_max": largest_ratio(inputs, gather)}
+        for name, value in (metrics | (sampling_gap(batch, inputs, gather) if first else {})).items():
             self.log_metric(name, value)
 
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------

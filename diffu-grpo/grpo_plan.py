@@ -36,6 +36,6 @@ def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
         "completions a rollout": rollout,
         "optimizer steps": steps,
         "rollouts": rollouts,
-        "forward passes a rollout (sampling + old and reference log-probs)": args.diffusion_steps + scored,
+        "forward passes a rollout (sampling + old and reference log-probs)": int(args.diffusion_steps or 0) + scored,
         "updates on each rollout (mu)": args.num_iterations,
     }

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -18,30 +20,165 @@ class LossInputs:
     """A micro-batch under the views of the inner update at hand.
 
     Attributes:
-        logps: (rows, tokens), of the policy; differentiable.
-        old: (rows, tokens), of the policy that sampled, in the same views.
-        reference: (rows, tokens), of the reference model in the same views; None where beta is 0.
+        view_logps: (rows, views, tokens), of the policy; 0 where a view does not score a token. Differentiable.
+        view_old: (rows, views, tokens), of the policy that sampled, in the same views.
+        view_reference: (rows, views, tokens), of the reference model in the same views; None where beta is 0.
+        weights: (rows, views, tokens), what each view weighs for each token (`d1.scoring.Views`).
         advantages: (rows,).
         mask: (rows, tokens), 1 up to and including the first EOS.
+        tokens: scored tokens of a micro-batch, on average over all of the rollout and all processes.
+        log_ratios: (all rows of the rollout,) `sequence_log_ratios` on all processes, of the policy before this update;
+            None but for objectives in `OVER_ALL_ROWS`.
     """
 
-    logps: Tensor
-    old: Tensor
-    reference: Tensor | None
+    view_logps: Tensor
+    view_old: Tensor
+    view_reference: Tensor | None
+    weights: Tensor
     advantages: Tensor
     mask: Tensor
+    tokens: Tensor
+    log_ratios: Tensor | None = None
+
+    @property
+    def logps(self) -> Tensor:
+        """(rows, tokens), the estimator's log-probabilities of the policy."""
+        return (self.weights * self.view_logps).sum(1)
+
+    @property
+    def old(self) -> Tensor:
+        """(rows, tokens), those of the policy that sampled."""
+        return (self.weights * self.view_old).sum(1)
+
+    @property
+    def reference(self) -> Tensor | None:
+        """(rows, tokens), those of the reference model."""
+        return None if self.view_reference is None else (self.weights * self.view_reference).sum(1)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(rows,), scored tokens; 1 for a row without any, which is divided by it."""
+        return self.mask.sum(-1).clamp(min=1)
 
 
-# -> the loss, a scalar for one micro-batch, and metrics to log. The settings are those of the run, `DiffuGRPOConfig`.
+# -> the loss, a scalar for one micro-batch, of which the step's loss is the mean, and metrics to log. The settings are
+# those of the run, `DiffuGRPOConfig`.
 Objective = Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]]
 
 
+def averaged(per_row: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The mean that `settings.loss_type` names, of sums over tokens (rows,): TRL's of that name, and "sum" for none."""
+    if settings.loss_type == "sum":
+        return per_row.mean()
+    if settings.loss_type == "grpo":
+        return (per_row / inputs.lengths).mean()
+    if settings.loss_type == "dr_grpo":
+        return per_row.mean() / settings.max_completion_length
+    if settings.loss_type == "bnpo":
+        return per_row.sum() / inputs.mask.sum().clamp(min=1)
+    if settings.loss_type == "dapo":
+        return per_row.sum() / inputs.tokens.clamp(min=1)
+    raise ValueError(
+        f"loss_type {settings.loss_type} is a loss of TRL's own: it needs --objective trl; the others take {MEANS}"
+    )
+
+
+MEANS = ("sum", "grpo", "dr_grpo", "bnpo", "dapo")
+
+
 def reinforce(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """-A log p, averaged over tokens: the policy gradient, with neither ratio, clipping nor KL (Williams 1992)."""
-    total = (inputs.advantages.unsqueeze(1) * inputs.logps * inputs.mask).sum()
-    return -total / inputs.mask.sum().clamp(min=1), {}
+    """-A log p: the policy gradient, with neither ratio nor clipping (Williams 1992)."""
+    return averaged(-inputs.advantages * (inputs.logps * inputs.mask).sum(-1), inputs, settings), {}
+
+
+def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
+    """PPO's min(r A, clip(r) A), and where the clip holds a gradient back; `advantages` broadcasts to `ratios`."""
+    low = 1 - settings.epsilon
+    high = 1 + (settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
+    clipped = ((ratios < low) & (advantages < 0)) | ((ratios > high) & (advantages > 0))
+    return torch.min(ratios * advantages, ratios.clamp(low, high) * advantages), clipped
+
+
+def share(what: Tensor, of: Tensor) -> float:
+    """The share of the true places of `of` at which `what` is true, too."""
+    return ((what & of).sum() / of.sum().clamp(min=1)).item()
+
+
+def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+    """PPO's loss with a ratio for each token in each view, the views' losses summed with their weights.
+
+    A weight that makes up for a view's chance to be drawn multiplies the loss here. In a weighted sum of log-probs, as
+    TRL's loss is given it, it would be an exponent of the ratio.
+    """
+    ratios = (inputs.view_logps - inputs.view_old).exp()
+    gains, clipped = clip(ratios, inputs.advantages[:, None, None], settings)
+    scored = (inputs.weights * inputs.mask.unsqueeze(1)) != 0
+    loss = averaged(-(inputs.weights * gains * scored).sum((1, 2)), inputs, settings)
+    return loss, {"clip_ratio/region_mean": share(clipped, scored)}
+
+
+def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+    """BGPO's loss, a sum over draws (arXiv 2510.11683, section 3): d is a draw's log-ratio of bounds, a token.
+
+    exp(d) is bounded below by 1 + d where A > 0, and stands itself where A <= 0.
+    """
+    views = inputs.weights.shape[1]
+    difference = inputs.weights * (inputs.view_logps - inputs.view_old) * inputs.mask.unsqueeze(1)
+    per_draw = views * difference.sum(-1) / inputs.lengths.unsqueeze(1)
+    advantages = inputs.advantages.unsqueeze(1)
+    gains, clipped = clip(torch.where(advantages > 0, 1 + per_draw, per_draw.exp()), advantages, settings)
+    return -gains.mean(), {"clip_ratio/region_mean": share(clipped, torch.ones_like(clipped))}
+
+
+def evidence_bounds(inputs: LossInputs, settings: Any) -> tuple[Tensor, Tensor]:
+    """SPG's two forms, (rows,) each, log-probability a token (arXiv 2510.09541, section 3).
+
+    The first is the weighted sum over views. The second, with beta = `settings.eubo_beta` and t_v the share of a row's
+    tokens that view v hides, is the mean over hidden tokens k of 1/beta log(mean over v of p_k(v)^beta [hidden] / t_v).
+    """
+    hidden = inputs.weights != 0
+    shares = hidden.sum(-1) / inputs.lengths.unsqueeze(1)
+    powers = settings.eubo_beta * inputs.view_logps - shares.clamp(min=1e-12).log().unsqueeze(-1)
+    met = hidden.any(1)
+    joined = torch.where(hidden, powers, -torch.inf).masked_fill(~met.unsqueeze(1), 0.0).logsumexp(1)
+    joined = (joined - math.log(hidden.shape[1])) / settings.eubo_beta
+    upper = joined.masked_fill(~met, 0.0).sum(-1) / met.sum(-1).clamp(min=1)
+    return inputs.logps.sum(-1), upper
+
+
+def sandwiched(inputs: LossInputs, settings: Any) -> Tensor:
+    """(rows,) SPG's bound: from below what is to become likelier, `settings.eubo_share` from above what is not to."""
+    lower, upper = evidence_bounds(inputs, settings)
+    mixed = settings.eubo_share * upper + (1 - settings.eubo_share) * lower
+    return torch.where(inputs.advantages > 0, lower, mixed)
+
+
+def spg(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+    """-A x bound, each row weighted by its length (SPG, arXiv 2510.09541, section 3)."""
+    return averaged(-inputs.advantages * sandwiched(inputs, settings) * inputs.lengths, inputs, settings), {}
+
+
+def sequence_log_ratios(inputs: LossInputs) -> Tensor:
+    """(rows,) log-ratio of a completion's probabilities, new to old, as the estimator has it; without gradients."""
+    return ((inputs.logps - inputs.old) * inputs.mask).sum(-1).detach()
+
+
+def stable_drl(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+    """-sum of w A x SPG's bound, w the capped ratios of the whole rollout, made to sum to 1 (StableDRL)."""
+    own = sequence_log_ratios(inputs).clamp(max=math.log(settings.ratio_cap))
+    everyone = own if inputs.log_ratios is None else inputs.log_ratios.clamp(max=math.log(settings.ratio_cap))
+    weights = (own - everyone.logsumexp(0)).exp()
+    micro_batches = len(everyone) / len(own)  # the step's loss is their mean and is to be the sum
+    loss = -(weights * inputs.advantages * sandwiched(inputs, settings)).sum() * micro_batches
+    return loss, {"weight_max": weights.max().item() * len(everyone)}
 
 
 OBJECTIVES: dict[str, Objective] = {
     "reinforce": reinforce,
+    "clipped_views": clipped_views,
+    "bgpo": bgpo,
+    "spg": spg,
+    "stable_drl": stable_drl,
 }
+# Those that weigh a row against all rows of its rollout, and so need `LossInputs.log_ratios`.
+OVER_ALL_ROWS = ("stable_drl",)

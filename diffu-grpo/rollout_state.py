@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from trl_bridge import restore_trl, rollout_buffer, trl_counters
 
 REFERENCE = "reference.safetensors"
-FORMAT = 2  # of the files; version 0.1 wrote none
+FORMAT = 3  # of the files; version 0.1 wrote none
 
 
 class RestoreRollout(TrainerCallback):
@@ -65,8 +65,8 @@ def check_rollout(folder: Path, processes: int) -> None:
     files = sorted(folder.glob("rollout_rank*.json"))
     if any(json.loads(file.read_text()).get("format") != FORMAT for file in files):
         raise ValueError(
-            f"{folder} was written by version 0.1, which kept prompt masks where there are views now: finish that run "
-            "with the version that began it, or start anew from its weights with --model_path and another --output_dir"
+            f"{folder} was written by an earlier version, whose rollouts kept less: finish that run with the version "
+            "that began it, or start anew from its weights with --model_path and another --output_dir"
         )
     if len(files) != processes:
         raise ValueError(

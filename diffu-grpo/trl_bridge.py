@@ -15,21 +15,30 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
+from objectives import LossInputs
 from rewards import with_accuracy
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler, use_adapter
+from update_views import fitted
 
 from d1.models import load_model
-from d1.scoring import Scores
 from d1.transformers_bridge import TrainerHooks
 
-TokenRecord = list[list[float]]  # for each token of a completion, the numbers recorded when it was sampled
+ACCURACY = "completion_is_right"  # joins the columns of a sampled row: the task's accuracy, which is no reward
+TokenRecord = list[list[float]]  # for each token of a canvas, the numbers recorded when it was sampled
+
+
+class TokenLogps(NamedTuple):
+    """What TRL's loss is handed in place of a model: log-probabilities and entropies, (rows, tokens) each."""
+
+    logps: Tensor
+    entropies: Tensor
 
 
 class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
@@ -49,6 +58,7 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
 
     model: Any  # Trainer's may be None
     args: Any  # GRPOConfig
+    beta: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # for type checkers, which look for it in Trainer first
         super().__init__(*args, **kwargs)
@@ -67,7 +77,7 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         """Adds tensors (rows, ...) to a sampled batch, which are shuffled and split with it.
 
         Args:
-            record: (rows, tokens, numbers), what `rollout` recorded, 0 where a completion has ended.
+            record: (rows, tokens, numbers), what `rollout` recorded.
         """
         raise NotImplementedError
 
@@ -95,18 +105,24 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        return (model.logps, model.entropies, None) if isinstance(model, Scores) else (None, None, None)
+        return (*model, None) if isinstance(model, TokenLogps) else (None, None, None)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         started = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
+        if ACCURACY in inputs[0]:
+            batch[ACCURACY] = torch.tensor([row[ACCURACY] for row in inputs], device=batch["advantages"].device)
         self.after_rollout(batch, batch.pop("sampling_per_token_logps"))
         self.rollout_finished(time.perf_counter() - started)
         return batch
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
-        rewards = with_accuracy(self, super()._calculate_rewards, *args, **kwargs)
+        rewards = with_accuracy(self, super()._calculate_rewards, inputs, *args, **kwargs)
+        if getattr(self.reward_funcs[-1], "only_watched", False):
+            own = rewards[self.accelerator.process_index * len(inputs) :, -1]
+            for row, value in zip(inputs, own.tolist(), strict=False):
+                row[ACCURACY] = value
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 
@@ -164,13 +180,21 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         ):
             yield model
 
-    def trl_loss(self, scores: Scores, batch: dict[str, Any]) -> Tensor:
-        """TRL's loss of log-probabilities: `loss_type`, `importance_sampling_level`, KL, clipping, and its metrics.
+    def trl_loss(self, inputs: LossInputs, entropies: Tensor | None, batch: dict[str, Any]) -> Tensor:
+        """TRL's loss of log-probabilities: `loss_type`, `importance_sampling_level`, clipping, its KL, and its metrics.
 
         Args:
-            batch: TRL's, with `old_per_token_logps` and `ref_per_token_logps` (rows, tokens) where there are any.
+            entropies: (rows, canvas), for the metrics.
+            batch: TRL's.
         """
-        return super()._compute_loss(scores, batch)
+        assert entropies is not None
+        own = TokenLogps(inputs.logps, fitted(entropies, inputs.mask.shape[1]))
+        logps = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
+        return super()._compute_loss(own, batch | logps)
+
+    def leave_out_trls_kl(self) -> None:
+        """TRL adds no KL from now on, and asks for no reference of its own; `reference()` is still there."""
+        self.beta = 0.0
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Any]:
@@ -239,13 +263,13 @@ def restore_trl(trainer: GRPOTrainer, batches: list[dict[str, Any]], counters: d
 
 
 @contextlib.contextmanager
-def reference_from(model: Any) -> Iterator[None]:
-    """Inside, TRL's constructor copies a full fine-tune's reference from the model in memory.
+def reference_from(model: Any | None) -> Iterator[None]:
+    """Inside, TRL's constructor copies a full fine-tune's reference from the model in memory; None: it has none.
 
-    TRL would load it again from its path, as a causal model.
+    TRL would load it again from its path, as a causal model, whenever `beta` is not 0.
     """
     original = trl_grpo.create_model_from_path
-    trl_grpo.create_model_from_path = lambda *args, **kwargs: reference_copy(model)
+    trl_grpo.create_model_from_path = lambda *args, **kwargs: None if model is None else reference_copy(model)
     try:
         yield
     finally:

@@ -8,23 +8,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from objectives import LossInputs
 from torch import Tensor
-from update_views import Batch
+from update_views import Batch, fitted
 
 
-def largest_ratio(logps: Tensor, old: Tensor, mask: Tensor, gather: Callable[[Tensor], Tensor]) -> float:
+def prompt_masked(batch: Batch) -> float:
+    """The share of prompt tokens that the views of all updates hide."""
+    noise, prompt = batch["view_noise"], batch["prompt_mask"].bool()
+    return (noise[..., : prompt.shape[1]].sum() / (prompt.sum() * noise.shape[1:3].numel())).item()
+
+
+def largest_ratio(inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> float:
     """The largest ratio of new to old probabilities of a scored token, over all processes."""
-    return gather((logps - old).exp().masked_fill(~mask.bool(), 0.0).max()).max().item()
+    ratios = (inputs.logps - inputs.old).detach().exp().masked_fill(~inputs.mask.bool(), 0.0)
+    return gather(ratios.max()).max().item()
 
 
-def sampling_gap(batch: Batch, logps: Tensor, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def sampling_gap(batch: Batch, inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """How far the policy that sampled is from the one that is trained, before the first inner update.
 
-    The mean difference of log-probs estimates the KL from the first to the second (Schulman's k1). Under d1's estimator
-    it is not zero for the exact sampler either: a token is revealed with others in place, and scored alone.
+    A token's log-prob is the mean over the views that score it. The mean difference of log-probs estimates the KL from
+    the first policy to the second (Schulman's k1). Under d1's estimator it is not zero for the exact sampler either: a
+    token is revealed with others in place, and scored alone. Under replay it is.
     """
-    scored = batch["completion_mask"].bool()
-    gap = (batch["rollout_logps"] - logps).masked_fill(~scored, 0.0)
+    weights = inputs.weights.sum(1)
+    scored = inputs.mask.bool() & (weights > 0)
+    logps = inputs.logps.detach() / weights.where(scored, 1.0)
+    gap = (fitted(batch["rollout_logps"], logps.shape[1]) - logps).masked_fill(~scored, 0.0)
     sums = torch.stack([gap.sum(), gap.abs().sum(), scored.sum()])
     total, absolute, count = gather(sums).view(-1, 3).sum(0).tolist()
     largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()

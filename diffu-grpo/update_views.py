@@ -1,7 +1,10 @@
 """The views of each inner update on a rollout: drawn once, stored with their samples, scored when their turn comes.
 
-A batch is a dictionary of tensors, as TRL makes it, with `view_noise` (rows, mu, views, prompt + canvas) and
-`view_weights` (rows, mu, views, tokens): [:, k] is what inner update k is scored in.
+A batch is a dictionary of tensors, as TRL makes it, with
+- `canvas_ids` (rows, canvas): the whole canvas as sampled, also behind a completion's end;
+- `view_noise` (rows, mu, views, prompt + canvas) and `view_weights` (rows, mu, views, canvas): [:, k] is what inner
+  update k is scored in;
+- `old_view_logps` and `ref_view_logps` (rows, mu, views, canvas), where the loss needs them.
 """
 
 from __future__ import annotations
@@ -13,22 +16,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from objectives import LossInputs
+from torch import Tensor
 
 from d1.models.head import run_inside
-from d1.scoring import ESTIMATORS, SampledRows, Scores, Views, score
+from d1.scoring import ESTIMATORS, Randomness, SampledRows, Scores, Views, score
 
 Batch = dict[str, Any]
 
 
-def draw_updates(sampled: SampledRows, generators: Sequence[Generator], settings: Any) -> Batch:
-    """`view_noise` and `view_weights` of `settings.num_iterations` updates, by the run's estimator.
+def draw_updates(sampled: SampledRows, updates: Sequence[Randomness], settings: Any) -> Batch:
+    """`view_noise` and `view_weights` of each update, by the run's estimator.
 
     Each update has views of its own, or all share the first ones where `settings.random_masking` is off.
     """
-    draws = settings.num_iterations if settings.random_masking else 1
-    drawn = [ESTIMATORS[settings.estimator](sampled, generators, settings) for _ in range(draws)]
-    drawn *= settings.num_iterations // draws
+    draws = len(updates) if settings.random_masking else 1
+    drawn = [ESTIMATORS[settings.estimator].draw(sampled, random, settings) for random in updates[:draws]]
+    drawn *= len(updates) // draws
     return {
         "view_noise": torch.stack([views.noise for views in drawn], dim=1),
         "view_weights": torch.stack([views.weights for views in drawn], dim=1),
@@ -48,15 +52,15 @@ def updates_are_alike(batch: Batch) -> bool:
 def score_updates(
     model: Any, batch: Batch, score_one: Callable[[Any, Batch, Views], Scores], only_first: bool
 ) -> Tensor:
-    """Log-probs (rows, mu, tokens) under the views of every update, without dropout.
+    """Log-probs (rows, mu, views, canvas) in the views of every update, without dropout.
 
     Args:
         only_first: the first update's stand for all.
     """
     updates = batch["view_noise"].shape[1]
     with evaluating(model):
-        scored = [score_one(model, batch, views_of(batch, k)).logps for k in range(1 if only_first else updates)]
-    return torch.stack(scored, dim=1).expand(-1, updates, -1)
+        scored = [score_one(model, batch, views_of(batch, k)).view_logps for k in range(1 if only_first else updates)]
+    return torch.stack(scored, dim=1).expand(-1, updates, -1, -1)
 
 
 def score_batch(
@@ -65,18 +69,16 @@ def score_batch(
     views: Views,
     *,
     mask_token_id: int,
-    gen_length: int,
     size: int | None = None,
     with_entropies: bool = False,
+    views_at_once: int = 1,
 ) -> Scores:
-    """Log-probs (rows, tokens) in fp32, and entropies, `size` rows at a time (all by default).
+    """Log-probs (rows, canvas) in fp32, and entropies, `size` rows at a time (all by default).
 
     Args:
         model: as wrapped for training.
     """
-    completion_ids = batch["completion_ids"]
-    # TRL may pad completions past the canvas (pad_to_multiple_of); nothing is scored there, its mask is 0.
-    width, rows = min(completion_ids.shape[1], gen_length), len(completion_ids)
+    rows, gen_length = batch["canvas_ids"].shape
     parts = []
     for start in range(0, rows, size or rows):
         some = slice(start, start + (size or rows))
@@ -84,19 +86,48 @@ def score_batch(
             score,
             prompt_ids=batch["prompt_ids"][some],
             attention_mask=batch["prompt_mask"][some],
-            completion_ids=completion_ids[some, :width],
-            views=Views(views.noise[some], views.weights[some, :, :width]),
+            completion_ids=batch["canvas_ids"][some],
+            views=Views(views.noise[some], views.weights[some]),
             mask_token_id=mask_token_id,
             gen_length=gen_length,
             with_entropies=with_entropies,
+            views_at_once=views_at_once,
         )
         parts.append(run_inside(model, compute))
-    beyond = (0, completion_ids.shape[1] - width)
-    entropies = [part.entropies for part in parts if part.entropies is not None]
-    return Scores(
-        F.pad(torch.cat([part.logps for part in parts]), beyond),
-        F.pad(torch.cat(entropies), beyond) if entropies else None,
+    logps, view_logps, entropies = zip(*parts, strict=True)
+    return Scores(torch.cat(logps), torch.cat(view_logps), torch.cat(entropies) if with_entropies else None)
+
+
+def loss_inputs(batch: Batch, scores: Scores, update: int, parts: int = 1) -> LossInputs:
+    """What an objective gets of inner update `update`: tensors as wide as the completions of `batch`.
+
+    Where no old log-probs are stored, the policy is still the one that sampled.
+
+    Args:
+        parts: micro-batches of the rollout, over all processes.
+    """
+    width = batch["completion_mask"].shape[1]
+
+    def stored(name: str) -> Tensor | None:
+        return fitted(batch[name][:, update], width) if name in batch else None
+
+    view_logps, old = fitted(scores.view_logps, width), stored("old_view_logps")
+    return LossInputs(
+        view_logps=view_logps,
+        view_old=view_logps.detach() if old is None else old,
+        view_reference=stored("ref_view_logps"),
+        weights=fitted(batch["view_weights"][:, update], width),
+        advantages=batch["advantages"],
+        mask=batch["completion_mask"],
+        tokens=batch["num_items_in_batch"] / parts,
+        log_ratios=batch.get("log_ratios"),
     )
+
+
+def fitted(values: Tensor, width: int) -> Tensor:
+    """`values` (..., canvas) cut to `width` columns, or filled up with zeros: TRL pads completions to the longest of
+    their batch, which `pad_to_multiple_of` can make wider than the canvas."""
+    return F.pad(values, (0, width - values.shape[-1]))
 
 
 @contextlib.contextmanager

@@ -18,17 +18,16 @@ from d1.masking import draw_mask
 from d1.models.formats.names import key_mapping
 from d1.models.kinds import DECODER_LORA, KINDS, Kind
 from d1.sampling.reveal import RULES
-from d1.scoring import ESTIMATORS, Views
+from d1.scoring import ESTIMATORS, Estimator, Views
 
 
-def halves(sampled, generators, settings):
+def halves(sampled, random, settings):
     """Each token scored once: with a random half of the canvas hidden, or with the other half."""
     canvas = torch.ones(sampled.gen_length, dtype=torch.bool)
-    half = torch.stack([draw_mask(canvas, 0.5, generator) for generator in generators])
+    half = torch.stack([draw_mask(canvas, 0.5, generator) for generator in random.rows])
     hidden = torch.stack([half, ~half], dim=1)
     clean = torch.zeros(len(half), 2, sampled.prompt_ids.shape[1], dtype=torch.bool)
-    tokens = sampled.completion_ids.shape[1]
-    return Views(torch.cat([clean, hidden], dim=-1), (hidden[..., :tokens] & sampled.scored.unsqueeze(1)).float())
+    return Views(torch.cat([clean, hidden], dim=-1), (hidden & sampled.scored.unsqueeze(1)).float())
 
 
 def push(inputs, settings):
@@ -43,7 +42,7 @@ def half(logps, entropies, level):
     return (logps.isfinite().sum(-1) * level).ceil().long()
 
 
-ESTIMATORS["halves"] = halves
+ESTIMATORS["halves"] = Estimator(halves, views=lambda settings: 2)
 OBJECTIVES["push"] = push
 RULES["half"] = (half, 0.5)
 KINDS["own"] = Kind(becomes="llama", names=key_mapping((("net", "model"), ("out", "lm_head"))), lora=DECODER_LORA)

@@ -154,7 +154,7 @@ def target_logps(
     def recomputed(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         return checkpoint(chunk, states, targets, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
-    chunks = head_calls(model, -(-len(targets) // at_once))
+    chunks = calls_in_step(model, -(-len(targets) // at_once))
     cut = max(0, len(targets) - at_once)
 
     def split(values: Tensor) -> list[Tensor]:
@@ -166,13 +166,13 @@ def target_logps(
     return torch.cat(logps), torch.cat(entropies) if with_entropies else None
 
 
-def head_calls(model: Any, chunks: int) -> int:
-    """How often to call the head: under ZeRO-3, where every process must call it equally often, as often as the one
-    that needs it most; otherwise once a chunk, and at least once."""
+def calls_in_step(model: Any, calls: int) -> int:
+    """How often to call a part of the model: under ZeRO-3, where every process must call it equally often, as often as
+    the one that needs it most; otherwise as often as asked, and at least once."""
     sharded = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
     if not (sharded and torch.distributed.is_initialized()):
-        return max(1, chunks)
-    most = torch.tensor(max(1, chunks), device=model.device)
+        return max(1, calls)
+    most = torch.tensor(max(1, calls), device=model.device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     return int(most)
 

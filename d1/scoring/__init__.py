@@ -8,7 +8,9 @@ from d1.lazy import lazily
 
 if TYPE_CHECKING:
     from d1.scoring.estimators import ESTIMATORS as ESTIMATORS
+    from d1.scoring.estimators import Estimator as Estimator
     from d1.scoring.one_step import mean_field_logps as mean_field_logps
+    from d1.scoring.rollouts import Randomness as Randomness
     from d1.scoring.rollouts import SampledRows as SampledRows
     from d1.scoring.views import Scores as Scores
     from d1.scoring.views import Views as Views
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 HOMES = {
     "ESTIMATORS": "estimators",
+    "Estimator": "estimators",
+    "Randomness": "rollouts",
     "SampledRows": "rollouts",
     "Scores": "views",
     "Views": "views",

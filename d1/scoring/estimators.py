@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Generator
-
-from d1.scoring import one_step
-from d1.scoring.rollouts import SampledRows
+from d1.scoring import coupled, elbo, left_to_right, one_step, random_masks, replay, spg
+from d1.scoring.rollouts import Randomness, SampledRows
 from d1.scoring.views import Views
 
-# What a rollout's rows are scored in, for one update on them. There is one generator a row, so that a row's views do
-# not depend on its batch; the settings are those of the run, `DiffuGRPOConfig`.
-Draw = Callable[[SampledRows, Sequence[Generator], Any], Views]
+# What a rollout's rows are scored in, for one update on them. The settings are those of the run, `DiffuGRPOConfig`.
+Draw = Callable[[SampledRows, Randomness, Any], Views]
 
-ESTIMATORS: dict[str, Draw] = {
-    "one_step": one_step.draw,
+
+@dataclass(frozen=True)
+class Estimator:
+    """A row of the table.
+
+    Attributes:
+        draw: gives the views.
+        views: settings -> the most views a row can get, for the plan of a run and the estimate of its memory.
+        replays: scores tokens in the states that the sampler itself went through, so these must be exact.
+        linear: the weighted sum over views estimates a log-probability; False for a bound that is no such sum.
+    """
+
+    draw: Draw
+    views: Callable[[Any], int] = lambda settings: 1
+    replays: bool = False
+    linear: bool = True
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "one_step": Estimator(one_step.draw),
+    "coupled": Estimator(coupled.draw, lambda settings: 3),
+    "elbo": Estimator(elbo.draw, elbo.views),
+    "espo": Estimator(elbo.draw_counts, elbo.views),
+    "random_masks": Estimator(random_masks.draw),
+    "spg": Estimator(spg.draw, spg.views, linear=False),
+    "replay": Estimator(replay.draw, replay.views, replays=True),
+    "left_to_right": Estimator(left_to_right.draw, left_to_right.views),
 }

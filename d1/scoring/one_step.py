@@ -5,14 +5,13 @@ The canvas is all masks, and each token of the prompt is hidden at random.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from d1.masking import draw_mask
-from d1.scoring.rollouts import SampledRows
+from d1.masking import draw_masks
+from d1.scoring.rollouts import Randomness, SampledRows
 from d1.scoring.views import Views, score
 
 
@@ -26,10 +25,9 @@ def one_step_views(prompt_noise: Tensor, scored: Tensor, gen_length: int) -> Vie
     return Views(torch.cat([prompt_noise, canvas], dim=1).unsqueeze(1), scored.float().unsqueeze(1))
 
 
-def draw(sampled: SampledRows, generators: Sequence[Generator], settings: Any) -> Views:
+def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
     """Each maskable token of the prompt is hidden with probability `settings.p_mask_prompt`."""
-    rows = zip(sampled.maskable, generators, strict=True)
-    noise = torch.stack([draw_mask(row, settings.p_mask_prompt, generator) for row, generator in rows])
+    noise = draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows)
     return one_step_views(noise, sampled.scored, sampled.gen_length)
 
 

@@ -1,24 +1,25 @@
-"""What an estimator may know of sampled completions when it draws the views to score them in."""
+"""What an estimator may know and use when it draws the views to score sampled completions in."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Generator, Tensor
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Completions as a rollout left them.
+    """Completions as a rollout left them, on their whole canvas: what stands behind a completion's end was sampled too.
 
     Attributes:
         prompt_ids, attention_mask: (rows, prompt), padded on the left.
         maskable: (rows, prompt) bool, the prompt tokens that may be hidden: never padding.
-        completion_ids: (rows, tokens).
-        scored: (rows, tokens) bool, the tokens that count: up to and including the first EOS.
-        reveal_steps: (rows, tokens), the forward pass, from 0, that revealed each token; -1 where none did.
-        logps, entropies: (rows, tokens) fp32, of the sampler's own distribution in that pass.
-        gen_length: length of the canvas.
+        completion_ids: (rows, gen_length).
+        scored: (rows, gen_length) bool, the tokens that count: up to and including the first EOS.
+        reveal_steps: (rows, gen_length), the row's forward pass, from 0, that revealed each token; -1 where none did.
+        logps, entropies: (rows, gen_length) fp32, of the sampler's own distribution in that pass.
     """
 
     prompt_ids: Tensor
@@ -29,4 +30,58 @@ class SampledRows:
     reveal_steps: Tensor
     logps: Tensor
     entropies: Tensor
-    gen_length: int
+
+    @property
+    def gen_length(self) -> int:
+        return self.completion_ids.shape[1]
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The random numbers of a draw.
+
+    Attributes:
+        rows: one generator a row, so that a row's views depend neither on its batch nor on the number of processes.
+        shared: in one state on all processes, for numbers that all rows of a rollout share out among themselves.
+            Everything drawn from it must be drawn for all rows, `total_rows`, not for those at hand.
+        first_row: which row of the rollout, over all processes, the first row at hand is.
+        total_rows: rows of the rollout, over all processes.
+        spaced: (rows,) in [0, 1), uniform, and over a row's updates equally far apart, modulo 1 (UniGRPO's times).
+    """
+
+    rows: Sequence[Generator]
+    shared: Generator
+    first_row: int
+    total_rows: int
+    spaced: Tensor
+
+    def evenly_spread(self, draws: int) -> Tensor:
+        """(rows, draws) in [0, 1), each uniform, but all of the rollout's together spread evenly: of S numbers, one
+        lies in each of S equal strata, (perm(j) + u) / S with one u for all (AGRPO's low-discrepancy draws)."""
+        total = self.total_rows * draws
+        order = torch.randperm(total, generator=self.shared)
+        numbers = (order + torch.rand((), generator=self.shared)) / total
+        return self.own(numbers.view(self.total_rows, draws))
+
+    def rotated(self, draws: int) -> Tensor:
+        """(rows, draws) in [0, 1), each uniform: draw v of row i is (v + i / rows) / draws + u, modulo 1, with one u
+        for all. So a row's draws are equally far apart (BGPO), and for each of them the rows' are (LLaDA, ESPO)."""
+        rows = torch.arange(self.total_rows).unsqueeze(1) / self.total_rows
+        return self.own(((torch.arange(draws) + rows) / draws + torch.rand((), generator=self.shared)) % 1)
+
+    def uniform(self, draws: int) -> Tensor:
+        """(rows, draws) in [0, 1), independent, each row's from its own generator."""
+        return torch.stack([torch.rand(draws, generator=generator) for generator in self.rows])
+
+    def own(self, of_all_rows: Tensor) -> Tensor:
+        """The part of `of_all_rows` that belongs to the rows at hand."""
+        return of_all_rows[self.first_row : self.first_row + len(self.rows)]
+
+
+def randomness(
+    rows: Sequence[Generator], shared: Generator, first_row: int, total_rows: int, updates: int
+) -> list[Randomness]:
+    """The `Randomness` of each inner update on a rollout; their generators are the same, and go on."""
+    starts = torch.rand(total_rows, generator=shared)[first_row : first_row + len(rows)]
+    times = [(starts + update / updates) % 1 for update in range(updates)]
+    return [Randomness(rows, shared, first_row, total_rows, spaced) for spaced in times]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from d1.models.attention import padding_mask, require_prepared
-from d1.models.head import body_and_head, target_logps
+from d1.models.head import body_and_head, calls_in_step, target_logps
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,34 @@ class Views:
     weights: Tensor
 
 
+def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor) -> Views:
+    """Views that hide `prompt_noise` (rows, views or 1, prompt) and, of the canvas, `hidden` (rows, views, canvas).
+
+    What stands behind a completion's end is hidden in every view: seen, it would tell the model where the end is.
+
+    Args:
+        scored: (rows, canvas) bool, the tokens up to and including the first EOS.
+        weights: (rows, views, canvas) or broadcast to it; counts where a view hides a scored token, and nowhere else.
+    """
+    prompt_noise = prompt_noise.expand(-1, hidden.shape[1], -1)
+    counts = hidden & scored.unsqueeze(1)
+    return Views(torch.cat([prompt_noise, hidden | ~scored.unsqueeze(1)], dim=-1), torch.where(counts, weights, 0.0))
+
+
 class Scores(NamedTuple):
     """What `score` gives.
 
     Attributes:
         logps: (rows, tokens) fp32, the weighted sum of log-probabilities; 0 where every weight is 0. Differentiable.
+        view_logps: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored.
+            Differentiable.
         entropies: (rows, tokens), the same sum of the entropies in nats of the same distributions, without gradients;
             None unless asked for.
-        view_logps: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored; None
-            unless asked for. Differentiable.
     """
 
     logps: Tensor
+    view_logps: Tensor
     entropies: Tensor | None = None
-    view_logps: Tensor | None = None
 
 
 def score(
@@ -67,12 +81,13 @@ def score(
     mask_token_id: int,
     gen_length: int,
     with_entropies: bool = False,
-    with_view_logps: bool = False,
+    views_at_once: int = 1,
 ) -> Scores:
     """Log-probabilities of completions, summed over views with their weights.
 
-    One forward pass a view. With gradients and several views, each view's pass is computed again when the backward pass
-    comes to it, so that memory does not grow with their number.
+    Row by row, only views that score something are computed. With gradients and more of them than one pass takes, each
+    pass is computed again when the backward pass comes to it, so that memory does not grow with the number of views
+    (but autograd adds up the passes' gradients in a buffer of its own: one more copy of those of all trained weights).
 
     Args:
         model: from `d1.models.load_model`.
@@ -80,6 +95,7 @@ def score(
         completion_ids: (rows, tokens), tokens <= gen_length.
         gen_length: length of the canvas the completion was sampled on. All of it is visible to attention: a shorter one
             would tell the model where the completion ends.
+        views_at_once: a pass takes this many views of each row, on average.
 
     Raises:
         ValueError: the model was not prepared, or shapes do not fit each other.
@@ -90,25 +106,42 @@ def score(
     behind = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
     clean = torch.cat([prompt_ids, completion_ids, behind], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
-    noise = views.noise & visible.bool().unsqueeze(1)
-    shown = padding_mask(visible)  # a mask that hides nothing would keep compiled attention from its fast kernels
+    padded = padding_mask(visible) is not None  # a mask that hides nothing keeps compiled attention from fast kernels
 
-    def view(hidden: Tensor, scored: Tensor) -> tuple[Tensor, Tensor | None]:
-        states = body_and_head(model)[0](clean.masked_fill(hidden, mask_token_id), shown)
+    def compute(pairs: Tensor) -> tuple[Tensor, Tensor | None]:
+        row, view = pairs.unbind(1)
+        hidden, scored = views.noise[row, view] & visible[row].bool(), views.weights[row, view].ne(0)
+        ids = clean[row].masked_fill(hidden, mask_token_id)
+        states = body_and_head(model)[0](ids, visible[row] if padded else None)
         states = states[:, prompt_ids.shape[1] :][:, :width][scored]
-        values = target_logps(model, states, completion_ids[scored], with_entropies=with_entropies)
+        values = target_logps(model, states, completion_ids[row][scored], with_entropies=with_entropies)
         return placed(values[0], scored), None if values[1] is None else placed(values[1], scored)
 
-    recompute = torch.is_grad_enabled() and views.noise.shape[1] > 1
-    compute: Callable[..., Any] = partial(checkpoint, view, use_reentrant=False) if recompute else view
-    each = [compute(*of) for of in zip(noise.unbind(1), views.weights.ne(0).unbind(1), strict=True)]
-    logps = torch.stack([logps for logps, _ in each], dim=1)
-    entropies = torch.stack([entropy for _, entropy in each], dim=1) if with_entropies else None
-    return Scores(
-        (views.weights * logps).sum(1),
-        None if entropies is None else (views.weights * entropies).sum(1),
-        logps if with_view_logps else None,
-    )
+    pairs = pairs_to_score(views.weights)
+    passes = list(pairs.split(rows * views_at_once))
+    passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # to keep in step; cut off again below
+    recompute = torch.is_grad_enabled() and len(passes) > 1
+    run: Callable[..., Any] = partial(checkpoint, compute, use_reentrant=False) if recompute else compute
+    logps, entropies = zip(*[run(some) for some in passes], strict=True)
+
+    def by_view(values: tuple[Tensor, ...]) -> Tensor:
+        all_values = torch.cat(values)[: len(pairs)]
+        return all_values.new_zeros(views.weights.shape).index_put(pairs.unbind(1), all_values)
+
+    view_logps = by_view(logps)
+    summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
+    return Scores((views.weights * view_logps).sum(1), view_logps, summed)
+
+
+def pairs_to_score(weights: Tensor) -> Tensor:
+    """The (row, view) pairs (n, 2) that a forward pass is made for: all that score something, but at least one, since
+    every loss needs a way to the weights. Of a single view it is all rows, so that the device need not be asked."""
+    rows, views = weights.shape[:2]
+    if views == 1:
+        row = torch.arange(rows, device=weights.device)
+        return torch.stack([row, torch.zeros_like(row)], dim=1)
+    pairs = weights.ne(0).any(-1).nonzero()
+    return pairs if len(pairs) else pairs.new_zeros(1, 2)
 
 
 def placed(values: Tensor, where: Tensor) -> Tensor:

@@ -132,12 +132,13 @@ def test_rollout_log_probs_stay_with_their_samples_and_are_compared_where_scored
             prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
             completion = inputs["completion_ids"][row][kept].tolist()
             names = ("rollout_logps", "rollout_entropies", "reveal_steps")
-            record = torch.stack([inputs[name][row][kept].float() for name in names], dim=-1)
+            names = ("canvas_ids", *names)
+            record = torch.stack([inputs[name][row].float() for name in names], dim=-1)
             assert any(torch.equal(record, one) for one in trainer.sampled[tuple(prompt), tuple(completion)])
-            assert record[:, 1:].min() >= 0
-            found = record[:, 0]
+            length = int(kept.sum())
+            assert record[:length, 2:].min() >= 0
             if update == 0:
-                gaps.setdefault(number // accumulation, []).append((found - new[row][kept]).double())
+                gaps.setdefault(number // accumulation, []).append((record[:, 1] - new[row])[:length].double())
     assert set(gaps) == {0, 2}
     for step, entry in enumerate(entries):
         assert ("sampling/ratio_max" in entry) == (step in gaps)
@@ -153,9 +154,7 @@ def test_each_row_is_scored_up_to_its_end_of_text(tiny_model_dir, tmp_path):
     trained(trainer)
     kept = []
     for batch, views, scores in trainer.scored:
-        for tokens, weights, logps in zip(
-            batch["completion_ids"].tolist(), views.weights[:, 0], scores.logps, strict=True
-        ):
+        for tokens, weights, logps in zip(batch["canvas_ids"].tolist(), views.weights[:, 0], scores.logps, strict=True):
             kept.append(tokens.index(2) + 1 if 2 in tokens else len(tokens))
             expected = [1.0] * kept[-1] + [0.0] * (len(tokens) - kept[-1])
             assert weights.tolist() == expected == logps.ne(0).float().tolist()
@@ -195,7 +194,8 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
         )
         kept = len(completions[row])
         assert completions[row] == alone.ids[0, len(prompt) :][:kept].tolist()
-        record = torch.stack([alone.logps, alone.entropies, alone.reveal_steps.float()], dim=-1)[0, :kept]
+        numbers = (alone.ids[:, len(prompt) :], alone.logps, alone.entropies, alone.reveal_steps)
+        record = torch.stack([number.float() for number in numbers], dim=-1)[0]
         torch.testing.assert_close(torch.tensor(records[row]), record, rtol=0, atol=1e-5)
     entries = trained(trainer)
     assert entries[0]["sampling/forward_passes"] < 12

@@ -9,9 +9,10 @@ import diffu_grpo_trainer
 import numpy as np
 import pytest
 import torch
+from canvas_rollout import eos_cut, special_tokens
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
-from diffu_grpo_trainer import DiffuGRPOTrainer, eos_cut
+from diffu_grpo_trainer import DiffuGRPOTrainer
 from peft import LoraConfig
 from rollout_state import save_rollout
 from transformers import AddedToken, TrainerCallback
@@ -101,9 +102,11 @@ class Recorder(DiffuGRPOTrainer):
                 hidden = views.noise[row, :, : batch["prompt_ids"].shape[1]].sum().item()
                 self.met.append((uid, update[0], hidden))
             update = self.micro_step // self.args.steps_per_generation % self.num_iterations
-            old = batch.get("old_per_token_logps")
+            old = batch.get("old_view_logps")
             if old is not None:
-                ratio = (logps - old[:, update]).exp()[batch["completion_mask"].bool()]
+                ratio = (logps - old[:, update, 0]).exp()[:, : batch["completion_mask"].shape[1]][
+                    batch["completion_mask"].bool()
+                ]
                 self.ratios.append((self.micro_step, self.state.global_step, update, ratio))
         return loss
 
@@ -224,7 +227,8 @@ def test_special_tokens_are_masked_unless_protected(tiny_model_dir, tmp_path):
         trainer.processing_class.add_tokens(AddedToken("<header>", special=True))  # flagged, but with no role
         header = trainer.processing_class.convert_tokens_to_ids("<header>")
         assert header not in trainer.processing_class.all_special_ids
-        assert trainer.protected(torch.tensor([[1, 9, header]])).tolist() == [[protect, False, protect]]
+        found = special_tokens(torch.tensor([[1, 9, header]]), trainer.processing_class)
+        assert found.tolist() == [[True, False, True]]
         trainer.train()
         batch = rollout_buffer(trainer)[0]
         hidden = batch["view_noise"][:, 0, 0, : batch["prompt_ids"].shape[1]]
@@ -324,7 +328,7 @@ def test_the_lora_reference_is_the_model_without_its_adapter(tiny_model_dir, tmp
             gen_length=8,
         )
         scored = batch["completion_mask"].bool()  # up to each row's EOS
-        found = batch["ref_per_token_logps"][:, update]
+        found = batch["ref_view_logps"][:, update, 0, : scored.shape[1]]
         torch.testing.assert_close(found[scored], expected[scored], rtol=0, atol=1e-5)
 
 
@@ -415,8 +419,8 @@ def test_the_loss_is_d1s_formula(tiny_model_dir, tmp_path):
             advantage = inputs["advantages"][row].item()
             for k in range(int(inputs["completion_mask"][row].sum())):
                 new = logps[row, k].double()
-                ratio = (new - inputs["old_per_token_logps"][row, update, k]).exp().item()
-                gap = (inputs["ref_per_token_logps"][row, update, k] - new).item()
+                ratio = (new - inputs["old_view_logps"][row, update, 0, k]).exp().item()
+                gap = (inputs["ref_view_logps"][row, update, 0, k] - new).item()
                 clipped = min(max(ratio, 0.95), 1.05)
                 kl = np.exp(gap) - gap - 1
                 total += min(ratio * advantage, clipped * advantage) - 0.04 * kl

@@ -10,13 +10,14 @@ import torch
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
-from objectives import OBJECTIVES, LossInputs, reinforce
+from objectives import OBJECTIVES, reinforce
 from torch import Tensor
 from trl import GRPOTrainer
 from trl_bridge import EpochSampler, in_step_to_sample, rollout_buffer
 
 from d1.models import load_model, load_tokenizer
-from d1.scoring import ESTIMATORS, Scores
+from d1.scoring import ESTIMATORS, Estimator, Scores
+from d1.scoring.one_step import draw
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
@@ -71,13 +72,14 @@ def tensors() -> tuple[Scores, dict[str, Any]]:
         "completion_mask": mask,
         "advantages": torch.tensor([1.0, -0.5, 2.0, -1.5]),
         "num_items_in_batch": mask.sum(),
-        "old_per_token_logps": old.transpose(0, 1).contiguous(),
-        "ref_per_token_logps": reference.transpose(0, 1).contiguous(),
+        "old_view_logps": old.transpose(0, 1).unsqueeze(2),
+        "ref_view_logps": reference.transpose(0, 1).unsqueeze(2),
         "rollout_logps": logps,
         "view_noise": torch.zeros(4, 2, 1, 11, dtype=torch.bool),
-        "view_weights": torch.zeros(4, 2, 1, 8),
+        "view_weights": torch.ones(4, 2, 1, 8),
     }
-    return Scores(logps.requires_grad_(), torch.rand(4, 8, generator=generator)), batch
+    entropies = torch.rand(4, 8, generator=generator)
+    return Scores(logps, logps.unsqueeze(1).requires_grad_(), entropies), batch
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -90,7 +92,7 @@ def test_trls_losses_and_gradients_are_trls_to_the_bit(tiny_model_dir, tmp_path,
 
     class Theirs(Fixed):
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            return self.given.logps, self.given.entropies, None
+            return self.given.view_logps[:, 0], self.given.entropies, None
 
     for cls in (Fixed, Theirs):
         trainer.__class__ = cls
@@ -99,10 +101,10 @@ def test_trls_losses_and_gradients_are_trls_to_the_bit(tiny_model_dir, tmp_path,
         if cls is Fixed:
             loss = trainer.loss(trainer.model, batch)
         else:
-            stored = {name: batch[name][:, 1] for name in ("old_per_token_logps", "ref_per_token_logps")}
+            stored = {f"{name}_per_token_logps": batch[f"{name}_view_logps"][:, 1, 0] for name in ("old", "ref")}
             loss = GRPOTrainer._compute_loss(trainer, trainer.model, batch | stored)
         loss.backward()
-        found += [loss.detach(), scores.logps.grad]
+        found += [loss.detach(), scores.view_logps.grad]
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
     assert found[1].abs().sum() > 0
@@ -116,33 +118,19 @@ def test_an_objective_of_ours_is_averaged_over_accumulated_micro_batches(tiny_mo
     weights = batch["advantages"].unsqueeze(1) * batch["completion_mask"] / batch["completion_mask"].sum()
     loss = trainer.loss(trainer.model, batch)
     loss.backward()
-    torch.testing.assert_close(loss, -(weights * scores.logps).sum() / 4, rtol=0, atol=1e-6)
-    torch.testing.assert_close(scores.logps.grad, -weights / 4, rtol=0, atol=1e-7)
-
-
-def test_reinforce_is_the_score_function_gradient():
-    """Summed over every token of one position, weighed by its probability: the gradient of the expected advantage."""
-    logits = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
-    values = torch.tensor([1.0, -2.0, 0.5])
-    (exact,) = torch.autograd.grad((logits.softmax(-1) * values).sum(), logits)
-    total = torch.zeros(3)
-    for token in range(3):
-        logp = logits.log_softmax(-1)[token].view(1, 1)
-        inputs = LossInputs(logp, logp.detach(), None, values[token].view(1), torch.ones(1, 1))
-        (gradient,) = torch.autograd.grad(-reinforce(inputs, None)[0], logits)
-        total += logits.detach().softmax(-1)[token] * gradient
-    torch.testing.assert_close(total, exact, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loss, -(weights * scores.view_logps[:, 0]).sum() / 4, rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores.view_logps.grad[:, 0], -weights / 4, rtol=0, atol=1e-7)
 
 
 def test_without_updates_in_between_old_log_probs_are_not_scored(tiny_model_dir, tmp_path):
     aligned = make_trainer(tiny_model_dir, tmp_path, DiffuGRPOTrainer, num_iterations=1)
     aligned.train()
-    assert "old_per_token_logps" not in rollout_buffer(aligned)[0]
-    assert "ref_per_token_logps" in rollout_buffer(aligned)[0]
+    assert "old_view_logps" not in rollout_buffer(aligned)[0]
+    assert "ref_view_logps" in rollout_buffer(aligned)[0]
     assert aligned.state.log_history[0]["ratio_max"] == 1.0
     two = make_trainer(tiny_model_dir, tmp_path, DiffuGRPOTrainer)
     two.train()
-    assert rollout_buffer(two)[0]["old_per_token_logps"].shape[:2] == (4, 2)
+    assert rollout_buffer(two)[0]["old_view_logps"].shape[:2] == (4, 2)
 
 
 def test_processes_that_share_weights_must_keep_step():
@@ -174,8 +162,9 @@ def test_the_order_of_an_epoch_does_not_depend_on_the_epochs_sampled_before():
 def test_rows_added_late_are_names_of_the_config_too(tmp_path, monkeypatch):
     options = {"output_dir": str(tmp_path), "max_completion_length": 8, "block_length": 4, "diffusion_steps": 4}
     options |= {"num_generations": 4, "per_device_train_batch_size": 4}
-    for name, table in (("objective", OBJECTIVES), ("estimator", ESTIMATORS)):
+    rows = {"objective": (OBJECTIVES, reinforce), "estimator": (ESTIMATORS, Estimator(draw))}
+    for name, (table, row) in rows.items():
         with pytest.raises(ValueError, match=f"--{name} must be one of .*, got 'late'"):
             DiffuGRPOConfig(**options, **{name: "late"})
-        monkeypatch.setitem(table, "late", None)
+        monkeypatch.setitem(table, "late", row)
         assert getattr(DiffuGRPOConfig(**options, **{name: "late"}), name) == "late"

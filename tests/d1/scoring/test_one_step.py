@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from d1.masking import draw_mask, keyed_generator
-from d1.scoring import ESTIMATORS, SampledRows
+from d1.scoring import ESTIMATORS, Randomness, SampledRows
 from d1.scoring.one_step import one_step_views
 
 SETTINGS = SimpleNamespace(p_mask_prompt=0.3)
 
 
 def sampled(maskable: torch.Tensor) -> SampledRows:
-    scored = torch.ones(len(maskable), 4, dtype=torch.bool)
+    scored = torch.tensor([True] * 4 + [False] * 2).expand(len(maskable), -1)
     zeros = torch.zeros(scored.shape)
     return SampledRows(
         prompt_ids=torch.full(maskable.shape, 7),
@@ -24,12 +24,12 @@ def sampled(maskable: torch.Tensor) -> SampledRows:
         reveal_steps=zeros.long(),
         logps=zeros,
         entropies=zeros,
-        gen_length=6,
     )
 
 
 def prompt_noise(maskable: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
-    return ESTIMATORS["one_step"](sampled(maskable), generators, SETTINGS).noise[:, 0, : maskable.shape[1]]
+    random = Randomness(generators, keyed_generator(9), 0, len(generators), torch.zeros(len(generators)))
+    return ESTIMATORS["one_step"].draw(sampled(maskable), random, SETTINGS).noise[:, 0, : maskable.shape[1]]
 
 
 def test_one_view_hides_the_whole_canvas_and_weighs_each_scored_token_by_one():

@@ -1,0 +1,303 @@
+"""The published RL methods, as values of the one trainer's settings. A method is four choices, and a row here:
+
+- `estimator`: which views of a completion are scored, with which weights (`d1/scoring/estimators.py`);
+- `objective` with its `loss_type` (`diffu-grpo/objectives.py`; `trl` is TRL's own loss);
+- `kl`, what `beta` weighs (`diffu-grpo/penalties.py`);
+- `advantage`, what becomes of TRL's (`diffu-grpo/advantages.py`).
+
+`--method NAME` sets all that the row has; `docs/methods.md` says where each value comes from. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table.
+
+    Attributes:
+        paper: its name and where it is published.
+        values: settings that make the method. Named on a command line, it puts them above those of a config file.
+        scale: settings the paper gives that belong to the size of its models. A config file's own win.
+    """
+
+    paper: str
+    values: dict[str, Any]
+    scale: dict[str, Any] = field(default_factory=dict)
+
+
+# What every row says, so that choosing one leaves nothing of another.
+CORE = (
+    "estimator",
+    "p_mask_prompt",
+    "objective",
+    "loss_type",
+    "importance_sampling_level",
+    "epsilon",
+    "kl",
+    "beta",
+    "advantage",
+    "scale_rewards",
+)
+
+
+METHODS: dict[str, Method] = {
+    "d1": Method(
+        "d1, arXiv 2504.12216",
+        {
+            "estimator": "one_step",
+            "p_mask_prompt": 0.15,
+            "objective": "trl",
+            "loss_type": "bnpo",
+            "importance_sampling_level": "token",
+            "epsilon": 0.5,
+            "kl": "k3",
+            "beta": 0.04,
+            "advantage": "trl",
+            "scale_rewards": "none",
+            "num_iterations": 12,
+        },
+        {"learning_rate": 3e-06, "num_generations": 6},
+    ),
+    "wd1": Method(
+        "wd1, arXiv 2507.08838",
+        {
+            "estimator": "one_step",
+            "p_mask_prompt": 0.15,
+            "objective": "reinforce",
+            "loss_type": "sum",
+            "importance_sampling_level": "token",
+            "epsilon": 0.5,
+            "kl": "k3",
+            "beta": 0.0,
+            "advantage": "signed_softmax",
+            "scale_rewards": "none",
+            "num_iterations": 12,
+        },
+    ),
+    "coupled-grpo": Method(
+        "DiffuCoder, arXiv 2506.20639",
+        {
+            "estimator": "coupled",
+            "p_mask_prompt": 0.0,
+            "objective": "trl",
+            "loss_type": "bnpo",
+            "importance_sampling_level": "token",
+            "epsilon": 0.5,
+            "kl": "k3",
+            "beta": 0.01,
+            "advantage": "leave_one_out",
+            "scale_rewards": "none",
+        },
+    ),
+    "espo": Method(
+        "ESPO, arXiv 2512.03759",
+        {
+            "estimator": "espo",
+            "p_mask_prompt": 0.0,
+            "objective": "trl",
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 0.2,
+            "kl": "k2_sequence",
+            "beta": 0.04,
+            "advantage": "leave_one_out",
+            "scale_rewards": "none",
+            "num_views": 2,
+        },
+    ),
+    "spg": Method(
+        "SPG, arXiv 2510.09541",
+        {
+            "estimator": "spg",
+            "p_mask_prompt": 0.15,
+            "objective": "spg",
+            "loss_type": "dapo",
+            "importance_sampling_level": "token",
+            "epsilon": 0.5,
+            "kl": "k3",
+            "beta": 0.0,
+            "advantage": "trl",
+            "scale_rewards": "none",
+            "num_views": 2,
+            "eubo_beta": 1.5,
+            "eubo_share": 0.5,
+            "num_iterations": 4,
+        },
+    ),
+    "agrpo": Method(
+        "AGRPO, arXiv 2510.04019",
+        {
+            "estimator": "replay",
+            "p_mask_prompt": 0.0,
+            "objective": "clipped_views",
+            "loss_type": "sum",
+            "importance_sampling_level": "token",
+            "epsilon": 0.2,
+            "kl": "k3",
+            "beta": 0.0,
+            "advantage": "trl",
+            "scale_rewards": "none",
+            "num_views": 24,
+            "draw_steps": "uniform",
+            "num_iterations": 1,
+        },
+    ),
+    "agrpo-entropy": Method(
+        "AGRPO, arXiv 2510.04019",
+        {
+            "estimator": "replay",
+            "p_mask_prompt": 0.0,
+            "objective": "clipped_views",
+            "loss_type": "sum",
+            "importance_sampling_level": "token",
+            "epsilon": 0.2,
+            "kl": "k3",
+            "beta": 0.0,
+            "advantage": "trl",
+            "scale_rewards": "none",
+            "num_views": 24,
+            "draw_steps": "entropy",
+            "num_iterations": 1,
+        },
+    ),
+    "cj-grpo": Method(
+        "CJ-GRPO",
+        {
+            "estimator": "replay",
+            "p_mask_prompt": 0.0,
+            "objective": "trl",
+            "loss_type": "grpo",
+            "importance_sampling_level": "token",
+            "epsilon": 0.2,
+            "kl": "k3",
+            "beta": 0.0,
+            "advantage": "trl",
+            "scale_rewards": "group",
+        },
+    ),
+    "d2": Method(
+        "d2",
+        {
+            "estimator": "replay",
+            "p_mask_prompt": 0.0,
+            "objective": "clipped_views",
+            "loss_type": "grpo",
+            "importance_sampling_level": "token",
+            "epsilon": 0.5,
+            "kl": "k3",
+            "beta": 0.04,
+            "advantage": "trl",
+            "scale_rewards": "none",
+            "segments": 16,
+            "num_views": 1,
+        },
+    ),
+    "tracerl": Method(
+        "TraceRL, arXiv 2509.06949",
+        {
+            "estimator": "replay",
+            "p_mask_prompt": 0.0,
+            "objective": "trl",
+            "loss_type": "dapo",
+            "importance_sampling_level": "token",
+            "epsilon": 0.2,
+            "kl": "k3_to_old",
+            "beta": 0.01,
+            "advantage": "trl",
+            "scale_rewards": "group",
+            "segment_steps": 8,
+            "right_share": [0.2, 0.8],
+        },
+    ),
+    "just-grpo": Method(
+        "JustGRPO",
+        {
+            "estimator": "left_to_right",
+            "p_mask_prompt": 0.0,
+            "objective": "trl",
+            "loss_type": "dr_grpo",
+            "importance_sampling_level": "token",
+            "epsilon": 0.2,
+            "kl": "k3",
+            "beta": 0.0,
+            "advantage": "trl",
+            "scale_rewards": "group",
+            "block_length": 1,
+            "diffusion_steps": None,
+            "num_iterations": 1,
+        },
+    ),
+    "unigrpo": Method(
+        "MMaDA, arXiv 2505.15809",
+        {
+            "estimator": "random_masks",
+            "p_mask_prompt": 0.0,
+            "objective": "clipped_views",
+            "loss_type": "grpo",
+            "importance_sampling_level": "token",
+            "epsilon": 0.2,
+            "kl": "k3",
+            "beta": 0.04,
+            "advantage": "trl",
+            "scale_rewards": "group",
+        },
+    ),
+    "bgpo": Method(
+        "BGPO, arXiv 2510.11683",
+        {
+            "estimator": "elbo",
+            "p_mask_prompt": 0.0,
+            "objective": "bgpo",
+            "loss_type": "sum",
+            "importance_sampling_level": "token",
+            "epsilon": 0.2,
+            "kl": "k3",
+            "beta": 0.0,
+            "advantage": "trl",
+            "scale_rewards": "group",
+            "num_views": 16,
+        },
+    ),
+    "stable-drl": Method(
+        "StableDRL",
+        {
+            "estimator": "spg",
+            "p_mask_prompt": 0.15,
+            "objective": "stable_drl",
+            "loss_type": "sum",
+            "importance_sampling_level": "token",
+            "epsilon": 0.5,
+            "kl": "k3",
+            "beta": 0.0,
+            "advantage": "trl",
+            "scale_rewards": "none",
+            "num_views": 2,
+            "eubo_beta": 1.5,
+            "eubo_share": 0.5,
+            "ratio_cap": 5.0,
+            "num_iterations": 2,
+        },
+    ),
+    "reinforce": Method(
+        "Williams 1992, with the ELBO of LLaDA, arXiv 2502.09992",
+        {
+            "estimator": "elbo",
+            "p_mask_prompt": 0.0,
+            "objective": "reinforce",
+            "loss_type": "grpo",
+            "importance_sampling_level": "token",
+            "epsilon": 0.2,
+            "kl": "k3",
+            "beta": 0.0,
+            "advantage": "trl",
+            "scale_rewards": "none",
+            "num_views": 4,
+            "antithetic": True,
+            "num_iterations": 1,
+        },
+    ),
+}

@@ -1,0 +1,101 @@
+"""Monte Carlo estimates of the any-order evidence lower bound of log p, with masks at random.
+
+For a completion of L tokens the bound is the sum over x = 1..L of E[sum of hidden tokens' log-probs] / x, the
+expectation over the sets of x hidden tokens (LLaDA, arXiv 2502.09992, equation 14, and appendix B.5). `elbo` and `espo`
+estimate it without bias; they differ in how a draw chooses what is hidden:
+
+- `elbo`: a time t, uniform, then each token with probability t, weight 1 / t (LLaDA's training loss);
+- `espo`: a count x, uniform on 0..L, then a set of so many, weight (L + 1) / x (ESPO, arXiv 2512.03759).
+
+`antithetic` adds to each draw its opposite, which hides the other tokens; `stratified` spreads times or counts evenly
+over a row's draws and over all rows of the rollout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d1.masking import draw_masks
+from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.views import Views, views_of_canvas
+
+
+def elbo_views(prompt_noise: Tensor, times: Tensor, numbers: Tensor, scored: Tensor, antithetic: bool) -> Views:
+    """A view for each time (rows, draws); it hides the tokens whose number (rows, draws, canvas) is below the time.
+
+    Args:
+        prompt_noise: (rows, views or 1, prompt) bool.
+        antithetic: a second view for each time t, of 1 - t and 1 minus the numbers: it hides the other tokens.
+    """
+    draws = times.shape[1]
+    hidden, weights = numbers < times.unsqueeze(-1), 1 / (draws * times)
+    if antithetic:
+        hidden = torch.cat([hidden, ~hidden], dim=1)
+        weights = torch.cat([weights, 1 / (draws * (1 - times))], dim=1) / 2
+    return views_of_canvas(prompt_noise, hidden, scored, weights.unsqueeze(-1))
+
+
+def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, antithetic: bool) -> Views:
+    """A view for each count (rows, draws); it hides the scored tokens whose rank (rows, draws, canvas) is below it.
+
+    Args:
+        prompt_noise: (rows, views or 1, prompt) bool.
+        ranks: of scored tokens, 0..L-1 in random order.
+        antithetic: a second view for each count, which hides the other tokens.
+    """
+    draws, lengths = counts.shape[1], scored.sum(-1, keepdim=True)
+    hidden = ranks < counts.unsqueeze(-1)
+    weights = (lengths + 1) / (draws * counts.clamp(min=1))
+    if antithetic:
+        hidden = torch.cat([hidden, ~hidden], dim=1)
+        others = (lengths + 1) / (draws * (lengths - counts).clamp(min=1))
+        weights = torch.cat([weights, others], dim=1) / 2
+    return views_of_canvas(prompt_noise, hidden, scored, weights.unsqueeze(-1))
+
+
+def views(settings: Any) -> int:
+    return draws_of(settings) * (2 if settings.antithetic else 1)
+
+
+def draws_of(settings: Any) -> int:
+    return settings.num_views or 1
+
+
+def spread(random: Randomness, settings: Any) -> Tensor:
+    """(rows, draws) in [0, 1): what times or counts are made of."""
+    draws = draws_of(settings)
+    return random.rotated(draws) if settings.stratified else random.uniform(draws)
+
+
+def prompt_noise(sampled: SampledRows, random: Randomness, settings: Any, views: int) -> Tensor:
+    """(rows, views, prompt) bool, what each view hides of the prompt, independently."""
+    each = [draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows) for _ in range(views)]
+    return torch.stack(each, dim=1)
+
+
+def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> Tensor:
+    """(rows, draws, canvas) in [0, 1), independent for each scored token; 1 for others, which take none of a stream."""
+    scored = sampled.scored.cpu()
+    numbers = torch.ones(len(scored), draws, scored.shape[1])
+    for row, of, generator in zip(numbers, scored, random.rows, strict=True):
+        row[:, of] = torch.rand(draws, int(of.sum()), generator=generator)
+    return numbers.to(sampled.scored.device)
+
+
+def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+    device = sampled.scored.device
+    times = spread(random, settings).clamp(2**-24, 1 - 2**-24).to(device)  # neither 1 / t nor 1 / (1 - t) is infinite
+    numbers = numbers_of_tokens(sampled, random, draws_of(settings))
+    noise = prompt_noise(sampled, random, settings, views(settings))
+    return elbo_views(noise, times, numbers, sampled.scored, settings.antithetic)
+
+
+def draw_counts(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+    device, lengths = sampled.scored.device, sampled.scored.sum(-1, keepdim=True)
+    counts = (spread(random, settings).to(device) * (lengths + 1)).long().minimum(lengths)
+    ranks = numbers_of_tokens(sampled, random, draws_of(settings)).argsort(-1).argsort(-1)
+    noise = prompt_noise(sampled, random, settings, views(settings))
+    return espo_views(noise, counts, ranks, sampled.scored, settings.antithetic)

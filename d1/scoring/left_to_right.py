@@ -1,0 +1,28 @@
+"""The chain rule: each token given the prompt and the tokens before it, all later ones hidden (JustGRPO, 2601.15165).
+
+Exact for a sampler that fills the canvas left to right, one token a step (`block_length` 1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from d1.scoring.replay import replay_views
+from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.views import Views
+
+
+def views(settings: Any) -> int:
+    return settings.max_completion_length
+
+
+def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+    """One view a token: the order of reveal is the order of the text."""
+    rows, canvas = sampled.scored.shape
+    places = torch.arange(canvas, device=sampled.scored.device).expand(rows, -1)
+    longest = int(sampled.scored.sum(-1).max())
+    chosen = places[:, : max(1, longest)]
+    weights = torch.ones_like(chosen, dtype=torch.float)
+    return replay_views(sampled.prompt_ids.shape[1], places, chosen, weights, sampled.scored)

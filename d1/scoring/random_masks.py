@@ -1,0 +1,28 @@
+"""UniGRPO's estimator: the mean log-probability of the tokens that a random mask hides (MMaDA, arXiv 2505.15809).
+
+Over the inner updates on a rollout a row's share of hidden tokens begins at random and goes on in equal distances. It
+is no estimate of a bound: tokens count alike however many are hidden, where the bound weighs them by 1 / share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from d1.masking import draw_masks
+from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.views import Views, views_of_canvas
+
+
+def random_mask_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
+    """One view, which hides `hidden` (rows, canvas); its tokens' weights sum to the completion's length."""
+    count = (hidden & scored).sum(-1).clamp(min=1)
+    weights = (scored.sum(-1) / count)[:, None, None]
+    return views_of_canvas(prompt_noise.unsqueeze(1), hidden.unsqueeze(1), scored, weights)
+
+
+def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+    hidden = draw_masks(sampled.scored, random.spaced, random.rows)
+    noise = draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows)
+    return random_mask_views(noise, hidden, sampled.scored)
