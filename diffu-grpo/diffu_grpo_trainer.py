@@ -221,14 +221,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
         """`score_batch` with this run's mask token, canvas and precision."""
         with self.accelerator.autocast():
-            return score_batch(
-                model,
-                batch,
-                views,
-                mask_token_id=self.mask_token_id,
-                views_at_once=self.args.views_at_once,
-                **options,
-            )
+            options |= {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
+            return score_batch(model, batch, views, **options)
 
     # --- Loss ---------------------------------------------------------------------------------------------------------
 
@@ -259,14 +253,13 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def compare_rows(self, model: Any, update: int) -> None:
         """Adds `log_ratios`, of all rows of the rollout, to its micro-batches, before the first of an update."""
-        micro_batches = rollout_buffer(self)
+
+        def ratios(batch: Batch) -> Tensor:
+            return sequence_log_ratios(loss_inputs(batch, self.scores(model, batch, views_of(batch, update)), update))
+
         with self.without_checkpointing(), evaluating(model):
-            ratios = [
-                sequence_log_ratios(loss_inputs(batch, self.scores(model, batch, views_of(batch, update)), update))
-                for batch in micro_batches
-            ]
-        everyone = self.accelerator.gather(torch.cat(ratios))
-        for batch in micro_batches:
+            everyone = self.accelerator.gather(torch.cat([ratios(batch) for batch in rollout_buffer(self)]))
+        for batch in rollout_buffer(self):
             batch["log_ratios"] = everyone
 
     def measure(self, loss: Tensor, inputs: LossInputs, batch: Batch, *, first: bool) -> None:

@@ -190,6 +190,7 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
             temperature=0.9,
             generator=[keyed_generator(42, 1, 0, row)],
             sampler="cached+parallel",
+            eos_token_ids=[2],
             **options,
         )
         kept = len(completions[row])
