@@ -69,7 +69,7 @@ def published_score(
     noise = views.noise[:, :, : prompt_ids.shape[1]]  # behind the prompt all is hidden
     logps = published.score(model, prompt_ids, attention_mask, completion_ids, noise, **options)
     summed = (views.weights * logps).sum(1)
-    return Scores(summed, logps, torch.zeros_like(summed) if with_entropies else None)
+    return Scores(summed, logps, torch.tensor(0), torch.zeros_like(summed) if with_entropies else None)
 
 
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -117,6 +117,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             )
         self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
+        self.compute = 0  # tokens this process fed through the body, each twice more for a backward pass
         self.rollout_seconds: list[float] = []  # of each rollout, its rewards and its scoring
         self.add_callback(RestoreRollout(self))
 
@@ -167,7 +168,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
         generators = self.generators("rollout", len(ids))  # of this mode, before the model leaves it
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            return sample_in_parts(
+            sampled = sample_in_parts(
                 model,
                 ids,
                 mask,
@@ -177,6 +178,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 mask_token_id=self.mask_token_id,
                 eos_token_ids=self.eos_token_ids if self.eos_stop else None,
             )
+        self.compute += int(sampled.forward_tokens.sum())
+        return sampled
 
     def rollout_finished(self, seconds: float) -> None:
         if self.mode == "train":
@@ -186,7 +189,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation sees the same random numbers, so that two are comparable
-        return super().evaluation_loop(*args, **kwargs)
+        compute = self.compute
+        output = super().evaluation_loop(*args, **kwargs)
+        self.compute = compute  # of training alone
+        return output
 
     # --- Views and their scores ---------------------------------------------------------------------------------------
 
@@ -222,7 +228,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """`score_batch` with this run's mask token, canvas and precision."""
         with self.accelerator.autocast():
             options |= {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
-            return score_batch(model, batch, views, **options)
+            scores = score_batch(model, batch, views, **options)
+        self.compute += int(scores.compute)
+        return scores
 
     # --- Loss ---------------------------------------------------------------------------------------------------------
 
@@ -283,6 +291,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
+        logs["compute_tokens"] = self.accelerator.gather(torch.tensor(self.compute)).sum().item()
         if "train_loss" in logs:
             logs["train_loss"] = self.mean_loss()
         super().log(logs, start_time)
