@@ -95,7 +95,7 @@ METHODS: dict[str, Method] = {
             "scale_rewards": "none",
             "num_iterations": 2,
         },
-        {"learning_rate": 1e-06, "num_generations": 10},
+        {"learning_rate": 1e-06, "num_generations": 8},
     ),
     "espo": Method(
         "ESPO, arXiv 2512.03759",
