@@ -77,7 +77,7 @@ def table(args: argparse.Namespace, seconds: dict[str, float]) -> str:
     scores = accuracies(folder)
 
     def solves(name: str) -> str:
-        return cell(scores[f"sudoku_{name}_{LENGTH}_{LENGTH // 2}"])
+        return cell(scores[f"sudoku_{name}_validation_{LENGTH}_{LENGTH // 2}"])
 
     rows = [["the start itself", *(text for start in args.starts for text in (solves(start), ""))]]
     for method in args.methods:
