@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from d1.masking import draw_masks
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 SHARES = (0.2, 0.8)  # a mask's share of hidden tokens is uniform between these
@@ -33,5 +33,5 @@ def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
     low, high = SHARES
     share = (low + (high - low) * random.uniform(1)[:, 0]).to(sampled.scored.device)
     half = draw_masks(sampled.scored, share, random.rows)
-    noise = draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows)
-    return coupled_views(noise.unsqueeze(1), half, share, sampled.scored)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
+    return coupled_views(noise, half, share, sampled.scored)

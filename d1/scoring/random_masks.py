@@ -11,18 +11,22 @@ from typing import Any
 from torch import Tensor
 
 from d1.masking import draw_masks
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 
 def random_mask_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
-    """One view, which hides `hidden` (rows, canvas); its tokens' weights sum to the completion's length."""
+    """One view, which hides `hidden` (rows, canvas); its tokens' weights sum to the completion's length.
+
+    Args:
+        prompt_noise: (rows, 1, prompt) bool.
+    """
     count = (hidden & scored).sum(-1).clamp(min=1)
     weights = (scored.sum(-1) / count)[:, None, None]
-    return views_of_canvas(prompt_noise.unsqueeze(1), hidden.unsqueeze(1), scored, weights)
+    return views_of_canvas(prompt_noise, hidden.unsqueeze(1), scored, weights)
 
 
 def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
     hidden = draw_masks(sampled.scored, random.spaced, random.rows)
-    noise = draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
     return random_mask_views(noise, hidden, sampled.scored)

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from d1.masking import draw_mask
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 
@@ -63,12 +63,7 @@ def draw_row(scored: Tensor, generator: Generator, count: int, settings: Any) ->
 
 def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
     count = views(settings)
-    rows = list(zip(sampled.scored.cpu(), sampled.maskable, random.rows, strict=True))
-    hidden = torch.stack([draw_row(scored, generator, count, settings) for scored, _, generator in rows])
-    noise = torch.stack(
-        [
-            torch.stack([draw_mask(maskable, settings.p_mask_prompt, generator) for _ in range(count)])
-            for _, maskable, generator in rows
-        ]
-    )
+    rows = zip(sampled.scored.cpu(), random.rows, strict=True)
+    hidden = torch.stack([draw_row(scored, generator, count, settings) for scored, generator in rows])
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, count)
     return spg_views(noise, hidden.to(sampled.scored.device), sampled.scored)
