@@ -1,4 +1,4 @@
-"""UniGRPO's estimator against its own definition, integrated over all shares and masks: it is not the bound."""
+"""UniGRPO's estimator against its own definition, integrated over all shares and masks: nearly the any-order bound."""
 
 from dataclasses import replace
 from math import comb
@@ -55,7 +55,7 @@ def definition(model):
 
 def test_the_mean_over_all_draws_is_the_definition_a_fixed_share_of_the_any_order_bound():
     """With shares uniform on [0, 1) the mean is L / (L + 1) of the bound: the mean over hidden tokens weighs a mask of
-    x tokens by L / x, as the bound does by (L + 1) / x. A single share, as in one update, has no such meaning."""
+    x tokens by L / x, where ESPO's estimate without bias takes (L + 1) / x."""
     views = stacked([merged(*all_draws(row)) for row in range(len(LENGTHS))])
     lengths = torch.tensor(LENGTHS).unsqueeze(1)
     for layers in (1, 2):
