@@ -81,7 +81,7 @@ def divisor(inputs: LossInputs, row: int, settings: Any) -> float:
 
 def gradient(loss: Tensor, inputs: LossInputs) -> Tensor:
     """(rows, views, tokens), of a loss by the policy's log-probabilities."""
-    return torch.autograd.grad(loss, inputs.view_logps, allow_unused=True)[0]
+    return torch.autograd.grad(loss, inputs.view_logps, retain_graph=True)[0]
 
 
 def trl_trainer(model_dir: Any, folder: Any) -> Any:

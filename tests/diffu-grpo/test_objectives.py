@@ -11,6 +11,7 @@ from objectives import MEANS, OBJECTIVES, OVER_ALL_ROWS, LossInputs, evidence_bo
 from tests.losses import divisor, gradient, micro_batches, random_inputs, settings, trl_loss, trl_trainer
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
+SINGLE = {"rtol": 1e-7, "atol": 1e-7}  # shares of hidden tokens are in fp32
 
 
 @pytest.fixture(scope="module")
@@ -177,15 +178,15 @@ def test_spg_is_the_lower_form_of_good_rows_and_a_mixture_of_both_for_bad_ones(l
     inputs, run = random_inputs(), settings(loss_type=loss_type)
     written = bounds_written_out(inputs, run.eubo_beta)
     for found, expected in zip(evidence_bounds(inputs, run), zip(*written, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.stack(expected), **EXACT)
+        torch.testing.assert_close(found, torch.stack(expected), **SINGLE)
     expected = 0.0
     for i, (lower, upper) in enumerate(written):
         advantage, length = inputs.advantages[i], max(int(inputs.mask[i].sum()), 1)
         bound = lower if advantage > 0 else 0.3 * upper + 0.7 * lower
         expected -= advantage * bound * length / divisor(inputs, i, run)
     loss, _ = OBJECTIVES["spg"](inputs, run)
-    torch.testing.assert_close(loss, expected, **EXACT)
-    torch.testing.assert_close(gradient(loss, inputs), gradient(expected, inputs), **EXACT)
+    torch.testing.assert_close(loss, expected, **SINGLE)
+    torch.testing.assert_close(gradient(loss, inputs), gradient(expected, inputs), **SINGLE)
 
 
 def test_spgs_upper_form_is_above_the_lower_one_and_equal_to_it_where_nothing_varies():
@@ -214,43 +215,46 @@ def test_stable_drl_weighs_each_row_against_the_whole_rollout(rows):
     inputs, run = random_inputs(), settings()
     weights = stable_weights(inputs, run.ratio_cap)
     written = bounds_written_out(inputs, run.eubo_beta)
-    bounds = [lower if a > 0 else 0.3 * upper + 0.7 * lower for a, (lower, upper) in zip(inputs.advantages, written)]
+    rows_of = zip(inputs.advantages, written, strict=True)
+    bounds = [lower if a > 0 else 0.3 * upper + 0.7 * lower for a, (lower, upper) in rows_of]
     expected = -sum(w * a * bound for w, a, bound in zip(weights, inputs.advantages, bounds, strict=True))
     everyone = replace(inputs, log_ratios=sequence_log_ratios(inputs))
     found = [OBJECTIVES["stable_drl"](part, run) for part in micro_batches(everyone, rows)]
     loss = sum(loss for loss, _ in found) / len(found)
-    torch.testing.assert_close(loss, expected, **EXACT)
-    torch.testing.assert_close(gradient(loss, inputs), gradient(expected, inputs), **EXACT)
+    torch.testing.assert_close(loss, expected, **SINGLE)
+    torch.testing.assert_close(gradient(loss, inputs), gradient(expected, inputs), **SINGLE)
     assert max(metrics["weight_max"] for _, metrics in found) == pytest.approx(6 * max(weights), rel=1e-12)
 
 
 def test_stable_drls_weights_sum_to_one():
     """Rows with one advantage and one bound: the loss is their product, whatever the ratios."""
     inputs = random_inputs(views=1, weights="one")
-    inputs = replace(inputs, advantages=torch.ones(6).double(), mask=torch.ones(6, 5), weights=torch.ones(6, 1, 5) / 5)
+    inputs = replace(
+        inputs, advantages=torch.ones(6).double(), mask=torch.ones(6, 5), weights=torch.full((6, 1, 5), 0.2)
+    )
     same = inputs.view_logps.detach()[:1].expand(6, 1, 5)
     inputs = replace(inputs, view_logps=same, view_old=inputs.view_old)
     for part in (inputs, replace(inputs, log_ratios=sequence_log_ratios(inputs))):
         loss, _ = OBJECTIVES["stable_drl"](part, settings())
-        torch.testing.assert_close(loss, -same[0].mean(), **EXACT)
+        torch.testing.assert_close(loss, -same[0].mean(), **SINGLE)
 
 
-@pytest.mark.parametrize("rows", [3, 2, 1])
 @pytest.mark.parametrize("loss_type", ["sum", "grpo", "dr_grpo", "dapo"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_steps_loss_does_not_depend_on_its_micro_batches(objective, loss_type, rows):
+@pytest.mark.parametrize("objective", ["reinforce", "clipped_views", "bgpo", "spg", "stable_drl"])
+def test_a_steps_loss_does_not_depend_on_its_micro_batches(objective, loss_type):
     inputs, run = random_inputs(), settings(loss_type=loss_type)
     if objective in OVER_ALL_ROWS:
         inputs = replace(inputs, log_ratios=sequence_log_ratios(inputs))
-    parts = micro_batches(inputs, rows)
     whole, _ = OBJECTIVES[objective](inputs, run)
-    loss = sum(OBJECTIVES[objective](part, run)[0] for part in parts) / len(parts)
-    torch.testing.assert_close(loss, whole, **EXACT)
-    torch.testing.assert_close(gradient(loss, inputs), gradient(whole, inputs), **EXACT)
     assert gradient(whole, inputs).abs().sum() > 0
+    for rows in (3, 2, 1):
+        parts = micro_batches(inputs, rows)
+        loss = sum(OBJECTIVES[objective](part, run)[0] for part in parts) / len(parts)
+        torch.testing.assert_close(loss, whole, **EXACT)
+        torch.testing.assert_close(gradient(loss, inputs), gradient(whole, inputs), **EXACT)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["reinforce", "clipped_views", "bgpo", "spg", "stable_drl"])
 def test_a_row_that_is_out_of_the_loss_moves_nothing(objective):
     inputs = random_inputs(weights="one")
     loss, _ = OBJECTIVES[objective](inputs, settings())
