@@ -41,7 +41,9 @@ WRITTEN_OUT = {"leave_one_out": leave_one_out, "signed_softmax": signed_softmax}
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_advantages_are_those_of_the_formula(name):
     expected = [WRITTEN_OUT[name](rewards) for rewards in REWARDS]
-    torch.testing.assert_close(ADVANTAGES[name](CENTRED), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        ADVANTAGES[name](CENTRED), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("rows", [2, 3, 6, 12])
