@@ -39,13 +39,13 @@ CONTRADICTIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     # Estimator and objective
     (
         lambda s: s.objective == "trl" and s.importance_sampling_level == "sequence" and draws_steps(s),
-        "a ratio of whole completions needs all of their tokens, and replay with num_views scores those of a few drawn "
-        "steps: leave num_views unset, or take --objective clipped_views --importance_sampling_level token",
+        "a ratio of whole completions needs all of their tokens, and replay with num_views {num_views} scores those of "
+        "a few drawn steps: leave num_views unset (--method {method} may set it), or take --objective clipped_views",
     ),
     (
         lambda s: s.objective == "trl" and draws_steps(s),
         "TRL's loss would raise each ratio to the power of a draw's weight, 1 / its chance: replay with num_views "
-        "needs --objective clipped_views or reinforce",
+        "{num_views} needs --objective clipped_views or reinforce",
     ),
     (
         lambda s: s.objective == "trl" and s.estimator == "random_masks",
