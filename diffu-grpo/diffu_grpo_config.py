@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from advantages import ADVANTAGES
-from choose_method import check_combination, find_method
+from choose_method import check_names, find_method
+from combinations import check_combination
 from objectives import OBJECTIVES
 from penalties import PENALTIES, WITHOUT_REFERENCE
 from trl import GRPOConfig
@@ -37,7 +38,7 @@ AUTOREGRESSIVE_ONLY = {
 
 # Settings of TRL's that are one name of a few. TRL 1.16 looks at them only at the first loss.
 CHOICES = {
-    "loss_type": ("sum", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "sum", "luspo", "cispo", "sapo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -256,6 +257,7 @@ def with_method(fill: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(fill)
     def init(self: Any, *args: Any, **given: Any) -> None:
         method = find_method(given.get("method", "d1"))
+        check_names(method, DiffuGRPOConfig.__dataclass_fields__.keys() - {"method"})
         fill(self, *args, **{**method.scale, **method.values, **given})
 
     return init

@@ -127,7 +127,8 @@ def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
     per_draw = views * difference.sum(-1) / inputs.lengths.unsqueeze(1)
     advantages = inputs.advantages.unsqueeze(1)
     gains, clipped = clip(torch.where(advantages > 0, 1 + per_draw, per_draw.exp()), advantages, settings)
-    return -gains.mean(), {"clip_ratio/region_mean": share(clipped, torch.ones_like(clipped))}
+    taking_part = inputs.mask.bool().any(1, keepdim=True).expand_as(clipped)
+    return -(gains * taking_part).mean(), {"clip_ratio/region_mean": share(clipped, taking_part)}
 
 
 def evidence_bounds(inputs: LossInputs, settings: Any) -> tuple[Tensor, Tensor]:

@@ -371,6 +371,27 @@ def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
         run_main(tmp_path, **once)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({}, {"method": "wd1"}, r"method d1 \(now wd1\), .*objective trl \(now reinforce\), beta 0.04 \(now 0.0\)"),
+        ({"method": "espo"}, {"method": "espo", "num_views": 3}, r"of num_views 2 \(now 3\): continue"),
+        ({"beta": 0.0}, {"beta": 0.04}, r"of beta 0.0 \(now 0.04\): continue"),  # no reference was scored
+        ({}, {"beta": 0.01, "epsilon": 0.2, "learning_rate": 1.0}, None),
+        ({"method": "tracerl"}, {"method": "tracerl"}, None),
+    ],
+)
+def test_a_run_goes_on_only_with_the_method_that_its_rollout_was_made_for(tmp_path, before, now, message):
+    earlier = DiffuGRPOConfig(**settings(tmp_path, **before))
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {**earlier.to_dict(), "model": {"use_peft": False}}}))
+    given = (str(tmp_path / "checkpoint-1"), DiffuGRPOConfig(**settings(tmp_path, **now)), ModelConfig())
+    if message is None:
+        grpo_checks.check_same_run(*given)
+    else:
+        with pytest.raises(ValueError, match=message):
+            grpo_checks.check_same_run(*given)
+
+
 @pytest.mark.parametrize("path", [STAGE / "pocket.yaml", STAGE / "slurm_scripts" / "train.yaml"])
 def test_shipped_settings_are_accepted(path, tmp_path):
     names = set(DiffuGRPOConfig.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__)
