@@ -236,6 +236,12 @@ class DiffuGRPOConfig(GRPOConfig):
         check_combination(self)
 
     @property
+    def needs_old_logps(self) -> bool:
+        """Whether updates come after the weights that sampled have changed; if not, the ratio is 1 by definition."""
+        cycle = int(self.steps_per_generation or 1) * self.num_iterations
+        return self.gradient_accumulation_steps % cycle != 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss asks for log-probs of a reference model."""
         return self.beta != 0.0 and self.kl not in WITHOUT_REFERENCE
