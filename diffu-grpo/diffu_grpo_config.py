@@ -11,10 +11,10 @@ import torch
 from advantages import ADVANTAGES
 from choose_method import check_combination, find_method
 from objectives import OBJECTIVES
-from penalties import PENALTIES, WITHOUT_REFERENCE
+from penalties import PENALTIES
 from trl import GRPOConfig
 
-from d1.methods import METHODS
+from d1.methods import METHODS, WITHOUT_REFERENCE
 from d1.runs.ranges import check_ranges
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
