@@ -29,6 +29,9 @@ class Method:
     scale: dict[str, Any] = field(default_factory=dict)
 
 
+# Values of `kl` that compare with the policy that sampled, and so need no reference model.
+WITHOUT_REFERENCE = ("k3_to_old",)
+
 # What every row says, so that choosing one leaves nothing of another.
 CORE = (
     "estimator",

@@ -12,10 +12,10 @@ from advantages import ADVANTAGES
 from choose_method import check_names, find_method
 from combinations import check_combination
 from objectives import OBJECTIVES
-from penalties import PENALTIES, WITHOUT_REFERENCE
+from penalties import PENALTIES
 from trl import GRPOConfig
 
-from d1.methods import METHODS
+from d1.methods import METHODS, WITHOUT_REFERENCE
 from d1.runs.ranges import check_ranges
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
@@ -235,6 +235,12 @@ class DiffuGRPOConfig(GRPOConfig):
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         check_combination(self)
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether updates come after the weights that sampled have changed; if not, the ratio is 1 by definition."""
+        cycle = int(self.steps_per_generation or 1) * self.num_iterations
+        return self.gradient_accumulation_steps % cycle != 0
 
     @property
     def needs_reference(self) -> bool:

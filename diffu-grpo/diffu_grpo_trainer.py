@@ -217,7 +217,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         # An evaluation looks at the first update alone, and equal views have equal scores.
         only_first = self.mode == "eval" or updates_are_alike(batch)
         with self.without_checkpointing():
-            if self.needs_old_logps:
+            if args.needs_old_logps:
                 batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
             if self.args.needs_reference:
                 with self.reference() as model:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import diffu_grpo_train
 import grpo_checks
-import grpo_plan
 import grpo_setup
 import pytest
 import torch
@@ -277,21 +276,6 @@ def test_a_completion_that_the_model_has_no_positions_for_is_refused(tiny_model_
     longer = {"max_completion_length": 512, "max_prompt_length": 500, "diffusion_steps": 128}
     with pytest.raises(ValueError, match=r"--max_completion_length 512 and a prompt of \d+ tokens exceed .* 512 pos"):
         run_main(tmp_path, dataset="sudoku", model_path=str(tiny_model_dir), **longer)
-
-
-def test_the_plan_counts_what_d1_does(tmp_path):
-    args = DiffuGRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=6, gradient_accumulation_steps=16, num_train_epochs=1
-    )
-    numbers = grpo_plan.plan(args, num_prompts=160)
-    assert numbers["completions an optimizer step"] == 96
-    assert numbers["prompts an optimizer step"] == 16
-    assert numbers["completions a rollout"] == 96
-    assert numbers["rollouts"] == 10
-    assert numbers["optimizer steps"] == 120
-    assert numbers["forward passes a rollout (sampling + old and reference log-probs)"] == 128 + 2 * 12
-    with pytest.raises(ValueError, match="a rollout takes 16 prompts and there are 15"):
-        grpo_plan.plan(args, num_prompts=15)
 
 
 TINY = {
