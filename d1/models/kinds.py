@@ -24,8 +24,9 @@ DECODER_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DECODER_LORA = {"attention": DECODER_ATTENTION, "all-linear": (*DECODER_ATTENTION, "gate_proj", "up_proj", "down_proj")}
 BERT_ATTENTION = ("query", "key", "value", "attention.output.dense")
 BERT_LORA = {"attention": BERT_ATTENTION, "all-linear": (*BERT_ATTENTION, "intermediate.dense", "output.dense")}
-# No "all-linear": experts are stacks, no linear layers, and PEFT would put LoRA on them in place of the linear ones.
-MIXTURE_LORA = {"attention": DECODER_ATTENTION}
+# In a mixture PEFT 0.21 moves the feed-forward's three names onto the stacks of experts: all of them get LoRA, and the
+# dense layers and shared experts of a Glm4Moe, which go by the same names, get none.
+MIXTURE_LORA = DECODER_LORA
 MODERNBERT_LORA = {"attention": ("Wqkv", "attn.Wo"), "all-linear": ("Wqkv", "Wo", "Wi")}
 
 

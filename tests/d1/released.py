@@ -1,7 +1,8 @@
 """Tiny random checkpoints in the formats that block-diffusion and sparse models are published in, and a slow twin.
 
-The twin computes logits from released config and weights in plain tensor algebra, a token, a head, an expert at a time,
-after the model reports: SDAR (arXiv 2510.06303), Fast-dLLM v2 (2509.26328), LLaDA-MoE (2509.24389), LLaDA2 (2512.15745).
+The twin computes logits from released config and weights in plain tensor algebra, a token, a head, an expert at a
+time, after the reports on SDAR (arXiv 2510.06303), Fast-dLLM v2 (2509.26328), LLaDA-MoE (2509.24389) and LLaDA2
+(2512.15745).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> the fields of a publishe
         "shared_expert_intermediate_size": None,
         "rope_theta": 50000,
         "partial_rotary_factor": -1,
-        "norm_topk_prob": None,
+        "norm_topk_prob": False,
         "qk_layernorm": True,
         "moe_layer_freq": [1, 1, 1],
         "moe_router_enable_expert_bias": False,
@@ -93,7 +94,10 @@ def shapes_of(kind: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width, heads = config["hidden_size"], config["num_attention_heads"] * HEAD
     kv = config["num_key_value_heads"] * HEAD
     llada2 = kind == "llada2_moe"
-    shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "lm_head.weight": (config["vocab_size"], width),
+        "model.norm.weight": (width,),
+    }
     shapes["model.word_embeddings.weight" if llada2 else "model.embed_tokens.weight"] = (config["vocab_size"], width)
 
     def mlp(name: str, size: int) -> dict[str, tuple[int, ...]]:
@@ -128,10 +132,19 @@ def shapes_of(kind: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def config_of(kind: str, **fields: Any) -> dict[str, Any]:
+    """A `config.json` of `kind`, with an `auto_map` to code that is not there."""
+    config = COMMON | CONFIGS[kind] | {"model_type": kind, "architectures": ["OwnModelLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnModelLM",
+    }
+    return config | fields
+
+
 def write_released(folder: Path, kind: str, dtype: torch.dtype = torch.float32, shards: int = 2, **fields: Any) -> Path:
-    """A sharded checkpoint of `kind`, with an `auto_map` to code that is not there."""
-    config = COMMON | CONFIGS[kind] | {"model_type": kind, "architectures": ["OwnModelLM"]} | fields
-    config["auto_map"] = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModelLM"}
+    """A sharded checkpoint of `kind`."""
+    config = config_of(kind, **fields)
     weights = {
         name: (torch.randn(shape) * 0.2 + (name.endswith("norm.weight"))).to(dtype)
         for name, shape in shapes_of(kind, config).items()
@@ -162,7 +175,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, theta: float, width: int) -> Tensor:
-    """Rotary positions 0..T-1 on (T, head): among the first `width`, pairs (j, j + width/2) turn by T theta^(-2j/width)."""
+    """Rotary positions t on (T, head): in the first `width`, pairs (j, j + width/2) turn by t theta^(-2j/width)."""
     turned = x.clone()
     for t in range(len(x)):
         for j in range(width // 2):
