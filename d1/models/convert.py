@@ -182,7 +182,7 @@ def save_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         size += weight.nbytes
         total += weight.nbytes
     write()
-    where = {}
+    where: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         (folder / f"{number}.part").rename(folder / file)

@@ -256,7 +256,9 @@ def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
     parts["activations and logits"] = constant + per_row * settings.batch
     parts[f"total at batch {settings.batch}"] = fixed + per_row * settings.batch
     total, active = total_and_active(config)
-    lines = [] if active == total else [f"{'parameters':<24}{total / GB:>9.2f} billion, {active / GB:.2f} active"]
+    lines = []
+    if active < total:
+        lines.append(f"{'parameters':<24}{total / GB:>9.2f} billion, {active / GB:.2f} active a token")
     lines += [f"{name:<24}{value / GB:>9.2f} GB" for name, value in parts.items() if value]
     lines += ["", "card                    largest batch a GPU"]
     for card in CARDS:

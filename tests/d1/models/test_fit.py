@@ -218,10 +218,10 @@ def test_a_mixtures_parameters_are_counted_by_hand_for_llada2_mini(tmp_path, mon
     shared = 2 * 157184 * 2048 + 2048 + 20 * layer + 3 * 2048 * 5120 + 19 * (256 * 2048 + expert)
     total, active = total_and_active(config)
     assert total == shared + 19 * 256 * expert == 16_255_638_528
-    assert active == shared + 19 * 8 * expert
+    assert active == shared + 19 * 8 * expert == 1_432_968_192
     monkeypatch.setattr("d1.models.fit.activation_bytes", lambda *_: (0.0, 1.0))
     assert fit_table(config, FitSettings("eval")).startswith(
-        "parameters                   16.26 billion, 1.43 active\n"
+        "parameters                   16.26 billion, 1.43 active a token\n"
     )
     assert "active" not in fit_table(LLADA, FitSettings("eval"))
 
