@@ -60,9 +60,9 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     path, chain = adapter_chain(base, adapters)
     model: Any = load_model(path, dtype, device)
     for adapter in tqdm(chain, desc="merging", unit="adapter"):
-        peft = add_adapter(model, adapter).eval()
-        before = probe(peft)
-        model = merge_adapter(peft, adapter)
+        model = add_adapter(model, adapter).eval()
+        before = probe(model)
+        model = merge_adapter(model, adapter)
         after = probe(model)
         change = ((after - before).abs().max() / before.abs().max()).item()
         if not change <= MERGE_TOLERANCE[model.dtype]:
@@ -75,7 +75,9 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
         save_tokenizer(path, folder)
     else:
         write_released(model, kind, path, folder)
-    if not torch.equal(probe(load_model(out, model.dtype, device)), after):
+    dtype = model.dtype
+    del model  # before it is read again: two of a large one do not fit
+    if not torch.equal(probe(load_model(out, dtype, device)), after):
         raise ValueError(f"{out} does not give the logits of the merged model: the disk or its files are damaged")
 
 
