@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -31,15 +33,26 @@ def needs_copy(path: str, dtype: Any, device: Any) -> bool:
     return device is not None or str(dtype).removeprefix("torch.") != str(stored).removeprefix("torch.")
 
 
-def stored_dtypes(path: str) -> dict[str, torch.dtype]:
-    """The dtype of each weight, by name, in the files of a local folder; {} for a hub name."""
-    found = {}
+def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Path]]:
+    """Name, dtype (None: not one of `STORED`), number of elements and file of each weight in a local folder."""
     for file_path in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file_path, framework="pt") as file:
             for name in list(file.keys()):
-                if (dtype := STORED.get(file.get_slice(name).get_dtype())) is not None:
-                    found[name] = dtype
-    return found
+                weight = file.get_slice(name)
+                yield name, STORED.get(weight.get_dtype()), math.prod(weight.get_shape()), file_path
+
+
+def checkpoint_dtype(path: str) -> torch.dtype | str:
+    """The dtype that most of a checkpoint is stored in; "auto" for one that is no local folder of safetensors.
+
+    Transformers' own "auto" is what `config.json` says, which the files may contradict, or else the dtype of the first
+    weight, which may be a router's bias in another precision.
+    """
+    elements: Counter[torch.dtype] = Counter()
+    for _, dtype, count, _ in stored_weights(path):
+        if dtype is not None:
+            elements[dtype] += count
+    return elements.most_common(1)[0][0] if elements else "auto"
 
 
 @contextmanager

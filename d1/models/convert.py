@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -21,7 +22,7 @@ from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.kinds import KINDS, is_decoder, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
-from d1.transformers_bridge import stored_dtypes
+from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
 SHARD_BYTES = 5 * 10**9  # of one file of weights
 
@@ -114,7 +115,7 @@ def write_released(model: Any, kind: str, source: str, folder: Path) -> None:
     """Write the weights and config of `model`, and the tokenizer of `source`, in the released format `kind`."""
     config = released_config(model, kind, source)
     folder.mkdir(parents=True, exist_ok=True)
-    save_shards(released_weights(model, kind, stored_dtypes(source)), folder)
+    save_shards(released_weights(model, kind, source), folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_tokenizer(source, folder)
     tokenizer_config = folder / "tokenizer_config.json"
@@ -145,20 +146,24 @@ def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
     return config
 
 
-def released_weights(model: Any, kind: str, stored: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
-    """Each weight under its released name; a head that is the embedding only where the file had it.
-
-    Args:
-        stored: dtypes by name, as far as they are known. What the class keeps wider than the file did is written as
-            it was.
-    """
+def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, Tensor]]:
+    """Each weight under its released name, as precise as in `source`; a tied head only where that has it."""
+    stored = {name: (dtype, file) for name, dtype, _, file in stored_weights(source)}
     state = model.state_dict()
-    tied = model.config.tie_word_embeddings
+    same = checkpoint_dtype(source) == model.dtype
     for native in state:
         for name, weight in KINDS[kind].apart(native, state):
-            if tied and native == "lm_head.weight" and name not in stored:
+            if native == "lm_head.weight" and model.config.tie_word_embeddings and name not in stored:
                 continue
-            yield name, weight.to(model.dtype) if stored.get(name) == model.dtype else weight
+            dtype, file = stored.get(name, (weight.dtype, None))
+            if (
+                same and file is not None and dtype != weight.dtype
+            ):  # the model holds it wider, or narrower, than it was
+                with safe_open(file, framework="pt") as opened:
+                    original = opened.get_tensor(name)
+                if torch.equal(original.to(weight), weight):
+                    weight = original
+            yield name, weight
 
 
 def save_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:

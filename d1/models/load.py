@@ -23,7 +23,7 @@ from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import ATTENTION, PREPARED, align_positions, align_states, keep_states
 from d1.models.head import narrow, take_computations
 from d1.models.kinds import OWN_CODE, attend_both_ways, check_kind, experts, is_encoder, kind_of, native_config
-from d1.transformers_bridge import converting, forget_renaming, needs_copy, reading
+from d1.transformers_bridge import checkpoint_dtype, converting, forget_renaming, needs_copy, reading
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -137,7 +137,8 @@ def load_base(
     trust_remote_code: bool,
     quantization: str | None,
 ) -> PreTrainedModel:
-    options: dict[str, Any] = {"dtype": dtype or torch.float32, "attn_implementation": attn_implementation}
+    dtype = checkpoint_dtype(path) if dtype == "auto" else dtype or torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     if device is not None and torch.device(device).type != "cpu":
         options["device_map"] = {"": device}
     if quantization is not None:

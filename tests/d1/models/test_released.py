@@ -116,6 +116,22 @@ def test_what_is_read_and_written_again_is_the_same_byte_for_byte(kind_dirs, tmp
     assert all(torch.equal(weight, new[name].to(weight.dtype)) for name, weight in old.items())
 
 
+def test_weights_of_another_precision_than_the_rest_keep_it(tmp_path):
+    """A router in float32 among weights of 16 bits, in the first file, whatever `config.json` says."""
+    torch.manual_seed(0)
+    first = write_released(tmp_path / "a", "llada2_moe", torch.bfloat16)
+    config, weights = json.loads((first / "config.json").read_text()), read_files(first)
+    routers = {name: torch.randn(w.shape) for name, w in weights.items() if ".mlp.gate." in name}
+    source = write_files(tmp_path / "b", config | {"torch_dtype": "bfloat16"}, routers | weights | routers, shards=3)
+    run("export", source, tmp_path / "c", "--format", "llada2_moe")
+    assert_same_files(source, tmp_path / "c")
+    assert load_model(source, "auto").dtype == torch.bfloat16
+    load_model(source, "auto").save_pretrained(tmp_path / "native")
+    run("export", tmp_path / "native", tmp_path / "d", "--format", "llada2_moe")
+    biases = [name for name in routers if name.endswith("expert_bias")]
+    assert all(torch.equal(routers[name], read_files(tmp_path / "d")[name]) for name in biases)
+
+
 @pytest.mark.parametrize("released", [*CONFIGS, "llada"])
 def test_merging_writes_the_format_of_the_base(kind_dirs, tmp_path, released):
     base = kind_dirs[released]
