@@ -49,7 +49,7 @@ def training(method: str, start: str, args: argparse.Namespace) -> Phase:
     folder, name = Path(args.output_dir).resolve(), run_name(method, start)
     updates = METHODS[method].values["num_iterations"]
     model = ROOT / "pocket" / "base" if start == "base" else folder / "sft"
-    flags = ["--config", "pocket.yaml", "--method", method, "--model_path", model, "--seed", args.seed]
+    flags: list[object] = ["--config", "pocket.yaml", "--method", method, "--model_path", model, "--seed", args.seed]
     flags += ["--output_dir", folder / name, "--resume_from_checkpoint", "true", "--max_steps", updates * args.rollouts]
     flags += ["--learning_rate", args.learning_rate, "--num_generations", 8, "--logging_steps", updates]
     flags += ["--save_steps", 20 * updates, "--eval_strategy", "no"]
