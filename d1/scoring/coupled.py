@@ -1,6 +1,7 @@
 """coupled-GRPO's estimator: the mean of d1's and of two opposite masks (DiffuCoder, arXiv 2506.20639, section 4).
 
-Biased by design: a mask's share of hidden tokens is never below 0.2 nor above 0.8.
+Biased by design: a mask's share of hidden tokens is never below 0.2 nor above 0.8, and the weights are those of one
+and a half log-probabilities, as in the release: half a one-step one, and half of each mask's, which are each a whole.
 """
 
 from __future__ import annotations

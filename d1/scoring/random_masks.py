@@ -1,7 +1,8 @@
 """UniGRPO's estimator: the mean log-probability of the tokens that a random mask hides (MMaDA, arXiv 2505.15809).
 
-Over the inner updates on a rollout a row's share of hidden tokens begins at random and goes on in equal distances. It
-is no estimate of a bound: tokens count alike however many are hidden, where the bound weighs them by 1 / share.
+Over the inner updates on a rollout a row's share of hidden tokens begins at random and goes on in equal distances.
+Each is uniform on [0, 1), and so the mean over all draws is L / (L + 1) of the any-order bound (`d1/scoring/elbo.py`)
+of a completion of L tokens: hidden tokens weigh by one over the share that is in fact hidden, and a draw may hide none.
 """
 
 from __future__ import annotations

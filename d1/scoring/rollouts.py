@@ -86,7 +86,7 @@ def strata(order: Tensor, u: Tensor) -> Tensor:
 def rotation(rows: int, draws: int, u: Tensor) -> Tensor:
     """(rows, draws): draw v of row i is (v + i / rows) / draws + u, modulo 1. A row's draws are equally far apart
     (BGPO), and so are those of all rows together (LLaDA, ESPO)."""
-    starts = torch.arange(rows).unsqueeze(1) / rows
+    starts = torch.arange(rows, dtype=u.dtype).unsqueeze(1) / rows
     return ((torch.arange(draws) + starts) / draws + u) % 1
 
 
