@@ -135,6 +135,11 @@ def evidence_bounds(inputs: LossInputs, settings: Any) -> tuple[Tensor, Tensor]:
 
     The first is the weighted sum over views. The second, with beta = `settings.eubo_beta` and t_v the share of a row's
     tokens that view v hides, is the mean over hidden tokens k of 1/beta log(mean over v of p_k(v)^beta [hidden] / t_v).
+
+    Bounds they are for masks of a single block alone: the first then is one from below, in the mean over draws. The
+    second is one from above only for beta >= the completion's length and in the limit of many draws; for the published
+    1.5 it can lie below the likelihood. Of a single view its gradient is that of the first. With several blocks neither
+    is a bound, and the second can lie below the first (`tests/d1/scoring/test_spg.py` has numbers).
     """
     hidden = inputs.weights != 0
     shares = hidden.sum(-1) / inputs.lengths.unsqueeze(1)
