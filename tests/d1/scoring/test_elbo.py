@@ -29,6 +29,7 @@ from tests.d1.scoring.enumeration import (
     tiny,
 )
 
+
 def spreads(kind, row):
     """Where in [0, 1) a row's one or two draws lie: (draws,), and the chance; the integrand is a polynomial of them."""
     if kind == "one":
@@ -38,7 +39,10 @@ def spreads(kind, row):
         return [((u, v), p * q) for (u, p), (v, q) in product(points, points)]
     # Between the places where one of the batch's numbers passes 1.
     turned = quadrature(parts=2 * len(LENGTHS))
-    return [(tuple(rotation(len(LENGTHS), 2, torch.tensor(u, dtype=torch.float64))[row].tolist()), chance) for u, chance in turned]
+    return [
+        (tuple(rotation(len(LENGTHS), 2, torch.tensor(u, dtype=torch.float64))[row].tolist()), chance)
+        for u, chance in turned
+    ]
 
 
 def all_elbo_draws(kind, row, antithetic):
@@ -64,7 +68,9 @@ def all_espo_draws(kind, row, antithetic):
     elif kind == "two":
         numbers = list(product([(x + 0.5) / (length + 1) for x in range(length + 1)], repeat=2))
     else:
-        numbers = [tuple(rotation(len(LENGTHS), 2, torch.tensor(u, dtype=torch.float64))[row].tolist()) for u, _ in parts]
+        numbers = [
+            tuple(rotation(len(LENGTHS), 2, torch.tensor(u, dtype=torch.float64))[row].tolist()) for u, _ in parts
+        ]
     for some in numbers:
         counts = torch.tensor(some).mul(length + 1).long()
         # The views of the two draws are apart, so that their sets need not be drawn in all pairs.

@@ -1,5 +1,7 @@
 """The chain rule: the sum of left-to-right log-probabilities is that of a model that is asked token by token."""
 
+from dataclasses import replace
+
 import torch
 
 from d1.masking import keyed_generator
@@ -7,12 +9,15 @@ from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness
 from tests.d1.scoring.enumeration import (
     CANVAS,
+    EOS,
     LENGTHS,
     MASK,
+    PROMPT,
     SAMPLED,
     assert_same,
     scores,
     settings,
+    some_rows,
     state_logps,
     tiny,
 )
@@ -39,26 +44,18 @@ def test_the_sum_over_views_is_the_chain_rule_and_nothing_is_random():
 
 
 def test_probabilities_of_all_completions_sum_to_one():
-    """Over all texts of three tokens, of which one begins anew wherever an EOS ends a completion."""
-    model, total = tiny(2), torch.zeros((), dtype=torch.float64)
     texts = torch.cartesian_prod(*[torch.arange(5)] * 3)
-    ended = (texts == 0).cumsum(-1) - (texts == 0).long() > 0
-    first = texts.masked_fill(ended, 0).unique(dim=0)  # each completion once
-    behind = (first == 0).cumsum(-1) - (first == 0).long() > 0
-    rows = [[1] * len(first)][0]
-    some = {
-        "prompt_ids": SAMPLED.prompt_ids[rows],
-        "attention_mask": SAMPLED.attention_mask[rows],
-        "maskable": SAMPLED.maskable[rows],
-        "completion_ids": first,
-        "scored": ~behind,
-    }
-    sampled = type(SAMPLED)(**(vars(SAMPLED) | some))
-    random = Randomness([keyed_generator(0)] * len(first), keyed_generator(0), 0, len(first), torch.zeros(len(first)))
+    texts = torch.cat([texts, torch.zeros_like(texts[:, :1])], dim=1)  # four tokens: all end
+    behind = (texts == EOS).cumsum(-1) - (texts == EOS).long() > 0
+    completions = texts.masked_fill(behind, EOS).unique(dim=0)
+    behind = (completions == EOS).cumsum(-1) - (completions == EOS).long() > 0
+    behind[:, 3] = True  # three tokens may be scored, so that a completion without an EOS among them counts
+    count = len(completions)
+    sampled = replace(some_rows(SAMPLED, [1] * count), completion_ids=completions, scored=~behind)
+    random = Randomness([keyed_generator(0)] * count, keyed_generator(0), 0, count, torch.zeros(count))
     with torch.no_grad():
-        logps = scores(model, ESTIMATORS["left_to_right"].draw(sampled, random, settings()), sampled).logps
-    total = logps.sum(-1).exp().sum()
-    torch.testing.assert_close(total, torch.ones((), dtype=torch.float64), rtol=0, atol=1e-10)
+        logps = scores(tiny(2), ESTIMATORS["left_to_right"].draw(sampled, random, settings()), sampled).logps
+    torch.testing.assert_close(logps.sum(-1).exp().sum(), torch.ones((), dtype=torch.float64), rtol=0, atol=1e-10)
 
 
 def test_a_sampler_with_blocks_of_one_token_recorded_the_same_log_probs():
@@ -66,8 +63,8 @@ def test_a_sampler_with_blocks_of_one_token_recorded_the_same_log_probs():
     options = {"gen_length": CANVAS, "block_length": 1, "steps": CANVAS, "temperature": 1.0, "mask_token_id": MASK}
     generators = [keyed_generator(3, row) for row in range(4)]
     taken = rollout(model, SAMPLED.prompt_ids, SAMPLED.attention_mask, generator=generators, **options)
-    some = {"completion_ids": taken.ids[:, 3:], "scored": torch.ones(4, CANVAS, dtype=torch.bool)}
-    sampled = type(SAMPLED)(**(vars(SAMPLED) | some))
+    scored = torch.ones(4, CANVAS, dtype=torch.bool)
+    sampled = replace(SAMPLED, completion_ids=taken.ids[:, PROMPT:], scored=scored)
     with torch.no_grad():
         found = scores(model, ESTIMATORS["left_to_right"].draw(sampled, RANDOM, settings()), sampled).logps
     torch.testing.assert_close(found.float(), taken.logps, rtol=0, atol=1e-5)

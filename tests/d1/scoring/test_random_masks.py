@@ -48,7 +48,9 @@ def definition(model):
         total = torch.zeros(CANVAS, dtype=torch.float64)
         for some in states:
             if some:
-                total = total + marked(some) * states[some] * length / len(some) / ((length + 1) * comb(length, len(some)))
+                total = total + marked(some) * states[some] * length / len(some) / (
+                    (length + 1) * comb(length, len(some))
+                )
         rows.append(total)
     return torch.stack(rows)
 
