@@ -32,8 +32,8 @@ class Views:
     """The states to score a batch of completions in.
 
     Attributes:
-        noise: (rows, views, prompt + canvas) bool, the tokens that each view hides. Padding is never a token, and
-            canvas behind the completion is masked in every view.
+        noise: (rows, views, prompt + canvas) bool, the tokens that each view hides. Padding is never a token. Where
+            the completions given are narrower than the canvas, what is behind them is masked in every view.
         weights: (rows, views, tokens) float; a token of weight 0 is not scored in that view and costs nothing.
     """
 

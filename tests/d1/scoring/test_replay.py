@@ -1,7 +1,7 @@
 """Replay against what the rollout itself recorded, against states rebuilt by hand, and over all draws of segments."""
 
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -122,7 +122,7 @@ MERGED = {
 # The row that ends early was at step 2 when its last scored token appeared: of its three steps are made
 SHORT = {"two segments": [(0, 1), (2, 2)], "three segments": [(0, 0), (1, 1), (2, 2)]}
 SHORT |= {"as many as steps": [(0, 0), (1, 1), (2, 2)], "more than steps": [(0, 0), (1, 1), (2, 2)]}
-ALONE = dict.fromkeys(("two segments", "three segments", "as many as steps", "more than steps"), [(0, 0), (1, 1)])
+ALONE = {kind: [(0, 0), (1, 1)] for kind in SHORT}  # and of the two steps of the EOS alone
 
 
 def trajectory(model, kind):
@@ -177,7 +177,7 @@ def all_draws(rows, draws, chosen):
     edges = chances(segments, SAMPLED.scored, SAMPLED.entropies, chosen.draw_steps).cumsum(-1).flatten() * total % 1
     cuts = torch.cat([torch.zeros(1), edges, torch.ones(1)]).double().sort().values.tolist()
     orders = list(permutations(range(total)))
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in pairwise(cuts):
         if high - low > 1e-9:
             for order in orders:
                 numbers = strata(torch.tensor(order), torch.tensor((low + high) / 2, dtype=torch.float64))

@@ -1,9 +1,9 @@
-"""SPG's masks against their definition, and its two forms beside the probability of a process that reveals in any order.
+"""SPG's masks against their definition, and its two forms beside the likelihood of a process that reveals in any order.
 
 Numbers are log-probabilities of the completion of four tokens, a form's value a token times four.
 """
 
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from math import comb, exp, fsum, log
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from objectives import LossInputs, evidence_bounds
 
 from d1.masking import keyed_generator
-from d1.scoring import ESTIMATORS, Randomness, Views
+from d1.scoring import ESTIMATORS, Randomness
 from d1.scoring.spg import hidden_of_row, spg_views
 from tests.d1.scoring.enumeration import (
     CANVAS,
@@ -140,7 +140,7 @@ class Forms(NamedTuple):
 def forms(states, size, beta):
     """`evidence_bounds` of all views, each as often as it is likely: its limit for many draws."""
     values = {some: (logps * marked(some)).tolist() for some, logps in states.items()}
-    orders = [o for o in permutations(range(CANVAS)) if all(a // size <= b // size for a, b in zip(o, o[1:]))]
+    orders = [o for o in permutations(range(CANVAS)) if all(a // size <= b // size for a, b in pairwise(o))]
     each = [fsum(values[tuple(sorted(order[k:]))][order[k]] for k in range(CANVAS)) for order in orders]
     hidden = torch.stack([some for _, _, some in all_views(0, size, p=0.0)]).unsqueeze(0)
     likely = torch.tensor([chance for _, chance, _ in all_views(0, size, p=0.0)])
