@@ -59,7 +59,8 @@ def training(method: str, start: str, args: argparse.Namespace) -> Phase:
 
 def evaluation(name: str, model: Path, folder: Path) -> Phase:
     """Greedy completions of the validation puzzles."""
-    flags = ["--model_path", os.path.relpath(model, ROOT / "eval"), "--dataset", "sudoku", "--split", "validation"]
+    flags: list[object] = ["--model_path", os.path.relpath(model, ROOT / "eval"), "--dataset", "sudoku"]
+    flags += ["--split", "validation"]
     flags += ["--gen_length", LENGTH, "--block_length", 8, "--batch_size", 128, "--output_dir", folder / "generations"]
     command = [sys.executable, "eval.py", *map(str, flags)]
     return Phase(f"{name}_evaluated", command, ROOT / "eval", weight=10, needs=() if name == "base" else (name,))
