@@ -32,7 +32,7 @@ class Method:
 # Values of `kl` that compare with the policy that sampled, and so need no reference model.
 WITHOUT_REFERENCE = ("k3_to_old",)
 
-# d1's own, which are the defaults. Every other row says where it differs, so that choosing one leaves nothing of another.
+# d1's own, the defaults. Every other row says where it differs, so that choosing one leaves nothing of another.
 D1: dict[str, Any] = {
     "estimator": "one_step",
     "p_mask_prompt": 0.15,
