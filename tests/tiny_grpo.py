@@ -1,6 +1,5 @@
 """What tests of diffu-GRPO share: a tiny trainer of any method, its task, and ways to compare two runs."""
 
-import torch
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
@@ -50,12 +49,12 @@ def by_letter(completions, **columns):
     return [sum((ord(one) - 97) / 26 for one in text) / max(len(text), 1) for text in texts]
 
 
-def begins_early(completions, **columns):
-    """An accuracy that is no reward: whether the text begins with one of the first letters."""
-    return [float(completion[0]["content"][:1] in set("abcdefghijklm")) for completion in completions]
+def is_even(completions, **columns):
+    """An accuracy that is no reward: whether the text has an even number of characters."""
+    return [float(len(completion[0]["content"]) % 2 == 0) for completion in completions]
 
 
-begins_early.only_watched = True
+is_even.only_watched = True
 
 
 def make_trainer(
@@ -99,7 +98,7 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
     """
     model = load_model(str(model_dir))
     model.generation_config.eos_token_id = list(ends)
-    given = {"model": model, "base": method_settings(method), "reward": [by_letter, begins_early]}
+    given = {"model": model, "base": method_settings(method), "reward": [by_letter, is_even]}
     return make_trainer(model_dir, folder, cls, **(given | changes))
 
 

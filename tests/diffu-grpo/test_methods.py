@@ -1,5 +1,6 @@
 """What must hold of every published method, on a real trainer with a tiny model: see the name of each test."""
 
+import gc
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from canvas_rollout import sampled_rows
 from diffu_grpo_trainer import DiffuGRPOTrainer
+from objectives import WITHOUT_OLD
 from peft import LoraConfig
 from trl_bridge import rollout_buffer
 from update_views import draw_updates, views_of
@@ -18,7 +20,7 @@ from d1.masking import keyed_generator
 from d1.methods import METHODS
 from d1.scoring import ESTIMATORS, Views
 from d1.scoring.rollouts import randomness
-from tests.tiny_grpo import clockless, logged, make_method, weights
+from tests.tiny_grpo import by_letter, clockless, is_even, logged, make_method, weights
 
 LINEAR = [name for name in METHODS if ESTIMATORS[METHODS[name].values["estimator"]].linear]
 REPLAYS = [name for name in METHODS if METHODS[name].values["estimator"] in ("replay", "left_to_right")]
@@ -27,6 +29,15 @@ OVER_ALL_ROWS = ("stable-drl",)
 ALL_KEPT = {"right_share": None}  # no prompt leaves the loss
 
 every_method = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection():
+    """Accelerate collects garbage at the start of each run: of all libraries' objects, a third of a tiny run's time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def first_rollout(model_dir, folder, method, **changes):
@@ -39,16 +50,18 @@ def first_rollout(model_dir, folder, method, **changes):
 class Recorder(DiffuGRPOTrainer):
     """Writes down, for each loss, its batch, views, the update they were drawn for, and scores.
 
-    Weights carry the number of their update, since methods may give all updates the same views.
+    Padding in front of every prompt carries the number of the update, as noise there, which is nothing to the model:
+    methods may give all updates the same views.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.cycle, self.losses, self.seen = 0, [], []
+        self.cycle, self.losses, self.seen, self.pad_to_multiple_of = 0, [], [], 48
 
     def after_rollout(self, batch, record):
         super().after_rollout(batch, record)
-        batch["view_weights"] *= (1 + torch.arange(self.num_iterations) / 1024)[:, None, None]
+        for update in range(self.num_iterations):
+            batch["view_noise"][:, update, :, :update] = True
         self.cycle += self.model.training
         batch["uid"] = torch.arange(len(record)) + 1000 * self.cycle
 
@@ -67,10 +80,11 @@ class Recorder(DiffuGRPOTrainer):
 
 def update_of(batch, views, row):
     """The update that a row's views were drawn for."""
-    scored = views.weights[row] != 0
-    untagged = batch["view_weights"][row, 0][scored]
-    [number] = {round(tag) for tag in ((views.weights[row][scored] / untagged - 1) * 1024).tolist()}
-    return number
+    padding = batch["prompt_mask"][row] == 0
+    [update] = views.noise[row][:, : len(padding)][:, padding].sum(-1).unique().tolist()
+    assert torch.equal(views.noise[row], batch["view_noise"][row, update])
+    assert torch.equal(views.weights[row], batch["view_weights"][row, update])
+    return update
 
 
 def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, per_generation, mu):
@@ -97,9 +111,7 @@ def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, 
     met = {}
     for batch, views, _ in trainer.losses[:micro_steps]:
         for row, uid in enumerate(batch["uid"].tolist()):
-            update = update_of(batch, views, row)
-            assert torch.equal(views.noise[row], batch["view_noise"][row, update])
-            met.setdefault(uid, Counter())[update] += 1
+            met.setdefault(uid, Counter())[update_of(batch, views, row)] += 1
     assert len(met) == 2 * per_generation * 2
     assert all(counts == Counter(range(mu)) for counts in met.values()), met
 
@@ -150,8 +162,9 @@ def test_old_new_and_reference_agree_until_weights_change_and_only_in_their_own_
     trainer.train()
     for update, (batch, views, scores) in enumerate(trainer.losses):
         assert update_of(batch, views, 0) == update
-        for name in ("old", "ref") if beta else ("old",):
-            stored = batch[f"{name}_view_logps"]
+        names = [name for name in ("old_view_logps", "ref_view_logps") if name in batch]
+        assert len(names) == (METHODS[method].values["objective"] not in WITHOUT_OLD) + bool(beta)
+        for stored in (batch[name] for name in names):
             torch.testing.assert_close(scores, stored[:, update], rtol=0, atol=1e-6)
             if method not in SAME_VIEWS:
                 assert (scores - stored[:, (update + 1) % 3]).abs().max() > 1e-3
@@ -160,7 +173,7 @@ def test_old_new_and_reference_agree_until_weights_change_and_only_in_their_own_
         assert (wrong - scores).abs().max() > 1e-3
     assert len(trainer.losses) == 3
     for entry in logged(trainer):
-        assert entry["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert entry.get("ratio_max", 1.0) == pytest.approx(1.0, abs=1e-5)
         assert entry.get("weight_max", 1.0) == pytest.approx(1.0, abs=1e-5)  # noise of its masks is no weight
         assert entry.get("kl", 0.0) == pytest.approx(0.0, abs=1e-9)
 
@@ -263,8 +276,7 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(tiny_model
     step_alike(
         [
             trainer(8),
-            trainer(2),
-            trainer(8, views_at_once=2, pad_to_multiple_of=16),
+            trainer(2, views_at_once=2, pad_to_multiple_of=16),
             trainer(4, views_at_once=99, rollout_batch_size=3, eos_stop=False),
         ]
     )
@@ -274,15 +286,15 @@ class Killed(DiffuGRPOTrainer):
     """Ends its process as a machine that loses power would, in the middle of a cycle and of a step."""
 
     def loss(self, model, batch):
-        if self.micro_step == 9:
+        if self.micro_step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
 
 
 @every_method
 def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path, method):
-    options = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 3, "max_steps": 6}
-    options |= {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
+    options = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 3, "save_strategy": "steps"}
+    options |= {"save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
     child = os.fork()
     if not child:
         try:
@@ -290,25 +302,27 @@ def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path,
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert not (tmp_path / "killed" / "checkpoint-5").exists()
+    assert not (tmp_path / "killed" / "checkpoint-2").exists()
     whole, resumed = (make_method(tiny_model_dir, tmp_path / name, method, **options) for name in ("whole", "killed"))
     whole.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-4"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-1"))
     expected = weights(whole.model)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
     assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("lora", "beta"),
+    [(True, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in [(False, 0.0), (False, 0.1), (True, 0.0)])],
+)
 @every_method
 def test_lora_and_full_fine_tuning_with_and_without_a_kl(tiny_model_dir, tmp_path, method, lora, beta):
     if beta and method not in LINEAR:
         with pytest.raises(ValueError, match="a KL of bounds means nothing"):
             make_method(tiny_model_dir, tmp_path, method, beta=beta)
-        return
+        beta = 0.0
     adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if lora else None
-    options = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 4, "per_device_train_batch_size": 8}
+    options = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3, "per_device_train_batch_size": 8}
     trainer = make_method(tiny_model_dir, tmp_path, method, peft_config=adapter, beta=beta, **options, **ALL_KEPT)
     before = weights(trainer.model)
     trainer.train()
@@ -316,20 +330,32 @@ def test_lora_and_full_fine_tuning_with_and_without_a_kl(tiny_model_dir, tmp_pat
     assert len(before) == (8 if lora else 21)
     assert not [name for name, value in before.items() if torch.equal(value, after[name])]
     entries = logged(trainer)
-    assert entries[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-    assert abs(entries[1]["ratio_max"] - 1) > 1e-4
+    if METHODS[method].values["objective"] not in WITHOUT_OLD:
+        assert entries[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert abs(entries[1]["ratio_max"] - 1) > 1e-4
     if beta:
         assert entries[0]["kl"] == pytest.approx(0.0, abs=1e-9)
         assert entries[1]["kl"] > 1e-9
     assert all(math.isfinite(entry["loss"]) for entry in entries)
 
 
+def token_number(completion_ids, **columns):
+    return [ids[0] / 60 for ids in completion_ids]
+
+
 UNEVEN = {"max_completion_length": 12, "diffusion_steps": 9, "per_device_train_batch_size": 8, "max_steps": 1}
 UNMERGED = {"tracerl": {"segment_steps": 1}, "just-grpo": {"diffusion_steps": None}}
 
 
-@pytest.mark.parametrize("eos_stop", [True, False])
-@pytest.mark.parametrize("sampler", ["exact", "parallel"])
+@pytest.mark.parametrize(
+    ("sampler", "eos_stop"),
+    [
+        ("exact", True),
+        ("parallel", False),
+        pytest.param("exact", False, marks=pytest.mark.slow),
+        pytest.param("parallel", True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("method", REPLAYS)
 def test_replay_scores_tokens_as_they_were_sampled(tiny_model_dir, tmp_path, method, sampler, eos_stop):
     """With 3 steps for each block of 4 tokens."""
@@ -347,15 +373,13 @@ def test_d1_and_merged_steps_score_tokens_in_other_states_than_they_were_sampled
         assert logged(trainer)[0]["sampling/ratio_max"] > 1.01
 
 
-@pytest.mark.parametrize("mix", ["all are only an end", "some are"])
 @every_method
-def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, method, mix):
-    ends = range(56) if mix == "all are only an end" else range(0, 56, 2)
-    trainer = make_method(tiny_model_dir, tmp_path, method, ends=ends, per_device_train_batch_size=8, **ALL_KEPT)
+def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, method):
+    options = {"ends": range(60), "per_device_train_batch_size": 8, "reward": [token_number, is_even]}
+    trainer = make_method(tiny_model_dir, tmp_path, method, **options, **ALL_KEPT)
     before = weights(trainer.model)
     trainer.train()
-    lengths = rollout_buffer(trainer)[0]["completion_mask"].sum(1)
-    assert (lengths == 1).all() if mix == "all are only an end" else (lengths == 1).any() and (lengths > 1).any()
+    assert (rollout_buffer(trainer)[0]["completion_mask"].sum(1) == 1).all()
     assert all(math.isfinite(entry["loss"]) for entry in logged(trainer))
     after = weights(trainer.model)
     assert all(torch.isfinite(value).all() for value in after.values())
@@ -367,8 +391,6 @@ def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss(tiny_model_dir, tm
         return [1.0] * len(completions)
 
     right.only_watched = True
-    from tests.tiny_grpo import by_letter
-
     trainer = make_method(tiny_model_dir, tmp_path, "tracerl", reward=[by_letter, right])
     before = weights(trainer.model)
     trainer.train()
