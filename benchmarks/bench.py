@@ -1,4 +1,4 @@
-"""python benchmarks/bench.py {sampler,scoring,memory,rl,sft,gpu} [--size goal] [--repeats 5] [--output_dir DIR]
+"""python benchmarks/bench.py {sampler,scoring,memory,rl,sft,methods,gpu} [--size goal] [--repeats 5] [--output_dir DIR]
 
 Races this library against the published way (`benchmarks/published.py`) and the bare transformer, side by side in one
 process, and writes `DIR/<what>_<size>.json` and `.md`.
@@ -7,6 +7,7 @@ process, and writes `DIR/<what>_<size>.json` and `.md`.
     scoring   old log-probs under mu masks; one update (loss and gradients)
     memory    peak bytes of both, measured, beside the formulas, and what these say at LLaDA-8B's size
     rl, sft   whole optimizer steps of the real trainers by phase (`benchmarks/steps.py`): mu of them, on one rollout
+    methods   every RL method: a rollout and its updates, at most mu of them, beside its bare passes
     gpu       LLaDA-8B's shape with LoRA: rollout, scoring, update, compiled and not, with flash attention and without
 
 A peer is a Python file with `generate(model, prompt_ids, attention_mask, *, mask_token_id, gen_length, block_length,
@@ -28,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import gpu, published
+from benchmarks import gpu, methods, published
 from benchmarks.machine import check_counts, describe, multiply_adds, peak_bytes, race
 from benchmarks.random_models import MASK, SIZES, our_scores, random_model, random_prompts, scoring_inputs, update
 from benchmarks.reports import write_report
@@ -219,6 +220,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "memory": measure_memory,
     "rl": race_whole_steps,
     "sft": race_whole_steps,
+    "methods": methods.race_methods,
     "gpu": gpu.race_gpu,
 }
 MATTERS = {  # settings beyond those that matter to all
@@ -227,6 +229,7 @@ MATTERS = {  # settings beyond those that matter to all
     "memory": ("block", "mu"),
     "rl": ("block", "steps", "mu"),
     "sft": ("mu",),
+    "methods": ("block", "steps", "mu"),
     "gpu": ("block", "steps", "mu", "compile"),
 }
 
@@ -242,13 +245,17 @@ def check_race(args: argparse.Namespace) -> None:
     for name, benchmark in (("peer", "sampler"), ("compile", "gpu")):
         if getattr(args, name) and args.what != benchmark:
             raise ValueError(f"--{name} is for the benchmark {benchmark}: {args.what} would ignore it")
-    if args.what == "rl" and args.length % args.block:
-        raise ValueError(f"rl: --length {args.length} must be a multiple of --block {args.block}")
-    if args.what == "rl" and (args.rows < 2 or args.rows % group_size(args.rows)):
-        raise ValueError(f"rl: --rows {args.rows} do not split into equal groups of about 8; try a multiple of 8")
-    if args.what in ("rl", "sft") and args.size != "pocket" and (args.prompt < 2 or args.length < 8):
+    if args.what in ("rl", "methods") and args.length % args.block:
+        raise ValueError(f"{args.what}: --length {args.length} must be a multiple of --block {args.block}")
+    if args.what in ("rl", "methods") and (args.rows < 2 or args.rows % group_size(args.rows)):
+        raise ValueError(
+            f"{args.what}: --rows {args.rows} do not split into equal groups of about 8; try a multiple of 8"
+        )
+    if args.what not in ("rl", "sft", "methods"):
+        return
+    if args.size != "pocket" and (args.prompt < 2 or args.length < 8):
         raise ValueError(f"{args.what}: rows need --prompt 2 or more and --length 8 or more, for a word on either side")
-    if args.what in ("rl", "sft") and args.size == "pocket" and args.prompt < POCKET_PROMPT:
+    if args.size == "pocket" and args.prompt < POCKET_PROMPT:
         raise ValueError(f"the pocket model's prompts have {POCKET_PROMPT} tokens, got --prompt {args.prompt}")
 
 

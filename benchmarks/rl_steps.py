@@ -12,8 +12,9 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -39,7 +40,38 @@ from d1.sampling.settings import SamplingSettings
 from d1.scoring import Scores, Views, score
 from d1.tasks import load_task
 
-Rollouts = list[tuple[Tensor, Tensor]]  # of each rollout, the prompts' mask (rows, prompt), and ids (rows, tokens)
+
+class Sampled(NamedTuple):
+    """A rollout: the prompts' mask (rows, prompt), ids (rows, tokens), and passes (rows,), those of each row."""
+
+    prompt_mask: Tensor
+    ids: Tensor
+    passes: Tensor
+
+
+class Scored(NamedTuple):
+    """A call of `d1.scoring.score`: the model, the prompts' mask, the views' weights, and how it was to run."""
+
+    model: Any
+    prompt_mask: Tensor
+    weights: Tensor
+    views_at_once: int
+    with_gradients: bool
+
+    def passes(self) -> list[Tensor]:
+        """The (row, view) pairs (n, 2) of each forward pass: those that score something, or all of a single view."""
+        rows, views = self.weights.shape[:2]
+        at = self.weights.ne(0).any(-1) if views > 1 else torch.ones(rows, 1, dtype=torch.bool)
+        return list(at.nonzero().split(rows * self.views_at_once))
+
+
+@dataclass
+class Work:
+    """What a trainer sampled and scored, in order."""
+
+    rollouts: list[Sampled] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+
 
 POCKET_PROMPT = 18  # tokens of the pocket model's prompts
 
@@ -63,13 +95,14 @@ def published_score(
     completion_ids: Tensor,
     views: Views,
     with_entropies: bool = False,
+    views_at_once: int = 1,
     **options: Any,
 ) -> Scores:
     """Full logits of all positions in the place of `d1.scoring.score`. Entropies, which d1 does not compute, are 0."""
     noise = views.noise[:, :, : prompt_ids.shape[1]]  # behind the prompt all is hidden
     logps = published.score(model, prompt_ids, attention_mask, completion_ids, noise, **options)
     summed = (views.weights * logps).sum(1)
-    return Scores(summed, logps, torch.zeros_like(summed) if with_entropies else None)
+    return Scores(summed, logps, torch.tensor(0), torch.zeros_like(summed) if with_entropies else None)
 
 
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -79,16 +112,21 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 @contextlib.contextmanager
-def sampling_and_scoring(way: str, clock: Clock, rollouts: Rollouts) -> Iterator[None]:
-    """Inside, trainers sample and score in a way of `WAYS`, clocked; `rollouts` holds what is sampled."""
+def sampling_and_scoring(way: str, clock: Clock, work: Work) -> Iterator[None]:
+    """Inside, trainers sample and score in a way of `WAYS`, clocked; `work` notes what they do."""
     sample, log_probs = WAYS[way]
 
     def recorded(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any) -> Rollout:
         sampled = sample(model, prompt_ids, attention_mask, *args, **options)
-        rollouts.append((attention_mask, sampled.ids))
+        work.rollouts.append(Sampled(attention_mask, sampled.ids, sampled.passes))
         return sampled
 
-    clocked_score = clock.timed(log_probs, lambda: "update" if torch.is_grad_enabled() else "scoring")
+    def noted(model: Any, *, attention_mask: Tensor, views: Views, views_at_once: int, **options: Any) -> Scores:
+        found = Scored(model, attention_mask, views.weights, views_at_once, torch.is_grad_enabled())
+        work.scored.append(found)
+        return log_probs(model, attention_mask=attention_mask, views=views, views_at_once=views_at_once, **options)
+
+    clocked_score = clock.timed(noted, lambda: "update" if torch.is_grad_enabled() else "scoring")
     before = canvas_rollout.rollout, update_views.score
     canvas_rollout.rollout, update_views.score = clock.timed(recorded, "rollout"), clocked_score
     try:
@@ -97,12 +135,12 @@ def sampling_and_scoring(way: str, clock: Clock, rollouts: Rollouts) -> Iterator
         canvas_rollout.rollout, update_views.score = before
 
 
-def train_rl(trainer: Any, way: str, clock: Clock) -> Rollouts:
-    """One rollout and its mu optimizer steps; returns the rollout."""
-    rollouts: Rollouts = []
-    with sampling_and_scoring(way, clock, rollouts):
+def train_rl(trainer: Any, way: str, clock: Clock) -> Work:
+    """One rollout and its mu optimizer steps; returns what was sampled and scored."""
+    work = Work()
+    with sampling_and_scoring(way, clock, work):
         trainer.train()
-    return rollouts
+    return work
 
 
 def group_size(rows: int) -> int:
@@ -125,27 +163,31 @@ def random_job(args: Any) -> tuple[Any, Any, list[Callable], Dataset]:
     return model, word_tokenizer(vocabulary), [different_words], rows
 
 
-def rl_trainer(args: Any, folder: Path, clock: Clock) -> Any:
-    """A trainer whose every `train()` is a rollout with its mu updates; `train_rl` clocks what this does not."""
+def rl_trainer(args: Any, folder: Path, clock: Clock, **changes: Any) -> Any:
+    """A trainer whose every `train()` is a rollout with its mu updates; `train_rl` clocks what this does not.
+
+    Args:
+        changes: settings of `DiffuGRPOConfig` in place of those of the benchmark.
+    """
     model, tokenizer, rewards, rows = pocket_job() if args.size == "pocket" else random_job(args)
-    config = DiffuGRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=args.rows,
-        num_generations=group_size(args.rows),
-        max_prompt_length=args.prompt,
-        max_completion_length=args.length,
-        block_length=args.block,
-        diffusion_steps=args.steps,
-        num_iterations=args.mu,
-        max_steps=args.mu,
-        learning_rate=1e-6,
-        gradient_checkpointing=False,
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=args.mu,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": args.rows,
+        "num_generations": group_size(args.rows),
+        "max_prompt_length": args.prompt,
+        "max_completion_length": args.length,
+        "block_length": args.block,
+        "diffusion_steps": args.steps,
+        "num_iterations": args.mu,
+        "learning_rate": 1e-6,
+        "gradient_checkpointing": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **changes,
+    }
+    mu = settings["num_iterations"]
+    config = DiffuGRPOConfig(output_dir=str(folder), max_steps=mu, logging_steps=mu, **settings)
     rewards = [clock.timed(reward, "rewards") for reward in rewards]
     trainer: Any = diffu_grpo_trainer.DiffuGRPOTrainer(
         model, rewards, config, rows, tokenizer, callbacks=[ClockedTraining(clock)]
@@ -158,32 +200,37 @@ def rl_trainer(args: Any, folder: Path, clock: Clock) -> Any:
     return trainer
 
 
-def bare_rl(trainer: Any, rollouts: Rollouts, clock: Clock) -> None:
-    """The passes that the trainer's last rollout and updates cannot do without, on the same rows.
+def bare_rl(trainer: Any, work: Work, clock: Clock) -> None:
+    """The passes that the trainer's last rollout and updates cannot do without, on rows of the same shape.
 
     Sampling: each step, the body over prompt and canvas, its last layer and the head at the positions still hidden in
     the block; with the EOS stop, of the rows that have not ended before it.
-    Scoring: body, and head at the positions up to each row's EOS, mu times for the policy and mu for the reference.
-    Updates: the same mu times, and the backward pass from a given gradient of the logits.
+    Scoring: for every pass, body, and head at the positions that it scores.
+    Updates: the same, and the backward pass from a given gradient of the logits. Of several passes in an update each is
+    computed once without gradients, and again before its backward pass: else memory would grow with them.
     """
     args = trainer.args
-    [(prompt_mask, ids)] = rollouts
+    [(prompt_mask, ids, _)] = work.rollouts
     prompt = prompt_mask.shape[1]
     is_eos = ids[:, prompt:] == trainer.processing_class.eos_token_id
-    hidden = is_eos.cumsum(-1) - is_eos.long() == 0  # up to each row's EOS
+    lengths = (is_eos.cumsum(-1) - is_eos.long() == 0).sum(1)  # up to each row's EOS
     ids = ids.clone()
     ids[:, prompt:] = trainer.mask_token_id
-    mask = None
-    if not prompt_mask.all():
-        mask = torch.cat([prompt_mask, prompt_mask.new_ones(hidden.shape)], dim=1)
+    passes = [([(pairs[:, 0], call.weights[*pairs.T].ne(0)) for pairs in call.passes()], call) for call in work.scored]
 
-    def logits(of: Any) -> Tensor:
+    def mask_of(prompt_mask: Tensor) -> Tensor | None:
+        if prompt_mask.all():
+            return None
+        return torch.cat([prompt_mask, prompt_mask.new_ones(len(prompt_mask), ids.shape[1] - prompt)], dim=1)
+
+    def logits(of: Any, rows: Tensor, scored: Tensor, mask: Tensor | None) -> Tensor:
         body, head = body_and_head(of)
-        return head(body(ids, mask)[:, prompt:][hidden])
+        return head(body(ids[rows], None if mask is None else mask[rows])[:, prompt:][:, : scored.shape[1]][scored])
 
+    mask = mask_of(prompt_mask)
     with clock.phase("rollout"), torch.no_grad(), trainer.accelerator.autocast():
         body, _ = body_and_head(trainer.model)
-        end, lengths = prompt, hidden.sum(1)
+        end = prompt
         for reveals in reveal_schedule(args.max_completion_length, args.block_length, args.diffusion_steps):
             live = lengths > end - prompt if trainer.eos_stop else torch.ones_like(lengths, dtype=torch.bool)
             if not live.any():
@@ -195,11 +242,21 @@ def bare_rl(trainer: Any, rollouts: Rollouts, clock: Clock) -> None:
                 for _ in logit_parts(trainer.model, states):  # as the sampler takes them: the faster way
                     pass
     with clock.phase("scoring"), torch.no_grad(), trainer.accelerator.autocast():
-        for scored in [trainer.model, trainer.ref_model] * args.num_iterations:
-            logits(scored)
+        for parts, call in passes:
+            mask = mask_of(call.prompt_mask)
+            for part in parts if not call.with_gradients else []:
+                logits(call.model, *part, mask)
     with clock.phase("update"):
-        for _ in range(args.num_iterations):
-            with trainer.accelerator.autocast():
-                found = logits(trainer.model)
-            found.backward(torch.ones_like(found))
+        for parts, call in passes:
+            if not call.with_gradients:
+                continue
+            mask = mask_of(call.prompt_mask)
+            if len(parts) > 1:
+                with torch.no_grad(), trainer.accelerator.autocast():
+                    for part in parts:
+                        logits(call.model, *part, mask)
+            for part in parts:
+                with trainer.accelerator.autocast():
+                    found = logits(call.model, *part, mask)
+                found.backward(torch.ones_like(found))
             trainer.model.zero_grad()

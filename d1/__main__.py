@@ -1,9 +1,10 @@
-"""Tools for models, one command each: python -m d1 COMMAND --help says what it takes.
+"""Tools, one command each: python -m d1 COMMAND --help says what it takes.
 
 python -m d1 a2d SRC OUT                            # autoregressive Llama/Qwen -> masked diffusion model
 python -m d1 merge BASE ADAPTER [ADAPTER ...] OUT   # LoRA adapters become part of the weights
 python -m d1 export SRC OUT --format llada          # LLaDA's own names, for LLaDA's own code
 python -m d1 fit --model_path X --stage rl --gpus 8 # memory of a stage, and the largest batch on each card
+python -m d1 methods [NAME]                         # RL methods that --method takes, or the values of one
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from d1.commands import a2d, export, fit, merge
+from d1.commands import a2d, export, fit, merge, methods
 from d1.runs.entry import OneLineParser, run_script
 
 COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(args)`
@@ -19,6 +20,7 @@ COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(a
     "merge": merge,
     "export": export,
     "fit": fit,
+    "methods": methods,
 }
 
 

@@ -29,6 +29,9 @@ class Method:
     scale: dict[str, Any] = field(default_factory=dict)
 
 
+# Values of `kl` that compare with the policy that sampled, and so need no reference model.
+WITHOUT_REFERENCE = ("k3_to_old",)
+
 # What every row says, so that choosing one leaves nothing of another.
 CORE = (
     "estimator",
@@ -95,7 +98,7 @@ METHODS: dict[str, Method] = {
             "scale_rewards": "none",
             "num_iterations": 2,
         },
-        {"learning_rate": 1e-06, "num_generations": 10},
+        {"learning_rate": 1e-06, "num_generations": 8},
     ),
     "espo": Method(
         "ESPO, arXiv 2512.03759",

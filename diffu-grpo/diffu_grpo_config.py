@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from advantages import ADVANTAGES
-from choose_method import check_combination, find_method
-from objectives import OBJECTIVES
-from penalties import PENALTIES, WITHOUT_REFERENCE
+from choose_method import check_names, find_method
+from combinations import check_combination
+from objectives import OBJECTIVES, WITHOUT_OLD
+from penalties import PENALTIES
 from trl import GRPOConfig
 
-from d1.methods import METHODS
+from d1.methods import METHODS, WITHOUT_REFERENCE
 from d1.runs.ranges import check_ranges
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
@@ -37,7 +38,7 @@ AUTOREGRESSIVE_ONLY = {
 
 # Settings of TRL's that are one name of a few. TRL 1.16 looks at them only at the first loss.
 CHOICES = {
-    "loss_type": ("sum", "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "sum", "luspo", "cispo", "sapo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -236,6 +237,17 @@ class DiffuGRPOConfig(GRPOConfig):
         check_combination(self)
 
     @property
+    def reads_old_logps(self) -> bool:
+        """Whether the loss compares the policy with the one that sampled."""
+        return self.objective not in WITHOUT_OLD or (self.beta != 0.0 and self.kl in WITHOUT_REFERENCE)
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether it does, and updates come after the weights that sampled have changed: before, the ratio is 1."""
+        cycle = int(self.steps_per_generation or 1) * self.num_iterations
+        return self.reads_old_logps and self.gradient_accumulation_steps % cycle != 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss asks for log-probs of a reference model."""
         return self.beta != 0.0 and self.kl not in WITHOUT_REFERENCE
@@ -256,6 +268,7 @@ def with_method(fill: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(fill)
     def init(self: Any, *args: Any, **given: Any) -> None:
         method = find_method(given.get("method", "d1"))
+        check_names(method, DiffuGRPOConfig.__dataclass_fields__.keys() - {"method"})
         fill(self, *args, **{**method.scale, **method.values, **given})
 
     return init

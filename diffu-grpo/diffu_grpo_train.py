@@ -68,10 +68,9 @@ class Parser(TrlParser):
             self.error("argument --config: expected the path of a yaml file")
         from choose_method import find_method
 
-        named = argparse.ArgumentParser(add_help=False)
-        named.add_argument("--method")
-        name = named.parse_known_args(args)[0].method
-        self.named = find_method(name) if name else None
+        # As this parser reads it, abbreviated or not; None unless it is there.
+        name = self.parse_known_args(args, argparse.Namespace(method=None))[0].method
+        self.named = None if name is None else find_method(name)
         if self.named:
             self.set_defaults(**self.named.scale, **self.named.values)
         try:

@@ -19,12 +19,12 @@ import torch
 from advantages import Everyone, keep_prompts, reshaped
 from canvas_rollout import eos_cut, record_of, sample_in_parts, sampled_rows, unpack_record
 from diffu_grpo_config import DiffuGRPOConfig
-from objectives import OBJECTIVES, OVER_ALL_ROWS, WITHOUT_OLD, LossInputs, sequence_log_ratios
-from penalties import PENALTIES, WITHOUT_REFERENCE
+from objectives import OBJECTIVES, OVER_ALL_ROWS, LossInputs, sequence_log_ratios
+from penalties import PENALTIES
 from rewards import guarded
 from rollout_state import RestoreRollout, save_rollout
 from torch import Tensor
-from trainer_checks import check_trainer, refuse_tools, warn_of_approximation
+from trainer_checks import check_trainer, refuse_tools
 from trl.trainer.utils import pad
 from trl_bridge import CanvasGRPOTrainer, TokenRecord, reference_from, rollout_buffer
 from update_metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
@@ -86,13 +86,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.sampling = args.sampling_settings()
         if self.sampling.cache:
             check_cacheable(model.config)
-        warn_of_approximation(self.sampling)
-        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        functions = [guarded(function, task_name, Path(args.output_dir)) for function in functions]
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with reference_from(model if args.needs_reference else None):
             super().__init__(
                 model=model,
-                reward_funcs=functions,
+                reward_funcs=[guarded(reward, task_name, Path(args.output_dir)) for reward in rewards],
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
@@ -103,6 +101,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         check_trainer(self)
         self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
+        self.compute = 0  # tokens this process fed through the body, each twice more for a backward pass
         self.rollout_seconds: list[float] = []  # of each rollout, its rewards and its scoring
         self.add_callback(RestoreRollout(self))
 
@@ -114,12 +113,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def update(self) -> int:
         """The inner update at hand, 0 to mu - 1. An evaluation looks at the first alone."""
         return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
-
-    @property
-    def reads_old_logps(self) -> bool:
-        """Whether the loss reads log-probs of the policy that sampled."""
-        args = self.args
-        return args.objective not in WITHOUT_OLD or (args.beta != 0 and args.kl in WITHOUT_REFERENCE)
 
     def randomness(self, rows: int) -> list[Randomness]:
         """What the views of a rollout's rows are drawn with, for each inner update."""
@@ -164,7 +157,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
         generators = self.generators("rollout", len(ids))  # of this mode, before the model leaves it
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            return sample_in_parts(
+            sampled = sample_in_parts(
                 model,
                 ids,
                 mask,
@@ -174,6 +167,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 mask_token_id=self.mask_token_id,
                 eos_token_ids=self.eos_token_ids if self.eos_stop else None,
             )
+        self.compute += int(sampled.forward_tokens.sum())
+        return sampled
 
     def rollout_finished(self, seconds: float) -> None:
         if self.mode == "train":
@@ -183,7 +178,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation sees the same random numbers, so that two are comparable
-        return super().evaluation_loop(*args, **kwargs)
+        compute = self.compute
+        output = super().evaluation_loop(*args, **kwargs)
+        self.compute = compute  # of training alone
+        return output
 
     # --- Views and their scores ---------------------------------------------------------------------------------------
 
@@ -208,7 +206,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         # Equal views have equal scores.
         only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)
         with self.without_checkpointing():
-            if self.needs_old_logps and self.reads_old_logps:
+            if args.needs_old_logps:
                 batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
             if args.needs_reference:
                 with self.reference() as model:
@@ -219,7 +217,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """`score_batch` with this run's mask token, canvas and precision."""
         with self.accelerator.autocast():
             options |= {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
-            return score_batch(model, batch, views, **options)
+            scores = score_batch(model, batch, views, **options)
+        self.compute += int(scores.compute)
+        return scores
 
     # --- Loss ---------------------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             metrics["kl"] = self.accelerator.gather(penalty.detach()).mean().item()
             loss = loss + args.beta * penalty / accumulated
         self.check_finite(loss.detach(), inputs, batch)
-        if self.reads_old_logps:
+        if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
         if self.update == 0:
             metrics |= sampling_gap(batch, inputs, self.accelerator.gather)
@@ -283,6 +283,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
+        logs["compute_tokens"] = self.accelerator.gather(torch.tensor(self.compute)).sum().item()
         if "train_loss" in logs:
             logs["train_loss"] = self.mean_loss()
         super().log(logs, start_time)

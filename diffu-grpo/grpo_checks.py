@@ -38,6 +38,22 @@ SAME_RUN = (
     "num_generations",
     "num_iterations",
     "max_completion_length",
+    "method",
+    "estimator",
+    "num_views",
+    "antithetic",
+    "stratified",
+    "segments",
+    "segment_steps",
+    "draw_steps",
+    "p_mask_prompt",
+    "random_masking",
+    "protect_special_tokens",
+    "objective",
+    "kl",
+    "advantage",
+    "scale_rewards",
+    "right_share",
 )
 
 
@@ -73,7 +89,8 @@ def check_same_run(checkpoint: str, args: DiffuGRPOConfig, model_args: ModelConf
     settings = json.loads(record.read_text())["settings"]
     now = {**vars(args), **vars(model_args)}
     before = {**now, **settings, **settings["model"]}
-    changed = [f"{name} {before[name]} (now {now[name]})" for name in SAME_RUN if before[name] != now[name]]
+    names = [*SAME_RUN] if bool(before["beta"]) == bool(now["beta"]) else [*SAME_RUN, "beta"]
+    changed = [f"{name} {before[name]} (now {now[name]})" for name in names if before[name] != now[name]]
     if changed:
         raise ValueError(
             f"{record.parent} holds another run, of {', '.join(changed)}: continue it with its own settings, or choose "

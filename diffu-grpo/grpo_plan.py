@@ -6,10 +6,18 @@ import math
 from typing import Any
 
 from diffu_grpo_config import DiffuGRPOConfig
+from objectives import OVER_ALL_ROWS
+
+from d1.scoring import ESTIMATORS
 
 
 def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
     """The plan: name -> number, as the console shows it.
+
+    Passes are those of one row, in a rollout and all updates on it, and the most there can be. Fewer are made where a
+    row ends before its canvas does, or a parallel sampler reveals more than is due, and where a view hides no token
+    that is scored: two draws of the same step are one view, and a completion of few steps or tokens has no more views
+    than these.
 
     Raises:
         ValueError: the training problems are too few for one rollout.
@@ -28,7 +36,7 @@ def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_an_epoch)
     epochs, rest = divmod(steps, steps_an_epoch)  # the last step of an epoch may be short of micro-steps
     rollouts = epochs * rollouts_an_epoch + math.ceil(rest * args.gradient_accumulation_steps / cycle)
-    scored = args.num_iterations * (2 if args.beta else 1)
+    views = ESTIMATORS[args.estimator].views(args)
     return {
         "processes": args.world_size,
         "prompts an optimizer step": completions / int(args.num_generations or 1),
@@ -36,6 +44,30 @@ def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
         "completions a rollout": rollout,
         "optimizer steps": steps,
         "rollouts": rollouts,
-        "forward passes a rollout (sampling + old and reference log-probs)": int(args.diffusion_steps or 0) + scored,
         "updates on each rollout (mu)": args.num_iterations,
+        "views of a row in an update, at most": views,
+        **{f"passes of a row, at most: {what}": count for what, count in passes(args, views).items()},
     }
+
+
+def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
+    """Passes of one row through the model, in a rollout and all updates on it: what for -> how many.
+
+    Args:
+        views: of a row in an update, those that score something.
+    """
+    every = args.num_iterations * views
+    # Views that every update shares are scored once.
+    before = every if args.random_masking and ESTIMATORS[args.estimator].draws(args) else views
+    # In an update the backward pass computes all views again where they are more than one pass takes, and, with
+    # gradient checkpointing, the layers.
+    times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
+    counts = {
+        "sampling": int(args.diffusion_steps or 0) * (2 if args.cfg_scale else 1),
+        "old log-probs": before if args.needs_old_logps else 0,
+        "reference log-probs": before if args.needs_reference else 0,
+        "weights of rows, before each later update": every - views if args.objective in OVER_ALL_ROWS else 0,
+        "updates, forward": every * times,
+        "updates, backward": every,
+    }
+    return {what: count for what, count in counts.items() if count}

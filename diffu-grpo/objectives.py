@@ -127,7 +127,8 @@ def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
     per_draw = views * difference.sum(-1) / inputs.lengths.unsqueeze(1)
     advantages = inputs.advantages.unsqueeze(1)
     gains, clipped = clip(torch.where(advantages > 0, 1 + per_draw, per_draw.exp()), advantages, settings)
-    return -gains.mean(), {"clip_ratio/region_mean": share(clipped, torch.ones_like(clipped))}
+    taking_part = inputs.mask.bool().any(1, keepdim=True).expand_as(clipped)
+    return -(gains * taking_part).mean(), {"clip_ratio/region_mean": share(clipped, taking_part)}
 
 
 def evidence_bounds(inputs: LossInputs, settings: Any) -> tuple[Tensor, Tensor]:
@@ -135,6 +136,11 @@ def evidence_bounds(inputs: LossInputs, settings: Any) -> tuple[Tensor, Tensor]:
 
     The first is the weighted sum over views. The second, with beta = `settings.eubo_beta` and t_v the share of a row's
     tokens that view v hides, is the mean over hidden tokens k of 1/beta log(mean over v of p_k(v)^beta [hidden] / t_v).
+
+    Bounds they are for masks of a single block alone: the first then is one from below, in the mean over draws. The
+    second is one from above only for beta >= the completion's length and in the limit of many draws; for the published
+    1.5 it can lie below the likelihood. Of a single view its gradient is that of the first. With several blocks neither
+    is a bound, and the second can lie below the first (`tests/d1/scoring/test_spg.py` has numbers).
     """
     hidden = inputs.weights != 0
     shares = hidden.sum(-1) / inputs.lengths.unsqueeze(1)

@@ -45,4 +45,3 @@ PENALTIES: dict[str, Penalty] = {
     "k3_to_old": k3_to_old,
     "k2_sequence": k2_sequence,
 }
-WITHOUT_REFERENCE = ("k3_to_old",)

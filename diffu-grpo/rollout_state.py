@@ -45,7 +45,8 @@ def save_rollout(trainer: Any, folder: Path) -> None:
         if isinstance(value, torch.Tensor)
     }
     save_file(tensors, tensors_file)
-    counters = {"format": FORMAT, "batches": len(batches), "losses": trainer.loss_sums(), **trl_counters(trainer)}
+    counters = {"format": FORMAT, "batches": len(batches), "losses": trainer.loss_sums(), "compute": trainer.compute}
+    counters |= trl_counters(trainer)
     counters_file.write_text(json.dumps(counters, default=list))  # the completions' columns are deques
     if trainer.args.sync_ref_model and trainer.args.should_save:
         reference = {name: value.detach().cpu().contiguous() for name, value in reference_weights(trainer)}
@@ -86,6 +87,7 @@ def load_rollout(trainer: Any, folder: Path) -> None:
     counters = json.loads(counters_file.read_text())
     tensors = {name: value.to(trainer.accelerator.device) for name, value in load_file(tensors_file).items()}
     trainer.set_loss_sums(counters["losses"])
+    trainer.compute = counters["compute"]
     batches: list[dict[str, Any]] = [{} for _ in range(counters["batches"])]
     for name, value in tensors.items():
         index, key = name.split(".", 1)

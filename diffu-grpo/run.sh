@@ -2,6 +2,8 @@
 # diffu-GRPO with d1's settings on the GPUs of this machine:
 #   CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 bash run.sh
 #   DATASET=countdown NUM_ITER=8 MODEL_PATH=../SFT/runs/llada-s1/merged bash run.sh --learning_rate 1e-6
+# Another method, of d1/methods.py or in a file of yours, with its own mu, learning rate and completions a prompt:
+#   METHOD=espo DATASET=sudoku bash run.sh
 # On any machine, the pocket model:
 #   CONFIG=pocket.yaml bash run.sh
 # Settings come from the environment, with d1's values as defaults; arguments are passed on to diffu_grpo_train.py.
@@ -19,6 +21,10 @@ else
 fi
 NODES=${NODES:-1}
 PYTHON=${PYTHON:-python}
+if [ -n "${METHOD:-}" ]; then
+    set -- --method "$METHOD" "$@"
+fi
+METHOD=${METHOD:-d1}
 
 if [ -n "${CONFIG:-}" ]; then # a yaml that says everything itself, such as pocket.yaml; its batch is one process's
     exec "$PYTHON" -m accelerate.commands.launch --num_processes "${GPUS:-1}" --num_machines 1 \
@@ -33,12 +39,20 @@ fi
 
 DATASET=${DATASET:-gsm8k}
 MODEL_PATH=${MODEL_PATH:-GSAI-ML/LLaDA-8B-Instruct}
-case $DATASET in # d1's mu and temperature
-    sudoku) NUM_ITER=${NUM_ITER:-8} TEMPERATURE=${TEMPERATURE:-0.3} ;;
-    countdown) NUM_ITER=${NUM_ITER:-8} TEMPERATURE=${TEMPERATURE:-0.9} ;;
-    *) NUM_ITER=${NUM_ITER:-12} TEMPERATURE=${TEMPERATURE:-0.9} ;;
+case $DATASET in # d1's temperature, and its mu
+    sudoku) TEMPERATURE=${TEMPERATURE:-0.3} mu=8 ;;
+    countdown) TEMPERATURE=${TEMPERATURE:-0.9} mu=8 ;;
+    *) TEMPERATURE=${TEMPERATURE:-0.9} mu=12 ;;
 esac
-RUN_NAME=${RUN_NAME:-${DATASET}_$(basename "$MODEL_PATH")_mu$NUM_ITER}
+case $METHOD in
+    d1) NUM_ITER=${NUM_ITER:-$mu} ;;
+    coupled-grpo) COMPLETIONS=${COMPLETIONS:-120} PER_DEVICE=${PER_DEVICE:-5} ;; # it takes 10 completions a prompt
+esac
+suffix=${NUM_ITER:+_mu$NUM_ITER}
+if [ "$METHOD" != d1 ]; then
+    suffix=_$(basename "$METHOD" .py)$suffix
+fi
+RUN_NAME=${RUN_NAME:-${RUN_PREFIX:-${DATASET}_$(basename "$MODEL_PATH")}$suffix}
 OUTPUT_DIR=${OUTPUT_DIR:-../runs/$RUN_NAME}
 if [ "$GPUS" -eq 0 ]; then
     ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-../launch/cpu.yaml}
@@ -64,7 +78,7 @@ exec "$PYTHON" -m accelerate.commands.launch "${launch[@]}" diffu_grpo_train.py 
     --config slurm_scripts/train.yaml \
     --model_path "$MODEL_PATH" \
     --dataset "$DATASET" \
-    --num_iterations "$NUM_ITER" \
+    ${NUM_ITER:+--num_iterations "$NUM_ITER"} \
     --temperature "$TEMPERATURE" \
     --per_device_train_batch_size "$PER_DEVICE" \
     --gradient_accumulation_steps "$accumulation" \

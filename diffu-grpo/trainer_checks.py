@@ -18,8 +18,9 @@ def refuse_tools(options: dict[str, Any]) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises ValueError for settings that its rewards, or the way its processes share weights, leave without a use."""
+    """Raises ValueError for settings that do not go with its rewards, or with how its processes share weights."""
     args = trainer.args
+    warn_of_approximation(trainer.sampling)
     if args.right_share and not getattr(trainer.reward_funcs[-1], "only_watched", False):
         raise ValueError("right_share asks which completions are right: the last reward must be `accuracy_of(task)`")
     if args.sync_ref_model and trainer.weights_are_split:

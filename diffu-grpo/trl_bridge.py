@@ -152,12 +152,6 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         return self._tokenizer
 
     @property
-    def needs_old_logps(self) -> bool:
-        """Whether updates come after the weights that sampled have changed; if not, the ratio is 1 by definition."""
-        cycle = self.args.steps_per_generation * self.num_iterations
-        return self.args.gradient_accumulation_steps % cycle != 0
-
-    @property
     def weights_are_split(self) -> bool:
         """Whether each process holds a part of the weights only."""
         return self._dist.is_zero3 or self._dist.is_fsdp

@@ -96,8 +96,13 @@ def score_batch(
             views_at_once=views_at_once,
         )
         parts.append(run_inside(model, compute))
-    logps, view_logps, entropies = zip(*parts, strict=True)
-    return Scores(torch.cat(logps), torch.cat(view_logps), torch.cat(entropies) if with_entropies else None)
+    logps, view_logps, compute, entropies = zip(*parts, strict=True)
+    return Scores(
+        torch.cat(logps),
+        torch.cat(view_logps),
+        torch.stack(compute).sum(),
+        torch.cat(entropies) if with_entropies else None,
+    )
 
 
 def loss_inputs(batch: Batch, scores: Scores, update: int, parts: int = 1) -> LossInputs:

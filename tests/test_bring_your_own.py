@@ -1,34 +1,43 @@
-"""What CONTRIBUTING says of additions from outside the package: they train."""
+"""What README and CONTRIBUTING say of additions from outside the package: they train."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from diffu_grpo_train import main, make_parser
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
     "per_device_train_batch_size": 4,
     "num_generations": 4,
-    "num_iterations": 2,
     "max_completion_length": 8,
     "block_length": 4,
     "diffusion_steps": 8,
     "max_steps": 4,
     "learning_rate": 1e-3,
     "logging_steps": 1,
-    "save_strategy": "no",
     "report_to": "none",
-    "beta": 0.0,
+    "seed": 1,
     "task": str(ROOT / "tests" / "diffu-grpo" / "letters_task.py"),
-    "estimator": "halves",
-    "objective": "push",
-    "sampler": "parallel",
-    "reveal": "half",
+    "method": str(ROOT / "tests" / "my_method.py"),
 }
+
+
+def flags(folder: Path, **more: object) -> list[str]:
+    settings = {**SETTINGS, "output_dir": folder, **more}
+    return [str(word) for flag in settings.items() for word in (f"--{flag[0]}", flag[1])]
+
+
+def run(script: Path, arguments: list[str]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def as_own_kind(source: Path, folder: Path) -> Path:
@@ -44,18 +53,31 @@ def as_own_kind(source: Path, folder: Path) -> Path:
     return folder
 
 
-def test_an_estimator_an_objective_a_rule_and_a_kind_from_outside_train(tiny_model_dir, tmp_path):
+def test_a_method_file_trains_and_goes_on_from_the_middle_of_a_rollout(tiny_model_dir, tmp_path):
+    """Two rollouts of two updates here; the last update again, in a process that knows the file by its flag alone."""
+    folder, run_flags = tmp_path / "run", {"model_path": tiny_model_dir, "save_steps": 1}
+    main(*make_parser().parse_args_and_config(flags(folder, **run_flags)))
+    record = json.loads((folder / "run.json").read_text())["settings"]
+    assert [record[name] for name in ("estimator", "objective", "num_iterations", "epsilon")] == [
+        "half",
+        "push",
+        2,
+        0.5,
+    ]
+    unbroken = load_file(folder / "model.safetensors")
+    shutil.rmtree(folder / "checkpoint-4")
+    (folder / "model.safetensors").unlink()
+    run(ROOT / "diffu-grpo" / "diffu_grpo_train.py", [*flags(folder, **run_flags), "--resume"])
+    resumed = load_file(folder / "model.safetensors")
+    assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
+    started = load_file(tiny_model_dir / "model.safetensors")
+    assert [name for name in started if torch.equal(started[name], resumed[name])] == []
+
+
+def test_a_method_a_rule_and_a_kind_from_outside_train(tiny_model_dir, tmp_path):
     model = as_own_kind(tiny_model_dir, tmp_path / "own")
-    flags = [str(word) for flag in SETTINGS.items() for word in (f"--{flag[0]}", flag[1])]
-    command = [sys.executable, str(ROOT / "tests" / "own_additions.py"), "--model_path", str(model), *flags]
-    done = subprocess.run(
-        [*command, "--output_dir", str(tmp_path / "run")],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    own = {"model_path": model, "save_strategy": "no", "sampler": "parallel", "reveal": "half"}
+    run(ROOT / "tests" / "own_additions.py", flags(tmp_path / "run", **own))
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     logged = [entry for entry in history if "loss" in entry]
     assert len(logged) == 4

@@ -17,7 +17,8 @@ from tests.commands import PACKAGES, ROOMS, ROOT, STAGES, check_script, folder_o
 
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn")
 # d1's rooms from the ground up: each may import those before it. Stages may import all of d1, benchmarks everything.
-ORDER = ("lazy", "show", "tasks", "masking", "transformers_bridge", "models", "scoring", "sampling", "runs", "commands")
+ORDER = ("lazy", "show", "tasks", "masking", "methods", "transformers_bridge", "models", "scoring", "sampling", "runs")
+ORDER += ("commands",)
 MODULES = sorted(path for room in (*PACKAGES, *STAGES) for path in (ROOT / room).rglob("*.py"))
 SHELL = sorted(path for room in ROOMS for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind))
 YAML = sorted(path for room in (*STAGES, "launch") for path in (ROOT / room).rglob("*.yaml"))

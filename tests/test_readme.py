@@ -47,6 +47,11 @@ def test_the_readmes_python_samples_and_scores(monkeypatch, capsys):
     assert re.search(r"<answer>.*tensor\(\[\[", capsys.readouterr().out, re.DOTALL)
 
 
+def test_the_readmes_own_method_is_the_file_that_trains():
+    (example,) = (text for text in fences("README.md", "python") if "METHOD" in text)
+    assert example == (ROOT / "tests" / "my_method.py").read_text()  # tests/test_bring_your_own.py trains with it
+
+
 def test_the_readme_is_short_and_its_tree_names_what_exists_and_every_room():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
     assert re.fullmatch("make demo .*\nmake test .*\n", fences("README.md", "bash")[0])

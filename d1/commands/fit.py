@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from types import SimpleNamespace
+from typing import Any
 
+from d1.methods import METHODS, WITHOUT_REFERENCE
 from d1.runs.ranges import check_ranges
 
 
@@ -21,7 +24,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora_targets", default="attention", help="attention or all-linear (default: %(default)s)")
     parser.add_argument("--load_in_4bit", action="store_true", help="frozen weights in NF4")
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--beta", type=float, default=0.04, help="RL without LoRA keeps a reference model if > 0")
+    rl = parser.add_argument_group("RL, named and set as in training")
+    rl.add_argument("--method", choices=list(METHODS), default="d1", help="(default: %(default)s)")
+    rl.add_argument("--beta", type=float, help="without LoRA a reference model is kept if > 0; the method's if unset")
+    rl.add_argument("--views_at_once", type=int, default=1)
+    rl.add_argument("--max_completion_length", type=int, default=256, help="(default: %(default)s)")
+    rl.add_argument("--diffusion_steps", type=int, default=128, help="(default: %(default)s)")
+    rl.add_argument("--steps_per_generation", type=int, default=1, help="micro-batches of a rollout")
+
+
+def of_method(args: argparse.Namespace) -> dict[str, Any]:
+    """What `FitSettings` is told of a run's RL method: its views, what is stored of them, and whether it has a KL."""
+    from d1.scoring import ESTIMATORS
+
+    values = METHODS[args.method].values
+    unset = {"num_views": None, "antithetic": False, "segments": None, "segment_steps": None}
+    canvas = {name: getattr(args, name) for name in ("max_completion_length", "diffusion_steps")}
+    settings = SimpleNamespace(**{**unset, **canvas, **values})
+    settings.diffusion_steps = settings.diffusion_steps or settings.max_completion_length
+    views, mu = ESTIMATORS[settings.estimator].views(settings), settings.num_iterations
+    beta = 0.0 if settings.kl in WITHOUT_REFERENCE else args.beta
+    # For each update and view a byte a token for what is hidden, and on the canvas fp32 weights and log-probs: old
+    # ones where a second update follows the first, and the reference's.
+    numbers = 1 + (mu > 1) + (beta > 0)
+    stored = mu * views * (args.length + 4 * numbers * min(args.max_completion_length, args.length))
+    return {"beta": beta, "views": views, "stored": stored * args.steps_per_generation}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -29,8 +56,10 @@ def run(args: argparse.Namespace) -> None:
     from d1.models.fit import FitSettings, fit_table
     from d1.models.kinds import native_config
 
+    if args.beta is None:
+        args.beta = METHODS[args.method].values["beta"]
     check_ranges(vars(args), "fit")
-    fields = {name: value for name, value in vars(args).items() if name not in ("command", "model_path")}
-    settings = FitSettings(**fields)
+    fields = {name: value for name, value in vars(args).items() if name in FitSettings.__annotations__}
+    settings = FitSettings(**{**fields, **(of_method(args) if args.stage == "rl" else {})})
     base, _ = adapter_chain(args.model_path, None)
     sys.stdout.write(fit_table(native_config(base)[0], settings) + "\n")

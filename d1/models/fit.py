@@ -55,6 +55,9 @@ class FitSettings:
     load_in_4bit: bool = False
     gradient_checkpointing: bool = False
     beta: float = 0.04
+    views: int = 1  # RL: views of a row that an update sums
+    views_at_once: int = 1  # RL: of these in one forward pass
+    stored: int = 0  # RL: bytes that are kept of each of `batch` rows from the rollout to its last update
 
     def __post_init__(self) -> None:
         for name, known in {"stage": STAGES, "dtype": DTYPES, "zero": range(4)}.items():
@@ -162,13 +165,16 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
 
 
 def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[float, float]:
-    """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at 1 and 2 rows."""
+    """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at 1 and 2 rows.
+
+    Of several views a row, only those of one forward pass are alive at once.
+    """
     layers = config.num_hidden_layers
     peaks = []
     for rows in (1, 2):
         two, three = (step_peak(config, settings, depth, rows) for depth in (2, 3))
         peaks.append(two + (three - two) * (layers - 2))
-    return 2 * peaks[0] - peaks[1], peaks[1] - peaks[0]
+    return 2 * peaks[0] - peaks[1], (peaks[1] - peaks[0]) * min(settings.views, settings.views_at_once)
 
 
 def count_parameters(config: PreTrainedConfig, settings: FitSettings) -> dict[str, int]:
@@ -190,7 +196,8 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
 
     Optimizer is AdamW. Without ZeRO trained weights are fp32 with two fp32 states; DeepSpeed keeps trained weights and
     gradients in `dtype` and an fp32 copy with the states, which stage 1 shares out, stage 2 the gradients also, stage
-    3 the weights also. The reference is a second model where RL trains all weights and beta > 0.
+    3 the weights also. The reference is a second model where RL trains all weights and beta > 0. Where an update's
+    views take several passes, autograd adds up their gradients in a buffer of its own, in `dtype` and not shared out.
     """
     counts = count_parameters(config, settings)
     size = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
@@ -204,9 +211,10 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     if settings.zero == 3 or settings.load_in_4bit:
         buffers += counts["largest"] * size  # a gathered or dequantised weight
     everything = settings.stage == "rl" and settings.lora_r == 0 and settings.beta > 0
+    summed = counts["trained"] * float(size) if settings.views > settings.views_at_once else 0.0
     return {
         "weights": (frozen + counts["trained"] * trained_size) * share[3],
-        "gradients": counts["trained"] * trained_size * share[2],
+        "gradients": counts["trained"] * trained_size * share[2] + summed,
         "optimizer": counts["trained"] * states * share[1],
         "reference": counts["trained"] * size * share[3] if everything else 0.0,
         "buffers": float(buffers),
@@ -219,8 +227,10 @@ def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
     parts = resident_bytes(config, settings) | {"CUDA and libraries": RESERVED}
     fixed = sum(parts.values()) + constant
     parts["activations and logits"] = constant + per_row * settings.batch
+    parts["views and log-probs"] = settings.stored * settings.batch
+    per_row += settings.stored
     parts[f"total at batch {settings.batch}"] = fixed + per_row * settings.batch
-    lines = [f"{name:<24}{value / GB:>9.2f} GB" for name, value in parts.items() if value]
+    lines = [f"{name:<24}{value / GB:>9.2f} GB" for name, value in parts.items() if round(value / GB, 2)]
     lines += ["", "card                    largest batch a GPU"]
     for card in CARDS:
         rows = int((card * GB - fixed) // per_row)

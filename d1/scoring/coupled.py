@@ -1,6 +1,7 @@
 """coupled-GRPO's estimator: the mean of d1's and of two opposite masks (DiffuCoder, arXiv 2506.20639, section 4).
 
-Biased by design: a mask's share of hidden tokens is never below 0.2 nor above 0.8.
+Biased by design: a mask's share of hidden tokens is never below 0.2 nor above 0.8, and the weights are those of one
+and a half log-probabilities, as in the release: half a one-step one, and half of each mask's, which are each a whole.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from d1.masking import draw_masks
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 SHARES = (0.2, 0.8)  # a mask's share of hidden tokens is uniform between these
@@ -33,5 +34,5 @@ def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
     low, high = SHARES
     share = (low + (high - low) * random.uniform(1)[:, 0]).to(sampled.scored.device)
     half = draw_masks(sampled.scored, share, random.rows)
-    noise = draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows)
-    return coupled_views(noise.unsqueeze(1), half, share, sampled.scored)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
+    return coupled_views(noise, half, share, sampled.scored)

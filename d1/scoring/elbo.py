@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d1.masking import draw_masks
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 
@@ -70,12 +69,6 @@ def spread(random: Randomness, settings: Any) -> Tensor:
     return random.rotated(draws) if settings.stratified else random.uniform(draws)
 
 
-def prompt_noise(sampled: SampledRows, random: Randomness, settings: Any, views: int) -> Tensor:
-    """(rows, views, prompt) bool, what each view hides of the prompt, independently."""
-    each = [draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows) for _ in range(views)]
-    return torch.stack(each, dim=1)
-
-
 def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> Tensor:
     """(rows, draws, canvas) in [0, 1), independent for each scored token; 1 for others, which take none of a stream."""
     scored = sampled.scored.cpu()
@@ -89,13 +82,14 @@ def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
     device = sampled.scored.device
     times = spread(random, settings).clamp(2**-24, 1 - 2**-24).to(device)  # neither 1 / t nor 1 / (1 - t) is infinite
     numbers = numbers_of_tokens(sampled, random, draws_of(settings))
-    noise = prompt_noise(sampled, random, settings, views(settings))
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, views(settings))
     return elbo_views(noise, times, numbers, sampled.scored, settings.antithetic)
 
 
 def draw_counts(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
     device, lengths = sampled.scored.device, sampled.scored.sum(-1, keepdim=True)
     counts = (spread(random, settings).to(device) * (lengths + 1)).long().minimum(lengths)
-    ranks = numbers_of_tokens(sampled, random, draws_of(settings)).argsort(-1).argsort(-1)
-    noise = prompt_noise(sampled, random, settings, views(settings))
+    # Numbers of 24 bits can be equal: a stable sort gives such tokens the same ranks on every device.
+    ranks = numbers_of_tokens(sampled, random, draws_of(settings)).argsort(dim=-1, stable=True).argsort(-1)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, views(settings))
     return espo_views(noise, counts, ranks, sampled.scored, settings.antithetic)

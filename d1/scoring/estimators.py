@@ -21,23 +21,26 @@ class Estimator:
     Attributes:
         draw: gives the views.
         views: settings -> the most views a row can get, for the plan of a run and the estimate of its memory.
+        draws: settings -> whether each inner update gets views of its own, drawn anew; else old and reference log-probs
+            are those of the first, scored once.
         replays: scores tokens in the states that the sampler itself went through, so these must be exact.
         linear: the weighted sum over views estimates a log-probability; False for a bound that is no such sum.
     """
 
     draw: Draw
     views: Callable[[Any], int] = lambda settings: 1
+    draws: Callable[[Any], bool] = lambda settings: True
     replays: bool = False
     linear: bool = True
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "one_step": Estimator(one_step.draw),
+    "one_step": Estimator(one_step.draw, draws=lambda settings: settings.p_mask_prompt > 0),
     "coupled": Estimator(coupled.draw, lambda settings: 3),
     "elbo": Estimator(elbo.draw, elbo.views),
     "espo": Estimator(elbo.draw_counts, elbo.views),
     "random_masks": Estimator(random_masks.draw),
     "spg": Estimator(spg.draw, spg.views, linear=False),
-    "replay": Estimator(replay.draw, replay.views, replays=True),
-    "left_to_right": Estimator(left_to_right.draw, left_to_right.views),
+    "replay": Estimator(replay.draw, replay.views, lambda settings: settings.num_views is not None, replays=True),
+    "left_to_right": Estimator(left_to_right.draw, left_to_right.views, lambda settings: False),
 }

@@ -29,14 +29,23 @@ def views(settings: Any) -> int:
     return settings.segments or -(-settings.diffusion_steps // (settings.segment_steps or 1))
 
 
-def segments_of(reveal_steps: Tensor, segments: int | None, segment_steps: int | None) -> Tensor:
-    """(rows, canvas) the segment of each token's step; -1 for tokens that no step revealed."""
+def segments_of(reveal_steps: Tensor, scored: Tensor, segments: int | None, segment_steps: int | None) -> Tensor:
+    """(rows, canvas) the segment of each token's step; -1 for tokens that no step revealed.
+
+    `segments` are cut out of a row's steps up to the last that revealed a scored token: later ones, which have higher
+    numbers, are taken or not as the rollout's EOS stop has it, and must not move the others.
+    """
     if segments:
-        steps = reveal_steps.amax(-1, keepdim=True).clamp(min=0) + 1
+        steps = last_scored(reveal_steps, scored) + 1
         merged = reveal_steps * segments // steps
     else:
         merged = reveal_steps // (segment_steps or 1)
     return merged.masked_fill(reveal_steps < 0, -1)
+
+
+def last_scored(places: Tensor, scored: Tensor) -> Tensor:
+    """(rows, 1) the last of the steps or segments (rows, canvas) that reveal a scored token; 0 if none does."""
+    return torch.where(scored, places, 0).amax(-1, keepdim=True)
 
 
 def replay_views(prompt: int, segments: Tensor, chosen: Tensor, weights: Tensor, scored: Tensor) -> Views:
@@ -57,17 +66,17 @@ def replay_views(prompt: int, segments: Tensor, chosen: Tensor, weights: Tensor,
 
 
 def chances(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str) -> Tensor:
-    """(rows, segments) probability to draw each segment, 0 for those after a row's last scored token.
+    """(rows, segments) probability to draw each segment, 0 for those after a row's last scored token; fp64.
 
     By entropy, segments whose tokens were certain keep a small chance.
     """
-    own = (segments.unsqueeze(1) == torch.arange(int(segments.max()) + 1, device=segments.device)[:, None]) & (
-        scored.unsqueeze(1)
-    )
-    places = torch.arange(own.shape[1], device=own.device)
-    last = torch.where(own.any(-1), places, 0).amax(-1, keepdim=True)
-    weights = (own * entropies.unsqueeze(1)).sum(-1) + 1e-6 if draw_steps == "entropy" else torch.ones_like(places)
-    weights = torch.where(places <= last, weights, 0).double()
+    last = last_scored(segments, scored)
+    weights = torch.ones(len(last), int(last.max()) + 1, dtype=torch.float64, device=last.device)
+    if draw_steps == "entropy":
+        counted = torch.where(scored, entropies.clamp(min=0), 0).double()  # rounding can leave one below 0
+        within = torch.where(scored, segments, 0)
+        weights = torch.full_like(weights, 1e-6).scatter_add(1, within, counted)
+    weights = weights.masked_fill(torch.arange(weights.shape[1], device=last.device) > last, 0)
     return weights / weights.sum(-1, keepdim=True)
 
 
@@ -86,12 +95,13 @@ def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
-    segments = segments_of(sampled.reveal_steps, settings.segments, settings.segment_steps)
+    scored = sampled.scored
+    segments = segments_of(sampled.reveal_steps, scored, settings.segments, settings.segment_steps)
     prompt, device = sampled.prompt_ids.shape[1], segments.device
     if settings.num_views:
         numbers = random.evenly_spread(settings.num_views).to(device)
-        chance = chances(segments, sampled.scored, sampled.entropies, settings.draw_steps)
-        return replay_views(prompt, segments, *drawn(chance, numbers), sampled.scored)
-    count = int(segments.max()) + 1
+        chance = chances(segments, scored, sampled.entropies, settings.draw_steps)
+        return replay_views(prompt, segments, *drawn(chance, numbers), scored)
+    count = int(last_scored(segments, scored).max()) + 1  # of the row with most: the others' last views score nothing
     chosen = torch.arange(count, device=device).expand(len(segments), -1)
-    return replay_views(prompt, segments, chosen, torch.ones_like(chosen, dtype=torch.float), sampled.scored)
+    return replay_views(prompt, segments, chosen, torch.ones_like(chosen, dtype=torch.float), scored)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from d1.masking import draw_masks
+
 
 @dataclass(frozen=True)
 class SampledRows:
@@ -56,18 +58,15 @@ class Randomness:
     spaced: Tensor
 
     def evenly_spread(self, draws: int) -> Tensor:
-        """(rows, draws) in [0, 1), each uniform, but all of the rollout's together spread evenly: of S numbers, one
-        lies in each of S equal strata, (perm(j) + u) / S with one u for all (AGRPO's low-discrepancy draws)."""
-        total = self.total_rows * draws
-        order = torch.randperm(total, generator=self.shared)
-        numbers = (order + torch.rand((), generator=self.shared)) / total
+        """(rows, draws) in [0, 1), fp64, each uniform, and all of the rollout's together spread evenly: `strata`."""
+        order = torch.randperm(self.total_rows * draws, generator=self.shared)
+        # In fp32 a stratum far from 0 would hold few numbers, and its last would round up into the next.
+        numbers = strata(order, torch.rand((), generator=self.shared, dtype=torch.float64))
         return self.own(numbers.view(self.total_rows, draws))
 
     def rotated(self, draws: int) -> Tensor:
-        """(rows, draws) in [0, 1), each uniform: draw v of row i is (v + i / rows) / draws + u, modulo 1, with one u
-        for all. So a row's draws are equally far apart (BGPO), and for each of them the rows' are (LLaDA, ESPO)."""
-        rows = torch.arange(self.total_rows).unsqueeze(1) / self.total_rows
-        return self.own(((torch.arange(draws) + rows) / draws + torch.rand((), generator=self.shared)) % 1)
+        """(rows, draws) in [0, 1), each uniform, and all of the rollout's together equally far apart: `rotation`."""
+        return self.own(rotation(self.total_rows, draws, torch.rand((), generator=self.shared)))
 
     def uniform(self, draws: int) -> Tensor:
         """(rows, draws) in [0, 1), independent, each row's from its own generator."""
@@ -76,6 +75,24 @@ class Randomness:
     def own(self, of_all_rows: Tensor) -> Tensor:
         """The part of `of_all_rows` that belongs to the rows at hand."""
         return of_all_rows[self.first_row : self.first_row + len(self.rows)]
+
+
+def strata(order: Tensor, u: Tensor) -> Tensor:
+    """(S,) one number in each of S equal parts of [0, 1), in the order of a permutation `order`, all as far into their
+    part as `u` in [0, 1) says (AGRPO's low-discrepancy draws, arXiv 2510.04019)."""
+    return (order + u) / len(order)
+
+
+def rotation(rows: int, draws: int, u: Tensor) -> Tensor:
+    """(rows, draws): draw v of row i is (v + i / rows) / draws + u, modulo 1. A row's draws are equally far apart
+    (BGPO), and so are those of all rows together (LLaDA, ESPO)."""
+    starts = torch.arange(rows, dtype=u.dtype).unsqueeze(1) / rows
+    return ((torch.arange(draws) + starts) / draws + u) % 1
+
+
+def prompt_noise(sampled: SampledRows, random: Randomness, p: float, views: int) -> Tensor:
+    """(rows, views, prompt) bool: each view hides each maskable token of the prompt with probability `p`."""
+    return torch.stack([draw_masks(sampled.maskable, p, random.rows) for _ in range(views)], dim=1)
 
 
 def randomness(

@@ -3,7 +3,12 @@
 A view draws a block of those that reach into the completion. Blocks before it are clean, of its own tokens a random
 number is hidden, and all after it are hidden: states as the sampler meets them. Prompt and clean blocks are perturbed:
 each of their tokens is hidden with probability `p_mask_prompt`. A view gives the mean over its hidden tokens, and the
-views' mean is SPG's lower form; `diffu-grpo/objectives.py` makes both of its bounds of the views' log-probs.
+views' mean is SPG's lower form; `diffu-grpo/objectives.py` makes both of its forms of the views' log-probs.
+
+Neither form bounds a likelihood in general. With one block, which holds the whole completion, and nothing perturbed,
+the mean of the lower form over all draws is the any-order bound (`d1/scoring/elbo.py`) divided by the length: a bound
+from below. With more blocks it is none: blocks are averaged, and each view scores all later blocks, too. The released
+code takes the block as a random number modulo the number of blocks, which favours the first; here all are as likely.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import torch
 from torch import Generator, Tensor
 
 from d1.masking import draw_mask
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 
@@ -63,12 +68,7 @@ def draw_row(scored: Tensor, generator: Generator, count: int, settings: Any) ->
 
 def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
     count = views(settings)
-    rows = list(zip(sampled.scored.cpu(), sampled.maskable, random.rows, strict=True))
-    hidden = torch.stack([draw_row(scored, generator, count, settings) for scored, _, generator in rows])
-    noise = torch.stack(
-        [
-            torch.stack([draw_mask(maskable, settings.p_mask_prompt, generator) for _ in range(count)])
-            for _, maskable, generator in rows
-        ]
-    )
+    rows = zip(sampled.scored.cpu(), random.rows, strict=True)
+    hidden = torch.stack([draw_row(scored, generator, count, settings) for scored, generator in rows])
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, count)
     return spg_views(noise, hidden.to(sampled.scored.device), sampled.scored)

@@ -32,8 +32,8 @@ class Views:
     """The states to score a batch of completions in.
 
     Attributes:
-        noise: (rows, views, prompt + canvas) bool, the tokens that each view hides. Padding is never a token, and
-            canvas behind the completion is masked in every view.
+        noise: (rows, views, prompt + canvas) bool, the tokens that each view hides. Padding is never a token. Where
+            the completions given are narrower than the canvas, what is behind them is masked in every view.
         weights: (rows, views, tokens) float; a token of weight 0 is not scored in that view and costs nothing.
     """
 
@@ -62,12 +62,15 @@ class Scores(NamedTuple):
         logps: (rows, tokens) fp32, the weighted sum of log-probabilities; 0 where every weight is 0. Differentiable.
         view_logps: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored.
             Differentiable.
+        compute: scalar, tokens fed through the body; with gradients, thrice as many for the backward pass to come, or
+            four times where it computes them again.
         entropies: (rows, tokens), the same sum of the entropies in nats of the same distributions, without gradients;
             None unless asked for.
     """
 
     logps: Tensor
     view_logps: Tensor
+    compute: Tensor
     entropies: Tensor | None = None
 
 
@@ -130,7 +133,8 @@ def score(
 
     view_logps = by_view(logps)
     summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
-    return Scores((views.weights * view_logps).sum(1), view_logps, summed)
+    each = 4 if recompute else 3 if torch.is_grad_enabled() else 1
+    return Scores((views.weights * view_logps).sum(1), view_logps, each * visible[pairs[:, 0]].sum(), summed)
 
 
 def pairs_to_score(weights: Tensor) -> Tensor:

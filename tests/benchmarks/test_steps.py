@@ -58,9 +58,9 @@ def count_passes(model, run):
 
 def test_the_bare_passes_of_rl_are_as_many_as_ours(rl):
     ours, clock = rl
-    rollouts = []
-    counted = count_passes(ours.model, lambda: rollouts.extend(rl_steps.train_rl(ours, "ours", clock)))
-    bare = count_passes(ours.model, lambda: rl_steps.bare_rl(ours, rollouts, clock))
+    work = []
+    counted = count_passes(ours.model, lambda: work.append(rl_steps.train_rl(ours, "ours", clock)))
+    bare = count_passes(ours.model, lambda: rl_steps.bare_rl(ours, work[0], clock))
     assert bare == counted == 4 + 2 + 2  # sampling steps, old log-probs, updates; the reference is another model
     assert all(parameter.grad is None for parameter in ours.model.parameters())
 
@@ -80,10 +80,10 @@ def test_the_bare_rollout_leaves_out_rows_that_have_ended(rl):
     ours, clock = rl
     ids, mask = random_prompts(ours.model, 4, 6 + 8)
     ids[1:, 6 + 2] = ours.processing_class.eos_token_id  # in the first block, in three of the four rows
-    rollouts = [(mask[:, :6], ids)]
+    work = rl_steps.Work([rl_steps.Sampled(mask[:, :6], ids, mask[:, 0])])
     for stop, fed in ((True, [4, 4, 1, 1]), (False, [4, 4, 4, 4])):
         ours.eos_stop = stop
-        assert rows_fed(ours.model, lambda: rl_steps.bare_rl(ours, rollouts, clock))[:4] == fed
+        assert rows_fed(ours.model, lambda: rl_steps.bare_rl(ours, work, clock))[:4] == fed
 
 
 def entered(trainer, monkeypatch, run):
@@ -95,8 +95,8 @@ def entered(trainer, monkeypatch, run):
 
 def test_the_bare_passes_run_in_the_trainers_precision(rl, tmp_path, monkeypatch):
     ours, clock = rl
-    rollouts = rl_steps.train_rl(ours, "ours", clock)
-    assert entered(ours, monkeypatch, lambda: rl_steps.bare_rl(ours, rollouts, clock)) == 1 + 1 + 2
+    work = rl_steps.train_rl(ours, "ours", clock)
+    assert entered(ours, monkeypatch, lambda: rl_steps.bare_rl(ours, work, clock)) == 1 + 1 + 2
     tuned = sft_steps.sft_trainer(sft_steps.dLLMTrainer, argparse.Namespace(**SHAPE), tmp_path, clock)
     tuned.train()
     assert entered(tuned, monkeypatch, lambda: sft_steps.bare_sft(tuned, clock)) == 2

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import diffu_grpo_train
 import grpo_checks
-import grpo_plan
 import grpo_setup
 import pytest
 import torch
@@ -279,21 +278,6 @@ def test_a_completion_that_the_model_has_no_positions_for_is_refused(tiny_model_
         run_main(tmp_path, dataset="sudoku", model_path=str(tiny_model_dir), **longer)
 
 
-def test_the_plan_counts_what_d1_does(tmp_path):
-    args = DiffuGRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=6, gradient_accumulation_steps=16, num_train_epochs=1
-    )
-    numbers = grpo_plan.plan(args, num_prompts=160)
-    assert numbers["completions an optimizer step"] == 96
-    assert numbers["prompts an optimizer step"] == 16
-    assert numbers["completions a rollout"] == 96
-    assert numbers["rollouts"] == 10
-    assert numbers["optimizer steps"] == 120
-    assert numbers["forward passes a rollout (sampling + old and reference log-probs)"] == 128 + 2 * 12
-    with pytest.raises(ValueError, match="a rollout takes 16 prompts and there are 15"):
-        grpo_plan.plan(args, num_prompts=15)
-
-
 TINY = {
     "dataset": str(Path(__file__).with_name("letters_task.py")),
     "max_completion_length": 8,
@@ -369,6 +353,27 @@ def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
         shutil.rmtree(checkpoint)
     with pytest.raises(ValueError, match=r"holds another run \(finished\)"):
         run_main(tmp_path, **once)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({}, {"method": "wd1"}, r"method d1 \(now wd1\), .*objective trl \(now reinforce\), beta 0.04 \(now 0.0\)"),
+        ({"method": "espo"}, {"method": "espo", "num_views": 3}, r"of num_views 2 \(now 3\): continue"),
+        ({"beta": 0.0}, {"beta": 0.04}, r"of beta 0.0 \(now 0.04\): continue"),  # no reference was scored
+        ({}, {"beta": 0.01, "epsilon": 0.2, "learning_rate": 1.0}, None),
+        ({"method": "tracerl"}, {"method": "tracerl"}, None),
+    ],
+)
+def test_a_run_goes_on_only_with_the_method_that_its_rollout_was_made_for(tmp_path, before, now, message):
+    earlier = DiffuGRPOConfig(**settings(tmp_path, **before))
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {**earlier.to_dict(), "model": {"use_peft": False}}}))
+    given = (str(tmp_path / "checkpoint-1"), DiffuGRPOConfig(**settings(tmp_path, **now)), ModelConfig())
+    if message is None:
+        grpo_checks.check_same_run(*given)
+    else:
+        with pytest.raises(ValueError, match=message):
+            grpo_checks.check_same_run(*given)
 
 
 @pytest.mark.parametrize("path", [STAGE / "pocket.yaml", STAGE / "slurm_scripts" / "train.yaml"])

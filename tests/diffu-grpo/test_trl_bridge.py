@@ -79,7 +79,7 @@ def tensors() -> tuple[Scores, dict[str, Any]]:
         "view_weights": torch.ones(4, 2, 1, 8),
     }
     entropies = torch.rand(4, 8, generator=generator)
-    return Scores(logps, logps.unsqueeze(1).requires_grad_(), entropies), batch
+    return Scores(logps, logps.unsqueeze(1).requires_grad_(), torch.tensor(0), entropies), batch
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -12,13 +12,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
 
 from d1.__main__ import main, make_parser
+from d1.commands.fit import of_method
 from d1.models import prepare
 from d1.models.adapters import lora_targets
 from d1.models.fit import BUCKET, FitSettings, activation_bytes, fit_table, resident_bytes, with_layers
 from d1.models.head import body_and_head, target_logps
 from d1.models.kinds import native_config
 from d1.sampling import generate
-from d1.scoring import mean_field_logps
+from d1.scoring import Views, score
 
 TINY: dict[str, Any] = dict(vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=6)
 TINY |= dict(num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
@@ -46,6 +47,9 @@ def measured_peak(kind: str, settings: FitSettings) -> int:
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     prompt = ids[:, :PROMPT], mask[:, :PROMPT]
+    noise = torch.zeros(settings.batch, settings.views, LENGTH, dtype=torch.bool)
+    noise[..., PROMPT:] = True
+    views = Views(noise, noise[..., PROMPT:].float())
     options: dict[str, Any] = {"mask_token_id": 3, "gen_length": LENGTH - PROMPT}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
@@ -56,13 +60,15 @@ def measured_peak(kind: str, settings: FitSettings) -> int:
         if settings.stage == "sft":
             losses, _ = target_logps(inner, body_and_head(inner)[0](ids, mask).flatten(0, 1), ids.flatten())
         else:
-            losses = mean_field_logps(model, *prompt, ids[:, PROMPT:], torch.zeros_like(prompt[0]).bool(), **options)
+            at_once = settings.views_at_once
+            losses = score(model, *prompt, ids[:, PROMPT:], views, views_at_once=at_once, **options).logps
         losses.sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
     step()
     resident = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    resident += [views.noise, views.weights] if settings.stored else []
     resident += [value for state in optimizer.state.values() for value in state.values()]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         marker = torch.empty(12345, dtype=torch.uint8)
@@ -90,6 +96,7 @@ SETTINGS = {
     "sft, all weights, checkpointing": replace(CPU, gradient_checkpointing=True),
     "sft, LoRA": replace(CPU, lora_r=8),
     "rl, LoRA on all linear layers": replace(CPU, stage="rl", lora_r=8, lora_targets="all-linear"),
+    "rl, six views, three at once, LoRA": replace(CPU, stage="rl", views=6, views_at_once=3, lora_r=8),
     "eval": replace(CPU, stage="eval", batch=16),
 }
 
@@ -100,8 +107,18 @@ def test_the_estimate_is_near_the_measured_peak(kind_, name):
     settings = SETTINGS[name]
     constant, per_row = activation_bytes(CONFIGS[kind_], settings)
     resident = resident_bytes(CONFIGS[kind_], replace(settings, beta=0.0))
-    estimated = sum(resident.values()) + constant + per_row * settings.batch
+    estimated = sum(resident.values()) + constant + (per_row + settings.stored) * settings.batch
     assert estimated == pytest.approx(measured_peak(kind_, settings), rel=0.15)
+
+
+def test_more_views_take_their_own_bytes_and_the_sum_of_their_gradients():
+    one = replace(CPU, stage="rl", batch=1, beta=0.0)
+    six = replace(one, views=6, stored=6 * (LENGTH + 4 * (LENGTH - PROMPT)))
+    constant, per_row = activation_bytes(CONFIGS["llama"], six)
+    assert (constant, per_row) == activation_bytes(CONFIGS["llama"], one)
+    resident = [sum(resident_bytes(CONFIGS["llama"], settings).values()) for settings in (one, six)]
+    more = measured_peak("llama", six) - measured_peak("llama", one)
+    assert resident[1] - resident[0] + six.stored == pytest.approx(more, rel=0.05)
 
 
 LLADA = LlamaConfig(
@@ -168,6 +185,25 @@ def test_the_command_prints_the_table(kind_dirs, capsys):
     words = ["fit", "--model_path", str(kind_dirs["llada"]), "--stage", "rl", "--gpus", "8", "--length", "64"]
     main(make_parser().parse_args(words))
     assert "141 GB" in capsys.readouterr().out
+
+
+def test_a_method_says_what_is_stored_of_its_views_and_whether_there_is_a_reference(tmp_path, capsys):
+    def found(*words):
+        return of_method(make_parser().parse_args(["fit", "--model_path", "m", "--stage", "rl", *words]))
+
+    canvas = ("--length", "40", "--max_completion_length", "32", "--diffusion_steps", "16")
+    token = 40 + 32 * 4  # noise, weights; old and reference log-probs are as large as weights
+    assert found("--beta", "0.04", *canvas) == {"beta": 0.04, "views": 1, "stored": 12 * (token + 2 * 32 * 4)}
+    assert found("--beta", "0.0", *canvas)["stored"] == 12 * (token + 32 * 4)
+    twice = found("--method", "espo", "--beta", "1.0", "--steps_per_generation", "2", *canvas)
+    assert (twice["views"], twice["stored"]) == (4, 2 * 8 * 4 * (token + 2 * 32 * 4))
+    assert found("--method", "tracerl", "--beta", "1.0", *canvas) == {"beta": 0.0, "views": 2, "stored": 2 * token}
+    assert found("--method", "just-grpo", "--beta", "0.0", *canvas)["views"] == 32
+    LLADA.save_pretrained(tmp_path)
+    for method, kept in (("espo", True), ("tracerl", False)):
+        words = ["--stage", "rl", "--method", method, "--lora_r", "0", "--length", "64"]
+        main(make_parser().parse_args(["fit", "--model_path", str(tmp_path), *words]))
+        assert ("reference" in capsys.readouterr().out) == kept
 
 
 @pytest.mark.parametrize(

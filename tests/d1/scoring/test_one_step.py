@@ -1,4 +1,4 @@
-"""d1's estimator: its views, drawn row by row."""
+"""d1's estimator: its views, drawn row by row, and what they are on average: no bound."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,21 @@ import torch
 from d1.masking import draw_mask, keyed_generator
 from d1.scoring import ESTIMATORS, Randomness, SampledRows
 from d1.scoring.one_step import one_step_views
+from tests.d1.scoring.enumeration import (
+    CANVAS,
+    LENGTHS,
+    PROMPT,
+    SAMPLED,
+    any_order_bound,
+    assert_same,
+    marked,
+    merged,
+    scores,
+    stacked,
+    state_logps,
+    subsets,
+    tiny,
+)
 
 SETTINGS = SimpleNamespace(p_mask_prompt=0.3)
 
@@ -59,3 +74,28 @@ def test_each_update_draws_on_in_its_rows_own_stream():
 def test_one_generator_a_row_is_demanded():
     with pytest.raises(ValueError, match="shorter"):
         prompt_noise(torch.ones(2, 3, dtype=torch.bool), [keyed_generator(0)])
+
+
+def test_the_mean_over_all_prompt_masks_is_the_sum_of_tokens_each_revealed_alone_and_not_the_any_order_bound():
+    p, rows = SETTINGS.p_mask_prompt, []
+    masks = [subsets(row.nonzero().flatten().tolist()) for row in SAMPLED.maskable]
+    chances = [[p ** len(some) * (1 - p) ** (len(every[-1]) - len(some)) for some in every] for every in masks]
+    for row, every in enumerate(masks):
+        noise = torch.stack([marked(some, PROMPT) for some in every])
+        views = one_step_views(noise, SAMPLED.scored[row].expand(len(every), -1), CANVAS)
+        rows.append(merged(torch.tensor(chances[row], dtype=torch.float64), views))
+    for layers in (1, 2):
+        model = tiny(layers)
+        expected = torch.stack(
+            [
+                sum(
+                    chance * state_logps(model, row, range(CANVAS), prompt=some)
+                    for some, chance in zip(*of, strict=True)
+                )
+                * marked(range(LENGTHS[row]))
+                for row, of in enumerate(zip(masks, chances, strict=True))
+            ]
+        )
+        found = scores(model, stacked(rows)).logps
+        assert_same(model, found, expected)
+        assert (found - any_order_bound(model)).sum(1)[:2].abs().min() > 0.1

@@ -1,0 +1,47 @@
+"""python -m d1 methods [NAME]: the RL methods that --method takes, or all values of one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from d1.methods import METHODS
+from d1.show.tables import markdown_table
+
+COLUMNS = {  # header -> the setting
+    "estimator": "estimator",
+    "objective": "objective",
+    "loss_type": "loss_type",
+    "KL": "kl",
+    "beta": "beta",
+    "advantage": "advantage",
+    "mu": "num_iterations",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", choices=METHODS, help=f"one of {', '.join(METHODS)}")
+
+
+def run(args: argparse.Namespace) -> None:
+    sys.stdout.write(one_method(args.name) if args.name else all_methods())
+
+
+def all_methods() -> str:
+    """A row for each method. No KL is named where `beta` is 0, and scaling by the group's deviation is an advantage."""
+    rows = []
+    for name, method in METHODS.items():
+        shown = dict(method.values)
+        if not shown["beta"]:
+            shown["kl"] = ""
+        if shown["advantage"] == "trl":
+            shown["advantage"] = {"none": "r - mean", "group": "(r - mean) / std"}[shown["scale_rewards"]]
+        rows.append([name, method.paper, *(str(shown[setting]) for setting in COLUMNS.values())])
+    return markdown_table(["method", "paper", *COLUMNS], rows)
+
+
+def one_method(name: str) -> str:
+    """Its settings, those last that a config file's own stand above."""
+    method = METHODS[name]
+    rows = [[f"--{setting}", str(value)] for setting, value in {**method.values, **method.scale}.items()]
+    return f"{name}: {method.paper}\n\n" + markdown_table(["setting", "value"], rows)

@@ -1,0 +1,37 @@
+"""`python -m d1 methods` says what is in the table."""
+
+import pytest
+
+from d1.__main__ import main, make_parser
+from d1.methods import METHODS
+
+
+def printed(capsys, *words: str) -> list[list[str]]:
+    """The cells of the table that a command prints."""
+    main(make_parser().parse_args(["methods", *words]))
+    lines = capsys.readouterr().out.splitlines()
+    return [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+
+
+def test_every_method_has_a_row_with_its_values(capsys):
+    header, _, *rows = printed(capsys)
+    assert header == ["method", "paper", "estimator", "objective", "loss_type", "KL", "beta", "advantage", "mu"]
+    assert [row[0] for row in rows] == [*METHODS]
+    by_name = {row[0]: row[2:] for row in rows}
+    assert by_name["espo"] == ["espo", "trl", "grpo", "k2_sequence", "0.001", "leave_one_out", "8"]
+    assert by_name["bgpo"] == ["elbo", "bgpo", "sum", "", "0.0", "(r - mean) / std", "1"]
+    assert by_name["d1"] == ["one_step", "trl", "bnpo", "k3", "0.04", "r - mean", "12"]
+
+
+@pytest.mark.parametrize("name", ["espo", "just-grpo"])
+def test_a_method_by_its_name_has_all_its_values(capsys, name):
+    (header, _, *rows) = printed(capsys, name)
+    method = METHODS[name]
+    assert header == ["setting", "value"]
+    assert dict(rows) == {f"--{setting}": str(value) for setting, value in {**method.values, **method.scale}.items()}
+
+
+def test_an_unknown_name_is_one_line_with_those_there_are(capsys):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["methods", "esop"])
+    assert "invalid choice: 'esop' (choose from 'd1', " in capsys.readouterr().err

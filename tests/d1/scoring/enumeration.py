@@ -1,0 +1,203 @@
+"""What estimators are held against: every state of completions of at most four tokens, and every draw with its chance.
+
+Models have one or two layers, five ids and fp64. The four rows of `SAMPLED` are a completion as long as its canvas, one
+that ends before it, one that is only an EOS, and one that takes no part; two prompts have padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+from itertools import combinations
+from math import comb
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from d1.models import prepare
+from d1.scoring import SampledRows, Views, score
+
+EOS, MASK, CANVAS, PROMPT = 0, 4, 4, 3
+COMPLETIONS = [[1, 3, 2, 1], [2, 1, EOS, 3], [EOS, 1, 2, 2], [3, 1, 2, 1]]
+LENGTHS = [4, 3, 1, 0]
+VISIBLE = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1], [1, 1, 1]])
+SAMPLED = SampledRows(
+    prompt_ids=torch.tensor([[0, 1, 2], [3, 1, 2], [0, 0, 3], [2, 2, 1]]),
+    attention_mask=VISIBLE,
+    maskable=VISIBLE.bool(),
+    completion_ids=torch.tensor(COMPLETIONS),
+    scored=torch.arange(CANVAS) < torch.tensor(LENGTHS).unsqueeze(1),
+    reveal_steps=torch.tensor([[0, 3, 1, 3], [2, 1, 0, 3], [1, 0, 2, -1], [1, 2, 0, 3]]),
+    logps=torch.zeros(4, CANVAS),
+    entropies=torch.tensor([[0.3, 0.0, 1.1, 0.6], [0.2, 0.9, 0.4, 7.0], [0.5, 3.0, 4.0, 0.0], [1.0, 1.0, 1.0, 1.0]]),
+)
+# The settings of a run that estimators read.
+SETTINGS = SimpleNamespace(
+    p_mask_prompt=0.0,
+    num_views=None,
+    antithetic=False,
+    stratified=False,
+    block_length=2,
+    segments=None,
+    segment_steps=None,
+    draw_steps="uniform",
+    diffusion_steps=4,
+    max_completion_length=CANVAS,
+    eubo_beta=1.5,
+)
+
+
+def settings(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**(vars(SETTINGS) | fields))
+
+
+@cache
+def tiny(layers: int, seed: int = 0, spread: float = 0.7) -> Any:
+    """A model with random weights, normal with standard deviation `spread`."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=5,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        pad_token_id=EOS,
+        eos_token_id=EOS,
+        initializer_range=spread,
+    )
+    return prepare(LlamaForCausalLM(config)).double().eval()
+
+
+def some_rows(sampled: SampledRows, which: Any) -> SampledRows:
+    """The rows `which`, a slice or a list of numbers."""
+    return SampledRows(**{field.name: getattr(sampled, field.name)[which] for field in fields(sampled)})
+
+
+def subsets(places: Any) -> list[tuple[int, ...]]:
+    return [some for size in range(len(places) + 1) for some in combinations(places, size)]
+
+
+def marked(places: Any, width: int = CANVAS) -> Tensor:
+    """(width,) bool, true at `places`."""
+    return torch.tensor([place in places for place in range(width)])
+
+
+def quadrature(low: float = 0.0, high: float = 1.0, parts: int = 1, points: int = 3) -> list[tuple[float, float]]:
+    """Points and their weights in each of equal parts of [low, high]: exact for polynomials of degree 2 points - 1,
+    and the chances of a completion's sets are of degree 4 at most."""
+    places, weights = np.polynomial.legendre.leggauss(points)
+    size = (high - low) / parts
+    return [
+        (low + (part + (x + 1) / 2) * size, w / 2 * size)
+        for part in range(parts)
+        for x, w in zip(places.tolist(), weights.tolist(), strict=True)
+    ]
+
+
+# --- States, one forward pass each -----------------------------------------------------------------------------------
+
+
+def state_logps(model: Any, row: int, hidden: Any, sampled: SampledRows = SAMPLED, prompt: Any = ()) -> Tensor:
+    """(canvas,) log p of each token of a row in the state that hides the places `hidden` of its canvas, and those of
+    its prompt in `prompt`; the prompt without its padding, and the logits of every position."""
+    real = sampled.attention_mask[row].bool()
+    ids = torch.cat([sampled.prompt_ids[row], sampled.completion_ids[row]])
+    noise = torch.cat([marked(prompt, len(real)), marked(hidden, len(ids) - len(real))])
+    shown = torch.cat([real, torch.ones(len(ids) - len(real), dtype=torch.bool)])
+    logits = model(input_ids=ids.masked_fill(noise, MASK)[shown].unsqueeze(0)).logits[0, int(real.sum()) :]
+    return logits.log_softmax(-1).gather(-1, sampled.completion_ids[row].unsqueeze(-1)).squeeze(-1)
+
+
+def behind(row: int) -> tuple[int, ...]:
+    """The canvas behind a row's completion."""
+    return tuple(range(LENGTHS[row], CANVAS))
+
+
+def all_states(model: Any, row: int) -> dict[tuple[int, ...], Tensor]:
+    """Hidden tokens of a row's completion -> (canvas,) log-probs; what stands behind the completion is hidden."""
+    return {some: state_logps(model, row, some + behind(row)) for some in subsets(range(LENGTHS[row]))}
+
+
+@cache
+def any_order_bound(model: Any) -> Tensor:
+    """(rows, canvas): the sum over x = 1..L of E[log p of hidden tokens] / x, over all sets of x hidden tokens."""
+    rows = []
+    for row, length in enumerate(LENGTHS):
+        states = all_states(model, row)
+        terms = [marked(some) * states[some] / (len(some) * comb(length, len(some))) for some in states if some]
+        rows.append(sum(terms, torch.zeros(CANVAS, dtype=torch.float64)))
+    return torch.stack(rows)
+
+
+# --- Draws -----------------------------------------------------------------------------------------------------------
+
+
+def merged(chances: Tensor, views: Views) -> Views:
+    """The expectation over draws of one row, as views of that one row: each state once, with the sum over draws of
+    chance x weight.
+
+    Args:
+        chances: (draws,), which sum to 1.
+        views: of the row in each draw, (draws, views, ...).
+    """
+    torch.testing.assert_close(chances.sum(), torch.ones((), dtype=torch.float64), rtol=0, atol=1e-12)
+    states, place = views.noise.flatten(0, 1).unique(dim=0, return_inverse=True)
+    weights = (chances[:, None, None] * views.weights.double()).flatten(0, 1)
+    total = weights.new_zeros(len(states), weights.shape[-1]).index_add(0, place, weights)
+    return Views(states.unsqueeze(0), total.unsqueeze(0))
+
+
+def stacked(rows: list[Views]) -> Views:
+    """The rows' views as those of one batch; rows with fewer states than others get some that score nothing."""
+    most = max(views.noise.shape[1] for views in rows)
+
+    def filled(values: Tensor) -> Tensor:
+        return torch.cat([values, values.new_zeros(1, most - values.shape[1], values.shape[2])], dim=1)
+
+    return Views(torch.cat([filled(v.noise) for v in rows]), torch.cat([filled(v.weights) for v in rows]))
+
+
+def scores(model: Any, views: Views, sampled: SampledRows = SAMPLED, views_at_once: int = 8) -> Any:
+    """`score` of a batch."""
+    given = (sampled.prompt_ids, sampled.attention_mask, sampled.completion_ids, views)
+    options = {"mask_token_id": MASK, "gen_length": sampled.gen_length, "views_at_once": views_at_once}
+    return score(model, *given, **options)
+
+
+def gradient(model: Any, values: Tensor) -> Tensor:
+    """Of a sum of `values` in which each weighs differently, by all weights of the model."""
+    total = (values * torch.linspace(0.5, 1.5, values.numel(), dtype=values.dtype).view(values.shape)).sum()
+    return torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()), retain_graph=True)])
+
+
+def assert_same(model: Any, found: Tensor, expected: Tensor) -> None:
+    """Equal values and gradients. Weights of views are fp32, all else is fp64."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(gradient(model, found), gradient(model, expected), rtol=1e-5, atol=2e-6)
+
+
+def assert_frequencies(counts: Tensor, chances: Tensor) -> None:
+    """Counts (cells,) are those of independent draws with these chances: chi square within five of its deviations."""
+    assert abs(float(chances.sum()) - 1) < 1e-6
+    expected = chances.double() * counts.sum()
+    assert not counts[expected == 0].any()
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    assert expected.min() > 4, "too few draws for the approximation"
+    chi = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(counts) - 1
+    assert chi < freedom + 5 * (2 * max(1, freedom)) ** 0.5, (chi, freedom)
+
+
+def repeated(row: int, times: int) -> SampledRows:
+    """A row of `SAMPLED`, as many times."""
+    return some_rows(SAMPLED, [row] * times)
+
+
+def with_steps(reveal_steps: Tensor, sampled: SampledRows = SAMPLED) -> SampledRows:
+    return replace(sampled, reveal_steps=reveal_steps)

@@ -1,0 +1,216 @@
+"""What holds for every estimator: of whom its views depend, what they may show, and what scoring them takes."""
+
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from d1.masking import keyed_generator
+from d1.scoring import ESTIMATORS, Views, score
+from d1.scoring.rollouts import randomness
+from tests.d1.scoring.enumeration import (
+    CANVAS,
+    LENGTHS,
+    MASK,
+    PROMPT,
+    SAMPLED,
+    assert_same,
+    behind,
+    gradient,
+    scores,
+    settings,
+    some_rows,
+    tiny,
+)
+
+CHOSEN = {  # estimator and settings: as methods have them, and all their ways to draw
+    "one_step": ("one_step", {"p_mask_prompt": 0.5}),
+    "coupled": ("coupled", {"p_mask_prompt": 0.5}),
+    "elbo": ("elbo", {"p_mask_prompt": 0.5, "num_views": 3, "antithetic": True}),
+    "elbo stratified": ("elbo", {"num_views": 3, "stratified": True}),
+    "espo": ("espo", {"p_mask_prompt": 0.5, "num_views": 2, "antithetic": True, "stratified": True}),
+    "espo independent": ("espo", {"num_views": 3}),
+    "random_masks": ("random_masks", {"p_mask_prompt": 0.5}),
+    "spg": ("spg", {"p_mask_prompt": 0.5, "num_views": 3}),
+    "replay": ("replay", {}),
+    "agrpo": ("replay", {"num_views": 3}),
+    "agrpo by entropy": ("replay", {"num_views": 3, "draw_steps": "entropy"}),
+    "d2": ("replay", {"num_views": 1, "segments": 3}),
+    "tracerl": ("replay", {"segment_steps": 2}),
+    "left_to_right": ("left_to_right", {}),
+}
+SIX = some_rows(SAMPLED, [0, 1, 2, 3, 0, 1])
+each = pytest.mark.parametrize("name", CHOSEN)
+
+
+def test_every_estimator_is_among_them():
+    assert {estimator for estimator, _ in CHOSEN.values()} == set(ESTIMATORS)
+
+
+def updates_of(name, sampled, first=0, total=6, updates=3, seed=4):
+    """The views of three updates on `sampled`, whose first row is row `first` of a rollout of `total`."""
+    estimator, chosen = CHOSEN[name]
+    rows = [keyed_generator(seed, row) for row in range(first, first + len(sampled.prompt_ids))]
+    randoms = randomness(rows, keyed_generator(seed), first, total, updates)
+    return [ESTIMATORS[estimator].draw(sampled, random, settings(**chosen)) for random in randoms]
+
+
+def scoring(views, row):
+    """A row's views that score something: (noise, weights). Others stand in for those that another row has more."""
+    some = views.weights[row].any(-1)
+    return views.noise[row, some], views.weights[row, some]
+
+
+@each
+def test_a_rows_views_depend_neither_on_its_batch_nor_on_the_number_of_processes(name):
+    together = updates_of(name, SIX)
+    parts = [(range(3), 0), (range(3, 6), 3)], [(range(1), 0), (range(1, 5), 1), (range(5, 6), 5)]
+    for split in parts:
+        for rows, first in split:
+            apart = updates_of(name, some_rows(SIX, list(rows)), first)
+            for whole, some in zip(together, apart, strict=True):
+                for row in rows:
+                    for found, expected in zip(scoring(some, row - first), scoring(whole, row), strict=True):
+                        assert torch.equal(found, expected)
+
+
+@each
+def test_padding_moves_no_view(name):
+    wide = 2
+    padded = replace(
+        SIX,
+        prompt_ids=torch.cat([torch.zeros(6, wide, dtype=torch.long), SIX.prompt_ids], dim=1),
+        attention_mask=torch.cat([torch.zeros(6, wide, dtype=torch.long), SIX.attention_mask], dim=1),
+        maskable=torch.cat([torch.zeros(6, wide, dtype=torch.bool), SIX.maskable], dim=1),
+    )
+    for found, expected in zip(updates_of(name, padded), updates_of(name, SIX), strict=True):
+        assert torch.equal(found.noise[..., wide:], expected.noise)
+        assert not found.noise[..., :wide].any()
+        assert torch.equal(found.weights, expected.weights)
+
+
+@each
+def test_successive_draws_differ_unless_nothing_is_random(name):
+    one, two, three = updates_of(name, SIX)
+    fixed = name in ("replay", "tracerl", "left_to_right")
+    for a, b in ((one, two), (two, three), (one, three)):
+        assert (torch.equal(a.noise, b.noise) and torch.equal(a.weights, b.weights)) == fixed
+    other = updates_of(name, SIX, seed=5)[0]
+    assert (torch.equal(one.noise, other.noise) and torch.equal(one.weights, other.weights)) == fixed
+
+
+@each
+def test_views_are_as_many_as_planned_and_show_nothing_that_tells_the_length(name):
+    """Only replay shows canvas behind a completion's end, where the sampler had revealed it (`test_replay.py`)."""
+    estimator, chosen = CHOSEN[name]
+    most = ESTIMATORS[estimator].views(settings(**chosen))
+    for views in updates_of(name, SAMPLED, total=4):
+        assert views.noise.dtype == torch.bool
+        assert views.weights.dtype == torch.float32
+        assert views.noise.shape[:2] == views.weights.shape[:2]
+        assert views.noise.shape[1] <= most
+        assert not (views.noise[..., :PROMPT] & ~SAMPLED.maskable.unsqueeze(1)).any()
+        assert (views.weights >= 0).all()
+        hidden = views.noise[..., PROMPT:]
+        assert not (views.weights[~hidden]).any()  # what is seen is not predicted
+        assert not views.weights[~SAMPLED.scored.unsqueeze(1).expand_as(hidden)].any()
+        if not ESTIMATORS[estimator].replays:
+            for row in range(len(LENGTHS)):
+                assert hidden[row][views.weights[row].any(-1)][:, list(behind(row))].all()
+
+
+@each
+def test_an_eos_alone_is_scored_and_a_row_that_takes_no_part_is_not(name):
+    """Row 2 is only an EOS; row 3 has nothing that counts, and neither does a whole batch of such rows."""
+    model = tiny(2)
+    seen = torch.zeros(())
+    for seed in range(20):
+        for views in updates_of(name, SAMPLED, total=4, seed=seed):
+            assert torch.isfinite(views.weights).all()
+            assert not views.weights[3].any()
+            seen = seen + views.weights[2, :, 0].sum()
+    assert seen > 0
+    found = scores(model, views)
+    assert not found.logps[3].any()
+    assert not found.logps[2, 1:].any()
+    nothing = replace(SAMPLED, scored=torch.zeros_like(SAMPLED.scored))
+    for views in updates_of(name, nothing, total=4):
+        assert not views.weights.any()
+        found = scores(model, views).logps
+        assert not found.any()
+        assert not gradient(model, found).any()
+
+
+@each
+def test_attention_sees_the_whole_canvas_so_that_other_tokens_behind_the_end_change_nothing(name):
+    """Replay hides them here, too: with none of them revealed before the others."""
+    late = SAMPLED.reveal_steps.masked_fill(~SAMPLED.scored, 9)
+    sampled = replace(SAMPLED, reveal_steps=late)
+    views = updates_of(name, sampled, total=4)[0]
+    other = replace(sampled, completion_ids=sampled.completion_ids.where(sampled.scored, 2))
+    model = tiny(2)
+    expected = scores(model, views, sampled).logps
+    torch.testing.assert_close(scores(model, views, other).logps, expected, rtol=0, atol=0)
+    # A canvas that ended with the completion would be another state: attention does reach behind.
+    row = some_rows(sampled, [1])
+    short = Views(views.noise[1:2, :, : PROMPT + LENGTHS[1]], views.weights[1:2, :, : LENGTHS[1]])
+    cut = replace(row, completion_ids=row.completion_ids[:, : LENGTHS[1]])
+    if short.weights.any():
+        assert (scores(model, short, cut).logps - expected[1, : LENGTHS[1]]).abs().max() > 1e-4
+
+
+# --- What scoring takes ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def forward_passes(model):
+    """Rows of each forward pass through the model's body."""
+    rows = []
+    handle = model.base_model.register_forward_pre_hook(
+        lambda body, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    yield rows
+    handle.remove()
+
+
+@each
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_forward_passes_are_as_few_as_pairs_of_rows_and_views_that_score_something(name, at_once):
+    model, views = tiny(2), updates_of(name, SIX)[0]
+    pairs = int(views.weights.any(-1).sum()) if views.weights.shape[1] > 1 else 6
+    with forward_passes(model) as rows, torch.no_grad():
+        scores(model, views, SIX, views_at_once=at_once)
+    assert len(rows) == -(-pairs // (6 * at_once))
+    assert sum(rows) == pairs
+    assert max(rows) <= 6 * at_once
+    with forward_passes(model) as rows:
+        scores(model, views, SIX, views_at_once=at_once).logps.sum().backward()
+    passes = -(-pairs // (6 * at_once))
+    assert len(rows) == passes * (2 if passes > 1 else 1)  # of several, each is computed again for its gradient
+    model.zero_grad()
+
+
+@each
+def test_neither_views_at_once_nor_micro_batches_change_values_or_gradients(name):
+    model, views = tiny(2), updates_of(name, SIX)[0]
+    expected = scores(model, views, SIX, views_at_once=views.weights.shape[1]).logps
+    for at_once in (1, 2, 5):
+        assert_same(model, scores(model, views, SIX, views_at_once=at_once).logps, expected)
+    for size in (1, 4):
+        parts = []
+        for start in range(0, 6, size):
+            some = slice(start, start + size)
+            parts.append(scores(model, Views(views.noise[some], views.weights[some]), some_rows(SIX, some), 1).logps)
+        assert_same(model, torch.cat(parts), expected)
+
+
+def test_values_in_fp32_are_those_in_fp64():
+    views = updates_of("espo", SIX)[0]
+    given = (SIX.prompt_ids, SIX.attention_mask, SIX.completion_ids, views)
+    with torch.no_grad():
+        expected = scores(tiny(2), views, SIX).logps
+        found = score(deepcopy(tiny(2)).float(), *given, mask_token_id=MASK, gen_length=CANVAS).logps
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)

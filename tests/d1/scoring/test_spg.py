@@ -1,0 +1,207 @@
+"""SPG's masks against their definition, and its two forms beside the likelihood of a process that reveals in any order.
+
+Numbers are log-probabilities of the completion of four tokens, a form's value a token times four.
+"""
+
+from itertools import pairwise, permutations, product
+from math import comb, exp, fsum, log
+from typing import NamedTuple
+
+import pytest
+import torch
+from objectives import LossInputs, evidence_bounds
+
+from d1.masking import keyed_generator
+from d1.scoring import ESTIMATORS, Randomness
+from d1.scoring.spg import hidden_of_row, spg_views
+from tests.d1.scoring.enumeration import (
+    CANVAS,
+    LENGTHS,
+    PROMPT,
+    SAMPLED,
+    all_states,
+    any_order_bound,
+    assert_frequencies,
+    assert_same,
+    marked,
+    merged,
+    repeated,
+    scores,
+    settings,
+    stacked,
+    subsets,
+    tiny,
+)
+
+P_MASK = 0.3
+
+
+def all_views(row, size, p=P_MASK):
+    """(chance, (canvas,) what is hidden) of every draw of a view of one row, by the module's own function."""
+    length = LENGTHS[row]
+    blocks = -(-length // size)
+    for block in range(blocks):
+        tokens = min((block + 1) * size, length) - block * size
+        earlier = range(block * size)
+        for hide, order, some in product(range(1, tokens + 1), permutations(range(tokens)), subsets(earlier)):
+            chance = p ** len(some) * (1 - p) ** (len(earlier) - len(some))
+            hidden = hidden_of_row(length, block, hide, torch.tensor(order), size, marked(some))
+            yield block, chance / (tokens * len(list(permutations(range(tokens))))), hidden
+
+
+def all_draws(row, size, views):
+    """Every draw of one or of two views; of two, their blocks are drawn without replacement."""
+    each = list(all_views(row, size))
+    blocks = 1 + max((block for block, _, _ in each), default=0)
+    if not each:
+        cases = [(1.0, torch.ones(views, CANVAS, dtype=torch.bool))]
+    elif views == 1:
+        cases = [(chance / blocks, hidden.unsqueeze(0)) for _, chance, hidden in each]
+    else:
+        pairs = blocks * max(1, blocks - 1)
+        cases = [
+            (p * q / pairs, torch.stack([one, other]))
+            for (a, p, one), (b, q, other) in product(each, each)
+            if a != b or blocks == 1
+        ]
+    chances, hidden = zip(*cases, strict=True)
+    noise, scored = torch.zeros(1, 1, PROMPT, dtype=torch.bool), SAMPLED.scored[row].expand(len(cases), -1)
+    return torch.tensor(chances, dtype=torch.float64), spg_views(
+        noise.expand(len(cases), 1, -1), torch.stack(hidden), scored
+    )
+
+
+def definition(model, size):
+    """The mean over blocks, over how many of a block's tokens are hidden, over the sets of so many and over the sets of
+    earlier tokens that are hidden too, of the mean log-prob of all hidden tokens."""
+    rows = []
+    for row, length in enumerate(LENGTHS):
+        states, total = all_states(model, row), torch.zeros(CANVAS, dtype=torch.float64)
+        firsts = range(0, length, size)
+        for first in firsts:
+            own = range(first, min(first + size, length))
+            for some, perturbed in product(subsets(own)[1:], subsets(range(first))):
+                hidden = perturbed + some + tuple(range(own.stop, length))
+                chance = 1 / (len(firsts) * len(own) * comb(len(own), len(some)))
+                chance *= P_MASK ** len(perturbed) * (1 - P_MASK) ** (first - len(perturbed))
+                total = total + chance * marked(hidden) * states[hidden] / len(hidden)
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("size", "views"), [(2, 1), (2, 2), (3, 1), (4, 1)])
+def test_the_mean_over_all_draws_is_the_definition(size, views):
+    drawn = stacked([merged(*all_draws(row, size, views)) for row in range(len(LENGTHS))])
+    for layers in (1, 2):
+        model = tiny(layers)
+        found = scores(model, drawn).logps
+        assert_same(model, found, definition(model, size))
+        if size == CANVAS:  # one block: the any-order bound, a token
+            lengths = torch.tensor(LENGTHS).clamp(min=1).unsqueeze(1)
+            assert_same(model, found, any_order_bound(model) / lengths)
+
+
+def test_draws_take_blocks_without_replacement_and_have_the_chances_assumed_above():
+    count, row, size = 3000, 1, 2  # three tokens: a block of two, and one of one
+    generator = keyed_generator(5)
+    random = Randomness([generator] * count, generator, 0, count, torch.zeros(count))
+    chosen = settings(num_views=3, block_length=size, p_mask_prompt=P_MASK)
+    views = ESTIMATORS["spg"].draw(repeated(row, count), random, chosen)
+    hidden = views.noise[:, :, PROMPT:]
+    assert hidden[..., LENGTHS[row] :].all()
+    sets = (hidden[..., :3] * 2 ** torch.arange(3)).sum(-1)
+    chances = torch.zeros(8, dtype=torch.float64)
+    for _, chance, some in all_views(row, size):
+        chances[(some[:3] * 2 ** torch.arange(3)).sum()] += chance / 2
+    for view in sets.unbind(1):
+        assert_frequencies(view.bincount(minlength=8), chances)
+    # All three are hidden by a view of the first block, or by one of the second with both earlier tokens perturbed.
+    both = ((sets[:, 0] == 7) & (sets[:, 1] == 7)).sum()
+    assert_frequencies(torch.stack([both, count - both]), torch.tensor([0.5 * P_MASK**2, 1 - 0.5 * P_MASK**2]))
+    torch.testing.assert_close(views.weights.sum((1, 2)), torch.ones(count))
+    prompts = (views.noise[:, 0, :PROMPT] * 2 ** torch.arange(PROMPT)).sum(-1)
+    independent = [P_MASK ** bin(x).count("1") * (1 - P_MASK) ** (3 - bin(x).count("1")) for x in range(8)]
+    assert_frequencies(prompts.bincount(minlength=8), torch.tensor(independent))
+
+
+# --- What its two forms bound ----------------------------------------------------------------------------------------
+
+
+class Forms(NamedTuple):
+    """Of one model and completion, in nats: log p of the process that fills blocks in order and each in any order, the
+    evidence lower bound of it, and SPG's two forms over all views at once."""
+
+    logp: float
+    elbo: float
+    lower: float
+    upper: float
+
+
+def forms(states, size, beta):
+    """`evidence_bounds` of all views, each as often as it is likely: its limit for many draws."""
+    values = {some: (logps * marked(some)).tolist() for some, logps in states.items()}
+    orders = [o for o in permutations(range(CANVAS)) if all(a // size <= b // size for a, b in pairwise(o))]
+    each = [fsum(values[tuple(sorted(order[k:]))][order[k]] for k in range(CANVAS)) for order in orders]
+    hidden = torch.stack([some for _, _, some in all_views(0, size, p=0.0)]).unsqueeze(0)
+    likely = torch.tensor([chance for _, chance, _ in all_views(0, size, p=0.0)])
+    hidden = hidden[:, likely > 0]
+    views = spg_views(torch.zeros(1, 1, PROMPT, dtype=torch.bool), hidden, torch.ones(1, CANVAS, dtype=torch.bool))
+    lower, upper = evidence_bounds(loss_inputs(states, views), settings(eubo_beta=beta))
+    return Forms(log(fsum(map(exp, each)) / len(each)), fsum(each) / len(each), 4 * lower.item(), 4 * upper.item())
+
+
+def loss_inputs(states, views):
+    places = [tuple(noise[PROMPT:].nonzero().flatten().tolist()) for noise in views.noise[0]]
+    logps = torch.stack([states[some] * marked(some) for some in places]).unsqueeze(0)
+    ones = torch.ones(1, CANVAS)
+    return LossInputs(logps, logps, None, views.weights.double(), ones[:, 0], ones, torch.tensor(4.0))
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The states of a completion under ten random models."""
+    with torch.no_grad():
+        return [all_states(tiny(layers, seed), 0) for layers in (1, 2) for seed in range(4, 9)]
+
+
+def test_the_any_order_bound_lies_below_the_log_likelihood_and_spgs_lower_form_is_it_with_a_single_block(models):
+    for states in models:
+        one = forms(states, size=4, beta=1.5)
+        assert one.elbo < one.logp  # Jensen
+        assert one.lower == pytest.approx(one.elbo, abs=1e-5)
+
+
+def test_the_upper_form_is_a_bound_for_beta_of_the_length_and_not_for_the_published_one(models):
+    """With a single block and many draws it is the sum over tokens of log E[p_k^beta] / beta, over orders. By Hölder's
+    inequality that is above log E[product of p_k] for beta >= L; for smaller ones nothing is known but that it lies
+    above the lower bound (Jensen)."""
+    for states in models:
+        assert forms(states, size=4, beta=4.0).upper > forms(states, size=4, beta=4.0).logp
+    published = [forms(states, size=4, beta=1.5) for states in models]
+    assert all(one.upper > one.lower for one in published)
+    below = [one.logp - one.upper for one in published if one.upper < one.logp]
+    assert len(below) == 4  # of ten models
+    assert max(below) == pytest.approx(0.411, abs=1e-3)
+
+
+def test_with_several_blocks_neither_form_is_a_bound_nor_lies_on_its_side_of_the_other(models):
+    """Each token of later blocks is scored in the states of all blocks before it, and blocks are averaged where a
+    likelihood would add them up."""
+    several = [forms(states, size=2, beta=1.5) for states in models]
+    assert all(one.elbo < one.logp for one in several)  # of the process itself it is one
+    above = [one.lower - one.logp for one in several if one.lower > one.logp]
+    below = [one.logp - one.upper for one in several if one.upper < one.logp]
+    crossed = [one.lower - one.upper for one in several if one.lower > one.upper]
+    assert (len(above), len(below), len(crossed)) == (5, 7, 5)  # of ten models
+    assert (max(above), max(below), max(crossed)) == pytest.approx((1.239, 1.027, 1.814), abs=1e-3)
+
+
+def test_of_a_single_view_the_forms_differ_by_a_number_without_gradient(models):
+    """(1/beta) log(p^beta / t) is log p - log(t) / beta."""
+    states = models[0]
+    hidden = torch.stack([some for _, _, some in all_views(0, 4, p=0.0)])
+    noise, scored = torch.zeros(1, 1, PROMPT, dtype=torch.bool), torch.ones(1, CANVAS, dtype=torch.bool)
+    for some in hidden.unique(dim=0):
+        views = spg_views(noise, some.view(1, 1, CANVAS), scored)
+        lower, upper = evidence_bounds(loss_inputs(states, views), settings(eubo_beta=1.5))
+        torch.testing.assert_close(upper, lower - log(some.sum() / CANVAS) / 1.5)
