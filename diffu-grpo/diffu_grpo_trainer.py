@@ -283,7 +283,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
-        logs["compute_tokens"] = self.accelerator.gather(torch.tensor(self.compute)).sum().item()
+        logs["compute_tokens"] = (
+            self.accelerator.gather(torch.tensor(self.compute, device=self.accelerator.device)).sum().item()
+        )
         if "train_loss" in logs:
             logs["train_loss"] = self.mean_loss()
         super().log(logs, start_time)

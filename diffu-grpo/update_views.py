@@ -48,7 +48,7 @@ def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
     """Whether every update has the views of the first, on all processes: where these share weights, each forward pass
     of one needs the others. Waits for the device."""
     alike = torch.stack([(batch[name] == batch[name][:, :1]).all() for name in ("view_noise", "view_weights")]).all()
-    return bool(gather(alike).all())
+    return bool(gather(alike.int()).all())
 
 
 def score_updates(

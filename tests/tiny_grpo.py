@@ -1,5 +1,7 @@
 """What tests of diffu-GRPO share: a tiny trainer of any method, its task, and ways to compare two runs."""
 
+import os
+
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
@@ -98,8 +100,23 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
     """
     model = load_model(str(model_dir))
     model.generation_config.eos_token_id = list(ends)
-    given = {"model": model, "base": method_settings(method), "reward": [by_letter, is_even]}
+    given = {"model": model, "base": method_settings(method)}
+    given |= {"reward": [by_letter, is_even], "reward_weights": [1.0, 0.0]}
     return make_trainer(model_dir, folder, cls, **(given | changes))
+
+
+def train_a_little(model_dir, folder, method):
+    """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second."""
+    size = 12 // int(os.environ.get("WORLD_SIZE", "1"))
+    options = {"per_device_train_batch_size": size, "max_steps": 3, "learning_rate": 0.01}
+    trainer = make_method(model_dir, folder, method, **options, **same_mean(method))
+    trainer.train()
+    return trainer
+
+
+def same_mean(method):
+    """A mean in place of that over the tokens of a micro-batch, which is another one for each way to cut a rollout."""
+    return {"loss_type": "grpo"} if METHODS[method].values["loss_type"] == "bnpo" else {}
 
 
 def weights(model):

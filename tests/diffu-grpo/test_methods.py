@@ -20,7 +20,7 @@ from d1.masking import keyed_generator
 from d1.methods import METHODS
 from d1.scoring import ESTIMATORS, Views
 from d1.scoring.rollouts import randomness
-from tests.tiny_grpo import by_letter, clockless, is_even, logged, make_method, weights
+from tests.tiny_grpo import by_letter, clockless, is_even, logged, make_method, same_mean, weights
 
 LINEAR = [name for name in METHODS if ESTIMATORS[METHODS[name].values["estimator"]].linear]
 REPLAYS = [name for name in METHODS if METHODS[name].values["estimator"] in ("replay", "left_to_right")]
@@ -266,12 +266,9 @@ def step_alike(trainers):
 
 @every_method
 def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(tiny_model_dir, tmp_path, method):
-    # The mean over the tokens of a micro-batch is another one for each way to cut.
-    loss_type = {"loss_type": "grpo"} if METHODS[method].values["loss_type"] == "bnpo" else {}
-
     def trainer(rows, **changes):
         cut = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows, "learning_rate": 0.01}
-        return make_method(tiny_model_dir, tmp_path, method, **(cut | loss_type | changes))
+        return make_method(tiny_model_dir, tmp_path, method, **(cut | same_mean(method) | changes))
 
     step_alike(
         [
