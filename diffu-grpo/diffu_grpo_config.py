@@ -11,7 +11,7 @@ import torch
 from advantages import ADVANTAGES
 from choose_method import check_names, find_method
 from combinations import check_combination
-from objectives import OBJECTIVES
+from objectives import OBJECTIVES, WITHOUT_OLD
 from penalties import PENALTIES
 from trl import GRPOConfig
 
@@ -237,10 +237,15 @@ class DiffuGRPOConfig(GRPOConfig):
         check_combination(self)
 
     @property
+    def reads_old_logps(self) -> bool:
+        """Whether the loss compares the policy with the one that sampled."""
+        return self.objective not in WITHOUT_OLD or (self.beta != 0.0 and self.kl in WITHOUT_REFERENCE)
+
+    @property
     def needs_old_logps(self) -> bool:
-        """Whether updates come after the weights that sampled have changed; if not, the ratio is 1 by definition."""
+        """Whether it does, and updates come after the weights that sampled have changed: before, the ratio is 1."""
         cycle = int(self.steps_per_generation or 1) * self.num_iterations
-        return self.gradient_accumulation_steps % cycle != 0
+        return self.reads_old_logps and self.gradient_accumulation_steps % cycle != 0
 
     @property
     def needs_reference(self) -> bool:

@@ -24,9 +24,10 @@ from penalties import PENALTIES
 from rewards import guarded
 from rollout_state import RestoreRollout, save_rollout
 from torch import Tensor
+from trainer_checks import check_trainer, refuse_tools
 from trl.trainer.utils import pad
 from trl_bridge import CanvasGRPOTrainer, TokenRecord, reference_from, rollout_buffer
-from update_metrics import largest_ratio, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
+from update_metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
 from update_views import (
     Batch,
     draw_updates,
@@ -76,9 +77,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         task_name: str = "",
         **kwargs: Any,
     ) -> None:
-        for name in ("tools", "rollout_func", "environment_factory"):
-            if kwargs.get(name):
-                raise ValueError(f"{name} is not supported: diffusion rollouts are sampled as one canvas")
+        refuse_tools(kwargs)
         mask_id = args.mask_id if args.mask_id is not None else processing_class.mask_token_id
         if mask_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
@@ -87,12 +86,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.sampling = args.sampling_settings()
         if self.sampling.cache:
             check_cacheable(model.config)
-        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        functions = [guarded(function, task_name, Path(args.output_dir)) for function in functions]
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with reference_from(model if args.needs_reference else None):
             super().__init__(
                 model=model,
-                reward_funcs=functions,
+                reward_funcs=[guarded(reward, task_name, Path(args.output_dir)) for reward in rewards],
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
@@ -100,21 +98,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             )
         if not args.has_trls_kl:
             self.leave_out_trls_kl()
-        if args.right_share and not getattr(functions[-1], "only_watched", False):
-            raise ValueError(
-                "right_share asks which completions are right: the last reward must be `accuracy_of(task)`"
-            )
-        if args.sync_ref_model and self.weights_are_split:
-            raise ValueError(
-                "sync_ref_model keeps a reference that no folder holds, and under ZeRO-3 or FSDP a checkpoint cannot "
-                "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
-            )
-        if self.samples_in_step and (self.sampling.rule or args.eos_stop):
-            raise ValueError(
-                "a parallel sampler and eos_stop take as many forward passes as the text asks for, but processes that "
-                "each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
-                "ds3_gather_for_generation, or leave both off"
-            )
+        check_trainer(self)
         self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.compute = 0  # tokens this process fed through the body, each twice more for a backward pass
@@ -124,6 +108,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     @property
     def mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def update(self) -> int:
+        """The inner update at hand, 0 to mu - 1. An evaluation looks at the first alone."""
+        return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
 
     def randomness(self, rows: int) -> list[Randomness]:
         """What the views of a rollout's rows are drawn with, for each inner update."""
@@ -210,16 +199,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.score_rollout(batch)
 
     def score_rollout(self, batch: Batch) -> None:
-        """Adds old and reference log-probs, (rows, mu, tokens) each, where the loss needs them."""
+        """Adds old and reference log-probs, (rows, mu, views, canvas) each, where the loss needs them."""
         started, args = time.perf_counter(), self.args
         size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
         score_one = partial(self.scores, size=size)
-        # An evaluation looks at the first update alone, and equal views have equal scores.
-        only_first = self.mode == "eval" or updates_are_alike(batch)
+        # Equal views have equal scores.
+        only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)
         with self.without_checkpointing():
             if args.needs_old_logps:
                 batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
-            if self.args.needs_reference:
+            if args.needs_reference:
                 with self.reference() as model:
                     batch["ref_view_logps"] = score_updates(model, batch, score_one, only_first)
         self.log_metric("seconds/scoring", time.perf_counter() - started)
@@ -237,12 +226,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss under the views, old and reference log-probs of the inner update at hand."""
         training, args = self.mode == "train", self.args
-        update = self.micro_step // args.steps_per_generation % self.num_iterations if training else 0
         if training and args.objective in OVER_ALL_ROWS and self.micro_step % args.steps_per_generation == 0:
-            self.compare_rows(model, update)
-        scores = self.scores(model, batch, views_of(batch, update), with_entropies=True)
+            self.compare_rows(model)
+        scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
-        inputs = loss_inputs(batch, scores, update, micro_batches)
+        inputs = loss_inputs(batch, scores, self.update, micro_batches)
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
         if args.objective == "trl":
@@ -250,19 +238,27 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         else:
             loss, metrics = OBJECTIVES[args.objective](inputs, args)
             loss = loss / accumulated
+            metrics["entropy"] = mean_entropy(inputs, scores.entropies, self.accelerator.gather)
         if args.beta and not args.has_trls_kl:
             penalty = PENALTIES[args.kl](inputs, args)
             metrics["kl"] = self.accelerator.gather(penalty.detach()).mean().item()
             loss = loss + args.beta * penalty / accumulated
+        self.check_finite(loss.detach(), inputs, batch)
+        if args.reads_old_logps:
+            metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
+        if self.update == 0:
+            metrics |= sampling_gap(batch, inputs, self.accelerator.gather)
         for name, value in metrics.items():
             self.log_metric(name, value)
-        self.measure(loss.detach(), inputs, batch, first=update == 0)
         return loss
 
-    def compare_rows(self, model: Any, update: int) -> None:
+    def compare_rows(self, model: Any) -> None:
         """Adds `log_ratios`, of all rows of the rollout, to its micro-batches, before the first of an update."""
+        update = self.update
 
         def ratios(batch: Batch) -> Tensor:
+            if update == 0:  # the policy is still the one that sampled
+                return torch.zeros_like(batch["advantages"])
             return sequence_log_ratios(loss_inputs(batch, self.scores(model, batch, views_of(batch, update)), update))
 
         with self.without_checkpointing(), evaluating(model):
@@ -270,16 +266,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         for batch in rollout_buffer(self):
             batch["log_ratios"] = everyone
 
-    def measure(self, loss: Tensor, inputs: LossInputs, batch: Batch, *, first: bool) -> None:
-        """Logs ratios, and stops the run at a loss that is not finite."""
+    def check_finite(self, loss: Tensor, inputs: LossInputs, batch: Batch) -> None:
+        """Stops the run at a loss that is not finite."""
         if not torch.isfinite(loss):
             rows = rows_to_blame(batch, inputs.logps.detach(), self.text_tokenizer.decode)
             step, rank = self.state.global_step, self.args.process_index
             raise bad_loss(loss.item(), rows, str(self.args.output_dir), step, rank)
-        gather = self.accelerator.gather
-        metrics = {"ratio_max": largest_ratio(inputs, gather)}
-        for name, value in (metrics | (sampling_gap(batch, inputs, gather) if first else {})).items():
-            self.log_metric(name, value)
 
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 
@@ -291,7 +283,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
-        logs["compute_tokens"] = self.accelerator.gather(torch.tensor(self.compute)).sum().item()
+        logs["compute_tokens"] = (
+            self.accelerator.gather(torch.tensor(self.compute, device=self.accelerator.device)).sum().item()
+        )
         if "train_loss" in logs:
             logs["train_loss"] = self.mean_loss()
         super().log(logs, start_time)

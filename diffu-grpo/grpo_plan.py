@@ -66,7 +66,7 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
         "sampling": int(args.diffusion_steps or 0) * (2 if args.cfg_scale else 1),
         "old log-probs": before if args.needs_old_logps else 0,
         "reference log-probs": before if args.needs_reference else 0,
-        "weights of rows, before each update": every if args.objective in OVER_ALL_ROWS else 0,
+        "weights of rows, before each later update": every - views if args.objective in OVER_ALL_ROWS else 0,
         "updates, forward": every * times,
         "updates, backward": every,
     }

@@ -188,3 +188,5 @@ OBJECTIVES: dict[str, Objective] = {
 }
 # Those that weigh a row against all rows of its rollout, and so need `LossInputs.log_ratios`.
 OVER_ALL_ROWS = ("stable_drl",)
+# Those that look at the policy alone: they need no log-probs of the one that sampled.
+WITHOUT_OLD = ("reinforce", "spg")

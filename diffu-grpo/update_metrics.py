@@ -20,9 +20,17 @@ def prompt_masked(batch: Batch) -> float:
 
 
 def largest_ratio(inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> float:
-    """The largest ratio of new to old probabilities of a scored token, over all processes."""
-    ratios = (inputs.logps - inputs.old).detach().exp().masked_fill(~inputs.mask.bool(), 0.0)
+    """The largest ratio of new to old probabilities of a token, over all views that score it and all processes."""
+    scored = (inputs.weights * inputs.mask.unsqueeze(1)) != 0
+    ratios = (inputs.view_logps - inputs.view_old).detach().exp().masked_fill(~scored, 0.0)
     return gather(ratios.max()).max().item()
+
+
+def mean_entropy(inputs: LossInputs, entropies: Tensor, gather: Callable[[Tensor], Tensor]) -> float:
+    """The policy's mean entropy in nats where it is scored; `entropies` (rows, canvas) are summed with the weights."""
+    sums = torch.stack([entropies.sum(), inputs.weights.sum()])
+    total, weight = gather(sums).view(-1, 2).sum(0).tolist()
+    return total / weight if weight else 0.0
 
 
 def sampling_gap(batch: Batch, inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:

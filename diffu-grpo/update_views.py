@@ -44,9 +44,11 @@ def views_of(batch: Batch, update: int) -> Views:
     return Views(batch["view_noise"][:, update], batch["view_weights"][:, update])
 
 
-def updates_are_alike(batch: Batch) -> bool:
-    """Whether every update has the views of the first. Waits for the device."""
-    return all(bool((of == of[:, :1]).all()) for of in (batch["view_noise"], batch["view_weights"]))
+def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
+    """Whether every update has the views of the first, on all processes: where these share weights, each forward pass
+    of one needs the others. Waits for the device."""
+    alike = torch.stack([(batch[name] == batch[name][:, :1]).all() for name in ("view_noise", "view_weights")]).all()
+    return bool(gather(alike.int()).all())
 
 
 def score_updates(

@@ -92,7 +92,7 @@ class Counting(DiffuGRPOTrainer):
         super().score_rollout(batch)
 
     def compare_rows(self, *args):
-        self.task = "weights of rows, before each update"
+        self.task = "weights of rows, before each later update"
         super().compare_rows(*args)
 
 

@@ -14,8 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from d1.methods import METHODS
+from tests.tiny_grpo import logged, train_a_little, weights
+
 ROOT = Path(__file__).parents[2]
 TASK = Path(__file__).with_name("letters_task.py")
+TRAIN_METHODS = Path(__file__).with_name("train_methods.py")
 TIMES = ("seconds/", "rollout_tokens", "step_time", "train_runtime", "_per_second", "peak_memory", "profiling/")
 
 
@@ -144,6 +148,47 @@ def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_mode
     resumed = final_weights(tmp_path / "resumed")
     assert all(torch.equal(value, two[name]) for name, value in resumed.items())
     assert logs(tmp_path / "resumed") == logs(tmp_path / "two")
+
+
+# Methods that ask other processes for different things: weights of all rows; advantages of a group, in two ways; prompts
+# that are kept, and tokens; draws spread over all rows.
+FEW = ("stable-drl", "wd1", "espo", "tracerl", "agrpo")
+AGREE = ("reward", "kl", "ratio_max", "weight_max", "prompts_kept", "sampling/logp_difference_abs")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "methods"),
+    [
+        ("ddp", FEW),
+        pytest.param("ddp", [name for name in METHODS if name not in FEW], marks=pytest.mark.slow),
+        pytest.param("zero2", list(METHODS), marks=pytest.mark.slow),
+    ],
+    ids=["ddp", "ddp, the others", "zero2"],
+)
+def test_two_processes_reach_the_weights_of_one_by_each_method(tiny_model_dir, tmp_path, launcher, methods):
+    done = subprocess.run(
+        [*LAUNCHERS[launcher], str(TRAIN_METHODS), str(tiny_model_dir), str(tmp_path), *methods],
+        cwd=ROOT / "diffu-grpo",
+        env=environment(PYTHONPATH=f"{ROOT}:{ROOT / 'diffu-grpo'}", **on(launcher)),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    start = load_file(tiny_model_dir / "model.safetensors")
+    for method in methods:
+        record = json.loads((tmp_path / f"{method}.json").read_text())
+        assert record["processes"] == 2
+        assert KINDS[launcher] in record["kind"]
+        alone = train_a_little(tiny_model_dir, tmp_path / "alone", method)
+        two = load_file(tmp_path / f"{method}.safetensors")
+        for name, value in weights(alone.model).items():
+            assert (value - start[name]).abs().max() > 1e-4
+            torch.testing.assert_close(two[name], value, rtol=1e-4, atol=2e-6, msg=lambda text: f"{method}: {text}")
+        for entry, other in zip(logged(alone), record["logged"], strict=True):
+            for name in set(AGREE) & entry.keys():
+                assert other[name] == pytest.approx(entry[name], rel=1e-4, abs=1e-6), (method, name)
 
 
 def test_processes_that_would_each_train_alone_are_refused(tiny_model_dir, tmp_path):

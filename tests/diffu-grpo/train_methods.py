@@ -1,0 +1,26 @@
+"""Trains tiny models by several methods, one after the other in the same processes, which take seconds to start.
+
+    accelerate launch --num_processes 2 ... train_methods.py MODEL OUTPUT METHOD...
+
+Writes METHOD.safetensors, the weights, and METHOD.json, what was logged, into OUTPUT.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.tiny_grpo import logged, train_a_little, weights
+
+if __name__ == "__main__":
+    model_dir, output = map(Path, sys.argv[1:3])
+    torch.set_num_threads(1)
+    for method in sys.argv[3:]:
+        trainer = train_a_little(model_dir, output / method, method)
+        if trainer.accelerator.is_main_process:
+            save_file(weights(trainer.model), output / f"{method}.safetensors")
+            state = trainer.args.distributed_state
+            record = {"kind": str(state.distributed_type), "processes": state.num_processes, "logged": logged(trainer)}
+            (output / f"{method}.json").write_text(json.dumps(record))

@@ -1,0 +1,133 @@
+"""What tests of diffu-GRPO share: a tiny trainer of any method, its task, and ways to compare two runs."""
+
+import os
+
+from datasets import Dataset
+from diffu_grpo_config import DiffuGRPOConfig
+from diffu_grpo_trainer import DiffuGRPOTrainer
+
+from d1.methods import METHODS
+from d1.models import load_model, load_tokenizer
+
+# Long enough that two random masks of one prompt are never equal by chance, each of another length.
+WORDS = [letter * (24 + index) for index, letter in enumerate("abcdefghijkl")]
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 8,
+    "block_length": 4,
+    "diffusion_steps": 4,
+    "max_steps": 2,
+    "p_mask_prompt": 0.4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+
+
+def rows(count=12):
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": WORDS[i % 12]}], "letter": WORDS[i % 12][0]} for i in range(count)]
+    )
+
+
+def letter_share(completions, letter, **columns):
+    """Share of the completion that is the row's letter, plus a little for vowels, so that groups differ."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [
+        (text.count(wanted) + 0.1 * sum(map(text.count, "aeiou"))) / max(len(text), 1)
+        for text, wanted in zip(texts, letter, strict=True)
+    ]
+
+
+def by_letter(completions, **columns):
+    """A number of its own for nearly every text: the mean place of its characters in the alphabet."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum((ord(one) - 97) / 26 for one in text) / max(len(text), 1) for text in texts]
+
+
+def is_even(completions, **columns):
+    """An accuracy that is no reward: whether the text has an even number of characters."""
+    return [float(len(completion[0]["content"]) % 2 == 0) for completion in completions]
+
+
+is_even.only_watched = True
+
+
+def make_trainer(
+    model_dir,
+    folder,
+    cls=DiffuGRPOTrainer,
+    reward=letter_share,
+    model=None,
+    base=SETTINGS,
+    peft_config=None,
+    callbacks=None,
+    **changes,
+):
+    return cls(
+        model=load_model(str(model_dir)) if model is None else model,
+        reward_funcs=reward,
+        args=DiffuGRPOConfig(**({"output_dir": str(folder)} | base | changes)),
+        train_dataset=rows(),
+        eval_dataset=rows(4),
+        processing_class=load_tokenizer(str(model_dir)),
+        peft_config=peft_config,
+        callbacks=callbacks,
+    )
+
+
+def method_settings(method):
+    """The tiny settings, but for those that are the method's own, with few views. With SGD and no clipping, steps are
+    as near to each other as gradients are: Adam makes whole steps of the rounding of a gradient that is almost 0."""
+    own = METHODS[method].values
+    settings = {name: value for name, value in SETTINGS.items() if name not in own}
+    settings |= {"method": method, "num_iterations": 2}
+    settings |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    return settings | ({"num_views": 4} if own.get("num_views", 0) > 4 else {})
+
+
+def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28, 32), **changes):
+    """A trainer of a published method, with texts that are right or wrong and end early, late or never.
+
+    Args:
+        ends: the tokens that end a text.
+    """
+    model = load_model(str(model_dir))
+    model.generation_config.eos_token_id = list(ends)
+    given = {"model": model, "base": method_settings(method)}
+    given |= {"reward": [by_letter, is_even], "reward_weights": [1.0, 0.0]}
+    return make_trainer(model_dir, folder, cls, **(given | changes))
+
+
+def train_a_little(model_dir, folder, method):
+    """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second."""
+    size = 12 // int(os.environ.get("WORLD_SIZE", "1"))
+    options = {"per_device_train_batch_size": size, "max_steps": 3, "learning_rate": 0.01}
+    trainer = make_method(model_dir, folder, method, **options, **same_mean(method))
+    trainer.train()
+    return trainer
+
+
+def same_mean(method):
+    """A mean in place of that over the tokens of a micro-batch, which is another one for each way to cut a rollout."""
+    return {"loss_type": "grpo"} if METHODS[method].values["loss_type"] == "bnpo" else {}
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def logged(trainer):
+    """What was logged of each step."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def clockless(log_history):
+    clocks = ("seconds/", "_per_second", "step_time", "runtime", "peak_memory")
+    return [{k: v for k, v in entry.items() if not any(clock in k for clock in clocks)} for entry in log_history]
