@@ -3,7 +3,7 @@
     python pocket/compare_methods.py                       # two hours on two cores; tables in runs/methods
     python pocket/compare_methods.py --methods d1 espo --rollouts 20
 
-The same settings for all, of pocket.yaml, but for what makes the method: 60 rollouts of 64 completions, one seed, and at
+The same settings for all, of pocket.yaml, but for what makes the method: 60 rollouts of 64 completions, one seed, at
 most 4 updates on each. Then greedy completions of the 512 validation puzzles. Nothing is tuned for a method: what this
 ranks is mostly how well one learning rate suits each. Killed? The same command continues.
 """
