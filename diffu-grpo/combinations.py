@@ -94,6 +94,12 @@ CONTRADICTIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         lambda s: s.use_bias_correction_kl and not (s.objective == "trl" and s.kl == "k3"),
         "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3",
     ),
+    # Mixtures of experts
+    (
+        lambda s: s.router_aux_loss_coef != 0,
+        "router_aux_loss_coef {router_aux_loss_coef} needs the router's logits, and completions are scored without "
+        "them: leave it at 0",
+    ),
     # Advantages
     (
         lambda s: s.advantage != "trl" and s.scale_rewards != "none",

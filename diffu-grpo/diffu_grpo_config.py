@@ -200,6 +200,9 @@ class DiffuGRPOConfig(GRPOConfig):
         default=False, metadata={"help": "Every trained weight has a part in every loss; DDP need not look for others."}
     )
     disable_dropout: bool = field(default=True, metadata={"help": "Without it the first ratio would not be 1."})
+    router_aux_loss_coef: float | None = field(
+        default=0.0, metadata={"help": "Of a mixture's load balancing; only 0: scores do not ask for router logits."}
+    )
 
     def __post_init__(self) -> None:
         if self.diffusion_steps is None:

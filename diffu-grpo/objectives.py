@@ -61,8 +61,8 @@ class LossInputs:
         return self.mask.sum(-1).clamp(min=1)
 
 
-# -> the loss, a scalar for one micro-batch, of which the step's loss is the mean, and metrics to log. The settings are
-# those of the run, `DiffuGRPOConfig`.
+# -> the loss, a scalar for one micro-batch, of which the step's loss is the mean, and metrics to log, of this process's
+# rows. The settings are those of the run, `DiffuGRPOConfig`.
 Objective = Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]]
 
 

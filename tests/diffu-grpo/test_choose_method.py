@@ -197,6 +197,7 @@ REFUSED = [
     ({**SPG, "beta": 0.1}, "a KL of bounds means nothing: set --beta 0"),
     ({"kl": "k3_to_old", "loss_type": "cispo"}, "k3_to_old is averaged as loss_type says, and cispo is none of sum, "),
     ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
+    ({"router_aux_loss_coef": 0.001}, "router_aux_loss_coef 0.001 needs the router's logits"),
     ({"advantage": "leave_one_out", "scale_rewards": "group"}, "set --scale_rewards none"),
     (
         {"method": "wd1", "multi_objective_aggregation": "normalize_then_sum"},
