@@ -108,11 +108,24 @@ PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets on a mod
 
 
 def require_prepared(model: Any) -> None:
-    """Raises ValueError for a model that was not prepared for this library, and says how to prepare it."""
+    """Called where sampling, scoring and training begin.
+
+    Raises:
+        ValueError: the model was not prepared for this library, with how to prepare it; or it was released with another
+            attention than it runs with here.
+    """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(inner, PREPARED, False):
         raise ValueError(
             f"this {type(inner).__name__} was not prepared for masked diffusion: its attention may be causal, and "
             "padding would move its tokens. Load it with d1.models.load_model(path), or call "
             "d1.models.prepare(model) on one that you built"
+        )
+    size = getattr(inner.config, "block_size", None)
+    if size and kind_of(inner.config).attention == "full":
+        name = inner.config.name_or_path or type(inner).__name__
+        raise ValueError(
+            f"{name} has block-causal attention (blocks of {size}: a token "
+            "sees its own block and the blocks before it). This version loads, merges, exports and estimates such a "
+            "model; it does not yet sample, score or train it"
         )

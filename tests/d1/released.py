@@ -86,6 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> the fields of a publishe
         "mask_token_id": MASK,
     },
 }
+BLOCKS = ("sdar", "sdar_moe", "Fast_dLLM_Qwen", "llada2_moe")  # block-causal attention
 HEAD = 8
 
 

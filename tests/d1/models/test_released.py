@@ -10,13 +10,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from sft_trainer import dLLMTrainer
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from d1.__main__ import main, make_parser
 from d1.models import convert, load_model
 from d1.models.kinds import KINDS, kind_of
-from tests.d1.released import CONFIGS, config_of, read_files, twin_logits, write_files, write_released
+from d1.sampling import generate
+from d1.scoring import mean_field_logps
+from tests.d1.released import BLOCKS, CONFIGS, config_of, read_files, twin_logits, write_files, write_released
 
 IDS = torch.randint(4, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 MIXTURES = ("sdar_moe", "lladamoe", "llada2_moe")
@@ -88,6 +91,24 @@ def test_block_size_and_mask_are_the_configs_or_else_the_kinds(tmp_path, release
     again: Any = load_model(tmp_path / "b")
     assert (getattr(again.config, "block_size", None), again.config.mask_token_id) == expected
     assert kind_of(again.config) is KINDS[KINDS[released].becomes]
+
+
+@pytest.mark.parametrize("released", BLOCKS)
+def test_models_with_blocks_are_refused_where_sampling_scoring_and_training_begin(kind_dirs, tmp_path, released):
+    """Under the released name, and as training saves them."""
+    load_model(kind_dirs[released]).save_pretrained(tmp_path / "native")
+    nothing = torch.zeros_like(IDS, dtype=torch.bool)
+    for folder in (kind_dirs[released], tmp_path / "native"):
+        model: Any = load_model(folder)
+        adapted: Any = get_peft_model(load_model(folder), LoraConfig(target_modules=["o_proj"]))
+        message = rf"{folder} has block-causal attention \(blocks of {model.config.block_size}: .*does not yet sample"
+        lengths: dict[str, int] = {"mask_token_id": 3, "gen_length": 4}
+        with pytest.raises(ValueError, match=message):
+            generate(model, IDS, torch.ones_like(IDS), block_length=4, steps=4, **lengths)
+        with pytest.raises(ValueError, match=message):
+            mean_field_logps(adapted, IDS, torch.ones_like(IDS), IDS[:, :4], nothing, **lengths)
+        with pytest.raises(ValueError, match=message):
+            dLLMTrainer(model=adapted, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
