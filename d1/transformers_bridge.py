@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel, modeling_utils
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.utils import cached_file
 
-STORED = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}  # as safetensors names them
+READ_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them
 
 
 def needs_copy(path: str, dtype: Any, device: Any) -> bool:
@@ -20,26 +29,78 @@ def needs_copy(path: str, dtype: Any, device: Any) -> bool:
     if dtype == "auto" or not files:
         return False
     with safe_open(files[0], framework="pt") as file:
-        stored = file.get_slice(next(iter(file.keys()))).get_dtype()
-    return device is not None or STORED.get(f"torch.{str(dtype).removeprefix('torch.')}") != stored
+        stored = STORED.get(file.get_slice(next(iter(file.keys()))).get_dtype())
+    return device is not None or str(dtype).removeprefix("torch.") != str(stored).removeprefix("torch.")
+
+
+def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Path]]:
+    """Name, dtype (None: not one of `STORED`), number of elements and file of each weight in a local folder."""
+    for file_path in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file_path, framework="pt") as file:
+            for name in list(file.keys()):
+                weight = file.get_slice(name)
+                yield name, STORED.get(weight.get_dtype()), math.prod(weight.get_shape()), file_path
+
+
+def checkpoint_dtype(path: str) -> torch.dtype | str:
+    """The dtype that most of a checkpoint is stored in; "auto" for one that is no local folder of safetensors.
+
+    Transformers' own "auto" is what `config.json` says, which the files may contradict, or else the dtype of the first
+    weight, which may be a router's bias in another precision.
+    """
+    elements: Counter[torch.dtype] = Counter()
+    for _, dtype, count, _ in stored_weights(path):
+        if dtype is not None:
+            elements[dtype] += count
+    return elements.most_common(1)[0][0] if elements else "auto"
 
 
 @contextmanager
-def reading(copies: bool) -> Iterator[None]:
+def reading(copies: bool, in_order: bool = False) -> Iterator[None]:
     """Where weights are copied, have Transformers 5.23 read its files piece by piece rather than map them.
 
     A mapping stays resident in whole, next to the weights that were converted from it or moved to a device. Without a
     copy the mapping is the model, shared by all processes of a machine. To delete once `from_pretrained` takes
     safetensors' `backend` as an argument.
+
+    Args:
+        in_order: read each weight only when it is needed. Otherwise threads read ahead of the experts' stacking, up to
+            the whole checkpoint, and what they read and the stacks do not reuse each other's memory. To delete once
+            `from_pretrained` takes as an argument what it reads from this environment variable.
     """
     library: Any = modeling_utils
     mapped = library.safe_open
+    ahead = os.environ.get(READ_IN_ORDER)
+    if in_order:
+        os.environ[READ_IN_ORDER] = "1"
     if copies:
         library.safe_open = lambda *args, **kwargs: mapped(*args, **(kwargs | {"backend": "pread"}))
     try:
         yield
     finally:
         library.safe_open = mapped
+        if in_order and ahead is None:
+            del os.environ[READ_IN_ORDER]
+        elif in_order:
+            os.environ[READ_IN_ORDER] = str(ahead)
+
+
+@contextmanager
+def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterator[None]:
+    """Has Transformers 5.23 apply the converters of `joins()` as it reads a model of this type, before its own.
+
+    Its registry is for the whole process and also rules how models are saved, so the entry is put back. To delete once
+    `from_pretrained` takes converters where it takes a `key_mapping`.
+    """
+    own = get_checkpoint_conversion_mapping(model_type)
+    if joins is None or own is None:
+        yield
+        return
+    register_checkpoint_conversion_mapping(model_type, [*joins(), *own], overwrite=True)
+    try:
+        yield
+    finally:
+        register_checkpoint_conversion_mapping(model_type, own, overwrite=True)
 
 
 def attention_kernel(config: Any) -> str | None:

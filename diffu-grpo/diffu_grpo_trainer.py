@@ -78,11 +78,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         **kwargs: Any,
     ) -> None:
         refuse_tools(kwargs)
-        mask_id = args.mask_id if args.mask_id is not None else processing_class.mask_token_id
-        if mask_id is None:
+        self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
+        if self.mask_token_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         require_prepared(model)
-        self.mask_token_id = mask_id
         self.sampling = args.sampling_settings()
         if self.sampling.cache:
             check_cacheable(model.config)
@@ -214,7 +213,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.log_metric("seconds/scoring", time.perf_counter() - started)
 
     def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
-        """`score_batch` with this run's mask token, canvas and precision."""
+        """`score_batch` with this run's mask token and precision, its compute counted."""
         with self.accelerator.autocast():
             options |= {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
             scores = score_batch(model, batch, views, **options)
@@ -283,9 +282,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
-        logs["compute_tokens"] = (
-            self.accelerator.gather(torch.tensor(self.compute, device=self.accelerator.device)).sum().item()
-        )
+        compute = torch.tensor(self.compute, device=self.accelerator.device)
+        logs["compute_tokens"] = self.accelerator.gather(compute).sum().item()
         if "train_loss" in logs:
             logs["train_loss"] = self.mean_loss()
         super().log(logs, start_time)

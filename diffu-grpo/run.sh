@@ -44,14 +44,12 @@ case $DATASET in # d1's temperature, and its mu
     countdown) TEMPERATURE=${TEMPERATURE:-0.9} mu=8 ;;
     *) TEMPERATURE=${TEMPERATURE:-0.9} mu=12 ;;
 esac
-case $METHOD in
-    d1) NUM_ITER=${NUM_ITER:-$mu} ;;
-    coupled-grpo) COMPLETIONS=${COMPLETIONS:-120} PER_DEVICE=${PER_DEVICE:-5} ;; # it takes 10 completions a prompt
-esac
-suffix=${NUM_ITER:+_mu$NUM_ITER}
-if [ "$METHOD" != d1 ]; then
-    suffix=_$(basename "$METHOD" .py)$suffix
+if [ "$METHOD" = d1 ]; then
+    NUM_ITER=${NUM_ITER:-$mu} suffix=
+else
+    suffix=_$(basename "$METHOD" .py)
 fi
+suffix+=${NUM_ITER:+_mu$NUM_ITER}
 RUN_NAME=${RUN_NAME:-${RUN_PREFIX:-${DATASET}_$(basename "$MODEL_PATH")}$suffix}
 OUTPUT_DIR=${OUTPUT_DIR:-../runs/$RUN_NAME}
 if [ "$GPUS" -eq 0 ]; then

@@ -96,11 +96,11 @@ def score_batch(
             views_at_once=views_at_once,
         )
         parts.append(run_inside(model, compute))
-    logps, view_logps, compute, entropies = zip(*parts, strict=True)
+    logps, view_logps, tokens, entropies = zip(*parts, strict=True)
     return Scores(
         torch.cat(logps),
         torch.cat(view_logps),
-        torch.stack(compute).sum(),
+        torch.stack(tokens).sum(),
         torch.cat(entropies) if with_entropies else None,
     )
 

@@ -1,4 +1,4 @@
-"""Make one checkpoint folder from another: merge adapters, write LLaDA's own format, turn a decoder both ways.
+"""Make one checkpoint folder from another: merge adapters, write a released format, turn a decoder both ways.
 
 The commands `merge`, `export` and `a2d` of `python -m d1` call these functions.
 """
@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
-from d1.models.formats.llada import TO_LLADA, llada_from_llama
-from d1.models.formats.names import rename
-from d1.models.kinds import is_decoder
+from d1.models.kinds import KINDS, is_decoder, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
+from d1.transformers_bridge import checkpoint_dtype, stored_weights
+
+SHARD_BYTES = 5 * 10**9  # of one file of weights
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,8 @@ def probe(model: Any) -> Tensor:
 def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device: str | None = None) -> None:
     """Fold `adapters` into `base`, in order of training, and save the result with its tokenizer to `out`.
 
+    A base in a released format gives a model in that format.
+
     Args:
         dtype: Of the merged weights; "auto" is that of the base.
 
@@ -56,18 +61,24 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     path, chain = adapter_chain(base, adapters)
     model: Any = load_model(path, dtype, device)
     for adapter in tqdm(chain, desc="merging", unit="adapter"):
-        peft = add_adapter(model, adapter).eval()
-        before = probe(peft)
-        model = merge_adapter(peft, adapter)
+        model = add_adapter(model, adapter).eval()
+        before = probe(model)
+        model = merge_adapter(model, adapter)
         after = probe(model)
         change = ((after - before).abs().max() / before.abs().max()).item()
         if not change <= MERGE_TOLERANCE[model.dtype]:
             raise ValueError(f"merging {adapter} changed the logits by {change:.1%} of the largest: nothing is written")
         logger.info("merged %s: logits agree to %.2g of the largest", adapter, change)
     model.name_or_path = path
-    model.save_pretrained(folder)
-    save_tokenizer(path, folder)
-    if not torch.equal(probe(load_model(out, model.dtype, device)), after):
+    kind = released_kind(PreTrainedConfig.get_config_dict(path)[0])
+    if KINDS[kind].release is None:
+        model.save_pretrained(folder)
+        save_tokenizer(path, folder)
+    else:
+        write_released(model, kind, path, folder)
+    dtype = model.dtype
+    del model  # before it is read again: two of a large one do not fit
+    if not torch.equal(probe(load_model(out, dtype, device)), after):
         raise ValueError(f"{out} does not give the logits of the merged model: the disk or its files are damaged")
 
 
@@ -87,30 +98,105 @@ def save_tokenizer(source: str, folder: Path) -> None:
         logger.warning("%s has no tokenizer: %s holds the weights alone", source, folder)
 
 
-def export_llada(source: str, out: str) -> None:
-    """Write a Llama kept by this project with LLaDA's own config and weight names, for LLaDA's own code.
+def export(source: str, out: str, kind: str) -> None:
+    """Write a model kept by this project with the config and weight names of a released format, for that format's code.
+
+    Args:
+        kind: the format's row of `KINDS`.
 
     Raises:
-        ValueError: LLaDA's code has no layer for something in this model.
+        ValueError: The format has no layer for something in this model.
     """
     folder = fresh_folder(out)
-    model = load_whole(source)
-    config = llada_from_llama(model.config) | {"torch_dtype": str(model.dtype).removeprefix("torch.")}
-    if has_tokenizer(source):
-        tokenizer = load_tokenizer(source)
-        for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
-            config[name] = getattr(tokenizer, name) if config[name] is None else config[name]
-    weights = {rename(name, TO_LLADA): weight for name, weight in model.state_dict().items()}
-    if config["weight_tying"]:
-        del weights["model.transformer.ff_out.weight"]
+    write_released(load_whole(source), kind, source, folder)
+
+
+def write_released(model: Any, kind: str, source: str, folder: Path) -> None:
+    """Write the weights and config of `model`, and the tokenizer of `source`, in the released format `kind`."""
+    config = released_config(model, kind, source)
     folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(weights, folder)
+    save_shards(released_weights(model, kind, source), folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_tokenizer(source, folder)
     tokenizer_config = folder / "tokenizer_config.json"
-    if tokenizer_config.exists():  # LLaDA's code runs on Transformers 4, which knows the class by its older name
-        fields = json.loads(tokenizer_config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if tokenizer_config.exists():  # released code runs on Transformers 4, which knows the class by its older name
+        fields = json.loads(tokenizer_config.read_text())
+        if fields.get("tokenizer_class") == "TokenizersBackend":
+            fields["tokenizer_class"] = "PreTrainedTokenizerFast"
         tokenizer_config.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
+    """The released `config.json`; its code is that of the hub, and tokens it does not know are the tokenizer's."""
+    row = KINDS[kind]
+    if row.release is None:
+        raise ValueError(f"{kind!r} is no released format: its weights and config are Transformers' own")
+    config = row.release(model.config)
+    if released_kind(config) != kind:
+        raise ValueError(f"{source} was released as {released_kind(config)!r}, not as {kind!r}: name that format")
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(model.dtype).removeprefix("torch.")
+    if row.code and "auto_map" in config:
+        codes = {name: code for name, code in config["auto_map"].items() if isinstance(code, str)}
+        config["auto_map"] = {n: code if "--" in code else f"{row.code}--{code}" for n, code in codes.items()}
+    if has_tokenizer(source):
+        tokenizer = load_tokenizer(source)
+        for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
+            if name in config and config[name] is None:
+                config[name] = getattr(tokenizer, name)
+    return config
+
+
+def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, Tensor]]:
+    """Each weight under its released name, as precise as in `source`; a tied head only where that has it."""
+    stored = {name: (dtype, file) for name, dtype, _, file in stored_weights(source)}
+    state = model.state_dict()
+    same = checkpoint_dtype(source) == model.dtype
+    for native in state:
+        for name, weight in KINDS[kind].apart(native, state):
+            if native == "lm_head.weight" and model.config.tie_word_embeddings and name not in stored:
+                continue
+            dtype, file = stored.get(name, (weight.dtype, None))
+            if (
+                same and file is not None and dtype != weight.dtype
+            ):  # the model holds it wider, or narrower, than it was
+                with safe_open(file, framework="pt") as opened:
+                    original = opened.get_tensor(name)
+                if torch.equal(original.to(weight), weight):
+                    weight = original
+            yield name, weight
+
+
+def save_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Save weights, one file after the other, with their index if there are several.
+
+    Transformers and the hub's library put all tensors that share memory, as the experts of a stack do, into one file,
+    and count the first alone.
+    """
+    shards: list[list[str]] = []
+    part: dict[str, Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        shards.append(list(part))
+        save_file(part, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        part.clear()
+
+    for name, weight in weights:
+        if part and size + weight.nbytes > SHARD_BYTES:
+            write()
+            size = 0
+        part[name] = weight.contiguous()
+        size += weight.nbytes
+        total += weight.nbytes
+    write()
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        (folder / f"{number}.part").rename(folder / file)
+        where |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def a2d(

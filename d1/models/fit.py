@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from d1.models.adapters import lora_targets
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
+from d1.models.kinds import experts
 from d1.models.load import auto_class, prepare
 
 GB = 10**9
@@ -92,6 +93,31 @@ class LiveStorages(TorchDispatchMode):
         self.live -= size
 
 
+class Grouped(torch.autograd.Function):
+    """What a product of tokens (n, width) with their experts' weights (experts, width, out) keeps and makes."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weights)
+        return tokens.new_empty(len(tokens), weights.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
+
+
+@contextmanager
+def grouped_on_fakes() -> Iterator[None]:
+    """Has `grouped_mm`, on which mixtures of experts run, take fakes of any dtype; torch 2.13 knows those of one."""
+    real = torch.nn.functional.grouped_mm
+    torch.nn.functional.grouped_mm = lambda tokens, weights, **kwargs: Grouped.apply(tokens, weights)
+    try:
+        yield
+    finally:
+        torch.nn.functional.grouped_mm = real
+
+
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """A copy of `config` with `layers` layers; the pattern of layer types goes on as it begins."""
     config = copy.deepcopy(config)
@@ -144,7 +170,7 @@ def precision(settings: FitSettings) -> Iterator[None]:
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
     """Peak bytes of one fake step beyond weights, gradients and optimizer states."""
     model = build(config, settings, layers)
-    with FakeTensorMode():
+    with FakeTensorMode(), grouped_on_fakes():
         fill_with_fakes(model)
         ids = torch.zeros(rows, settings.length, dtype=torch.long)
         # As a batch with padding has it: attention falls back to kernels that take a mask.
@@ -191,6 +217,15 @@ def count_parameters(config: PreTrainedConfig, settings: FitSettings) -> dict[st
     }
 
 
+def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
+    """Parameters of the model, and those that one token meets: of the experts it is routed among, its own few."""
+    model = build(config, FitSettings("eval"))
+    total = sum(p.numel() for p in model.parameters())
+    stacks = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    few = stacks * config.num_experts_per_tok // experts(config) if stacks else 0
+    return total, total - stacks + few
+
+
 def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str, float]:
     """Bytes a GPU that stay for the whole run, by part: weights, gradients, optimizer, reference, buffers.
 
@@ -222,7 +257,7 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
 
 
 def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
-    """The estimate in GB by part, and the largest batch on each of `CARDS`."""
+    """The estimate in GB by part, and the largest batch on each of `CARDS`; before it, a mixture's parameters."""
     constant, per_row = activation_bytes(config, settings)
     parts = resident_bytes(config, settings) | {"CUDA and libraries": RESERVED}
     fixed = sum(parts.values()) + constant
@@ -230,7 +265,11 @@ def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
     parts["views and log-probs"] = settings.stored * settings.batch
     per_row += settings.stored
     parts[f"total at batch {settings.batch}"] = fixed + per_row * settings.batch
-    lines = [f"{name:<24}{value / GB:>9.2f} GB" for name, value in parts.items() if round(value / GB, 2)]
+    total, active = total_and_active(config)
+    lines = []
+    if active < total:
+        lines.append(f"{'parameters':<24}{total / GB:>9.2f} billion, {active / GB:.2f} active a token")
+    lines += [f"{name:<24}{value / GB:>9.2f} GB" for name, value in parts.items() if round(value / GB, 2)]
     lines += ["", "card                    largest batch a GPU"]
     for card in CARDS:
         rows = int((card * GB - fixed) // per_row)

@@ -48,6 +48,14 @@ class AllKeys:
         return self.keys, self.values
 
 
+def rotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on as much of each head (rows, heads, length, head_dim) as `cos` and `sin` are wide."""
+    width = cos.shape[-1]
+    turned = keys[..., :width]
+    turned = turned * cos + rotate_half(turned) * sin
+    return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], -1)
+
+
 def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of a body's last layer: only `state_positions` (rows, n), if given, go through it.
 
@@ -64,7 +72,7 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     )
     if hasattr(attention, "k_norm"):
         keys = attention.k_norm(keys)
-    keys = keys * cos.unsqueeze(1) + rotate_half(keys) * sin.unsqueeze(1)
+    keys = rotate(keys, cos.unsqueeze(1), sin.unsqueeze(1))
     past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if past is not None:
         keys, values = past.update(keys, values, attention.layer_idx)

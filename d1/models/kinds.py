@@ -7,19 +7,26 @@ of Transformers; one that Transformers does not know is first registered with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from d1.models.formats.llada import FROM_LLADA, NO_MOE, llama_fields
+from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
+from d1.models.formats.llada2 import FROM_LLADA2, glm4_moe_fields, llada2_weights, split_projections
+from d1.models.formats.llada_moe import qwen3_moe_fields
+from d1.models.formats.released import as_released, join_stacks, one_by_one, same_names
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig
 
 DECODER_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DECODER_LORA = {"attention": DECODER_ATTENTION, "all-linear": (*DECODER_ATTENTION, "gate_proj", "up_proj", "down_proj")}
 BERT_ATTENTION = ("query", "key", "value", "attention.output.dense")
 BERT_LORA = {"attention": BERT_ATTENTION, "all-linear": (*BERT_ATTENTION, "intermediate.dense", "output.dense")}
+# In a mixture PEFT 0.21 moves the feed-forward's three names onto the stacks of experts: all of them get LoRA, and the
+# dense layers and shared experts of a Glm4Moe, which go by the same names, get none.
+MIXTURE_LORA = DECODER_LORA
 MODERNBERT_LORA = {"attention": ("Wqkv", "attn.Wo"), "all-linear": ("Wqkv", "Wo", "Wi")}
 
 
@@ -31,8 +38,14 @@ class Kind:
         becomes: the `model_type` of the Transformers class that runs it; "" is its own.
         fields: from the released `config.json` to the fields of that class's config.
         names: weight names of the checkpoint -> those of the class (`formats.names.key_mapping`).
+        joins: for released weights that have to be split or joined as they are read, Transformers' converters of what
+            its class does not convert already.
+        apart: the way back: name and state dict of a weight of the class -> released names and weights.
+        release: the way back: config of the class -> released `config.json`; None has no format to write.
+        code: the hub repository of the code that an `auto_map` points to.
         encoder: a masked LM. Others are decoders: causal LMs, which also have a key-value cache.
         attention: which positions see which, by its name in `d1.models.attention.ATTENTION`.
+        block_size: tokens a block of a block-causal model, where the released `config.json` names none.
         shift: the logits predict the next token, not the one at their own position.
         mask_token_id: where the released `config.json` names no mask token.
         head: the modules of the class that turn hidden states into logits, in order.
@@ -45,8 +58,13 @@ class Kind:
     becomes: str = ""
     fields: Callable[[dict[str, Any]], dict[str, Any]] = dict
     names: Mapping[str, str] | None = None
+    joins: Callable[[], list[Any]] | None = None
+    apart: Callable[[str, Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]] = same_names
+    release: Callable[[Any], dict[str, Any]] | None = None
+    code: str = ""
     encoder: bool = False
     attention: str = "full"
+    block_size: int | None = None
     shift: bool = False
     mask_token_id: int | None = None
     head: tuple[str, ...] = ("lm_head",)
@@ -55,14 +73,89 @@ class Kind:
     tokenizer: str = "AutoTokenizer"
 
 
+def fast_dllm_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the Qwen2 config that a Fast-dLLM v2 `config.json` describes (arXiv 2509.26328)."""
+    return {("block_size" if name == "bd_size" else name): value for name, value in raw.items()}
+
+
 KINDS: dict[str, Kind] = {
     "llada": Kind(
-        becomes="llama", fields=llama_fields, names=FROM_LLADA, lora=DECODER_LORA, tokenizer="PreTrainedTokenizerFast"
+        becomes="llama",
+        fields=llama_fields,
+        names=FROM_LLADA,
+        apart=llada_weights,
+        release=llada_from_llama,
+        lora=DECODER_LORA,
+        tokenizer="PreTrainedTokenizerFast",
     ),
-    "Dream": Kind(becomes="qwen2", shift=True, lora=DECODER_LORA, tokenizer="Qwen2Tokenizer"),
+    "Dream": Kind(
+        becomes="qwen2",
+        release=as_released,
+        code="Dream-org/Dream-v0-Instruct-7B",
+        shift=True,
+        lora=DECODER_LORA,
+        tokenizer="Qwen2Tokenizer",
+    ),
+    "sdar": Kind(
+        becomes="qwen3",
+        release=as_released,
+        code="JetLM/SDAR-1.7B-Chat",
+        block_size=4,
+        mask_token_id=151669,
+        lora=DECODER_LORA,
+        tokenizer="Qwen2Tokenizer",
+    ),
+    "sdar_moe": Kind(
+        becomes="qwen3_moe",
+        joins=join_stacks,
+        apart=one_by_one,
+        release=as_released,
+        code="JetLM/SDAR-30B-A3B-Chat",
+        block_size=4,
+        mask_token_id=151669,
+        lora=MIXTURE_LORA,
+        tokenizer="Qwen2Tokenizer",
+    ),
+    "Fast_dLLM_Qwen": Kind(
+        becomes="qwen2",
+        fields=fast_dllm_fields,
+        release=as_released,
+        code="Efficient-Large-Model/Fast_dLLM_v2_7B",
+        block_size=32,
+        shift=True,
+        mask_token_id=151665,
+        lora=DECODER_LORA,
+        tokenizer="Qwen2Tokenizer",
+    ),
+    "lladamoe": Kind(
+        becomes="qwen3_moe",
+        fields=qwen3_moe_fields,
+        joins=join_stacks,
+        apart=one_by_one,
+        release=as_released,
+        code="inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+        mask_token_id=156895,
+        lora=MIXTURE_LORA,
+        tokenizer="PreTrainedTokenizerFast",
+    ),
+    "llada2_moe": Kind(
+        becomes="glm4_moe",
+        fields=glm4_moe_fields,
+        names=FROM_LLADA2,
+        joins=split_projections,
+        apart=llada2_weights,
+        release=as_released,
+        code="inclusionAI/LLaDA2.0-mini",
+        block_size=32,
+        mask_token_id=156895,
+        lora=MIXTURE_LORA,
+        tokenizer="PreTrainedTokenizerFast",
+    ),
     "llama": Kind(lora=DECODER_LORA),
     "qwen2": Kind(lora=DECODER_LORA),
     "qwen3": Kind(lora=DECODER_LORA),
+    "qwen3_moe": Kind(lora=MIXTURE_LORA),
+    "glm4_moe": Kind(lora=MIXTURE_LORA),
     "gemma": Kind(lora=DECODER_LORA),
     "gemma2": Kind(lora=DECODER_LORA),
     "gemma3_text": Kind(lora=DECODER_LORA),
@@ -73,8 +166,7 @@ KINDS: dict[str, Kind] = {
 REFUSED = {  # model_type -> why this project cannot train or sample it
     "diffusion_gemma": "it diffuses with uniform noise and has no mask token",
     "diffusion_gemma_text": "it diffuses with uniform noise and has no mask token",
-    "llada_moe": NO_MOE,
-    "llada2_moe": "its mixture-of-experts layers and its block-causal attention have no counterpart here",
+    "llada_moe": "LLaDA's mixture-of-experts is published as model_type 'lladamoe', or 'llada'",
     "gemma3": "it is the image and text model: take a text-only checkpoint (model_type gemma3_text)",
     "t5": "an encoder-decoder cannot score all positions of one sequence",
 }
@@ -113,6 +205,17 @@ def windowed(config: Any) -> bool:
     return layer_types(config) != {"full_attention"}
 
 
+def released_kind(raw: Mapping[str, Any]) -> str:
+    """The row's name for a `config.json`: LLaDA-MoE was published under LLaDA's own `model_type`, too."""
+    moe = raw.get("model_type") == "llada" and any("MoE" in name for name in raw.get("architectures") or ())
+    return "lladamoe" if moe else raw.get("model_type", "")
+
+
+def experts(config: Any) -> int:
+    """The experts that each token is routed among, of a mixture; 0 for others."""
+    return getattr(config, "num_local_experts", 0)  # one of each class's names for them
+
+
 def check_kind(model_type: str, name: str) -> None:
     """Raises ValueError for a kind without a row; `name` says which model it is."""
     if model_type not in KINDS:
@@ -139,11 +242,12 @@ def attend_both_ways(config: Any, name: str) -> None:
         config.use_cache = False
 
 
-def native_config(path: str) -> tuple[PreTrainedConfig, dict[str, str] | None]:
+def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     """The Transformers config of the checkpoint at `path` (folder or hub name), attention turned both ways.
 
     Returns:
-        The config, and the renaming of weights that its checkpoint needs (None: the names are native).
+        The config, with the `block_size` of a block-causal model and what `as_released` needs, and the checkpoint's
+        kind, which says how its weights are named.
 
     Raises:
         ValueError: the kind is not supported; the message says why.
@@ -154,7 +258,7 @@ def native_config(path: str) -> tuple[PreTrainedConfig, dict[str, str] | None]:
     raw, _ = PreTrainedConfig.get_config_dict(path)
     if not raw:
         raise FileNotFoundError(f"{path} holds no config.json: it is no model folder")
-    model_type = raw.get("model_type", "")
+    model_type = released_kind(raw)
     check_kind(model_type, path)
     kind = KINDS[model_type]
     fields = kind.fields({name: value for name, value in raw.items() if name not in ABOUT_KERNELS})
@@ -164,7 +268,11 @@ def native_config(path: str) -> tuple[PreTrainedConfig, dict[str, str] | None]:
         fields["predicts_next_token"] = True
     if kind.mask_token_id is not None and fields.get("mask_token_id") is None:
         fields["mask_token_id"] = kind.mask_token_id
+    if block_size := fields.get("block_size") or kind.block_size:
+        fields["block_size"] = block_size
+    if kind.release is as_released:
+        fields["released"] = raw
     config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(fields)
     attend_both_ways(config, path)
     config.name_or_path = path
-    return config, None if kind.names is None else dict(kind.names)
+    return config, kind

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GenerationC
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import ATTENTION, PREPARED, align_positions, align_states, keep_states
 from d1.models.head import narrow, take_computations
-from d1.models.kinds import OWN_CODE, attend_both_ways, check_kind, is_encoder, kind_of, native_config
-from d1.transformers_bridge import forget_renaming, needs_copy, reading
+from d1.models.kinds import OWN_CODE, attend_both_ways, check_kind, experts, is_encoder, kind_of, native_config
+from d1.transformers_bridge import checkpoint_dtype, converting, forget_renaming, needs_copy, reading
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -137,7 +137,8 @@ def load_base(
     trust_remote_code: bool,
     quantization: str | None,
 ) -> PreTrainedModel:
-    options: dict[str, Any] = {"dtype": dtype or torch.float32, "attn_implementation": attn_implementation}
+    dtype = checkpoint_dtype(path) if dtype == "auto" else dtype or torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     if device is not None and torch.device(device).type != "cpu":
         options["device_map"] = {"": device}
     if quantization is not None:
@@ -148,15 +149,25 @@ def load_base(
         take_computations(model)
         setattr(model, PREPARED, True)  # nothing here can check that its code masks as it should
         return model
-    config, mapping = native_config(path)
-    options |= {"key_mapping": mapping, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    config, kind = native_config(path)
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    options["key_mapping"] = None if kind.names is None else dict(kind.names)
+    stacked = experts(config) > 0
+    copies = stacked or needs_copy(path, options["dtype"], options.get("device_map"))
     try:
-        with reading(copies=needs_copy(path, options["dtype"], options.get("device_map"))):
+        with reading(copies, in_order=stacked), converting(config.model_type, kind.joins):
             model, report = auto_class(config).from_pretrained(path, config=config, **options)
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error):
+            raise
+        raise ValueError(
+            f"{path}: the weights do not fit the model that config.json describes: some cannot be stacked or split, as "
+            "the experts of a layer cannot if their shapes differ; Transformers' report above names them"
+        ) from error
     check_loaded(path, report)
-    if mapping is not None:
+    if kind.names is not None or stacked:
         forget_renaming(model)
     if Path(path).is_dir():  # adapters trained on this model record it as their base
         model.name_or_path = str(Path(path).resolve())

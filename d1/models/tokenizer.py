@@ -11,11 +11,13 @@ from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from d1.models.adapters import adapter_chain, check_there
-from d1.models.kinds import KINDS, OWN_CODE, check_kind
+from d1.models.kinds import KINDS, OWN_CODE, check_kind, released_kind
 from d1.transformers_bridge import has_file
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
-END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # LLaDA and Llama 3, Qwen and Dream, Gemma
+# LLaDA and Llama 3, Qwen with Dream, SDAR and Fast-dLLM v2, LLaDA-MoE and LLaDA2, Gemma
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|role_end|>", "<end_of_turn>")
+MASKS = ("<|mask|>", "<|MASK|>", "|<MASK>|")  # LLaDA2 and LLaDA-MoE, SDAR, Fast-dLLM v2
 PLAIN_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -34,8 +36,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, padding left, with every special token this project relies on.
 
-    Tokens come from the arguments, else the tokenizer, else the ids in `config.json`; the end-of-turn token (as
-    `tokenizer.eot_token`) also from the usual names, else it is EOS; padding falls back to EOS, EOS to BERT's [SEP].
+    Tokens come from the arguments, else the tokenizer, else the ids in `config.json`; the mask also from the usual
+    names, else from the kind; the end-of-turn token (as `tokenizer.eot_token`) also from the usual names, else it is
+    EOS; padding falls back to EOS, EOS to BERT's [SEP].
     `save_pretrained` keeps all of it. SFT, RL and eval all use this tokenizer's chat template.
 
     Args:
@@ -49,18 +52,19 @@ def load_tokenizer(
     """
     folder = tokenizer_folder(str(path))
     raw = config_beside(folder)
-    kind = KINDS.get(raw.get("model_type", ""), OWN_CODE)
+    kind = KINDS.get(released_kind(raw), OWN_CODE)
     if "auto_map" in raw and not trust_remote_code:
-        check_kind(raw.get("model_type", ""), folder)
+        check_kind(released_kind(raw), folder)
     cls: Any = getattr(transformers, "AutoTokenizer" if trust_remote_code else kind.tokenizer)
     options: dict[str, Any] = {"padding_side": "left"}
     if cls is transformers.AutoTokenizer:  # unless told, it asks on the terminal
         options["trust_remote_code"] = trust_remote_code
     tokenizer = cls.from_pretrained(folder, **options)
-    if kind.mask_token_id is not None:
-        raw = {"mask_token_id": kind.mask_token_id} | raw
-    tokens = special_tokens(tokenizer, raw, mask_token=mask_token, pad_token=pad_token, eos_token=eos_token)
     vocab = tokenizer.get_vocab()
+    if mask_token is None and tokenizer.mask_token is None and raw.get("mask_token_id") is None:
+        own = [] if kind.mask_token_id is None else [tokenizer.convert_ids_to_tokens(kind.mask_token_id)]
+        mask_token = next((token for token in (*MASKS, *own) if token in vocab), None)
+    tokens = special_tokens(tokenizer, raw, mask_token=mask_token, pad_token=pad_token, eos_token=eos_token)
     eot = eot_token or getattr(tokenizer, "eot_token", None) or next((t for t in END_OF_TURN if t in vocab), None)
     tokens["eot_token"] = eot or tokens["eos_token"]
     check_tokens(tokens, vocab, raw.get("embedding_size", raw.get("vocab_size", len(vocab))), folder)

@@ -33,11 +33,12 @@ def segments_of(reveal_steps: Tensor, scored: Tensor, segments: int | None, segm
     """(rows, canvas) the segment of each token's step; -1 for tokens that no step revealed.
 
     `segments` are cut out of a row's steps up to the last that revealed a scored token: later ones, which have higher
-    numbers, are taken or not as the rollout's EOS stop has it, and must not move the others.
+    numbers, are taken or not as the rollout's EOS stop has it, and must not move the others. A row of fewer steps has a
+    segment for each: of empty ones, draws would be spent on nothing.
     """
     if segments:
         steps = last_scored(reveal_steps, scored) + 1
-        merged = reveal_steps * segments // steps
+        merged = reveal_steps * steps.clamp(max=segments) // steps
     else:
         merged = reveal_steps // (segment_steps or 1)
     return merged.masked_fill(reveal_steps < 0, -1)

@@ -10,11 +10,12 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import bench, gpu, published, results, scaling
+from benchmarks import bench, gpu, methods, published, results, scaling
 from benchmarks.machine import multiply_adds, peak_bytes, race
 from benchmarks.random_models import MASK, ROOT, SIZES, random_model, random_prompts, scoring_inputs, update
 from benchmarks.reports import as_markdown
 from benchmarks.rl_steps import POCKET_PROMPT, group_size
+from d1.methods import METHODS
 from d1.models import head, load_tokenizer
 from d1.models.fast_cpu import PART
 from d1.models.head import body_and_head
@@ -110,6 +111,8 @@ def test_a_peer_may_hold_dataclasses(tmp_path):
         ("rl", "--length 10", "multiple of --block"),
         ("rl", "--rows 1", "equal groups"),
         ("rl", "--rows 17", "equal groups"),
+        ("methods", "--length 10", "multiple of --block"),
+        ("methods", "--rows 17", "equal groups"),
         ("rl", "--size pocket", "prompts have 18 tokens"),
         ("sft", "--prompt 1", "a word on either side"),
         ("scoring", "--peer x.py", "scoring would ignore it"),
@@ -259,6 +262,22 @@ def test_the_compiled_race_compiles_every_way(tmp_path, capsys):
     written = report("gpu", tmp_path, "--compile")
     assert sum(name.endswith(", compiled") for name in written["results"]) == 5 + 2 + 2
     assert len(written["remarks"]) == 1
+
+
+def test_methods_race_their_bare_passes_and_say_how_many_they_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(methods, "METHODS", {name: METHODS[name] for name in ("d1", "stable-drl")})
+    monkeypatch.setattr(methods, "VIEWS", (1, 6, 12))
+    found = report("methods", tmp_path)
+    columns = ("updates", "forward passes a row", "backward passes a row")
+    passes = {name: tuple(row[column] for column in columns) for name, row in found["results"].items()}
+    # Sampling, old and reference log-probs, updates; sampling, old log-probs, weights of rows, updates twice computed.
+    assert passes == {"d1": (2, 4 + 2 + 2 + 2, 2), "stable-drl": (2, 4 + 4 + 4 + 2 * 4, 4)}
+    for row in found["results"].values():
+        assert row["lowest"] <= row["bare share, %"] <= row["highest"]
+        assert row["in forward passes"] > row["in forward and backward passes"] > 1
+    of_views = list(found["an update by the elbo's views"].values())
+    assert of_views[2]["seconds"] > of_views[0]["seconds"]
+    assert of_views[2]["peak bytes"] == pytest.approx(of_views[1]["peak bytes"], rel=0.1)
 
 
 def test_growth_is_measured_at_every_value_and_fitted(monkeypatch):

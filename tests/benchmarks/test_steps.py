@@ -9,6 +9,7 @@ from benchmarks import clock as clock_module
 from benchmarks import rl_steps, sft_steps, steps
 from benchmarks.clock import Clock
 from benchmarks.random_models import MASK, random_model, random_prompts
+from d1.methods import METHODS
 from d1.sampling.settings import SamplingSettings
 from d1.scoring.one_step import one_step_views
 
@@ -63,6 +64,16 @@ def test_the_bare_passes_of_rl_are_as_many_as_ours(rl):
     bare = count_passes(ours.model, lambda: rl_steps.bare_rl(ours, work[0], clock))
     assert bare == counted == 4 + 2 + 2  # sampling steps, old log-probs, updates; the reference is another model
     assert all(parameter.grad is None for parameter in ours.model.parameters())
+
+
+@pytest.mark.parametrize("method", ["espo", "cj-grpo"])
+def test_the_bare_passes_of_a_method_feed_the_same_rows(method, tmp_path):
+    clock, work = Clock(), []
+    changes = METHODS[method].values | {"num_iterations": 2, "views_at_once": 2}
+    ours = rl_steps.rl_trainer(argparse.Namespace(**SHAPE), tmp_path, clock, method=method, **changes)
+    fed = rows_fed(ours.model, lambda: work.append(rl_steps.train_rl(ours, "ours", clock)))
+    assert sorted(rows_fed(ours.model, lambda: rl_steps.bare_rl(ours, work[0], clock))) == sorted(fed)
+    assert max(fed) > 4  # views of more than one row in a pass
 
 
 def rows_fed(model, run):

@@ -1,6 +1,7 @@
 """The plan against what happens: arithmetic by hand, and the passes of every method counted in the model itself."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,21 @@ def test_the_plan_counts_what_d1_does(tmp_path):
     }
     with pytest.raises(ValueError, match="a rollout takes 16 prompts and there are 15"):
         plan(args, num_prompts=15)
+
+
+def test_the_documents_table_is_the_plan_of_every_method(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text().partition("## Methods")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    whats = ("sampling", "old log-probs", "reference log-probs", "weights of rows, before each update")
+    whats += ("updates, forward", "updates, backward")
+    found = {}
+    for name in METHODS:
+        canvas = {"per_device_train_batch_size": 240, "gradient_checkpointing": False}
+        args = DiffuGRPOConfig(output_dir=str(tmp_path), method=name, **canvas)
+        views = ESTIMATORS[args.estimator].views(args)
+        counts = [f"{passes(args, views)[what]:,}" if what in passes(args, views) else "" for what in whats]
+        found[name] = [name, str(args.num_iterations), str(views), *counts]
+    assert {row[0]: row for row in rows if row[0] in METHODS} == found
 
 
 class Counting(DiffuGRPOTrainer):

@@ -150,8 +150,8 @@ def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_mode
     assert logs(tmp_path / "resumed") == logs(tmp_path / "two")
 
 
-# They ask other processes for different things: the weights of all rows; the advantages of a group, in two ways; which
-# prompts are kept, and their tokens; draws spread evenly over all rows.
+# Methods that ask other processes for different things: weights of all rows; advantages of a group, in two ways; which
+# prompts are kept, and how many tokens; draws spread over all rows.
 FEW = ("stable-drl", "wd1", "espo", "tracerl", "agrpo")
 AGREE = ("reward", "kl", "ratio_max", "weight_max", "prompts_kept", "sampling/logp_difference_abs")
 
@@ -185,7 +185,9 @@ def test_two_processes_reach_the_weights_of_one_by_each_method(tiny_model_dir, t
         two = load_file(tmp_path / f"{method}.safetensors")
         for name, value in weights(alone.model).items():
             assert (value - start[name]).abs().max() > 1e-4
-            assert torch.allclose(two[name], value, rtol=1e-4, atol=2e-6), (method, name)
+            torch.testing.assert_close(
+                two[name], value, rtol=1e-4, atol=2e-6, msg=lambda text, of=method: f"{of}: {text}"
+            )
         for entry, other in zip(logged(alone), record["logged"], strict=True):
             for name in set(AGREE) & entry.keys():
                 assert other[name] == pytest.approx(entry[name], rel=1e-4, abs=1e-6), (method, name)

@@ -1,12 +1,14 @@
-"""LLaDA's released format (arXiv 2502.09992): a Llama under other names."""
+"""LLaDA's and iLLaDA's released format (arXiv 2502.09992): a Llama under other names."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from d1.models.formats.names import key_mapping
+from d1.models.formats.names import key_mapping, rename
 
-NO_MOE = "its mixture-of-experts layers have no counterpart here"
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LLADA_KEYS = (  # LLaDA's module -> Llama's; {} is the number of the block
     ("model.transformer.wte", "model.embed_tokens"),
@@ -63,14 +65,17 @@ FROM_LLADA = key_mapping(LLADA_KEYS)
 TO_LLADA = key_mapping(tuple((new, old) for old, new in LLADA_KEYS))
 
 
+def llada_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The released weight, by name, of one of the class's."""
+    yield rename(name, TO_LLADA), state[name]
+
+
 def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of the Llama config that a LLaDA `config.json` describes.
 
     Raises:
         ValueError: the file lacks a field, or asks for a layer no LLaDA-8B has.
     """
-    if any("MoE" in name for name in raw.get("architectures") or ()):  # published under the same model_type
-        raise ValueError(f"{raw['architectures'][0]} is not supported: {NO_MOE}")
     rest = {k: v for k, v in raw.items() if k not in (*LLADA_FIELDS, *LLADA_FIXED, *LLADA_ABOUT_FILES, "rope_theta")}
     odd = {k: raw[k] for k, v in LLADA_FIXED.items() if k in raw and (raw[k] or None) != (v or None)}
     if odd:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 
 def key_mapping(table: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The table (module, module it becomes), where {} is the number of the block, as {regular expression: replacement},
-    the form that `from_pretrained` and `rename` take."""
+    """The table (name, name it becomes) of modules or weights, where {} is the number of the block, as
+    {regular expression: replacement}, the form that `from_pretrained` and `rename` take."""
     return {
-        "^" + re.escape(old).replace(r"\{\}", r"(\d+)") + r"\.": new.replace("{}", r"\1") + "." for old, new in table
+        "^" + re.escape(old).replace(r"\{\}", r"(\d+)") + r"(?![^.])": new.replace("{}", r"\1") for old, new in table
     }
 
 

@@ -1,14 +1,22 @@
-"""Peak memory of loading: the weights are never held twice."""
+"""Peak memory of loading: the weights are never held twice, nor where experts have to be stacked."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers.modeling_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from d1.models import load_model
+from tests.d1.released import read_files, write_released
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's own account of memory")
 
@@ -67,3 +75,80 @@ def test_loading_a_gigabyte_takes_less_than_1_3_of_it(tmp_path, kind_dirs, llada
     growth, _ = peak_growth(folder, kind_dirs["llada"], wanted)
     result = size * (2 if (stored, wanted) == ("bfloat16", "float32") else 1)
     assert growth < 1.3 * result
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of what is read from files, by any thread, and of what operations make: `peak` at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.lock = threading.RLock()
+
+    def count(self, tensor: Any) -> Any:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            with self.lock:
+                if storage not in self.known:
+                    self.known.add(storage)
+                    self.live += storage.nbytes()
+                    self.peak = max(self.peak, self.live)
+                    weakref.finalize(storage, self.free, storage.nbytes())
+        return tensor
+
+    def free(self, size: int) -> None:
+        with self.lock:
+            self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            self.count(tensor)
+        return out
+
+
+class Read:
+    """A safetensors file, or one of its slices, whose tensors are counted."""
+
+    def __init__(self, inner: Any, count: Any) -> None:
+        self.inner, self.count = inner, count
+
+    def __enter__(self) -> Read:
+        return Read(self.inner.__enter__(), self.count)
+
+    def __exit__(self, *error: object) -> None:
+        self.inner.__exit__(*error)
+
+    def get_slice(self, name: str) -> Read:
+        return Read(self.inner.get_slice(name), self.count)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.count(self.inner.get_tensor(name))
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        return self.count(self.inner[where])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_stacked_a_layer_at_a_time(tmp_path, monkeypatch, dtype, stacked):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 12}
+    folder = write_released(tmp_path / "parts", "llada2_moe", torch.float32, shards=3, **sizes)
+    if stacked:
+        load_model(folder).save_pretrained(tmp_path / "native", save_original_format=False)
+        folder = tmp_path / "native"
+        assert "model.layers.1.mlp.experts.gate_up_proj" in read_files(folder)
+    bytes_ = LiveBytes()
+    opened: Any = transformers.modeling_utils.safe_open
+    counted = lambda *args, **kwargs: Read(opened(*args, **kwargs), bytes_.count)  # noqa: E731
+    monkeypatch.setattr(transformers.modeling_utils, "safe_open", counted)
+    with bytes_:
+        model = load_model(folder, dtype=dtype)
+    whole = sum(p.nbytes for p in model.parameters())
+    layer = sum(p.nbytes for p in model.base_model.layers[1].mlp.experts.parameters())
+    assert whole > 12 * layer
+    assert whole <= bytes_.live <= bytes_.peak < whole + (2 if stacked else 3) * layer

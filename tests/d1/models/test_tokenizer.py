@@ -70,21 +70,65 @@ def test_berts_separator_ends_a_text(tmp_path):
     assert (tokenizer.eos_token, tokenizer.eot_token, tokenizer.pad_token_id) == ("[SEP]", "[SEP]", 0)
 
 
-def test_dream_needs_none_of_its_own_code(tmp_path):
-    """Dream ships a Qwen2 vocabulary under a tokenizer class of its own."""
-    vocab = {word: i for i, word in enumerate(["a", "b", "ab", "Ġ", "Ġa", "<|endoftext|>", "<|im_end|>", "<|mask|>"])}
+QWEN_KINDS = {  # model_type -> what its config.json says of the mask, the token, whether the tokenizer names it
+    "Dream": ({"mask_token_id": 7}, "<|mask|>", True),
+    "sdar": ({"mask_token_id": 7, "block_size": 4}, "<|MASK|>", False),
+    "sdar_moe": ({"mask_token_id": 7}, "<|MASK|>", True),
+    "Fast_dLLM_Qwen": ({"bd_size": 32}, "|<MASK>|", False),
+}
+
+
+@pytest.mark.parametrize("model_type", QWEN_KINDS)
+def test_qwens_files_need_no_code_of_their_own(tmp_path, monkeypatch, model_type):
+    """Vocabulary and merges of Qwen2, added tokens, a template in a file, and a class that only the hub has."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
+    config, mask, named = QWEN_KINDS[model_type]
+    vocab = {word: i for i, word in enumerate(["a", "b", "ab", "Ġ", "Ġa"])}
+    added = {"<|endoftext|>": 5, "<|im_end|>": 6, mask: 7}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nĠ a\n")
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}<|im_end|>")
     plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
-    special = {str(i): {"content": w, "special": True} | plain for w, i in vocab.items() if w.startswith("<|")}
-    fields: dict[str, Any] = {"auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}}
-    fields |= {"tokenizer_class": "DreamTokenizer", "added_tokens_decoder": special}
-    fields |= {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields | {"mask_token": "<|mask|>"}))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "Dream", "vocab_size": 8, "mask_token_id": 7}))
-    tokenizer = load_tokenizer(tmp_path)
-    assert (tokenizer.mask_token_id, tokenizer.pad_token_id, tokenizer.eot_token_id) == (7, 5, 6)
-    assert tokenizer("ab a<|mask|><|im_end|>").input_ids == [2, 4, 7, 6]
+    special = {str(i): {"content": word, "special": True} | plain for word, i in added.items()}
+    fields: dict[str, Any] = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    fields |= {"tokenizer_class": "OwnTokenizer", "added_tokens_decoder": special}
+    fields |= {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"} | ({"mask_token": mask} if named else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    own = {"AutoConfig": "configuration_own.OwnConfig"}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": model_type, "vocab_size": 8, "auto_map": own} | config)
+    )
+    for tokenizer in (load_tokenizer(tmp_path), saved(load_tokenizer(tmp_path), tmp_path / "saved")):
+        assert (tokenizer.mask_token, tokenizer.mask_token_id) == (mask, 7)
+        assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.eot_token_id) == (5, 5, 6)
+        assert tokenizer(f"ab a{mask}<|im_end|>").input_ids == [2, 4, 7, 6]
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a<|im_end|>"
+
+
+def saved(tokenizer: Any, folder: Path) -> Any:
+    tokenizer.save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llada2_moe"},
+        {"model_type": "lladamoe", "mask_token_id": 2},
+        {"model_type": "llada", "architectures": ["LLaDAMoEModelLM"]},
+    ],
+)
+def test_the_mixtures_of_llada_bring_fast_files(tmp_path, config):
+    """Their configs may name no mask; their turns end with a token of their own."""
+    words = ["a", "b", "<|mask|>", "<|endoftext|>", "<|role_end|>"]
+    auto = {"AutoConfig": "configuration_own.OwnConfig", "AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    folder = write(tmp_path, config | {"vocab_size": 6, "pad_token_id": 3, "auto_map": auto}, words)
+    fields = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"auto_map": auto}))
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.mask_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id) == (2, 3, 3)
+    assert (tokenizer.eot_token, tokenizer.eot_token_id) == ("<|role_end|>", 4)
 
 
 @pytest.mark.parametrize(

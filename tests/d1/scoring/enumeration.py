@@ -6,7 +6,7 @@ that ends before it, one that is only an EOS, and one that takes no part; two pr
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from itertools import combinations
 from math import comb
@@ -197,7 +197,3 @@ def assert_frequencies(counts: Tensor, chances: Tensor) -> None:
 def repeated(row: int, times: int) -> SampledRows:
     """A row of `SAMPLED`, as many times."""
     return some_rows(SAMPLED, [row] * times)
-
-
-def with_steps(reveal_steps: Tensor, sampled: SampledRows = SAMPLED) -> SampledRows:
-    return replace(sampled, reveal_steps=reveal_steps)

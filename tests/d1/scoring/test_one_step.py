@@ -86,16 +86,12 @@ def test_the_mean_over_all_prompt_masks_is_the_sum_of_tokens_each_revealed_alone
         rows.append(merged(torch.tensor(chances[row], dtype=torch.float64), views))
     for layers in (1, 2):
         model = tiny(layers)
-        expected = torch.stack(
-            [
-                sum(
-                    chance * state_logps(model, row, range(CANVAS), prompt=some)
-                    for some, chance in zip(*of, strict=True)
-                )
-                * marked(range(LENGTHS[row]))
-                for row, of in enumerate(zip(masks, chances, strict=True))
-            ]
-        )
+        expected = []
+        for row, (every, odds) in enumerate(zip(masks, chances, strict=True)):
+            each = [state_logps(model, row, range(CANVAS), prompt=some) for some in every]
+            mean = sum(chance * logps for chance, logps in zip(odds, each, strict=True))
+            expected.append(mean * marked(range(LENGTHS[row])))
+        expected = torch.stack(expected)
         found = scores(model, stacked(rows)).logps
         assert_same(model, found, expected)
         assert (found - any_order_bound(model)).sum(1)[:2].abs().min() > 0.1

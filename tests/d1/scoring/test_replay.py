@@ -224,6 +224,10 @@ def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies
     torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropy.sum(-1), torch.ones(4).double())
     assert ((entropy > 0) == (uniform > 0)).all()
+    # Where more segments are asked for than there are steps, none is empty.
+    for many in (4, 9):
+        finer = segments_of(SAMPLED.reveal_steps, SAMPLED.scored, many, None)
+        torch.testing.assert_close(chances(finer, SAMPLED.scored, SAMPLED.entropies, "uniform"), uniform)
     # Rounding below zero takes no chance away from others, and gives none below zero.
     below = chances(segments, SAMPLED.scored, torch.full_like(SAMPLED.entropies, -1e-4), "entropy")
     torch.testing.assert_close(below, uniform)

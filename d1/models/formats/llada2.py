@@ -1,0 +1,126 @@
+"""LLaDA2's released format (arXiv 2512.15745): Glm4's mixture of experts under other names, with fused projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from d1.models.formats.names import key_mapping, rename
+from d1.models.formats.released import check_fixed, join_stacks, one_by_one, renamed_fields
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LLADA2_KEYS = (  # LLaDA2's name -> Glm4Moe's; {} is the number of the layer
+    ("model.word_embeddings", "model.embed_tokens"),
+    ("model.layers.{}.attention.query_key_value", "model.layers.{}.self_attn.query_key_value"),  # to be split
+    ("model.layers.{}.attention.query_layernorm", "model.layers.{}.self_attn.q_norm"),
+    ("model.layers.{}.attention.key_layernorm", "model.layers.{}.self_attn.k_norm"),
+    ("model.layers.{}.attention.dense", "model.layers.{}.self_attn.o_proj"),
+    ("model.layers.{}.mlp.gate.expert_bias", "model.layers.{}.mlp.gate.e_score_correction_bias"),
+)
+LLADA2_FIELDS = {  # LLaDA2's config field -> Glm4Moe's
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "n_group": "n_group",
+    "topk_group": "topk_group",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "norm_topk_prob": "norm_topk_prob",
+    "first_k_dense_replace": "first_k_dense_replace",
+    "rms_norm_eps": "rms_norm_eps",
+    "hidden_act": "hidden_act",
+    "max_position_embeddings": "max_position_embeddings",
+    "initializer_range": "initializer_range",
+    "attention_dropout": "attention_dropout",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "mask_token_id": "mask_token_id",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "pad_token_id",
+}
+LLADA2_FIXED = {  # the one architecture that was published
+    "score_function": (None, "sigmoid"),
+    "moe_router_enable_expert_bias": (None, True),
+    "use_qk_norm": (None, True),
+    "use_qkv_bias": (None, False),
+    "use_bias": (None, False),
+    "norm_head": (None, False),
+    "embedding_dropout": (None, 0),
+    "output_dropout": (None, 0),
+    "rope_scaling": (None,),
+    "use_sliding_window": (None, False),
+    "num_nextn_predict_layers": (None, 0),
+}
+DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # where the file names none; LLaDA2.0's values
+ABILITIES = {  # the start of a word in a field's name -> what LLaDA2.1 and 2.2 do beyond filling masks
+    "edit": "edits tokens that are revealed already",
+    "insert": "inserts tokens",
+    "delet": "deletes tokens",
+}
+
+
+def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the Glm4Moe config that a LLaDA2 `config.json` describes.
+
+    Raises:
+        ValueError: the file lacks a field, or asks for a layer or a way to sample that this project does not have.
+    """
+    check_fills_masks(raw)
+    check_fixed(raw, LLADA2_FIXED, "LLaDA2")
+    raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
+    if not raw["num_shared_experts"]:
+        raise ValueError("this LLaDA2 config asks for layers that are not supported: no shared expert")
+    raw["num_key_value_heads"] = raw.get("num_key_value_heads") or raw.get("num_attention_heads")
+    if "head_dim" not in raw:
+        raw["head_dim"] = raw.get("hidden_size", 0) // (raw.get("num_attention_heads") or 1)
+    rope = {"rope_theta": raw.get("rope_theta", 600000), "partial_rotary_factor": raw.get("partial_rotary_factor", 0.5)}
+    fields = {"rope_parameters": {"rope_type": "default", **rope}, "use_qk_norm": True, "num_nextn_predict_layers": 0}
+    fields["block_size"] = raw.get("block_size")
+    return renamed_fields(raw, LLADA2_FIELDS, "LLaDA2") | fields
+
+
+def check_fills_masks(raw: Mapping[str, Any]) -> None:
+    """Raises ValueError for a config that asks for more than filling masks, and names what it asks for."""
+    for field, value in raw.items():
+        does = [deed for start, deed in ABILITIES.items() if any(word.startswith(start) for word in field.split("_"))]
+        if does and value not in (None, False, 0):
+            raise ValueError(
+                f"this LLaDA2 config asks for a sampler that {does[0]} ({field}: {value}): samplers and training here "
+                "fill masks, and a token once revealed stays. Without this field the model loads and fills masks"
+            )
+
+
+FROM_LLADA2 = key_mapping(LLADA2_KEYS)
+TO_LLADA2 = key_mapping((new, old) for old, new in LLADA2_KEYS)
+FUSED = ("q_proj", "k_proj", "v_proj")  # the rows of query_key_value, from the top
+
+
+def split_projections() -> list[Any]:
+    """Rows of query_key_value: (heads x head_dim) queries, then (kv heads x head_dim) keys, then as many values."""
+    from transformers.core_model_loading import Split, WeightConverter
+
+    split = [f"self_attn.{name}.weight" for name in FUSED]
+    return [WeightConverter("self_attn.query_key_value.weight", split, [Split(dim=0)]), *join_stacks()]
+
+
+def llada2_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The released weights, by name, of one of the class's: those of a projection come with its queries."""
+    import torch
+
+    prefix, _, last = name.removesuffix(".weight").rpartition(".")
+    if last == FUSED[0]:
+        fused = torch.cat([state[f"{prefix}.{part}.weight"] for part in FUSED])
+        yield rename(f"{prefix}.query_key_value.weight", TO_LLADA2), fused
+    elif last not in FUSED:
+        for part, weight in one_by_one(name, state):
+            yield rename(part, TO_LLADA2), weight

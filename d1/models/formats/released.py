@@ -1,0 +1,72 @@
+"""What several released formats have in common: the way back to their config, and their experts.
+
+Transformers keeps the experts of a layer as two stacks, `experts.gate_up_proj` (experts, 2 x width, hidden), gate above
+up, and `experts.down_proj` (experts, hidden, width). It stacks files that list each expert's weights by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What this project may have changed since the model was read; the rest of a released config is written as it was.
+CHANGEABLE = ("vocab_size", "mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], name: str) -> None:
+    """Raises ValueError where a field of a released config has another value than those that `fixed` allows it."""
+    odd = {field: raw[field] for field, allowed in fixed.items() if field in raw and raw[field] not in allowed}
+    if odd:
+        raise ValueError(f"this {name} config asks for layers that are not supported: {odd}")
+
+
+def renamed_fields(raw: Mapping[str, Any], table: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The fields of `table` (released name -> name here) that a released config has.
+
+    Raises:
+        ValueError: a size is missing, for which the class would silently take its own default.
+    """
+    sizes = [field for field in table if field.endswith(("_size", "_heads", "_layers", "_experts", "_per_tok", "_eps"))]
+    if absent := [field for field in sizes if raw.get(field) is None]:
+        raise ValueError(f"this {name} config.json lacks {', '.join(absent)}")
+    return {new: raw[old] for old, new in table.items() if old in raw}
+
+
+def as_released(config: Any) -> dict[str, Any]:
+    """The released `config.json` of a model that was read from one.
+
+    Raises:
+        ValueError: the model comes from elsewhere.
+    """
+    raw = getattr(config, "released", None)
+    if raw is None:
+        raise ValueError("only a model that was read from this format can be written in it again; this one was not")
+    return {**raw, **{name: getattr(config, name, None) for name in CHANGEABLE if name in raw}}
+
+
+def same_names(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A format that names its weights as the class does."""
+    yield name, state[name]
+
+
+def one_by_one(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A format that lists each expert's weights by name; the parts of a stack are views of it."""
+    prefix, _, last = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        yield name, state[name]
+        return
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    for expert, weight in enumerate(state[name]):
+        for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
+            yield f"{prefix}.{expert}.{part}.weight", rows
+
+
+def join_stacks() -> list[Any]:
+    """For files of training frameworks, which stack gate and up each on its own."""
+    from transformers.core_model_loading import Concatenate, WeightConverter
+
+    stacks = ["mlp.experts.gate_proj", "mlp.experts.up_proj"]
+    return [WeightConverter(stacks, "mlp.experts.gate_up_proj", [Concatenate(dim=1)])]
