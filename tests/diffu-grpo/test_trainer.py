@@ -10,67 +10,15 @@ import numpy as np
 import pytest
 import torch
 from canvas_rollout import eos_cut, special_tokens
-from datasets import Dataset
-from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
 from peft import LoraConfig
 from rollout_state import save_rollout
 from transformers import AddedToken, TrainerCallback
 from trl_bridge import rollout_buffer
 
-from d1.models import load_model, load_tokenizer
+from d1.models import load_model
 from d1.runs.checkpoints import checkpoint_to_resume
-
-# Long enough that two random masks of one prompt are never equal by chance, each of another length.
-WORDS = [letter * (24 + index) for index, letter in enumerate("abcdefghijkl")]
-
-
-def rows(count=12):
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": WORDS[i % 12]}], "letter": WORDS[i % 12][0]} for i in range(count)]
-    )
-
-
-def letter_share(completions, letter, **columns):
-    """Share of the completion that is the row's letter, plus a little for vowels, so that groups differ."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [
-        (text.count(wanted) + 0.1 * sum(map(text.count, "aeiou"))) / max(len(text), 1)
-        for text, wanted in zip(texts, letter, strict=True)
-    ]
-
-
-def make_trainer(
-    model_dir, folder, cls=DiffuGRPOTrainer, reward=letter_share, peft_config=None, callbacks=None, **changes
-):
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "num_generations": 4,
-        "num_iterations": 2,
-        "max_completion_length": 8,
-        "block_length": 4,
-        "diffusion_steps": 4,
-        "max_steps": 2,
-        "p_mask_prompt": 0.4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-    }
-    return cls(
-        model=load_model(str(model_dir)),
-        reward_funcs=reward,
-        args=DiffuGRPOConfig(**{**settings, **changes}),
-        train_dataset=rows(),
-        eval_dataset=rows(4),
-        processing_class=load_tokenizer(str(model_dir)),
-        peft_config=peft_config,
-        callbacks=callbacks,
-    )
+from tests.tiny_grpo import clockless, logged, make_trainer, weights
 
 
 class Recorder(DiffuGRPOTrainer):
@@ -239,10 +187,6 @@ def test_special_tokens_are_masked_unless_protected(tiny_model_dir, tmp_path):
         assert hidden[special & ~padding].any().item() is not protect
 
 
-def weights(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 METRICS = {
     "reward",
     "reward_std",
@@ -276,22 +220,22 @@ def test_ten_steps_change_every_parameter(tiny_model_dir, tmp_path, lora):
     assert len(before) == (8 if lora else 21)
     for name, value in before.items():
         assert not torch.equal(value, after[name]), f"{name} did not change"
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logged) == 10
-    assert logged[0].keys() >= METRICS
-    assert logged[0]["ratio_max"] == pytest.approx(1.0, abs=1e-6)
+    entries = logged(trainer)
+    assert len(entries) == 10
+    assert entries[0].keys() >= METRICS
+    assert entries[0]["ratio_max"] == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize(("beta", "mu"), [(0.0, 1), (0.0, 2), (0.1, 1), (0.1, 2)])
 def test_every_beta_and_mu_works_and_the_reference_is_the_start(tiny_model_dir, tmp_path, beta, mu):
     trainer = make_trainer(tiny_model_dir, tmp_path, beta=beta, num_iterations=mu, max_steps=2 * mu)
     trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    entries = logged(trainer)
     if beta == 0:
         assert trainer.ref_model is None
         return
-    assert logged[0]["kl"] == pytest.approx(0.0, abs=1e-7)
-    assert logged[-1]["kl"] > 1e-6
+    assert entries[0]["kl"] == pytest.approx(0.0, abs=1e-7)
+    assert entries[-1]["kl"] > 1e-6
     start = load_model(str(tiny_model_dir))
     for (name, value), reference in zip(start.named_parameters(), trainer.ref_model.parameters(), strict=True):
         assert torch.equal(value, reference), name
@@ -340,11 +284,6 @@ def test_syncing_the_reference_works_in_full_fine_tuning_and_is_refused_with_lor
         assert torch.equal(value, reference)
     with pytest.raises(NotImplementedError, match="PEFT"):
         make_trainer(tiny_model_dir, tmp_path, peft_config=LoraConfig(target_modules=["q_proj"]), **sync)
-
-
-def clockless(log_history):
-    clocks = ("seconds/", "_per_second", "step_time", "runtime", "peak_memory")
-    return [{k: v for k, v in entry.items() if not any(clock in k for clock in clocks)} for entry in log_history]
 
 
 @pytest.mark.parametrize(
