@@ -29,6 +29,17 @@ SETTINGS = {
     "disable_tqdm": True,
 }
 
+# Of a run that can be stopped in mid-cycle: each step has both micro-batches of a rollout, and a checkpoint follows it.
+TWO_BATCHES_A_STEP = {
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 2,
+    "max_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+}
+
 
 def rows(count=12):
     return Dataset.from_list(

@@ -3,8 +3,10 @@
 import gc
 import math
 import os
-import signal
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from d1.masking import keyed_generator
 from d1.methods import METHODS
 from d1.scoring import ESTIMATORS, Views
 from d1.scoring.rollouts import randomness
-from tests.tiny_grpo import by_letter, clockless, is_even, logged, make_method, same_mean, weights
+from tests.tiny_grpo import TWO_BATCHES_A_STEP, by_letter, clockless, is_even, logged, make_method, same_mean, weights
 
+ROOT = Path(__file__).parents[2]
 LINEAR = [name for name in METHODS if ESTIMATORS[METHODS[name].values["estimator"]].linear]
 REPLAYS = [name for name in METHODS if METHODS[name].values["estimator"] in ("replay", "left_to_right")]
 SAME_VIEWS = ("cj-grpo", "tracerl", "just-grpo")  # in all updates on a rollout
@@ -279,30 +282,28 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(tiny_model
     )
 
 
-class Killed(DiffuGRPOTrainer):
-    """Ends its process as a machine that loses power would, in the middle of a cycle and of a step."""
-
-    def loss(self, model, batch):
-        if self.micro_step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().loss(model, batch)
+@pytest.fixture(scope="module")
+def killed_runs(tiny_model_dir, tmp_path_factory):
+    """A folder with a run of each method, killed in mid-cycle."""
+    folder = tmp_path_factory.mktemp("killed")
+    script = Path(__file__).with_name("kill_methods.py")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "diffu-grpo")])
+    command = [sys.executable, str(script), str(tiny_model_dir), str(folder), *METHODS]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
 
 
 @every_method
-def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path, method):
-    options = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 3, "save_strategy": "steps"}
-    options |= {"save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
-    child = os.fork()
-    if not child:
-        try:
-            make_method(tiny_model_dir, tmp_path / "killed", method, Killed, **options).train()
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert not (tmp_path / "killed" / "checkpoint-2").exists()
-    whole, resumed = (make_method(tiny_model_dir, tmp_path / name, method, **options) for name in ("whole", "killed"))
+def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path, killed_runs, method):
+    assert not (killed_runs / method / "checkpoint-2").exists()
+    whole, resumed = (
+        make_method(tiny_model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path, killed_runs / method)
+    )
     whole.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-1"))
+    resumed.train(resume_from_checkpoint=str(killed_runs / method / "checkpoint-1"))
     expected = weights(whole.model)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
     assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
