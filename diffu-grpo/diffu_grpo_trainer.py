@@ -40,10 +40,11 @@ from update_views import (
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
+from d1.models.kinds import block_size
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
 from d1.sampling import Rollout
-from d1.sampling.caching import check_cacheable
+from d1.sampling.blocks import check_sampler
 from d1.scoring import Randomness, Scores, Views
 from d1.scoring.rollouts import randomness
 
@@ -85,8 +86,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         require_prepared(model)
         self.mask_token_id = mask_id
         self.sampling = args.sampling_settings()
-        if self.sampling.cache:
-            check_cacheable(model.config)
+        check_sampler(self.sampling, model.config)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         functions = [guarded(function, task_name, Path(args.output_dir)) for function in functions]
         with reference_from(model if args.needs_reference else None):
@@ -109,11 +109,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 "sync_ref_model keeps a reference that no folder holds, and under ZeRO-3 or FSDP a checkpoint cannot "
                 "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
             )
-        if self.samples_in_step and (self.sampling.rule or args.eos_stop):
+        if self.samples_in_step and (self.sampling.rule or args.eos_stop or block_size(model.config)):
             raise ValueError(
-                "a parallel sampler and eos_stop take as many forward passes as the text asks for, but processes that "
-                "each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
-                "ds3_gather_for_generation, or leave both off"
+                "a parallel sampler, eos_stop and a block-causal model take as many forward passes as texts ask for, "
+                "but processes that each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 "
+                "with ds3_gather_for_generation, or leave the first two off"
             )
         self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
