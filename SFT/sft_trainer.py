@@ -24,6 +24,7 @@ from transformers import EvalPrediction, Trainer, TrainerCallback
 from d1.masking import noise_level
 from d1.models.attention import require_prepared
 from d1.models.head import body_and_head, run_inside, target_logps
+from d1.models.kinds import block_size
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
 from d1.transformers_bridge import TrainerHooks
@@ -51,7 +52,7 @@ class dLLMTrainer(TrainerHooks, Trainer):
             `dLLMDataCollator`.
 
     Raises:
-        ValueError: the model was not prepared (`d1.models.prepare`).
+        ValueError: the model was not prepared (`d1.models.prepare`), or it is block-causal.
         FloatingPointError: from `train` or `evaluate`, a loss that is not finite; names the file with its rows. From
             `save_model`, weights that are not finite.
     """
@@ -61,6 +62,11 @@ class dLLMTrainer(TrainerHooks, Trainer):
     def __init__(self, *, group_by_length: bool = False, **kwargs: Any) -> None:
         super().__init__(compute_metrics=band_losses, **kwargs)
         require_prepared(self.model)
+        if size := block_size(self.model.config):
+            raise ValueError(
+                f"this {self.model.config.model_type} has blocks of {size} tokens: it must learn from a noised block "
+                "beside the clean text before it, which SFT does not feed yet"
+            )
         if self.args.n_gpu > 1:
             raise ValueError("one process a GPU, please: start with `accelerate launch`, or show it a single GPU")
         if not self.args.average_tokens_across_devices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from d1.models.kinds import block_size
 from d1.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,12 @@ def check_trainer(trainer: Any) -> None:
             "sync_ref_model keeps a reference that no folder holds, and under ZeRO-3 or FSDP a checkpoint cannot "
             "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
         )
-    if trainer.samples_in_step and (trainer.sampling.rule or args.eos_stop):
+    blocks = block_size(trainer.model.config)
+    if trainer.samples_in_step and (trainer.sampling.rule or args.eos_stop or blocks):
         raise ValueError(
-            "a parallel sampler and eos_stop take as many forward passes as the text asks for, but processes that "
-            "each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
-            "ds3_gather_for_generation, or leave both off"
+            "a parallel sampler, eos_stop and a block-causal model take as many forward passes as texts ask for, but "
+            "processes that each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
+            "ds3_gather_for_generation, or leave the first two off"
         )
 
 

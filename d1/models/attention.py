@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from d1.models.kinds import is_decoder, kind_of, windowed
+from d1.models.kinds import attention_of, block_size, is_decoder, kind_of, windowed
 from d1.transformers_bridge import attention_kernel
 
 
@@ -30,9 +30,11 @@ def takes_masks_over_queries(config: Any) -> bool:
     """Whether a model passes a mask over queries on as it is.
 
     Transformers asks the device in every forward pass whether a mask (rows, keys) hides anything. It asks nothing about
-    a mask over queries, which decoders take under sdpa unless some of their layers have a window.
+    a mask over queries, which decoders take under sdpa unless some of their layers have a window. Of block-causal
+    attention the model makes that mask itself.
     """
-    return attention_kernel(config) == "sdpa" and is_decoder(config) and not windowed(config)
+    plain = is_decoder(config) and not windowed(config) and not block_size(config)
+    return plain and attention_kernel(config) == "sdpa"
 
 
 def over_queries(visible: Tensor, queries: int) -> Tensor:
@@ -40,9 +42,32 @@ def over_queries(visible: Tensor, queries: int) -> Tensor:
     return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
 
 
+def over_blocks(visible: Tensor, queries: int, size: int) -> Tensor:
+    """The mask (rows, 1, queries, keys) of queries that see their own block and the blocks before it.
+
+    A block is `size` real tokens, counted from the start of the sequence (BD3-LM, arXiv 2503.09573, section 3). The
+    queries are the last of the keys `visible` (rows, keys); padding among them sees what its block does.
+    """
+    block = count_positions(visible) // size
+    return (visible.bool().unsqueeze(1) & (block.unsqueeze(1) <= block[:, -queries:].unsqueeze(2))).unsqueeze(1)
+
+
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask over queries as eager attention takes it: 0 at what is seen, to be added to the scores."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
 def seen_keys(mask: Tensor | None) -> Tensor | None:
-    """(rows, keys) of a mask that may be over queries already, all of which must see the same keys."""
-    return mask if mask is None or mask.dim() == 2 else mask[:, 0, 0]
+    """(rows, keys) of a mask that may be over queries already: what some query sees, as each real token sees itself."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    return (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
+
+
+def fed_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Of a body's arguments, one value a token: (rows, length) ids, or of embeddings the first number."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return kwargs["inputs_embeds"][..., 0] if ids is None else ids
 
 
 def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -51,16 +76,39 @@ def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     if kwargs.get("position_ids") is not None or (mask is not None and mask.dim() != 2):
         return args, kwargs
     if mask is None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        mask = torch.ones_like((kwargs["inputs_embeds"][..., 0] if ids is None else ids), dtype=torch.long)
+        mask = torch.ones_like(fed_tokens(args, kwargs), dtype=torch.long)
     first = body.config.pad_token_id + 1 if kind_of(body.config).positions_after_padding else 0
     kwargs["position_ids"] = count_positions(mask) + first
     return args, kwargs
 
 
+def see_blocks(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the body of a block-causal model: as `place_tokens`, and each token sees up to its block's
+    end. A mask over queries is taken as it is."""
+    check_blocks(body.config, type(body).__name__)
+    args, kwargs = place_tokens(body, args, kwargs)
+    mask, tokens = kwargs.get("attention_mask"), fed_tokens(args, kwargs)
+    if mask is None or mask.dim() == 2:
+        visible = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        mask = over_blocks(visible, tokens.shape[1], body.config.block_size)
+        kwargs["attention_mask"] = mask if attention_kernel(body.config) == "sdpa" else added(mask, body.dtype)
+    return args, kwargs
+
+
+def check_blocks(config: Any, name: str) -> None:
+    """Raises ValueError for a config whose model cannot attend block-causally; `name` says which model it is."""
+    size, kernel = config.block_size, attention_kernel(config)
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name}: block_size must be positive and whole, got {size!r}")
+    if not is_decoder(config) or windowed(config):
+        raise ValueError(f"{name}: block-causal attention needs a decoder without windows, not {config.model_type}")
+    if kernel not in ("sdpa", "eager"):
+        raise ValueError(f"{name}: block-causal attention runs under sdpa and eager, not under {kernel}")
+
+
 # `Kind.attention` -> forward pre-hook of the body, which makes masks and positions from the mask it is given: of keys
 # (rows, keys), None where all are seen, or already over queries, with position ids, where the sampler has made both.
-ATTENTION = {"full": place_tokens}
+ATTENTION = {"full": place_tokens, "block-causal": see_blocks}
 
 
 def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
@@ -104,15 +152,15 @@ def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], outp
     return output
 
 
-PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets on a model
+PREPARED = "d1_prepared"  # the attribute in which `d1.models.prepare` leaves the name of a model's attention
 
 
 def require_prepared(model: Any) -> None:
     """Called where sampling, scoring and training begin.
 
     Raises:
-        ValueError: the model was not prepared for this library, with how to prepare it; or it was released with another
-            attention than it runs with here.
+        ValueError: the model was not prepared for this library, or not for the attention its config asks for, with how
+            to prepare it.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(inner, PREPARED, False):
@@ -121,11 +169,8 @@ def require_prepared(model: Any) -> None:
             "padding would move its tokens. Load it with d1.models.load_model(path), or call "
             "d1.models.prepare(model) on one that you built"
         )
-    size = getattr(inner.config, "block_size", None)
-    if size and kind_of(inner.config).attention == "full":
-        name = inner.config.name_or_path or type(inner).__name__
+    if block_size(inner.config) and getattr(inner, PREPARED) != attention_of(inner.config):
         raise ValueError(
-            f"{name} has block-causal attention (blocks of {size}: a token "
-            "sees its own block and the blocks before it). This version loads, merges, exports and estimates such a "
-            "model; it does not yet sample, score or train it"
+            f"this {type(inner).__name__} has blocks of {inner.config.block_size} tokens, but was prepared without "
+            "block-causal attention: load it with d1.models.load_model(path), without trust_remote_code"
         )

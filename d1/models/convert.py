@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
+from d1.models.attention import check_blocks
 from d1.models.kinds import KINDS, is_decoder, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
@@ -200,26 +201,36 @@ def save_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
 
 def a2d(
-    source: str, out: str, mask_token: str = "<|mask|>", keep_shift: bool = False, plain_chat_template: bool = False
+    source: str,
+    out: str,
+    mask_token: str = "<|mask|>",
+    keep_shift: bool = False,
+    plain_chat_template: bool = False,
+    block_size: int | None = None,
 ) -> None:
     """Turn an autoregressive decoder into a masked diffusion model, ready for SFT.
 
-    Attention goes both ways and `mask_token`, added where the tokenizer lacks it, starts as the mean of all tokens.
+    Attention goes both ways, with a block size within blocks, and `mask_token`, added where the tokenizer lacks
+    it, starts as the mean of all tokens.
 
     Args:
         mask_token: A spare token of the tokenizer, or a new name.
         keep_shift: Go on predicting the next position, as Dream does (arXiv 2508.15487), instead of learning to
             predict the masked one; the rest of the project sees no difference.
         plain_chat_template: As in `load_tokenizer`.
+        block_size: Tokens a block of block-causal attention (BD3-LM, arXiv 2503.09573); None is full attention.
 
     Raises:
-        ValueError: The checkpoint is not a decoder, or already has a mask token.
+        ValueError: The checkpoint is not a decoder, already has a mask token, or cannot attend in such blocks.
     """
     folder = fresh_folder(out)
     model = load_whole(source)
     config = model.config
     if not is_decoder(config) or getattr(config, "mask_token_id", None) is not None:
         raise ValueError(f"{source} is a masked model already, not an autoregressive decoder")
+    if block_size is not None:
+        config.block_size = block_size
+        check_blocks(config, source)
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
     rows = model.get_input_embeddings().num_embeddings
     known = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding

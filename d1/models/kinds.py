@@ -100,6 +100,7 @@ KINDS: dict[str, Kind] = {
         becomes="qwen3",
         release=as_released,
         code="JetLM/SDAR-1.7B-Chat",
+        attention="block-causal",
         block_size=4,
         mask_token_id=151669,
         lora=DECODER_LORA,
@@ -111,6 +112,7 @@ KINDS: dict[str, Kind] = {
         apart=one_by_one,
         release=as_released,
         code="JetLM/SDAR-30B-A3B-Chat",
+        attention="block-causal",
         block_size=4,
         mask_token_id=151669,
         lora=MIXTURE_LORA,
@@ -121,6 +123,7 @@ KINDS: dict[str, Kind] = {
         fields=fast_dllm_fields,
         release=as_released,
         code="Efficient-Large-Model/Fast_dLLM_v2_7B",
+        attention="block-causal",
         block_size=32,
         shift=True,
         mask_token_id=151665,
@@ -146,6 +149,7 @@ KINDS: dict[str, Kind] = {
         apart=llada2_weights,
         release=as_released,
         code="inclusionAI/LLaDA2.0-mini",
+        attention="block-causal",
         block_size=32,
         mask_token_id=156895,
         lora=MIXTURE_LORA,
@@ -193,6 +197,19 @@ def is_decoder(config: Any) -> bool:
     """Whether this is the config of a causal LM of Transformers, whose attention this library turned both ways."""
     kind = kind_of(config)
     return kind is not OWN_CODE and not kind.encoder
+
+
+def block_size(config: Any) -> int | None:
+    """Tokens a block of a block-causal model; None for others."""
+    return getattr(config, "block_size", None) or None
+
+
+def attention_of(config: Any) -> str:
+    """The name in `d1.models.attention.ATTENTION` of what a model attends with.
+
+    A block-causal model keeps its block size when it is saved under the name of its class.
+    """
+    return "block-causal" if block_size(config) else kind_of(config).attention
 
 
 def layer_types(config: Any) -> set[str]:
@@ -268,8 +285,8 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
         fields["predicts_next_token"] = True
     if kind.mask_token_id is not None and fields.get("mask_token_id") is None:
         fields["mask_token_id"] = kind.mask_token_id
-    if block_size := fields.get("block_size") or kind.block_size:
-        fields["block_size"] = block_size
+    if kind.attention == "block-causal":
+        fields["block_size"] = fields.get("block_size") or kind.block_size
     if kind.release is as_released:
         fields["released"] = raw
     config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(fields)

@@ -2,9 +2,9 @@
 
 Kinds (`d1/models/kinds.py`): LLaDA, Dream, Llama/Qwen/Gemma decoders with attention turned both ways, and masked-LM
 encoders. All run on the classes in Transformers. `prepare` puts hooks on the body (the model without its head): one
-gives each token the position it would have without padding, one moves the hidden states of models that predict the next
-token (Dream) to the position they speak of, one runs a decoder's last layer only where its states are asked for. On the
-body they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
+gives each token the position it would have without padding, and has block-causal models see no later block, one moves
+the hidden states of models that predict the next token (Dream) to the position they speak of, one runs a decoder's last
+layer only where its states are asked for. On the body they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
 Windowed layers (Gemma, ModernBERT) keep their window, made symmetric; their full layers carry the rest.
 """
 
@@ -20,9 +20,19 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
-from d1.models.attention import ATTENTION, PREPARED, align_positions, align_states, keep_states
+from d1.models.attention import ATTENTION, PREPARED, align_positions, align_states, check_blocks, keep_states
 from d1.models.head import narrow, take_computations
-from d1.models.kinds import OWN_CODE, attend_both_ways, check_kind, experts, is_encoder, kind_of, native_config
+from d1.models.kinds import (
+    OWN_CODE,
+    attend_both_ways,
+    attention_of,
+    block_size,
+    check_kind,
+    experts,
+    is_encoder,
+    kind_of,
+    native_config,
+)
 from d1.transformers_bridge import checkpoint_dtype, converting, forget_renaming, needs_copy, reading
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -46,7 +56,8 @@ def prepare(model: Model) -> Model:
     check_buildable(inner)
     kind, body = kind_of(inner.config), inner.base_model
     attend_both_ways(inner.config, type(inner).__name__)
-    body.register_forward_pre_hook(ATTENTION[kind.attention], with_kwargs=True)
+    attention = attention_of(inner.config)
+    body.register_forward_pre_hook(ATTENTION[attention], with_kwargs=True)
     if kind.shift:
         inner.config.predicts_next_token = True
     if getattr(inner.config, "predicts_next_token", False):
@@ -62,7 +73,7 @@ def prepare(model: Model) -> Model:
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
     inner.get_input_embeddings().padding_idx = None
     take_computations(inner)
-    setattr(inner, PREPARED, True)
+    setattr(inner, PREPARED, attention)
     return model
 
 
@@ -78,6 +89,8 @@ def check_buildable(model: Any) -> None:
         raise ValueError(f"{name} runs code of its own for {config.model_type!r}: load_model(path) has a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
+    if block_size(config):
+        check_blocks(config, name)
     check_two_halves(model)
 
 
@@ -104,8 +117,9 @@ def load_model(
 ) -> PreTrainedModel | PeftModel:
     """Load a model in eval mode: `model(input_ids, attention_mask).logits[b, i]` scores the token AT position i.
 
-    Every position sees every real one; `attention_mask` (rows, length) may hide padding on either side. Positions are
-    counted inside. `logits_to_keep`, a 1-D LongTensor of positions, restricts the logits to (rows, len, vocab).
+    Every position sees every real one, in a block-causal model up to the end of its block; `attention_mask` (rows,
+    length) may hide padding on either side. Positions are counted inside. `logits_to_keep`, a 1-D LongTensor of
+    positions, restricts the logits to (rows, len, vocab).
 
     Args:
         path: A checkpoint folder or hub name, or the folder of an adapter, whose base is then loaded first.

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from d1.sampling.caching import Passes
+from d1.models.kinds import block_size
+from d1.sampling.caching import Passes, check_cacheable
 from d1.sampling.order import REMASKING, best_first
 from d1.sampling.predict import Generators, uniform
 from d1.sampling.reveal import RULES
@@ -67,24 +69,58 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
     )
 
 
+def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
+    """Raises ValueError for settings that do not go with a kind of model.
+
+    Args:
+        other_blocks: a block-causal model may fill blocks of another length than its own.
+    """
+    if settings.cache is not None:
+        check_cacheable(config)
+    size = block_size(config)
+    if not other_blocks and size not in (None, settings.block_length):
+        raise ValueError(
+            f"this {config.model_type} has blocks of {size} tokens, so block_length must be {size}, not "
+            f"{settings.block_length}; d1.sampling.rollout takes another one with other_blocks=True"
+        )
+
+
+def groups_of_rows(config: Any, attention_mask: Tensor, block_length: int) -> dict[int | None, list[int]]:
+    """Rows that share a schedule, by its `filled` (`SamplingSettings.schedule`): of a block-causal model, those whose
+    prompts have as many tokens in the block they end in; of others all."""
+    rows = range(len(attention_mask))
+    if block_size(config) is None:
+        return {None: list(rows)}
+    filled = (attention_mask.long().sum(1) % block_length).tolist()
+    return {count: [row for row in rows if filled[row] == count] for count in sorted(set(filled))}
+
+
 @torch.no_grad()
 def fill_canvas(
-    canvas: Canvas, fill: Callable[..., Iterator[Step]], schedule: list[list[int]], start: int, ends: list[int]
+    canvas: Canvas,
+    fill: Callable[..., Iterator[Step]],
+    schedule: list[list[int]],
+    start: int,
+    ends: list[int],
+    rows: list[int],
 ) -> Iterator[Step]:
-    """Fills block after block from column `start` on; rows whose finished blocks hold one of `ends` take part no more.
+    """Fills the `rows` block after block from column `start` on; those whose finished blocks hold one of `ends` take
+    part no more.
 
     Args:
         fill: `fill_block` with all given but the rows, the block's first column and the tokens it reveals a step.
     """
-    first, live = start, list(range(len(canvas.ids)))
+    first, live = start, rows
     stops = canvas.ids.new_tensor(ends)
+    own = torch.tensor([row in rows for row in range(len(canvas.ids))]).to(canvas.ids.device)
     for reveals in schedule:
         yield from fill(live, start, reveals)
         start += sum(reveals)
         if ends and start < canvas.ids.shape[1]:
-            ended = torch.isin(canvas.ids[:, first:start], stops).any(1)
+            ended = torch.isin(canvas.ids[:, first:start], stops).any(1) & own
             canvas.ids[:, start:].masked_fill_(ended.unsqueeze(1), ends[0])
-            live = [row for row, done in enumerate(ended.tolist()) if not done]  # the block's one host sync
+            done = ended.tolist()  # the block's one host sync
+            live = [row for row in rows if not done[row]]
             if not live:
                 return
 

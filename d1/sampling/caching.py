@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
 from d1.models.head import body_and_head
-from d1.models.kinds import is_encoder, windowed
+from d1.models.kinds import block_size, is_encoder, windowed
 
 
 def check_cacheable(config: Any) -> None:
@@ -26,6 +26,8 @@ def check_cacheable(config: Any) -> None:
     advice = "use the sampler exact or parallel"
     if is_encoder(config):
         raise ValueError(f"{config.model_type} is an encoder, which has no key-value cache in Transformers: {advice}")
+    if block_size(config):
+        raise ValueError(f"{config.model_type} with blocks of {block_size(config)} tokens has no cache yet: {advice}")
     if windowed(config):
         raise ValueError(
             f"{config.model_type} has layers that attend within a window, and a cache of those forgets keys: {advice}"

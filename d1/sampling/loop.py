@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from d1.models.attention import require_prepared
-from d1.sampling.blocks import Step, fill_block, fill_canvas, start_canvas
+from d1.sampling.blocks import Step, check_sampler, fill_block, fill_canvas, groups_of_rows, start_canvas
 from d1.sampling.caching import Passes
 from d1.sampling.predict import Generators, predict
 from d1.sampling.settings import SamplingSettings
@@ -59,6 +60,7 @@ def rollout(
     generator: Generators = None,
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
+    other_blocks: bool = False,
     **fields: Any,
 ) -> Rollout:
     """Samples a completion for each prompt.
@@ -74,6 +76,7 @@ def rollout(
         eos_token_ids: EOS stop: a row whose finished blocks hold one of these leaves the batch, its later blocks filled
             with the first of them. Changes no token up to a row's first EOS. Random draws then need one generator a
             row, or the rows that stay would get other numbers; so they do with a parallel sampler.
+        other_blocks: let a block-causal model fill blocks of another length than its own.
 
     Raises:
         ValueError: the model is not prepared, or an argument makes no sense, before the first forward pass.
@@ -87,6 +90,7 @@ def rollout(
         generator=generator,
         noise_dtype=noise_dtype,
         eos_token_ids=eos_token_ids,
+        other_blocks=other_blocks,
         **fields,
     )
     record = None
@@ -119,12 +123,14 @@ def rollout_steps(
     generator: Generators = None,
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
+    other_blocks: bool = False,
     **fields: Any,
 ) -> Iterator[Step]:
     """`rollout`, with the same arguments, as one `Step` a forward pass. The canvas is whole when the last is taken.
 
     A row that has filled its block under a parallel sampler waits outside the batch for the next. What the EOS stop
-    fills it fills between steps.
+    fills it fills between steps. A block-causal model completes rows whose prompts end at the same place of a block,
+    then the next such rows, since their blocks begin and end together.
 
     Raises:
         ValueError: as `rollout`, at the call and not with the first step.
@@ -135,12 +141,17 @@ def rollout_steps(
     elif fields:
         raise ValueError(f"sampling got settings and, beside them, {', '.join(fields)}: give them as settings alone")
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
+    check_sampler(settings, model.config, other_blocks)
     source = Passes(model, settings.cache, padded=not attention_mask.all())
     guess = partial(predict, model, settings=settings, mask_token_id=mask_token_id, noise_dtype=noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
     unprompted = mask_token_id if settings.cfg_scale else None
     fill = partial(fill_block, canvas, source, guess, settings, generator=generator, unprompted=unprompted)
-    return fill_canvas(canvas, fill, settings.schedule(), prompt_ids.shape[1], list(eos_token_ids or []))
+    start, ends = prompt_ids.shape[1], list(eos_token_ids or [])
+    groups = groups_of_rows(model.config, attention_mask, settings.block_length)
+    return chain.from_iterable(
+        fill_canvas(canvas, fill, settings.schedule(filled), start, ends, rows) for filled, rows in groups.items()
+    )
 
 
 def check_generator(

@@ -6,6 +6,7 @@ A new rule is a function here, or anywhere, and a line in `RULES`. Needs no torc
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,21 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
         spread(tokens, block_steps)
         for tokens, block_steps in zip(spread(gen_length, num_blocks), spread(steps, num_blocks), strict=True)
     ]
+
+
+def aligned_schedule(gen_length: int, block_length: int, steps: int, filled: int) -> list[list[int]]:
+    """`reveal_schedule` where blocks end at multiples of `block_length`; the prompt has `filled` tokens of one.
+
+    Each step goes to the block with the most tokens a step so far. Every block takes one, so that where the prompt ends
+    inside a block there may be one more than `steps`.
+    """
+    ends = [0, *range(block_length - filled, gen_length, block_length), gen_length]
+    sizes = [end - start for start, end in pairwise(ends)]
+    taken = [1] * len(sizes)
+    for _ in range(steps - len(sizes)):
+        slowest = max(range(len(sizes)), key=lambda block: sizes[block] / taken[block])
+        taken[slowest] += 1
+    return [spread(*block) for block in zip(sizes, taken, strict=True)]
 
 
 def threshold(logps: Tensor, entropies: Tensor, level: float) -> Tensor:

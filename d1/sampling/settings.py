@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES, reveal_schedule
+from d1.sampling.reveal import RULES, aligned_schedule, reveal_schedule
 
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 CACHES = ("prefix", "dual")  # `d1/sampling/caching.py` says what each keeps
@@ -19,7 +19,8 @@ class SamplingSettings:
     """How completions are sampled.
 
     Attributes:
-        gen_length: tokens to generate. Blocks and steps that do not divide it are spread evenly, none dropped.
+        gen_length: tokens to generate. Blocks and steps that do not divide it are spread evenly, none dropped. In a
+            block-causal model blocks end where the model's do, so the first and the last may be shorter.
         block_length: the longest a block may be; `gen_length` gives pure diffusion.
         steps: forward passes a row (over twice as many sequences with guidance). A parallel sampler takes fewer where
             its rule reveals more than the schedule, and never more: a row that falls behind reveals what is due.
@@ -106,9 +107,14 @@ class SamplingSettings:
         """Whether sampling draws random numbers: without them, all samples of a prompt are alike."""
         return self.temperature > 0 or REMASKING[self.remasking][1]
 
-    def schedule(self) -> list[list[int]]:
-        """Tokens revealed in each step of each block, where no rule reveals more: one list a block."""
-        return reveal_schedule(self.gen_length, self.block_length, self.steps)
+    def schedule(self, filled: int | None = None) -> list[list[int]]:
+        """Tokens revealed in each step of each block, where no rule reveals more: one list a block.
+
+        Args:
+            filled: of a block-causal model, how many tokens the prompt has of the block that it ends in.
+        """
+        lengths = self.gen_length, self.block_length, self.steps
+        return reveal_schedule(*lengths) if filled is None else aligned_schedule(*lengths, filled)
 
 
 def check_count(name: str, value: Any) -> None:

@@ -54,6 +54,16 @@ def rows_of_all_lengths(count: int = ROWS) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def test_a_block_causal_model_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model: Any = load_model(tiny_model_dir)
+    model.config.block_size = 4
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="has blocks of 4 tokens: it must learn from a noised block beside the clean text"
+    ):
+        dLLMTrainer(model=load_model(tmp_path), args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+
+
 def make_trainer(model_dir: Path, folder: Path, batch: int, accumulation: int, **options: Any) -> dLLMTrainer:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     rows = options.pop("rows", None) or rows_of_all_lengths()

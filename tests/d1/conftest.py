@@ -176,9 +176,3 @@ def llada_writer():
 @pytest.fixture(params=[kind for kind in KINDS if kind != "sdar_moe"])  # it runs as lladamoe does
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(params=[kind for kind in KINDS if kind not in released.BLOCKS])
-def full_kind(request: pytest.FixtureRequest) -> str:
-    """A kind with full attention."""
-    return request.param

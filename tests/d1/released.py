@@ -45,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> the fields of a publishe
     | SDAR
     | MIXTURE
     | {"moe_intermediate_size": 16, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    "Fast_dLLM_Qwen": QWEN | {"bd_size": 32, "mask_token_id": MASK},
+    "Fast_dLLM_Qwen": QWEN | {"bd_size": 5, "mask_token_id": MASK},
     "lladamoe": MIXTURE
     | {
         "dense_intermediate_size": 48,
@@ -83,6 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> the fields of a publishe
         "output_dropout": 0.0,
         "partial_rotary_factor": 0.5,
         "rope_theta": 600000,
+        "block_size": 3,
         "mask_token_id": MASK,
     },
 }
@@ -185,6 +186,11 @@ def rotate(x: Tensor, theta: float, width: int) -> Tensor:
             turned[t, j] = a * angle.cos() - b * angle.sin()
             turned[t, j + width // 2] = b * angle.cos() + a * angle.sin()
     return turned
+
+
+def seen_in_blocks(length: int, size: int) -> Tensor:
+    """(T, T) bool, queries x keys: who sees whom in a text of `length` tokens in blocks of `size`."""
+    return torch.tensor([[j // size <= i // size for j in range(length)] for i in range(length)])
 
 
 def feed_forward(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:

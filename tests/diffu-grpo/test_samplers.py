@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
-from transformers import BertConfig
+from transformers import BertConfig, LlamaConfig
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
@@ -215,12 +215,25 @@ def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_ste
             make_trainer(tiny_model_dir, tmp_path, **change)
 
 
-def test_an_encoder_is_refused_a_cache_with_the_settings(tiny_model_dir, tmp_path):
-    with pytest.raises(ValueError, match="bert is an encoder"):
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        (SimpleNamespace(config=BertConfig(), d1_prepared="full"), {"sampler": "cached"}, "bert is an encoder"),
+        (
+            SimpleNamespace(config=LlamaConfig(block_size=8), d1_prepared="block-causal"),
+            {},
+            "has blocks of 8 tokens, so block_length must be 8, not 4",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_with_the_kind_are_refused_at_the_start(
+    tiny_model_dir, tmp_path, model, change, message
+):
+    with pytest.raises(ValueError, match=message):
         DiffuGRPOTrainer(
-            model=SimpleNamespace(config=BertConfig(), d1_prepared=True),
+            model=model,
             reward_funcs=vowels,
-            args=DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path), "sampler": "cached"})),
+            args=DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path)} | change)),
             train_dataset=None,
             processing_class=load_tokenizer(str(tiny_model_dir)),
         )

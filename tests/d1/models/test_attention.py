@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from d1.models import load_model
-from d1.models.attention import ATTENTION, count_positions, over_queries, padding_mask, takes_masks_over_queries
+from d1.masking import keyed_generator
+from d1.models import load_model, prepare
+from d1.models.attention import (
+    ATTENTION,
+    count_positions,
+    over_blocks,
+    over_queries,
+    padding_mask,
+    require_prepared,
+    takes_masks_over_queries,
+)
+from d1.models.head import body_and_head
 from d1.models.kinds import KINDS
+from tests.d1.released import BLOCKS, seen_in_blocks, write_released
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
 WINDOWED = ("gemma2", "gemma3_text")
@@ -27,7 +41,7 @@ def test_a_mask_that_hides_nothing_is_none():
 def test_a_mask_over_queries_says_what_the_padding_mask_says(kind_dirs, kind):
     model = load_model(kind_dirs[kind], attn_implementation=None if kind == "gemma2" else "sdpa")
     takes = takes_masks_over_queries(model.config)
-    assert takes == (kind not in (*WINDOWED, "bert", "roberta", "modernbert"))
+    assert takes == (kind not in (*WINDOWED, *BLOCKS, "bert", "roberta", "modernbert"))
     mask = over_queries(VISIBLE, 5)
     assert mask.dtype == torch.bool
     assert torch.equal(mask, torch.stack([row.bool().expand(1, 5, 5) for row in VISIBLE]))
@@ -59,3 +73,97 @@ def test_transformers_reads_is_causal_in_every_pass(kind_dirs, name):
         with torch.no_grad():
             moved[causal] = (model(input_ids=ids).logits - model(input_ids=last).logits)[0, 0].abs().max()
     assert moved[True] == 0 < moved[False]
+
+
+# --- Blocks ----------------------------------------------------------------------------------------------------------
+
+
+def with_blocks(folder: Any, size: int | None, attention: str = "sdpa") -> Any:
+    """The weights in `folder` under block-causal attention; None: as Transformers runs them, causally."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()
+    model.config.block_size = size
+    if size is None:
+        model.config.is_causal = True
+        return model
+    return prepare(model)
+
+
+def test_blocks_count_real_tokens_alone():
+    found = over_blocks(torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1]]), 8, 2)[0, 0]
+    real = torch.tensor([2, 3, 4, 6, 7])
+    assert torch.equal(found[real][:, real], seen_in_blocks(5, 2))
+    assert not found[:, [0, 1, 5]].any()
+    assert found.any(-1).all(), "padding that sees nothing would make attention divide by zero"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["sdar", "Fast_dLLM_Qwen"])
+def test_neither_batch_nor_padding_changes_a_row_whose_prompt_ends_anywhere_in_a_block(kind_dirs, name, attention):
+    """Whole and at chosen positions of the last layer; a cut behind a block's end changes nothing before it either."""
+    model: Any = load_model(kind_dirs[name], attn_implementation=attention)
+    body, size = body_and_head(model)[0], model.config.block_size
+    texts = [torch.randint(4, 64, (size + n,), generator=keyed_generator(n)) for n in range(size)]
+    width = 2 * size + 3
+    ids, mask = torch.full((2 * size, width), 7), torch.zeros(2 * size, width, dtype=torch.long)
+    places = []
+    for row, text in enumerate(texts * 2):
+        start = width - 1 - len(text) if row < size else row - size  # padding on the left, or on both sides
+        ids[row, start : start + len(text)], mask[row, start : start + len(text)] = text, 1
+        places.append([start + len(text) - 1, start, start + 1, start + size - 1])
+    at = torch.tensor(places)
+    with torch.no_grad():
+        whole, some = body(ids, mask), body(ids, mask, at)
+        for row, text in enumerate(texts * 2):
+            alone = body(text[None])[0]
+            torch.testing.assert_close(whole[row, mask[row].bool()], alone, atol=1e-5, rtol=0)
+            torch.testing.assert_close(some[row], whole[row, at[row]], atol=1e-5, rtol=0)
+            torch.testing.assert_close(alone[:size], body(text[None, :size])[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_both_limits(kind_dirs, attention):
+    """Blocks of one token are causal attention; a block that holds the text is full attention."""
+    ids = torch.randint(4, 64, (2, 9), generator=keyed_generator(0))
+
+    def logits(model: Any) -> Tensor:
+        return model(input_ids=ids).logits
+
+    folder = kind_dirs["qwen3"]
+    causal, full = with_blocks(folder, None, attention), load_model(folder, attn_implementation=attention)
+    torch.testing.assert_close(logits(with_blocks(folder, 1, attention)), logits(causal), atol=1e-5, rtol=0)
+    for size in (9, 64):
+        torch.testing.assert_close(logits(with_blocks(folder, size, attention)), logits(full), atol=1e-5, rtol=0)
+    assert (logits(with_blocks(folder, 8, attention)) - logits(full)).abs().amax(-1).min() > 1e-4
+
+
+@torch.no_grad()
+def test_a_pass_that_reads_the_keys_of_the_blocks_before_it(kind_dirs):
+    model: Any = load_model(kind_dirs["sdar"])
+    ids = torch.randint(4, 64, (2, 11), generator=keyed_generator(1))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0  # so that its blocks end at 6 and 10, the other's at 4 and 8
+    for row, cut in ((0, 6), (1, 8)):
+        text, seen, past = ids[row : row + 1], mask[row : row + 1], DynamicCache()
+        whole = model(input_ids=text, attention_mask=seen).logits
+        model(input_ids=text[:, :cut], attention_mask=seen[:, :cut], past_key_values=past)
+        places = count_positions(seen)[:, cut:]
+        rest = model(input_ids=text[:, cut:], attention_mask=seen, position_ids=places, past_key_values=past)
+        torch.testing.assert_close(rest.logits, whole[:, cut:], atol=1e-5, rtol=0)
+
+
+def test_what_cannot_attend_in_blocks_is_refused(kind_dirs, tmp_path):
+    with pytest.raises(ValueError, match=r"block-causal attention runs under .*, not under flex_attention"):
+        load_model(kind_dirs["sdar"], attn_implementation="flex_attention")
+    for name in ("gemma3_text", "bert"):
+        config: Any = load_model(kind_dirs[name]).config
+        config.block_size = 4
+        plain: Any = type(load_model(kind_dirs[name]))(config)
+        with pytest.raises(ValueError, match=f"needs a decoder without windows, not {name}"):
+            prepare(plain)
+    with pytest.raises(ValueError, match="block_size must be positive and whole, got -1"):
+        load_model(write_released(tmp_path, "sdar", block_size=-1))
+    late: Any = load_model(kind_dirs["qwen3"])
+    late.config.block_size = 4
+    with pytest.raises(ValueError, match="has blocks of 4 tokens, but was prepared without block-causal attention"):
+        require_prepared(late)

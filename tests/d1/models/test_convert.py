@@ -211,6 +211,20 @@ def test_a2d_can_keep_predicting_the_next_position(tmp_path):
     torch.testing.assert_close(shifted[:, 1:], plain[:, :-1], atol=1e-6, rtol=0)
 
 
+def test_a2d_makes_block_causal_models(tmp_path):
+    """Of one token a block, with the shift kept, it is what it was: it predicts the next token from those before it."""
+    source = autoregressive(tmp_path / "ar", "qwen2", 60, 60)
+    causal = logits_of(Qwen2ForCausalLM.from_pretrained(source).eval())
+    run("a2d", source, tmp_path / "one", "--block_size", 1, "--keep_shift")
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "one"))[:, 1:, :60], causal[:, :-1], atol=1e-5, rtol=0)
+    run("a2d", source, tmp_path / "long", "--block_size", 64)
+    run("a2d", source, tmp_path / "full")
+    found, full = (logits_of(load_model(tmp_path / name)) for name in ("long", "full"))
+    torch.testing.assert_close(found, full, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="block_size must be positive and whole, got 0"):
+        run("a2d", source, tmp_path / "none", "--block_size", 0)
+
+
 def test_a2d_refuses_a_masked_model(kind_dirs, tmp_path):
     for name in ("llada", "Dream", "bert"):
         with pytest.raises(ValueError, match="is a masked model already"):

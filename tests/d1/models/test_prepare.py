@@ -24,7 +24,6 @@ from transformers import (
 from d1.models import attach_hooks, load_model, prepare
 from d1.models.adapters import lora_targets
 from d1.models.attention import require_prepared
-from tests.d1.released import BLOCKS
 
 MASKED_LM = ("modernbert", "bert", "roberta")
 
@@ -60,9 +59,8 @@ def test_a_plain_model_is_refused_and_equals_load_models_once_prepared(kind_dirs
     if kind != "modernbert":  # whose rotary positions do not care where a text begins
         assert (logits_of(plain) - expected).abs().max() > 1e-3
     assert prepare(plain) is plain
+    require_prepared(plain)
     assert torch.equal(logits_of(plain), expected)
-    if kind not in BLOCKS:
-        require_prepared(plain)
 
 
 @pytest.mark.parametrize("name", ["Dream", "bert", "gemma2"])

@@ -10,16 +10,22 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from sft_trainer import dLLMTrainer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from d1.__main__ import main, make_parser
 from d1.models import convert, load_model
 from d1.models.kinds import KINDS, kind_of
-from d1.sampling import generate
-from d1.scoring import mean_field_logps
-from tests.d1.released import BLOCKS, CONFIGS, config_of, read_files, twin_logits, write_files, write_released
+from tests.d1.released import (
+    BLOCKS,
+    CONFIGS,
+    config_of,
+    read_files,
+    seen_in_blocks,
+    twin_logits,
+    write_files,
+    write_released,
+)
 
 IDS = torch.randint(4, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 MIXTURES = ("sdar_moe", "lladamoe", "llada2_moe")
@@ -50,9 +56,10 @@ def assert_same_files(before: Path, after: Path, but: str = "nothing") -> None:
 
 @pytest.mark.parametrize("released", CONFIGS)
 def test_logits_are_those_of_the_slow_twin(kind_dirs, released):
-    model = load_model(kind_dirs[released])
+    model: Any = load_model(kind_dirs[released])
     assert isinstance(model, AutoModelForCausalLM.from_config(model.config).__class__)
-    logits, twin = logits_of(model), torch.stack([twin_logits(kind_dirs[released], row) for row in IDS])
+    seen = seen_in_blocks(11, model.config.block_size) if released in BLOCKS else None
+    logits, twin = logits_of(model), torch.stack([twin_logits(kind_dirs[released], row, seen) for row in IDS])
     if KINDS[released].shift:
         logits, twin = logits[:, 1:], twin[:, :-1]
     torch.testing.assert_close(logits, twin, atol=1e-5, rtol=0)
@@ -69,7 +76,8 @@ def test_other_settings_equal_the_twin_too(tmp_path, released, fields):
     torch.manual_seed(3)
     folder = write_released(tmp_path / "a", released, **fields)
     model = load_model(folder)
-    torch.testing.assert_close(logits_of(model, IDS[:1])[0], twin_logits(folder, IDS[0]), atol=1e-5, rtol=0)
+    seen = seen_in_blocks(11, 3) if released in BLOCKS else None
+    torch.testing.assert_close(logits_of(model, IDS[:1])[0], twin_logits(folder, IDS[0], seen), atol=1e-5, rtol=0)
     convert.export(str(folder), str(tmp_path / "b"), released)
     assert_same_files(folder, tmp_path / "b")
 
@@ -80,7 +88,7 @@ def test_other_settings_equal_the_twin_too(tmp_path, released, fields):
         ("sdar", {"block_size": 64}, (64, 3)),
         ("sdar", {"block_size": None, "mask_token_id": None}, (4, 151669)),
         ("Fast_dLLM_Qwen", {"bd_size": 16, "mask_token_id": None}, (16, 151665)),
-        ("llada2_moe", {"mask_token_id": None}, (32, 156895)),
+        ("llada2_moe", {"mask_token_id": None, "block_size": None}, (32, 156895)),
         ("lladamoe", {"mask_token_id": None}, (None, 156895)),
     ],
 )
@@ -91,24 +99,6 @@ def test_block_size_and_mask_are_the_configs_or_else_the_kinds(tmp_path, release
     again: Any = load_model(tmp_path / "b")
     assert (getattr(again.config, "block_size", None), again.config.mask_token_id) == expected
     assert kind_of(again.config) is KINDS[KINDS[released].becomes]
-
-
-@pytest.mark.parametrize("released", BLOCKS)
-def test_models_with_blocks_are_refused_where_sampling_scoring_and_training_begin(kind_dirs, tmp_path, released):
-    """Under the released name, and as training saves them."""
-    load_model(kind_dirs[released]).save_pretrained(tmp_path / "native")
-    nothing = torch.zeros_like(IDS, dtype=torch.bool)
-    for folder in (kind_dirs[released], tmp_path / "native"):
-        model: Any = load_model(folder)
-        adapted: Any = get_peft_model(load_model(folder), LoraConfig(target_modules=["o_proj"]))
-        message = rf"{folder} has block-causal attention \(blocks of {model.config.block_size}: .*does not yet sample"
-        lengths: dict[str, int] = {"mask_token_id": 3, "gen_length": 4}
-        with pytest.raises(ValueError, match=message):
-            generate(model, IDS, torch.ones_like(IDS), block_length=4, steps=4, **lengths)
-        with pytest.raises(ValueError, match=message):
-            mean_field_logps(adapted, IDS, torch.ones_like(IDS), IDS[:, :4], nothing, **lengths)
-        with pytest.raises(ValueError, match=message):
-            dLLMTrainer(model=adapted, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,7 @@ from `benchmarks/published.py`, the opponent in races, which knows neither cache
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,20 @@ def parts(total: int, count: int) -> list[int]:
     return [total // count + (part < total % count) for part in range(count)]
 
 
+def blocks_of(prompt: int, settings: SamplingSettings, model: Any) -> list[tuple[int, int]]:
+    """The tokens and steps of each block behind a prompt of so many tokens."""
+    length = settings.gen_length
+    if not getattr(model.config, "block_size", None):
+        count = -(-length // settings.block_length)
+        return list(zip(parts(length, count), parts(settings.steps, count), strict=True))
+    sizes = list(Counter(place // settings.block_length for place in range(prompt, prompt + length)).values())
+    steps = [1 for _ in sizes]
+    while sum(steps) < settings.steps:
+        rates = [size / count for size, count in zip(sizes, steps, strict=True)]
+        steps[rates.index(max(rates))] += 1
+    return list(zip(sizes, steps, strict=True))
+
+
 def count_by_rule(rule: str | None, level: float, probabilities: list[float], entropies: list[float]) -> int:
     """How many of the most confident tokens (given in that order) a rule reveals."""
     n = 0
@@ -96,9 +111,8 @@ def sample(
     ids, branches = row.ids, [Frozen(model)] + ([Frozen(model)] if cfg_scale else [])
     cached, parallel = "cached" in settings.sampler, "parallel" in settings.sampler
     shift = int(getattr(model.config, "predicts_next_token", False))
-    blocks = -(-length // settings.block_length)
     start = len(prompt)
-    for size, steps in zip(parts(length, blocks), parts(settings.steps, blocks), strict=True):
+    for size, steps in blocks_of(len(prompt), settings, model):
         end, scheduled = start + size, 0
         last = end if settings.kv_cache == "dual" else len(ids)
         for step, count in enumerate(parts(size, steps)):

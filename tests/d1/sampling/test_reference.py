@@ -106,3 +106,39 @@ def test_every_sampler_equals_the_reference_under_eager_attention(kind_dirs, sam
 def test_other_kinds_with_caches_equal_the_reference(kind_dirs, kind, cache):
     chosen = SamplingSettings(9, 3, 6, sampler="cached", kv_cache=cache)
     check_against_the_reference(load_model(kind_dirs[kind]), {"widths": [5, 2], "settings": chosen, "seed": 1})
+
+
+@pytest.mark.parametrize("name", ["sdar", "Fast_dLLM_Qwen", "llada2_moe"])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.8}, {"cfg_scale": 0.5, "remasking": "random"}, SAMPLERS[5]], ids=str
+)
+def test_blocks_end_where_a_block_causal_models_do(kind_dirs, name, options):
+    """Prompts that end at every place of a block, one of them inside the first."""
+    model = sharper(load_model(kind_dirs[name]))
+    size = model.config.block_size
+    widths = [size + n for n in range(size)] + [1]
+    case = {"widths": widths, "settings": SamplingSettings(11, size, 6, **options), "seed": 2}
+    got = check_against_the_reference(model, case)
+    assert (got.reveal_steps >= 0).all()
+    ends = got.ids[:, -11:-6].unique()[:6].tolist()
+    assert (check_against_the_reference(model, case | {"ends": ends}).reveal_steps == -1).any()
+
+
+def test_blocks_of_another_length_are_filled_only_when_asked_for(kind_dirs):
+    model = load_model(kind_dirs["Fast_dLLM_Qwen"])
+    ids, mask = make_prompts([6, 3], 0)
+    lengths = {"mask_token_id": MASK, "gen_length": 7, "block_length": 3, "steps": 7}
+    with pytest.raises(
+        ValueError, match=r"has blocks of 5 tokens, so block_length must be 5, not 3;.*other_blocks=True"
+    ):
+        rollout(model, ids, mask, **lengths)
+    got = rollout(model, ids, mask, other_blocks=True, **lengths)
+    for row, width in enumerate((6, 3)):
+        expected = reference.sample(
+            model, ids[row, 6 - width :].tolist(), SamplingSettings(7, 3, 7), keyed_generator(0)
+        )
+        reference.check_row(got, row, width, expected)
+    with pytest.raises(
+        ValueError, match="qwen2 with blocks of 5 tokens has no cache yet: use the sampler exact or para"
+    ):
+        rollout(model, ids, mask, sampler="cached", **lengths | {"block_length": 5})

@@ -49,11 +49,13 @@ SAMPLERS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=[None, 4], ids=["full", "blocks"])
+def model(request):
     torch.manual_seed(1)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return prepare(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, initializer_range=0.6, **shape))).eval()
+    return prepare(
+        LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, initializer_range=0.6, block_size=request.param, **shape))
+    ).eval()
 
 
 def sample(model, eos_stop=False, **options):
@@ -93,6 +95,7 @@ def test_replayed_log_probs_are_those_the_sampler_recorded(model, sampler, tempe
         torch.testing.assert_close(found[seen], expected.unsqueeze(1).expand_as(found)[seen], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("model", [None], indirect=True)
 @pytest.mark.parametrize("chosen", [{}, {"segments": 3}, {"segment_steps": 2}, {"segments": 4, "num_views": 2}])
 def test_the_eos_stop_changes_no_view(model, chosen):
     """It leaves out steps after a completion's end; numbers of segments and places within them stay as they are."""

@@ -143,8 +143,8 @@ def gradients(model, logps):
 
 
 @pytest.mark.parametrize("positions", [1, 3, 100])
-def test_values_and_gradients_in_chunks_equal_the_naive_ones(full_kind, kind_dirs, monkeypatch, positions):
-    model = load_model(kind_dirs[full_kind])
+def test_values_and_gradients_in_chunks_equal_the_naive_ones(kind, kind_dirs, monkeypatch, positions):
+    model = load_model(kind_dirs[kind])
     monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", positions * model.config.vocab_size)
     (logps, entropies), (expected, expected_entropies) = in_chunks(model), naive(model)
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
@@ -232,8 +232,8 @@ def one_forward_pass_a_token(model, views):
     return total
 
 
-def test_several_views_are_summed_with_their_weights(full_kind, kind_dirs):
-    model = load_model(kind_dirs[full_kind])
+def test_several_views_are_summed_with_their_weights(kind, kind_dirs):
+    model = load_model(kind_dirs[kind])
     views = drawn_views(3)
     got = score_views(model, PROMPTS, VISIBLE, COMPLETIONS, views, mask_token_id=MASK, gen_length=8)
     with torch.no_grad():
