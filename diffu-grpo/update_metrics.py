@@ -26,8 +26,9 @@ def largest_ratio(inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> flo
     return gather(ratios.max()).max().item()
 
 
-def mean_entropy(inputs: LossInputs, entropies: Tensor, gather: Callable[[Tensor], Tensor]) -> float:
+def mean_entropy(inputs: LossInputs, entropies: Tensor | None, gather: Callable[[Tensor], Tensor]) -> float:
     """The policy's mean entropy in nats where it is scored; `entropies` (rows, canvas) are summed with the weights."""
+    assert entropies is not None
     sums = torch.stack([entropies.sum(), inputs.weights.sum()])
     total, weight = gather(sums).view(-1, 2).sum(0).tolist()
     return total / weight if weight else 0.0

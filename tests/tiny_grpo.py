@@ -119,7 +119,7 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
 def train_a_little(model_dir, folder, method):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second."""
     size = 12 // int(os.environ.get("WORLD_SIZE", "1"))
-    options = {"per_device_train_batch_size": size, "max_steps": 3, "learning_rate": 0.01}
+    options = {"per_device_train_batch_size": size, "max_steps": 3, "learning_rate": 0.01, "ddp_backend": "gloo"}
     trainer = make_method(model_dir, folder, method, **options, **same_mean(method))
     trainer.train()
     return trainer
