@@ -62,10 +62,10 @@ class dLLMTrainer(TrainerHooks, Trainer):
     def __init__(self, *, group_by_length: bool = False, **kwargs: Any) -> None:
         super().__init__(compute_metrics=band_losses, **kwargs)
         require_prepared(self.model)
-        config: Any = self.model.config
-        if size := block_size(config):
+        model: Any = self.model
+        if size := block_size(model.config):
             raise ValueError(
-                f"this {config.model_type} has blocks of {size} tokens: it must learn from a noised block "
+                f"this {model.config.model_type} has blocks of {size} tokens: it must learn from a noised block "
                 "beside the clean text before it, which SFT does not feed yet"
             )
         if self.args.n_gpu > 1:
