@@ -118,8 +118,9 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
 
 def train_a_little(model_dir, folder, method):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second."""
-    size = 12 // int(os.environ.get("WORLD_SIZE", "1"))
-    options = {"per_device_train_batch_size": size, "max_steps": 3, "learning_rate": 0.01, "ddp_backend": "gloo"}
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    options = {"per_device_train_batch_size": 12 // processes, "max_steps": 3, "learning_rate": 0.01}
+    options |= {"ddp_backend": "gloo"} if processes > 1 else {}
     trainer = make_method(model_dir, folder, method, **options, **same_mean(method))
     trainer.train()
     return trainer

@@ -271,7 +271,7 @@ def test_methods_race_their_bare_passes_and_say_how_many_they_are(tmp_path, caps
     columns = ("updates", "forward passes a row", "backward passes a row")
     passes = {name: tuple(row[column] for column in columns) for name, row in found["results"].items()}
     # Sampling, old and reference log-probs, updates; sampling, old log-probs, weights of rows, updates twice computed.
-    assert passes == {"d1": (2, 4 + 2 + 2 + 2, 2), "stable-drl": (2, 4 + 4 + 4 + 2 * 4, 4)}
+    assert passes == {"d1": (2, 4 + 2 + 2 + 2, 2), "stable-drl": (2, 4 + 4 + 2 + 2 * 4, 4)}
     for row in found["results"].values():
         assert row["lowest"] <= row["bare share, %"] <= row["highest"]
         assert row["in forward passes"] > row["in forward and backward passes"] > 1
