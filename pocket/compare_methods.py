@@ -1,6 +1,6 @@
 """Every method of `d1/methods.py` on the pocket Sudoku, from the base model and from SFT: does each learn?
 
-    python pocket/compare_methods.py                       # two hours on two cores; tables in runs/methods
+    python pocket/compare_methods.py                       # an hour on two cores; table in runs/methods
     python pocket/compare_methods.py --methods d1 espo --rollouts 20
 
 The same settings for all, of pocket.yaml, but for what makes the method: 60 rollouts of 64 completions, one seed, at
@@ -74,7 +74,7 @@ def last_entry(folder: Path, key: str) -> float:
     return [entry[key] for entry in entries if key in entry][-1]
 
 
-def table(args: argparse.Namespace, seconds: dict[str, float]) -> str:
+def table(args: argparse.Namespace) -> str:
     """Exact solves with their 95% interval, and compute in millions of tokens, of each start."""
     folder = Path(args.output_dir).resolve()
     scores = accuracies(folder)
@@ -85,9 +85,7 @@ def table(args: argparse.Namespace, seconds: dict[str, float]) -> str:
     rows = [["the start itself", *(text for start in args.starts for text in (solves(start), ""))]]
     for method in args.methods:
         names = [run_name(method, start) for start in args.starts]
-        compute = [
-            f"{last_entry(folder / name, 'compute_tokens') / 1e6:.0f} M, {seconds[name]:.0f} s" for name in names
-        ]
+        compute = [f"{last_entry(folder / name, 'compute_tokens') / 1e6:.0f} M" for name in names]
         rows.append([method, *(text for name, c in zip(names, compute, strict=True) for text in (solves(name), c))])
     return markdown_table(["method", *(text for start in args.starts for text in (f"from {start}", "compute"))], rows)
 
@@ -100,8 +98,8 @@ def main(args: argparse.Namespace) -> None:
     runs = [training(method, start, args) for start in args.starts for method in args.methods]
     models |= {phase.name: folder / phase.name for phase in runs}
     phases = [*starts, *runs, *(evaluation(name, model, folder) for name, model in models.items())]
-    seconds = run_phases(phases, folder, args.jobs, console)
-    text = table(args, seconds)
+    run_phases(phases, folder, args.jobs, console)
+    text = table(args)
     (folder / "methods.md").write_text(text)
     console.print(text, markup=False)
 
