@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,10 @@ def race_method(name: str, args: Any, folder: Path) -> dict[str, float]:
         last[:] = [train_rl(trainer, "ours", clocks["ours"])]
 
     runs = {"ours": ours, "bare": lambda: bare_rl(trainer, last[0], clocks["bare"])}
+    gc.collect()
+    gc.freeze()  # each `train()` begins with a collection of all libraries' objects; a real run begins once
     results, _ = race_clocked(runs, clocks, args.repeats)
+    gc.unfreeze()
     plain = race(plain_passes(trainer.model, args.rows, args.prompt, args.length), 2 * args.repeats, base="forward")
     kind = "wall_seconds" if torch.cuda.is_available() else "cpu_seconds"
     forward, backward = passes_made(last[0])
