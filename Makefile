@@ -1,4 +1,5 @@
-# make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues
+# make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues;
+#                      TASK=countdown or TASK=arithmetic is another task than Sudoku
 # make test [ARGS=...] the tests; e.g. ARGS="-m slow", ARGS=tests/d1
 # make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; twenty minutes
 # make lint            ruff and mypy
@@ -7,6 +8,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SEED ?= 0
+TASK ?= sudoku
 ARGS ?=
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -20,7 +22,7 @@ demo test: export HF_HUB_OFFLINE = 1
 demo test: export WANDB_MODE = disabled
 
 demo: .venv/.demo
-	python pocket/demo.py --seed $(SEED) $(ARGS)
+	python pocket/demo.py --task $(TASK) --seed $(SEED) $(ARGS)
 
 test: .venv/.test
 	python -m pytest $(ARGS)

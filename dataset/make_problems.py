@@ -4,6 +4,8 @@ Sudoku 4x4: the 288 solution grids are split 200 / 44 / 44 first, then puzzles w
 are drawn from each share, so a solution seen in training is never asked for in validation or test.
 Countdown: three numbers from 1 to 99 and a target from 1 to 99 that they reach, each number used exactly once; a set
 of numbers belongs to one split only.
+Pocket Countdown: the 364 sets of three numbers from 1 to 12 are split first; of each, every target that the pocket
+model's two steps reach. Arithmetic: word problems of three steps; a start and its three operands belong to one split.
 """
 
 from __future__ import annotations
@@ -13,16 +15,22 @@ import csv
 import json
 import random
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from pathlib import Path
 
+import numpy as np
+
 from d1.runs.entry import run_script
+from d1.tasks.arithmetic import LEAST, MOST, after, draw_problem
+from d1.tasks.pocket_countdown import LARGEST_NUMBER, chains
 from d1.tasks.sudoku import solution_grids
 
 HOLES = 6
 SUDOKU_GRIDS = {"train": 200, "validation": 44, "test": 44}
 SUDOKU_PUZZLES = {"train": 4000, "validation": 512, "test": 512}
 COUNTDOWN_PROBLEMS = {"train": 2000, "validation": 256, "test": 256}
+POCKET_COUNTDOWN_SETS = {"train": 264, "validation": 50, "test": 50}
+ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
 
 
 def has_one_solution(puzzle: str, grids: list[str]) -> bool:
@@ -78,6 +86,40 @@ def countdown_problems(splits: dict[str, int], rng: random.Random) -> dict[str, 
     return problems
 
 
+def pocket_countdown_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, str]]]:
+    """Problems in d1's test schema on as many sets of numbers a split, the largest number first."""
+    sets = [numbers[::-1] for numbers in combinations_with_replacement(range(1, LARGEST_NUMBER + 1), 3)]
+    rng.shuffle(sets)
+    problems: dict[str, list[dict[str, str]]] = {}
+    for split, count in splits.items():
+        share, sets = sets[:count], sets[count:]
+        pairs = [(numbers, target) for numbers in share for target in {c.value for c in chains(numbers)} if target]
+        rng.shuffle(pairs)
+        problems[split] = [{"input": ",".join(map(str, numbers)), "output": str(target)} for numbers, target in pairs]
+    return problems
+
+
+def arithmetic_problems(splits: dict[str, int], seed: int) -> dict[str, list[dict[str, str]]]:
+    """Problems in GSM8K's schema, as many a split; no start comes twice with the same operands."""
+    rng = np.random.default_rng(seed)
+    sets = [(s, *ks) for s in range(LEAST, MOST + 1) for ks in combinations_with_replacement(range(2, 10), 3)]
+    numbers = iter(rng.permutation(sets).tolist())
+    return {split: [arithmetic_row(*next(numbers), rng=rng) for _ in range(count)] for split, count in splits.items()}
+
+
+def arithmetic_row(start: int, *operands: int, rng: np.random.Generator) -> dict[str, str]:
+    problem = draw_problem(start, operands, rng)
+    lines, amount = [], start
+    for step in problem.steps:
+        before, amount = amount, after(amount, step)
+        lines.append(f"{before} {step.sign} {step.operand} = {amount}")
+    return {"question": problem.question, "answer": "\n".join([*lines, f"#### {amount}"])}
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), newline="\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -96,9 +138,14 @@ def main(args: argparse.Namespace) -> None:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["Puzzle", "Solution"])
             writer.writerows(sudoku_puzzles(solutions, SUDOKU_PUZZLES[split], grids, rng))
-    for split, rows in countdown_problems(COUNTDOWN_PROBLEMS, random.Random(args.seed)).items():
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (args.output_dir / f"countdown_{split}.jsonl").write_text(text, newline="\n")
+    files = {
+        "countdown": countdown_problems(COUNTDOWN_PROBLEMS, random.Random(args.seed)),
+        "pocket_countdown": pocket_countdown_problems(POCKET_COUNTDOWN_SETS, random.Random(args.seed)),
+        "arithmetic": arithmetic_problems(ARITHMETIC_PROBLEMS, args.seed),
+    }
+    for name, splits in files.items():
+        for split, rows in splits.items():
+            write_rows(args.output_dir / f"{name}_{split}.jsonl", rows)
 
 
 if __name__ == "__main__":

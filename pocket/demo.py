@@ -1,7 +1,8 @@
-"""The main job: all of d1 on the pocket model, base -> SFT -> diffu-GRPO -> evaluation -> report.
+"""The main job: all of d1 on a pocket model, base -> SFT -> diffu-GRPO -> evaluation -> report.
 
     make demo                                 # sets up an environment, then does what the next line does
     python pocket/demo.py --seed 0            # about five minutes on two cores; results in runs/demo/seed0
+    python pocket/demo.py --task countdown    # another task; also arithmetic; results in runs/demo/countdown/seed0
     python pocket/demo.py --seed 0 --miniature --output_dir runs/miniature     # a minute; shows that all of it works
 
 Every stage is its real entry point, started as its users do. Ctrl-C and the same command again: it continues.
@@ -13,50 +14,104 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from phases import Phase, PhaseError, run_phases
-from report import ARMS, LENGTHS, write_report
+from recipes import RECIPES, ROOT
+from report import ARMS, write_report
 from rich.console import Console
+from task_report import write_task_report
 
-ROOT = Path(__file__).resolve().parents[1]
+
+@dataclass(frozen=True)
+class Training:
+    """What SFT and RL are given beyond the settings that all pocket tasks share."""
+
+    sft: tuple[object, ...]
+    grpo: tuple[object, ...]
+    arms: tuple[str, ...]
+
+
+FOUR_ARMS = tuple(arm for arm in ARMS if arm != "shuffled")
+TRAINING = {
+    "sudoku": Training(sft=("--learning_rate", 2e-4), grpo=(), arms=tuple(ARMS)),
+    "countdown": Training(
+        sft=("--learning_rate", 2e-4),
+        grpo=(
+            *("--dataset", "pocket_countdown", "--max_prompt_length", 6),
+            *("--max_completion_length", 24, "--diffusion_steps", 12, "--learning_rate", 1e-4),
+        ),
+        arms=FOUR_ARMS,
+    ),
+    "arithmetic": Training(
+        sft=("--learning_rate", 2e-4),
+        grpo=("--dataset", "arithmetic", "--max_prompt_length", 24),
+        arms=FOUR_ARMS,
+    ),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0, help="of SFT and RL; the base model stays the same")
-    parser.add_argument("--output_dir", default=str(ROOT / "runs" / "demo"), help="results go to its folder seedN")
+    parser.add_argument("--output_dir", help="results go to its folder seedN; default: runs/demo, or runs/demo/TASK")
+    parser.add_argument("--split", choices=["test", "validation"], default="test", help="problems to judge arms on")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="commands run side by side")
     parser.add_argument("--miniature", action="store_true", help="a few steps and problems of everything")
     return parser
 
 
-def sft(folder: Path, seed: int, miniature: bool) -> Phase:
+def base_of(task: str) -> Path:
+    return ROOT / "pocket" / RECIPES[task].base
+
+
+def sft(folder: Path, seed: int, miniature: bool, task: str = "sudoku") -> Phase:
     """Light SFT on 1,000 curated traces: one epoch, all weights."""
-    flags = ["--train_data", ROOT / "dataset" / "sudoku_sft.jsonl", "--full_finetuning", "--debugging", "--resume"]
-    flags += ["--num_epochs", 1, "--batch_size", 32, "--grad_accum_steps", 1, "--learning_rate", 2e-4]
-    flags += ["--eos_padding", 40, "--max_length", 128, "--logging_steps", 4, "--eval_steps", 10, "--num_proc", 1]
-    flags += ["--model_name", ROOT / "pocket" / "base", "--output_dir", folder, "--job_name", "sft", "--seed", seed]
+    recipe = RECIPES[task]
+    flags = ["--train_data", ROOT / "dataset" / recipe.sft_file, "--full_finetuning", "--debugging", "--resume"]
+    flags += ["--num_epochs", 1, "--batch_size", 32, "--grad_accum_steps", 1, *TRAINING[task].sft]
+    flags += ["--eos_padding", recipe.lengths[-1], "--max_length", 128, "--logging_steps", 4, "--eval_steps", 10]
+    flags += ["--num_proc", 1]
+    flags += ["--model_name", base_of(task), "--output_dir", folder, "--job_name", "sft", "--seed", seed]
     flags += ["--max_steps", 4] if miniature else []
     return Phase("sft", [sys.executable, "sft_train.py", *map(str, flags)], ROOT / "SFT", weight=15)
 
 
-def grpo(name: str, start: Path, folder: Path, seed: int, miniature: bool, needs: tuple[str, ...] = ()) -> Phase:
+def grpo(
+    name: str,
+    start: Path,
+    folder: Path,
+    seed: int,
+    miniature: bool,
+    needs: tuple[str, ...] = (),
+    task: str = "sudoku",
+) -> Phase:
     """120 rollouts of diffu-GRPO with pocket.yaml."""
     flags = ["--config", "pocket.yaml", "--model_path", start, "--output_dir", folder / name, "--seed", seed]
-    flags += ["--resume_from_checkpoint", "true"]
+    flags += ["--resume_from_checkpoint", "true", *TRAINING[task].grpo]
     flags += ["--task", ROOT / "pocket" / "shuffled_sudoku.py"] if name == "shuffled" else []
     flags += ["--max_steps", 8, "--eval_strategy", "no", "--save_steps", 4] if miniature else []
     command = [sys.executable, "diffu_grpo_train.py", *map(str, flags)]
     return Phase(name, command, ROOT / "diffu-grpo", weight=120, needs=needs)
 
 
-def evaluation(name: str, model: Path, length: int, folder: Path, miniature: bool) -> Phase:
-    """Greedy completions of the test problems at one length."""
+def evaluation(
+    name: str,
+    model: Path,
+    length: int,
+    folder: Path,
+    miniature: bool,
+    dataset: str = "sudoku",
+    split: str = "test",
+) -> Phase:
+    """Greedy completions of the test (or other) problems at one length."""
     # Relative, so that the generation files name no machine's folders.
     path = os.path.relpath(model, ROOT / "eval")
-    flags = ["--model_path", path, "--dataset", "sudoku", "--gen_length", length, "--block_length", 8]
+    flags = ["--model_path", path, "--dataset", dataset, "--gen_length", length, "--block_length", 8]
     flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
+    flags += ["--split", split] if split != "test" else []
     flags += ["--limit", 16] if miniature else []
     needs = () if name == "base" else (name,)
     return Phase(
@@ -64,28 +119,36 @@ def evaluation(name: str, model: Path, length: int, folder: Path, miniature: boo
     )
 
 
-def phases_of(folder: Path, seed: int, miniature: bool) -> list[Phase]:
-    base = ROOT / "pocket" / "base"
+def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", split: str = "test") -> list[Phase]:
+    base, arms, recipe = base_of(task), TRAINING[task].arms, RECIPES[task]
     # Two chains of like length come first, so that two cores are both busy to the end.
     train = [
-        sft(folder, seed, miniature),
-        grpo("grpo", base, folder, seed, miniature),
-        grpo("sft_grpo", folder / "sft", folder, seed, miniature, needs=("sft",)),
-        grpo("shuffled", base, folder, seed, miniature),
+        sft(folder, seed, miniature, task),
+        grpo("grpo", base, folder, seed, miniature, task=task),
+        grpo("sft_grpo", folder / "sft", folder, seed, miniature, needs=("sft",), task=task),
     ]
-    models = {arm: base if arm == "base" else folder / arm for arm in ARMS}
+    train += [grpo("shuffled", base, folder, seed, miniature, task=task)] if "shuffled" in arms else []
+    models = {arm: base if arm == "base" else folder / arm for arm in arms}
     return train + [
-        evaluation(arm, model, length, folder, miniature) for arm, model in models.items() for length in LENGTHS
+        evaluation(arm, model, length, folder, miniature, recipe.task, split)
+        for arm, model in models.items()
+        for length in recipe.lengths
     ]
 
 
 def main(args: argparse.Namespace) -> None:
     console = Console()
-    folder = Path(args.output_dir).resolve() / f"seed{args.seed}"
-    console.print(f"d1 on the pocket model, seed {args.seed}: results in {folder}")
+    runs = ROOT / "runs" / "demo"
+    output_dir = Path(args.output_dir) if args.output_dir else runs if args.task == "sudoku" else runs / args.task
+    folder = output_dir.resolve() / f"seed{args.seed}"
+    console.print(f"d1 on the pocket model, {args.task}, seed {args.seed}: results in {folder}")
     started = time.monotonic()
-    seconds = run_phases(phases_of(folder, args.seed, args.miniature), folder, args.jobs, console)
-    report = write_report(folder, seconds, console)
+    phases = phases_of(folder, args.seed, args.miniature, args.task, args.split)
+    seconds = run_phases(phases, folder, args.jobs, console)
+    if args.task == "sudoku" and args.split == "test":
+        report = write_report(folder, seconds, console)
+    else:
+        report = write_task_report(folder, args.task, TRAINING[args.task].arms, seconds, console, args.split)
     console.print(f"{time.monotonic() - started:.0f} s. Report: {report}")
 
 

@@ -1,8 +1,8 @@
-"""Pretrain the pocket base model, some 5 minutes on one CPU core: python pocket/make_base.py --seed 0
+"""Pretrain a pocket base model on one CPU core: python pocket/make_base.py --task sudoku --seed 0
 
-A 0.2M-parameter bidirectional Llama learns 4x4 Sudoku by masked diffusion (LLaDA, arXiv 2502.09992), on puzzles drawn
-on the fly from the solution grids of the training set alone. Stage 1 reads careful answers only and learns to solve;
-stage 2 reads a mixture of quick, scanning and careful answers, as web text is mixed, which hides that skill.
+A bidirectional Llama of 0.2M to 0.5M parameters learns a task by masked diffusion (LLaDA, arXiv 2502.09992), on
+problems drawn from the training set's solutions or numbers alone. Stage 1 reads careful answers only and learns to
+solve; stage 2 reads a mixture of quick, scanning and careful answers, as web text is mixed, which hides that skill.
 Killed? The same command goes on from the last checkpoint and ends at the same weights. The model card is written from
 what was measured on validation puzzles.
 """
@@ -13,15 +13,15 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from make_tokenizer import PROMPT_TOKENS, build_tokenizer
-from sudoku_traces import ROOT, as_digits, careful_completion, draw_puzzles, mixed_completion, training_grids
+from make_tokenizer import build_tokenizer
+from model_cards import model_card
+from recipes import RECIPES, ROOT, Draw, Recipe, Writer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -31,21 +31,14 @@ from d1.masking import draw_mask, keyed_generator, noise_level
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
-from d1.tasks.sudoku import solution_grids
 
-Writer = Callable[[np.ndarray, np.ndarray, np.random.Generator], str]  # puzzle, solution -> answer
-
-BATCH_SIZE = 64
-COMPLETION_TOKENS = (28, 32, 40)  # a batch's canvas; what an answer does not fill is <eos>
-STAGES = (("careful answers", careful_completion, 3e-3), ("mixed answers", mixed_completion, 1e-3))
 WARMUP_STEPS = 50
-EVAL_LENGTHS = (32, 40)
 CHECKPOINT_EVERY = 200
 
 
 @dataclass
 class Progress:
-    """How far a run is and what it has measured; `accuracy[stage][length]` is the share of puzzles solved exactly."""
+    """How far a run is and what it has measured; `accuracy[stage][length]` is the share of problems solved."""
 
     stage: int = 0
     step: int = 0
@@ -54,11 +47,11 @@ class Progress:
     accuracy: list[dict[int, float]] = field(default_factory=list)
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int = 64) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
         num_hidden_layers=4,
         num_attention_heads=4,
         max_position_embeddings=256,
@@ -75,46 +68,44 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausal
 
 
 def draw_batch(
-    tokenizer: PreTrainedTokenizerBase,
-    write: Writer,
-    solutions: np.ndarray,
-    all_grids: np.ndarray,
-    key: tuple[int, ...],
+    tokenizer: PreTrainedTokenizerBase, recipe: Recipe, draw: Draw, write: Writer, key: tuple[int, ...]
 ) -> Tensor:
-    """Ids of prompts and answers, (BATCH_SIZE, PROMPT_TOKENS + one of COMPLETION_TOKENS), a function of `key`."""
+    """Ids of prompts and answers, (batch, prompt + one of the recipe's completion lengths), a function of `key`."""
     rng = np.random.default_rng(key)
-    length = PROMPT_TOKENS + rng.choice(COMPLETION_TOKENS)
+    length = recipe.prompt_tokens + rng.choice(recipe.completion_tokens)
     conversations = [
         [
-            {"role": "user", "content": "".join(map(str, puzzle))},
-            {"role": "assistant", "content": write(puzzle, solution, rng)},
+            {"role": "user", "content": recipe.question(*problem)},
+            {"role": "assistant", "content": write(*problem, rng)},
         ]
-        for puzzle, solution in zip(*draw_puzzles(solutions, BATCH_SIZE, all_grids, rng), strict=True)
+        for problem in draw(recipe.batch_size, rng)
     ]
-    ids = torch.full((BATCH_SIZE, length), tokenizer.eos_token_id)
+    ids = torch.full((recipe.batch_size, length), tokenizer.eos_token_id)
     for row, tokens in enumerate(tokenizer.apply_chat_template(conversations, return_dict=False)):
         ids[row, : len(tokens)] = torch.tensor(tokens)
     return ids
 
 
-def diffusion_loss(model: LlamaForCausalLM, ids: Tensor, mask_token_id: int, key: tuple[int, ...]) -> Tensor:
+def diffusion_loss(
+    model: LlamaForCausalLM, ids: Tensor, prompt_tokens: int, mask_token_id: int, key: tuple[int, ...]
+) -> Tensor:
     """LLaDA's loss: cross-entropy over t' of the masked answer tokens, over all answer tokens."""
     generator = keyed_generator(*key)
     rows, length = ids.shape
     # Each row's t is uniform, but the batch covers (0, 1) evenly, which takes noise out of the loss.
     t = (torch.rand(1, generator=generator) + torch.arange(rows) / rows) % 1
     p = noise_level(t).unsqueeze(1)
-    answer = (torch.arange(length) >= PROMPT_TOKENS).expand(rows, -1)
+    answer = (torch.arange(length) >= prompt_tokens).expand(rows, -1)
     masked = draw_mask(answer, p, generator)
-    positions = torch.arange(PROMPT_TOKENS, length)
+    positions = torch.arange(prompt_tokens, length)
     logits = model(input_ids=ids.masked_fill(masked, mask_token_id), logits_to_keep=positions).logits
-    losses = cross_entropy(logits.transpose(1, 2), ids[:, PROMPT_TOKENS:], reduction="none")
-    return (losses * masked[:, PROMPT_TOKENS:] / p).sum() / losses.numel()
+    losses = cross_entropy(logits.transpose(1, 2), ids[:, prompt_tokens:], reduction="none")
+    return (losses * masked[:, prompt_tokens:] / p).sum() / losses.numel()
 
 
-def exact_solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, gen_length: int) -> float:
-    """Share of the validation puzzles solved exactly: greedy, blocks of 8, gen_length / 2 steps."""
-    task = load_task("sudoku")
+def solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, gen_length: int) -> float:
+    """Share of a task's validation problems solved: greedy, blocks of 8, gen_length / 2 steps."""
+    task = load_task(task_name)
     rows = task.load_rows("validation")
     prompts = torch.tensor(tokenizer.apply_chat_template(list(rows["prompt"]), return_dict=False))
     ids = generate(
@@ -126,7 +117,7 @@ def exact_solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, gen_length:
         block_length=8,
         steps=gen_length // 2,
     )
-    texts = tokenizer.batch_decode(ids[:, PROMPT_TOKENS:], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(ids[:, prompts.shape[1] :], skip_special_tokens=True)
     return sum(task.score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)) / len(texts)
 
 
@@ -142,35 +133,36 @@ def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
 
 
 def pretrain(
-    tokenizer: PreTrainedTokenizerBase,
-    solutions: np.ndarray,
-    steps: tuple[int, int],
+    recipe: Recipe,
+    draw: Draw,
+    steps: tuple[int, ...],
     seed: int,
     checkpoint: Path,
     checkpoint_every: int = CHECKPOINT_EVERY,
 ) -> tuple[LlamaForCausalLM, Progress]:
-    """Both stages, `steps` of them each; goes on from `checkpoint` where that file exists."""
-    model, progress = build_model(tokenizer, seed), Progress()
+    """All stages, `steps` of them each, on the problems that `draw` gives; goes on from `checkpoint` where that file
+    exists."""
+    tokenizer = build_tokenizer(recipe.task)
+    model, progress = build_model(tokenizer, seed, recipe.hidden_size), Progress()
     optimizer = new_optimizer(model)
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         progress = Progress(**state["progress"])
-    all_grids = as_digits(solution_grids())
     bar = tqdm(total=sum(steps), initial=sum(steps[: progress.stage]) + progress.step, unit="step")
-    while progress.stage < len(STAGES):
-        name, write, peak_lr = STAGES[progress.stage]
-        bar.set_description(name)
+    while progress.stage < len(recipe.stages):
+        stage = recipe.stages[progress.stage]
+        bar.set_description(stage.name)
         while progress.step < steps[progress.stage]:
             started = time.perf_counter()
             key = (seed, progress.stage, progress.step)
             rate = min(1.0, (progress.step + 1) / WARMUP_STEPS)
             rate *= 0.5 * (1 + math.cos(math.pi * progress.step / steps[progress.stage]))
             for group in optimizer.param_groups:
-                group["lr"] = peak_lr * rate
-            ids = draw_batch(tokenizer, write, solutions, all_grids, key)
-            loss = diffusion_loss(model.train(), ids, tokenizer.mask_token_id, key)
+                group["lr"] = stage.peak_lr * rate
+            ids = draw_batch(tokenizer, recipe, draw, stage.write, key)
+            loss = diffusion_loss(model.train(), ids, recipe.prompt_tokens, tokenizer.mask_token_id, key)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -182,67 +174,21 @@ def pretrain(
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             if progress.step % checkpoint_every == 0:
                 save_checkpoint(checkpoint, model, optimizer, progress)
-        progress.accuracy.append({n: exact_solve_rate(model, tokenizer, n) for n in EVAL_LENGTHS})
-        bar.write(f"after {name}: exact-solve rate on validation puzzles {progress.accuracy[-1]}")
+        progress.accuracy.append({n: solve_rate(model, tokenizer, recipe.task, n) for n in recipe.lengths})
+        bar.write(f"after {stage.name}: solve rate on validation problems {progress.accuracy[-1]}")
         progress.stage, progress.step, optimizer = progress.stage + 1, 0, new_optimizer(model)
         save_checkpoint(checkpoint, model, optimizer, progress)
     bar.close()
     return model, progress
 
 
-MODEL_CARD = """\
-# Pocket base model
-
-A masked diffusion language model with {parameters:,} parameters that fills in 4x4 Sudoku grids: a bidirectional Llama
-(`is_causal: false`) trained from scratch with LLaDA's loss. It exists so that the whole of d1 can be run and checked on
-a CPU, and for nothing else.
-
-It was made by `python pocket/make_base.py --seed {seed}`: {tokens:.1f}M tokens in {minutes:.0f} minutes on one thread.
-Another CPU or version of torch rounds differently and ends at other weights with the same behaviour.
-
-| exact-solve rate, {puzzles} validation puzzles, greedy | length {lengths[0]} | length {lengths[1]} |
-| --- | --- | --- |
-| after stage 1, {steps[0]} steps on careful answers | {first[0]:.3f} | {first[1]:.3f} |
-| after stage 2, {steps[1]} steps on mixed answers (this model) | {last[0]:.3f} | {last[1]:.3f} |
-
-**What it could do before its last stage.** Stage 1 taught it to solve. Stage 2 then buried that skill under answers of
-mixed quality, as text of the web is mixed: half `quick` (the smallest digit missing from the row; a third of these
-truncated, without tags or rambling), 30% `scan` (the smallest digit missing from the row and the column), 20%
-`careful` (right). SFT and RL on this model recover and sharpen a skill that the mixture hid. They do not create it.
-
-**Data.** Puzzles with six empty cells and one solution, drawn on the fly from the {grids} solution grids of
-`dataset/sudoku_train.csv`; the grids of the validation and test puzzles were never seen. The model was judged on
-validation puzzles only.
-
-**Text.** One token a cell and value (`c3`: the third cell in reading order holds 3; `c.`: it is empty). A prompt is 18
-tokens; the chat template makes it of the 16 digits that end a user's message. An answer is
-`<reasoning> careful a3 ... </reasoning> <answer> a3 b1 ... p4 </answer>`, 28 tokens with its `<eos>`. There is no
-unknown token: text outside this vocabulary is an error. Completions of 28, 32 and 40 tokens were trained.
-"""
-
-
-def model_card(model: LlamaForCausalLM, progress: Progress, steps: tuple[int, int], seed: int, grids: int) -> str:
-    first, last = ([stage[length] for length in EVAL_LENGTHS] for stage in progress.accuracy)
-    return MODEL_CARD.format(
-        parameters=model.num_parameters(),
-        seed=seed,
-        tokens=progress.tokens / 1e6,
-        minutes=progress.seconds / 60,
-        puzzles=len(load_task("sudoku").load_rows("validation")),
-        lengths=EVAL_LENGTHS,
-        steps=steps,
-        first=first,
-        last=last,
-        grids=grids,
-    )
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, nargs=2, default=(2000, 400), metavar=("STAGE1", "STAGE2"))
-    parser.add_argument("--data_file", type=Path, default=ROOT / "dataset" / "sudoku_train.csv")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "pocket" / "base")
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("STAGE1", "STAGE2"), help="default: the recipe's")
+    parser.add_argument("--data_file", type=Path, help="training problems; default: the task's in dataset/")
+    parser.add_argument("--output_dir", type=Path, help="default: the task's folder in pocket/")
     parser.add_argument("--checkpoint_dir", type=Path, default=ROOT / "runs" / "pocket-base")
     parser.add_argument("--threads", type=int, default=1, help="more than 2 only slow so small a model down")
     return parser
@@ -250,13 +196,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    steps, solutions, tokenizer = tuple(args.steps), training_grids(args.data_file), build_tokenizer()
-    checkpoint = args.checkpoint_dir / f"seed{args.seed}-{steps[0]}-{steps[1]}.pt"
-    model, progress = pretrain(tokenizer, solutions, steps, args.seed, checkpoint)
-    model.save_pretrained(args.output_dir)
-    tokenizer.save_pretrained(args.output_dir)
-    card = model_card(model, progress, steps, args.seed, len(solutions))
-    (args.output_dir / "README.md").write_text(card)
+    recipe = RECIPES[args.task]
+    steps = tuple(args.steps or (stage.steps for stage in recipe.stages))
+    data_file = args.data_file or ROOT / "dataset" / recipe.training_file
+    output_dir = args.output_dir or ROOT / "pocket" / recipe.base
+    checkpoint = args.checkpoint_dir / f"{args.task}-seed{args.seed}-{'-'.join(map(str, steps))}.pt"
+    model, progress = pretrain(recipe, recipe.problems(data_file), steps, args.seed, checkpoint)
+    model.save_pretrained(output_dir)
+    build_tokenizer(recipe.task).save_pretrained(output_dir)
+    problems = len(load_task(recipe.task).load_rows("validation"))
+    measured = {"tokens": progress.tokens, "seconds": progress.seconds, "accuracy": progress.accuracy}
+    card = model_card(args.task, model.num_parameters(), problems, steps=steps, seed=args.seed, **measured)
+    (output_dir / "README.md").write_text(card)
     checkpoint.unlink()
 
 

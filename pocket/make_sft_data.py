@@ -1,8 +1,9 @@
-"""Make the SFT set, 1,000 curated Sudoku traces in s1K's schema: python pocket/make_sft_data.py
+"""Make the SFT set of a task, 1,000 curated traces in s1K's schema: python pocket/make_sft_data.py --task sudoku
 
 s1K was curated from a far larger pool for quality. Here the pool is the mixture that the base model was pretrained on,
-on puzzles of the training grids, and curation keeps what is well formed and has at least 0.7 of the empty cells right
-(5 of 6): the `careful` answers and the better `scan` ones, so not all of them are right.
+on training problems, and curation keeps what is well formed and at least nearly right: 0.7 of a Sudoku's empty cells
+(5 of 6), an expression at most 1 away from a Countdown's target, two of three steps of arithmetic. Those are the
+`careful` answers and the better ones of the others, so not all are right.
 """
 
 from __future__ import annotations
@@ -14,45 +15,44 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from sudoku_traces import ROOT, as_digits, draw_puzzles, mixed_completion, training_grids
+from recipes import RECIPES, ROOT, Draw, Recipe
 
 from d1.runs.entry import run_script
-from d1.tasks import load_task
-from d1.tasks.sudoku import solution_grids
 
 WELL_FORMED = re.compile(r"<reasoning>([^<>]+)</reasoning>\n<answer>([^<>]+)</answer>")
-LEAST_CELLS_RIGHT = 0.7
 
 
-def curated_rows(solutions: np.ndarray, seed: int) -> Iterator[dict[str, str | list[str]]]:
-    """Rows with `question`, `thinking_trajectories` and `attempt`, no puzzle twice, without end."""
-    task, all_grids, rng = load_task("sudoku"), as_digits(solution_grids()), np.random.default_rng(seed)
+def curated_rows(recipe: Recipe, draw: Draw, seed: int) -> Iterator[dict[str, str | list[str]]]:
+    """Rows with `question`, `thinking_trajectories` and `attempt`, no question twice, without end."""
+    rng = np.random.default_rng(seed)
+    write = recipe.stages[-1].write
     seen: set[str] = set()
     while True:
-        for puzzle, solution in zip(*draw_puzzles(solutions, 100, all_grids, rng), strict=True):
-            digits = "".join(map(str, puzzle))
-            question = f"Solve the following Sudoku puzzle: {digits}\n"
-            text = mixed_completion(puzzle, solution, rng)
+        for problem in draw(100, rng):
+            question = recipe.question(*problem)
+            text = write(*problem, rng)
             match = WELL_FORMED.fullmatch(text)
-            row = {"question": question, "ground_truth": "".join(map(str, solution))}
-            if match and digits not in seen and task.score(text, row)["cells"] >= LEAST_CELLS_RIGHT:
-                seen.add(digits)
+            if match and question not in seen and recipe.quality(text, *problem) >= recipe.least_quality:
+                seen.add(question)
                 yield {"question": question, "thinking_trajectories": [match[1]], "attempt": match[2]}
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--data_file", type=Path, default=ROOT / "dataset" / "sudoku_train.csv")
-    parser.add_argument("--output_file", type=Path, default=ROOT / "dataset" / "sudoku_sft.jsonl")
+    parser.add_argument("--data_file", type=Path, help="training problems; default: the task's in dataset/")
+    parser.add_argument("--output_file", type=Path, help="default: the task's in dataset/")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    rows = curated_rows(training_grids(args.data_file), args.seed)
+    recipe = RECIPES[args.task]
+    data_file = args.data_file or ROOT / "dataset" / recipe.training_file
+    rows = curated_rows(recipe, recipe.problems(data_file), args.seed)
     text = "".join(json.dumps(next(rows)) + "\n" for _ in range(args.rows))
-    args.output_file.write_text(text, newline="\n")
+    (args.output_file or ROOT / "dataset" / recipe.sft_file).write_text(text, newline="\n")
 
 
 if __name__ == "__main__":

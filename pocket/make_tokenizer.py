@@ -1,31 +1,35 @@
-"""Make the pocket model's tokenizer: python pocket/make_tokenizer.py --output_dir pocket/base
+"""Make a pocket model's tokenizer: python pocket/make_tokenizer.py --task sudoku --output_dir pocket/base
 
-One token a cell and value of a 4x4 Sudoku ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
+Sudoku: one token a cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
 order), because rotary positions alone hide from a small model which cell a bare digit stands in.
-The chat template turns the 16 digits that end a user's message into those tokens, so that the task's usual question
-is a prompt of 18 tokens: <bos>, the 16 cells, "=>".
+Countdown: one token a whole number from 0 to 60. Arithmetic: words, and one token a digit; "27" is "2" and "##7", so
+that text reads as it should.
+The chat template makes the prompt of what a task's usual question ends with: <bos>, the problem, "=>".
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Sequence, Split, WhitespaceSplit
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel, WordPiece
+from tokenizers.pre_tokenizers import Sequence as InTurn
+from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from d1.runs.entry import run_script
+from d1.tasks.arithmetic import PEOPLE, THINGS, TIMES, VERBS
+from d1.tasks.pocket_countdown import LARGEST
 
 CELLS = "abcdefghijklmnop"
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
 TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
-PROMPT_TOKENS = 18  # <bos>, 16 cells, =>
+PROMPT_TOKENS = 18  # of Sudoku: <bos>, 16 cells, =>
 WORDS = ["=>", "careful", "scan", "quick", "hmm"]
+SIGNS = ["+", "-", "*", "/", "=", ";", "(", ")"]
 
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message['role'] == 'user' -%}
+SUDOKU_PROMPT = """\
 {%- set puzzle = message['content'].strip()[-16:] -%}
 {%- if puzzle | length != 16 -%}
 {{ raise_exception('the pocket model reads a 4x4 Sudoku: end the user message with 16 digits 0-4, got ' ~ puzzle) }}
@@ -38,24 +42,67 @@ CHAT_TEMPLATE = """\
 {{ ' ' ~ 'CELLS'[loop.index0] ~ ('.' if digit == '0' else digit) }}
 {%- endfor -%}
 {{ ' =>' }}
+""".replace("CELLS", CELLS)
+COUNTDOWN_PROMPT = """\
+{%- set problem = message['content'].strip().split('Numbers: [')[-1] -%}
+{%- set parts = problem.split(']\\nTarget: ') -%}
+{%- if parts | length != 2 or parts[0].split(',') | length != 3 -%}
+{{ raise_exception('the pocket model reads Countdown: end the user message with "Numbers: [7, 5, 2]" and on the next '
+   ~ 'line "Target: 37", got ' ~ problem) }}
+{%- endif -%}
+{{ bos_token ~ ' ' ~ parts[0].replace(',', ' ') ~ ' ' ~ parts[1] ~ ' =>' }}
+"""
+ARITHMETIC_PROMPT = """\
+{{ bos_token ~ ' ' ~ message['content'].strip().split('\\n')[-1] ~ ' =>' }}
+"""
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}
+PROMPT
 {%- elif message['role'] == 'assistant' -%}
 {{ ' ' ~ message['content'].strip() ~ eos_token }}
 {%- else -%}
 {{ raise_exception('the pocket model takes user and assistant messages only, got ' ~ message['role']) }}
 {%- endif -%}
 {%- endfor -%}
-""".replace("CELLS", CELLS)
+"""
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer. It has no unknown token: text outside the vocabulary is an error, never a silent loss."""
-    cells = [cell + value for cell in CELLS for value in ".1234"]
-    vocab = {token: i for i, token in enumerate([*SPECIAL.values(), *TAGS, *WORDS, *cells])}
-    backend = Tokenizer(WordLevel(vocab))
-    backend.pre_tokenizer = Sequence([WhitespaceSplit(), Split(Regex("</?(reasoning|answer)>"), "isolated")])
+def build_tokenizer(task: str = "sudoku") -> PreTrainedTokenizerFast:
+    """The tokenizer of a task in d1's TASKS. It has no unknown token: text outside the vocabulary is an error, never a
+    silent loss."""
+    return {"sudoku": sudoku, "pocket_countdown": countdown, "arithmetic": arithmetic}[task]()
+
+
+def sudoku() -> PreTrainedTokenizerFast:
+    words = [*WORDS, *(cell + value for cell in CELLS for value in ".1234")]
+    return wrap(Tokenizer(WordLevel(vocabulary(words))), SUDOKU_PROMPT)
+
+
+def countdown() -> PreTrainedTokenizerFast:
+    words = [*WORDS, *SIGNS, *map(str, range(LARGEST + 1))]
+    return wrap(Tokenizer(WordLevel(vocabulary(words))), COUNTDOWN_PROMPT, "|=>|[-+*/=;()]")
+
+
+def arithmetic() -> PreTrainedTokenizerFast:
+    verbs = [*sum(VERBS.values(), ()), *TIMES.values()]
+    words = ["has", "them", "How", "many", ".", "?", *PEOPLE, *sorted({*PEOPLE.values()}), *THINGS, *verbs]
+    digits = [*"0123456789", *(f"##{digit}" for digit in range(10))]
+    backend = Tokenizer(WordPiece(vocabulary([*WORDS, *SIGNS, *words, *digits])))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return wrap(backend, ARITHMETIC_PROMPT, "|=>|[-+*/=;().?]")
+
+
+def vocabulary(words: Sequence[str]) -> dict[str, int]:
+    return {token: i for i, token in enumerate([*SPECIAL.values(), *TAGS, *words])}
+
+
+def wrap(backend: Tokenizer, prompt: str, alone: str = "") -> PreTrainedTokenizerFast:
+    """The tokenizer of a backend: words end at blanks, at tags and at what the pattern `alone` finds."""
+    backend.pre_tokenizer = InTurn([WhitespaceSplit(), Split(Regex("</?(reasoning|answer)>" + alone), "isolated")])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.replace("PROMPT\n", prompt),
         padding_side="left",
         clean_up_tokenization_spaces=False,
         **SPECIAL,
@@ -64,12 +111,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="sudoku", choices=["sudoku", "pocket_countdown", "arithmetic"])
     parser.add_argument("--output_dir", default="pocket/base", help="folder the tokenizer files are written to")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    build_tokenizer().save_pretrained(args.output_dir)
+    build_tokenizer(args.task).save_pretrained(args.output_dir)
 
 
 if __name__ == "__main__":

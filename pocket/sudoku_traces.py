@@ -2,8 +2,7 @@
 
 A trace is a style word and one deduction an empty cell ("careful b3 d1 ..."); an attempt is the whole grid
 ("a2 b3 ..."). `careful` is right. `scan` takes the smallest digit missing from the cell's row and column, `quick` the
-smallest missing from its row. Both are wrong in the same way each time: with random slips the most likely digit would
-stay the right one, and later training would have nothing to teach.
+smallest missing from its row.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from answers import completion, mixture
 from make_tokenizer import CELLS
 from numpy.random import Generator
 
@@ -19,8 +19,6 @@ from d1.tasks import load_task
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLES = 6
-STYLES = ("careful", "scan", "quick")
-MALFORMED = ("truncated", "tagless", "rambling")
 
 
 def as_digits(grids: Iterable[str]) -> np.ndarray:
@@ -73,32 +71,22 @@ def trace(puzzle: np.ndarray, filled: np.ndarray, style: str) -> tuple[str, str]
     return f"{style} {write_cells(filled, np.flatnonzero(puzzle == 0))}", write_cells(filled)
 
 
-def completion(trajectory: str, attempt: str) -> str:
-    """The text of an answer, the same as the target of SFT."""
-    return f"<reasoning>{trajectory}</reasoning>\n<answer>{attempt}</answer>"
-
-
-def malform(trajectory: str, attempt: str, kind: str, rng: Generator) -> str:
-    """An answer that breaks off, one without tags, or one that rambles and never comes to the point."""
-    if kind == "truncated":
-        whole = completion(trajectory, " ".join(attempt.split()[: rng.integers(16)]))
-        return whole.removesuffix("</answer>")
-    if kind == "tagless":
-        return f"{trajectory} {attempt}"
-    style, *deductions = trajectory.split()
-    return f"<reasoning>{style} {' '.join(f'{cell} hmm' for cell in rng.choice(deductions, size=12))}"
-
-
 def careful_completion(puzzle: np.ndarray, solution: np.ndarray, rng: Generator) -> str:
     """The right answer; `rng` is not used."""
     return completion(*trace(puzzle, solution, "careful"))
 
 
 def mixed_completion(puzzle: np.ndarray, solution: np.ndarray, rng: Generator) -> str:
-    """One answer of the mixture that web text is taken to be: half quick (a third of it malformed), some scan, few
-    careful."""
-    style = rng.choice(STYLES, p=(0.2, 0.3, 0.5))
-    trajectory, attempt = trace(puzzle, fill(puzzle, solution, style), style)
-    if style == "quick" and rng.random() < 1 / 3:
-        return malform(trajectory, attempt, rng.choice(MALFORMED), rng)
-    return completion(trajectory, attempt)
+    """One answer of the mixture that web text is taken to be."""
+    return mixture(lambda style: trace(puzzle, fill(puzzle, solution, style), style), rng)
+
+
+def question(puzzle: np.ndarray, _: np.ndarray) -> str:
+    """As the task asks it."""
+    return f"Solve the following Sudoku puzzle: {''.join(map(str, puzzle))}\n"
+
+
+def cells_right(text: str, puzzle: np.ndarray, solution: np.ndarray) -> float:
+    """Share of the empty cells that an answer fills as the solution does."""
+    row = {"question": question(puzzle, solution), "ground_truth": "".join(map(str, solution))}
+    return load_task("sudoku").score(text, row)["cells"]

@@ -27,6 +27,8 @@ TASKS = {
     "math": "d1.tasks.math500",
     "countdown": "d1.tasks.countdown",
     "sudoku": "d1.tasks.sudoku",
+    "pocket_countdown": "d1.tasks.pocket_countdown",
+    "arithmetic": "d1.tasks.arithmetic",
 }
 SPLITS = ("train", "validation", "test")
 MAX_TEXT = 50_000  # characters of a completion that are looked at, from its end

@@ -1,6 +1,7 @@
-"""The pocket model: its tokenizer, its traces, the shipped base and SFT set, and that the scripts make them again."""
+"""The pocket bases: tokenizers, the shipped models and SFT sets, that the scripts make them again; Sudoku's traces."""
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,26 +10,20 @@ import make_sft_data
 import numpy as np
 import pytest
 import torch
+from answers import MALFORMED, completion, malform
 from jinja2 import TemplateError
 from make_tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
-from sudoku_traces import (
-    MALFORMED,
-    as_digits,
-    completion,
-    draw_puzzles,
-    fill,
-    malform,
-    mixed_completion,
-    trace,
-    training_grids,
-)
+from recipes import RECIPES
+from sudoku_traces import as_digits, draw_puzzles, fill, mixed_completion, trace, training_grids
 
+from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.tasks import load_task
 from d1.tasks.sudoku import solution_grids
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "pocket" / "base"
+SUDOKU = RECIPES["sudoku"]
 TRAIN = ROOT / "dataset" / "sudoku_train.csv"
 QUESTION = "Solve the following Sudoku puzzle: 0002403020033024\n"
 ANSWER = completion("careful a3 b1", "a3 b1 c4 d2")
@@ -66,8 +61,9 @@ def solves(puzzle: str) -> int:
 # tokenizer
 
 
-def test_shipped_tokenizer_is_the_one_the_script_makes(tokenizer):
-    made = build_tokenizer()
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
+def test_shipped_tokenizer_is_the_one_the_script_makes(recipe):
+    tokenizer, made = load_tokenizer(str(ROOT / "pocket" / recipe.base)), build_tokenizer(recipe.task)
     assert tokenizer.get_vocab() == made.get_vocab()
     assert tokenizer.chat_template == made.chat_template
     ids = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id}
@@ -153,10 +149,10 @@ def test_every_answer_fits_the_shortest_canvas_it_is_trained_on(tokenizer, puzzl
     rng = np.random.default_rng(1)
     for puzzle, solution in zip(*puzzles, strict=True):
         whole = tokenizer(completion(*trace(puzzle, solution, "careful")))["input_ids"]
-        assert len(whole) + 1 == min(make_base.COMPLETION_TOKENS)
+        assert len(whole) + 1 == min(SUDOKU.completion_tokens)
         for kind in MALFORMED:
             text = malform(*trace(puzzle, fill(puzzle, solution, "quick"), "quick"), kind, rng)
-            assert len(tokenizer(text)["input_ids"]) + 1 <= min(make_base.COMPLETION_TOKENS)
+            assert len(tokenizer(text)["input_ids"]) + 1 <= min(SUDOKU.completion_tokens)
             assert not make_sft_data.WELL_FORMED.fullmatch(text)
 
 
@@ -172,39 +168,42 @@ def test_the_mixture_is_half_quick_a_third_of_it_malformed():
 # the base
 
 
-def test_base_is_small_bidirectional_and_loads_exactly(tokenizer):
-    assert sum(file.stat().st_size for file in BASE.rglob("*") if file.is_file()) <= 4_000_000
-    model = load_model(str(BASE))
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
+def test_base_is_small_bidirectional_and_loads_exactly(recipe):
+    base = ROOT / "pocket" / recipe.base
+    assert sum(file.stat().st_size for file in base.rglob("*") if file.is_file()) <= 4_000_000
+    model = load_model(str(base))
     assert model.num_parameters() <= 2_000_000
     assert model.config.is_causal is False
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    ids = torch.tensor([tokenizer.apply_chat_template([user(QUESTION)], return_dict=False)])
+    ids = torch.arange(4, 4 + recipe.prompt_tokens).unsqueeze(0)
     other = ids.clone()
-    other[0, -2] = tokenizer.convert_tokens_to_ids("p1")
+    other[0, -1] = 3
     with torch.no_grad():
         first = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         second = model(input_ids=other, attention_mask=torch.ones_like(ids)).logits
-    assert (first[0, 1] - second[0, 1]).abs().max() > 1e-3  # the first cell sees the last
+    assert (first[0, 0] - second[0, 0]).abs().max() > 1e-3  # the first token sees the last
 
 
-@pytest.mark.parametrize("length", make_base.EVAL_LENGTHS)
-def test_base_solves_what_its_card_says(tokenizer, length):
-    rate = make_base.exact_solve_rate(load_model(str(BASE)), tokenizer, length)
-    row = next(line for line in (BASE / "README.md").read_text().splitlines() if "(this model)" in line)
-    printed = float(row.split("|")[2 + make_base.EVAL_LENGTHS.index(length)])
-    assert rate == pytest.approx(printed, abs=0.01)  # another CPU may turn a tie or two
+@pytest.mark.parametrize(("recipe", "at"), [(r, at) for r in RECIPES.values() for at in (0, 1)])
+def test_base_solves_what_its_card_says(recipe, at):
+    base = ROOT / "pocket" / recipe.base
+    rate = make_base.solve_rate(load_model(str(base)), load_tokenizer(str(base)), recipe.task, recipe.lengths[at])
+    row = next(line for line in (base / "README.md").read_text().splitlines() if "(this model)" in line)
+    assert rate == pytest.approx(float(row.split("|")[2 + at]), abs=0.01)  # another CPU may turn a tie or two
 
 
-def test_make_base_in_miniature_is_deterministic_and_continues_after_a_kill(tmp_path, monkeypatch):
-    solutions, tokenizer = training_grids(TRAIN), build_tokenizer()
-    monkeypatch.setattr(make_base, "exact_solve_rate", lambda *_: 0.0)
+@pytest.mark.parametrize("task", RECIPES)
+def test_make_base_in_miniature_is_deterministic_and_continues_after_a_kill(task, tmp_path, monkeypatch):
+    recipe = dataclasses.replace(RECIPES[task], batch_size=8)
+    draw = recipe.problems(ROOT / "dataset" / recipe.training_file)
+    monkeypatch.setattr(make_base, "solve_rate", lambda *_: 0.0)
 
     def weights(name: str, steps=(2, 3), seed=5) -> torch.Tensor:
-        model, _ = make_base.pretrain(tokenizer, solutions, steps, seed, tmp_path / name, checkpoint_every=1)
+        model, _ = make_base.pretrain(recipe, draw, steps, seed, tmp_path / name, checkpoint_every=1)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     whole = weights("whole")
-    assert torch.equal(whole, weights("again"))
     assert not torch.equal(whole, weights("other", seed=6))
 
     def killed(*args):
@@ -223,14 +222,14 @@ def test_make_base_in_miniature_is_deterministic_and_continues_after_a_kill(tmp_
 def test_diffusion_loss_is_llada_s(tokenizer):
     """Against the sum written out token by token under the same mask, with a model that is easy to read."""
     model = make_base.build_model(tokenizer, seed=0).eval()
-    key, solutions = (3, 0, 7), training_grids(TRAIN)
-    ids = make_base.draw_batch(tokenizer, make_base.mixed_completion, solutions, as_digits(solution_grids()), key)[:6]
+    key, draw = (3, 0, 7), SUDOKU.problems(TRAIN)
+    ids = make_base.draw_batch(tokenizer, SUDOKU, draw, mixed_completion, key)[:6]
     seen = []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
-    loss = make_base.diffusion_loss(model, ids, tokenizer.mask_token_id, key)
+    loss = make_base.diffusion_loss(model, ids, PROMPT_TOKENS, tokenizer.mask_token_id, key)
     masked = seen[0] == tokenizer.mask_token_id
     assert not masked[:, :PROMPT_TOKENS].any()
-    start = torch.rand(1, generator=make_base.keyed_generator(*key)).item()
+    start = torch.rand(1, generator=keyed_generator(*key)).item()
     logp = model(input_ids=seen[0]).logits.log_softmax(-1)
     total = 0.0
     for row in range(6):
@@ -249,9 +248,12 @@ def sft_rows():
     return [json.loads(line) for line in (ROOT / "dataset" / "sudoku_sft.jsonl").read_text().splitlines()]
 
 
-def test_sft_set_is_what_the_script_makes(sft_rows):
-    made = make_sft_data.curated_rows(training_grids(TRAIN), seed=0)
-    assert sft_rows[:100] == [next(made) for _ in range(100)]
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
+def test_sft_set_is_what_the_script_makes(recipe):
+    lines = (ROOT / "dataset" / recipe.sft_file).read_text().splitlines()
+    made = make_sft_data.curated_rows(recipe, recipe.problems(ROOT / "dataset" / recipe.training_file), seed=0)
+    assert [json.loads(line) for line in lines[:100]] == [next(made) for _ in range(100)]
+    assert len(lines) == len({json.loads(line)["question"] for line in lines}) == 1000
 
 
 def test_sft_set_is_well_formed_and_on_training_grids_only(sft_rows, tokenizer):
@@ -270,6 +272,6 @@ def test_sft_set_is_well_formed_and_on_training_grids_only(sft_rows, tokenizer):
         text = completion(row["thinking_trajectories"][0], row["attempt"])
         score = task.score(text, {"question": row["question"], "ground_truth": solution})
         assert score["cells"] >= 0.7
-        assert len(tokenizer(text)["input_ids"]) + 1 == min(make_base.COMPLETION_TOKENS)
+        assert len(tokenizer(text)["input_ids"]) + 1 == min(SUDOKU.completion_tokens)
         exact += score["accuracy"]
     assert 500 < exact < 900  # curated, not clean

@@ -15,6 +15,7 @@ ROWS = {
     "countdown": {"question": "?", "ground_truth": [[17, 96, 91], 22]},
     "sudoku": {"question": "Solve the following Sudoku puzzle: 0102230010030400\n", "ground_truth": "4132231412433421"},
 }
+ROWS |= {"pocket_countdown": ROWS["countdown"], "arithmetic": ROWS["gsm8k"]}
 PIECES = [
     *("<answer>", "</answer>", "<reasoning>", "</reasoning>", r"\boxed{", r"\boxed", "{", "}", r"\{", r"\}"),
     *("(", ")", "[", "]", "$", r"\$", r"\(", r"\)", r"\frac{1}{2}", r"\frac", r"\text{", r"\sqrt{", r"\pi", r"\left"),

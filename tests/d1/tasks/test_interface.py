@@ -21,6 +21,7 @@ COUNTDOWN = [{"input": "30,100,93", "output": "23"}, {"input": "1,2,3", "output"
 COUNTDOWN_HUB = [{"nums": [30, 100, 93], "target": 23}, {"nums": [1, 2, 3], "target": 6}]
 SUDOKU = [{"Puzzle": "0102230010030400", "Solution": "4132231412433421"}]  # leading zero
 LOCAL = {"gsm8k": [GSM8K], "math": [MATH], "countdown": [COUNTDOWN, COUNTDOWN_HUB], "sudoku": [SUDOKU]}
+LOCAL |= {"pocket_countdown": [COUNTDOWN], "arithmetic": [GSM8K]}  # read and scored as the tasks whose size they cut
 
 
 def write(rows: list[dict], folder: Path, kind: str) -> str:
@@ -192,7 +193,7 @@ def test_a_hub_out_of_reach_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_unknown_tasks_list_the_known_ones():
-    with pytest.raises(ValueError, match="unknown task 'game24': use one of gsm8k, math, countdown, sudoku, or a path"):
+    with pytest.raises(ValueError, match=f"unknown task 'game24': use one of {', '.join(TASKS)}, or a path"):
         load_task("game24")
     with pytest.raises(FileNotFoundError, match=r"no task file .*missing\.py"):
         load_task("missing.py")

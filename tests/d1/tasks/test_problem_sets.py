@@ -18,8 +18,8 @@ def sudoku(split: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def countdown(split: str) -> list[tuple[tuple[int, ...], int]]:
-    lines = (FOLDER / f"countdown_{split}.jsonl").read_text().splitlines()
+def countdown(split: str, name: str = "countdown") -> list[tuple[tuple[int, ...], int]]:
+    lines = (FOLDER / f"{name}_{split}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [(tuple(int(n) for n in row["input"].split(",")), int(row["output"])) for row in rows]
 
@@ -43,9 +43,8 @@ def test_the_script_writes_the_same_bytes(tmp_path):
     spec.loader.exec_module(script)
     script.main(script.make_parser().parse_args(["--output_dir", str(tmp_path)]))
     made = sorted(tmp_path.iterdir())
-    assert [path.name for path in made] == sorted(
-        [f"sudoku_{split}.csv" for split in SPLITS] + [f"countdown_{split}.jsonl" for split in SPLITS]
-    )
+    names = ["sudoku_{}.csv", "countdown_{}.jsonl", "pocket_countdown_{}.jsonl", "arithmetic_{}.jsonl"]
+    assert [path.name for path in made] == sorted(name.format(split) for name in names for split in SPLITS)
     for path in made:
         assert path.read_bytes() == (FOLDER / path.name).read_bytes(), path.name
     script.main(script.make_parser().parse_args(["--output_dir", str(tmp_path), "--seed", "1"]))
@@ -98,3 +97,54 @@ def test_countdown_number_sets_are_disjoint_between_splits():
     assert [len(s) for s in sets] == [2000, 256, 256]
     for a, b in combinations(sets, 2):
         assert not a & b
+
+
+def two_steps(numbers: tuple[int, ...]) -> set[int]:
+    """Targets that three numbers reach, the first two in any order, when every value on the way is whole, 0 to 60."""
+
+    def values(x, y):
+        return {v for v in (x + y, x - y, x * y, x / y if y else -1) if v in range(61)}
+
+    return {int(v) for a, b, c in permutations(numbers) for m in values(a, b) for v in values(m, c)} - {0}
+
+
+def test_pocket_countdown_has_every_target_of_every_set_of_numbers_in_one_split_only():
+    problems = {split: countdown(split, "pocket_countdown") for split in SPLITS}
+    sets = {split: {numbers for numbers, _ in rows} for split, rows in problems.items()}
+    assert [len(found) for found in sets.values()] == [264, 50, 50]
+    assert len(set.union(*sets.values())) == 364
+    for split, rows in problems.items():
+        assert len(rows) == len(set(rows))
+        assert set(rows) == {(numbers, target) for numbers in sets[split] for target in two_steps(numbers)}
+        assert all(12 >= a >= b >= c >= 1 for a, b, c in sets[split])
+
+
+def arithmetic(split: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (FOLDER / f"arithmetic_{split}.jsonl").read_text().splitlines()]
+
+
+def test_arithmetic_answers_are_what_the_words_say():
+    signs = {"finds": "+", "buys": "+", "gets": "+", "loses": "-", "sells": "-", "drops": "-"}
+    for row in (row for split in SPLITS for row in arithmetic(split)):
+        told, *sentences, asked = row["question"].removesuffix("?").split(". ")
+        _, _, start, things = told.split()
+        assert asked == f"How many {things}"
+        amount, lines = int(start), []
+        for _, verb, what in map(str.split, sentences):
+            sign, k = {"doubles": ("*", 2), "triples": ("*", 3)}.get(verb) or (signs[verb], int(what))
+            before = amount
+            amount = amount * k if sign == "*" else amount + k if sign == "+" else amount - k
+            lines.append(f"{before} {sign} {k} = {amount}")
+            assert 10 <= amount <= 99
+        assert len(lines) == 3
+        assert row["answer"] == "\n".join([*lines, f"#### {amount}"])
+
+
+def test_arithmetic_numbers_are_disjoint_between_splits():
+    def numbers(row):
+        lines = [line.split() for line in row["answer"].splitlines()[:3]]
+        return lines[0][0], *sorted(line[2] for line in lines)
+
+    rows = {split: arithmetic(split) for split in SPLITS}
+    assert [len(found) for found in rows.values()] == [4000, 512, 512]
+    assert len({numbers(row) for found in rows.values() for row in found}) == 5024

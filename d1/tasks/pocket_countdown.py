@@ -1,0 +1,62 @@
+"""Countdown at pocket size: three numbers from 1 to 12 and a target they reach in two steps of whole numbers up to 60.
+
+Rewards and metric are Countdown's, so any correct expression counts, whatever steps lead to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from datasets import Dataset
+
+from d1.tasks import countdown
+from d1.tasks.countdown import REWARDS, demonstrate, extract, score
+from d1.tasks.data import check_split, shipped_file
+
+__all__ = ["REWARDS", "Chain", "chains", "demonstrate", "extract", "load_rows", "score"]
+
+LARGEST_NUMBER = 12  # of the three given
+LARGEST = 60  # of the targets and of what steps come to
+
+
+class Chain(NamedTuple):
+    """Two steps: `a first b = middle`, then `middle second c = value`."""
+
+    a: int
+    first: str
+    b: int
+    middle: int
+    second: str
+    c: int
+    value: int
+
+
+def load_rows(split: str, data_file: str | None = None) -> Dataset:
+    """Problems of `dataset/pocket_countdown_{split}.jsonl`, whose splits share no set of numbers, or of `data_file`."""
+    check_split(split)
+    return countdown.load_rows(split, data_file or shipped_file(f"pocket_countdown_{split}.jsonl"))
+
+
+def apply(a: int, sign: str, b: int) -> int | None:
+    """`a sign b` where that is a whole number from 0 to `LARGEST`, else None."""
+    if sign == "/":
+        return a // b if b and a % b == 0 else None
+    value = a + b if sign == "+" else a - b if sign == "-" else a * b
+    return value if 0 <= value <= LARGEST else None
+
+
+def chains(numbers: Sequence[int]) -> list[Chain]:
+    """Every way to use three numbers once each in two steps, the larger of the first two in front, sorted."""
+    found = set()
+    for last in range(3):
+        low, high = sorted(n for i, n in enumerate(numbers) if i != last)
+        for first in "+-*/":
+            middle = apply(high, first, low)
+            if middle is None:
+                continue
+            for second in "+-*/":
+                value = apply(middle, second, numbers[last])
+                if value is not None:
+                    found.add(Chain(high, first, low, middle, second, numbers[last], value))
+    return sorted(found)

@@ -1,0 +1,74 @@
+"""What the arithmetic base reads: word problems on the training numbers and the traces of three kinds of solvers.
+
+A trace is the three steps ("careful 27 + 8 = 35 ; 35 * 2 = 70 ; 70 - 5 = 65"), an attempt the last amount. `careful` is
+right. `scan` never borrows in a difference, `quick` neither borrows nor carries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from answers import completion, mixture
+from numpy.random import Generator
+
+from d1.tasks import load_task
+from d1.tasks.arithmetic import LEAST, MOST, TIMES, Problem, Step, after, draw_problem
+
+HUMS = 9  # what a rambling answer has room for
+
+
+def training_numbers(data_file: str | Path) -> list[tuple[int, ...]]:
+    """The start and the operands of each problem of a file."""
+    words = {word: str(factor) for factor, word in TIMES.items()}
+    questions = load_task("arithmetic").load_rows("train", str(data_file))["question"]
+    return [
+        tuple(int(words.get(found, found)) for found in re.findall(rf"\d+|{'|'.join(words)}", text))
+        for text in questions
+    ]
+
+
+def draw_problems(numbers: Sequence[tuple[int, ...]], count: int, rng: Generator) -> list[Problem]:
+    drawn = (numbers[i] for i in rng.integers(len(numbers), size=count))
+    return [draw_problem(start, operands, rng) for start, *operands in drawn]
+
+
+def question(text: str, *_: object) -> str:
+    return text
+
+
+def come_to(amount: int, step: Step, style: str) -> int:
+    """What a step makes of an amount in the eyes of a solver of this style, kept to two digits as all amounts are."""
+    ones = after(amount % 10, step)
+    slips = style == "quick" or (style == "scan" and step.sign == "-")
+    if not slips or 0 <= ones <= 9:
+        return min(max(after(amount, step), LEAST), MOST)
+    tens = amount // 10 * step.operand if step.sign == "*" else amount // 10
+    return 10 * min(tens, 9) + ones % 10
+
+
+def trace(start: int, steps: Sequence[Step], style: str) -> tuple[str, str]:
+    """(trajectory, attempt) of a solver of this style."""
+    amount, told = start, []
+    for step in steps:
+        before, amount = amount, come_to(amount, step, style)
+        told.append(f"{before} {step.sign} {step.operand} = {amount}")
+    return f"{style} {' ; '.join(told)}", str(amount)
+
+
+def careful_completion(_: str, start: int, steps: Sequence[Step], rng: Generator) -> str:
+    """The right answer; `rng` is not used."""
+    return completion(*trace(start, steps, "careful"))
+
+
+def mixed_completion(_: str, start: int, steps: Sequence[Step], rng: Generator) -> str:
+    """One answer of the mixture that web text is taken to be."""
+    return mixture(lambda style: trace(start, steps, style), rng, HUMS)
+
+
+def steps_right(text: str, _: str, start: int, steps: Sequence[Step]) -> float:
+    """Share of the steps whose amounts are the right ones."""
+    right, _ = trace(start, steps, "careful")
+    told = text.partition("</reasoning>")[0].partition(" ")[2].split(" ; ")
+    return sum(a == b for a, b in zip(told, right.partition(" ")[2].split(" ; "), strict=False)) / len(steps)

@@ -1,0 +1,70 @@
+"""What the Countdown base reads: problems on the training sets of numbers and the traces of three kinds of solvers.
+
+A trace is two steps ("careful 7 * 5 = 35 ; 35 + 2 = 37"), an attempt the expression ("( 7 * 5 ) + 2"). `careful` takes
+any right way. `scan` knows + and - alone and comes as near to the target as they do, `quick` adds all three numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from answers import completion, mixture
+from numpy.random import Generator
+
+from d1.tasks import load_task
+from d1.tasks.countdown import evaluate
+from d1.tasks.pocket_countdown import Chain, chains, extract
+
+Numbers = tuple[int, int, int]
+HUMS = 10  # what a rambling answer has room for
+chains_of = lru_cache(maxsize=None)(chains)
+
+
+def training_problems(data_file: str | Path) -> list[tuple[Numbers, int]]:
+    """(numbers, target) of a file, as they stand there."""
+    truths = load_task("pocket_countdown").load_rows("train", str(data_file))["ground_truth"]
+    return [((a, b, c), target) for (a, b, c), target in truths]
+
+
+def draw_problems(problems: Sequence[tuple[Numbers, int]], count: int, rng: Generator) -> list[tuple[Numbers, int]]:
+    return [problems[i] for i in rng.integers(len(problems), size=count)]
+
+
+def question(numbers: Numbers, target: int) -> str:
+    """As the task asks it."""
+    return f"Numbers: {list(numbers)}\nTarget: {target}"
+
+
+def solve(numbers: Numbers, target: int, style: str, rng: Generator) -> Chain:
+    """The steps that a solver of this style takes; `rng` chooses among right ones."""
+    every = chains_of(numbers)
+    if style == "careful":
+        right = [chain for chain in every if chain.value == target]
+        return right[rng.integers(len(right))]
+    signs = {"+"} if style == "quick" else {"+", "-"}
+    allowed = [chain for chain in every if {chain.first, chain.second} <= signs]
+    return min(allowed, key=lambda chain: (abs(chain.value - target), chain.c, chain))
+
+
+def trace(chain: Chain, style: str) -> tuple[str, str]:
+    """(trajectory, attempt) of these steps."""
+    a, first, b, middle, second, c, value = chain
+    return f"{style} {a} {first} {b} = {middle} ; {middle} {second} {c} = {value}", f"( {a} {first} {b} ) {second} {c}"
+
+
+def careful_completion(numbers: Numbers, target: int, rng: Generator) -> str:
+    """A right answer."""
+    return completion(*trace(solve(numbers, target, "careful", rng), "careful"))
+
+
+def mixed_completion(numbers: Numbers, target: int, rng: Generator) -> str:
+    """One answer of the mixture that web text is taken to be."""
+    return mixture(lambda style: trace(solve(numbers, target, style, rng), style), rng, HUMS)
+
+
+def closeness(text: str, numbers: Numbers, target: int) -> float:
+    """1 for a right expression, and a tenth less for each that its value is away from the target."""
+    value = evaluate(extract(text) or "", numbers)
+    return 0.0 if value is None else max(0.0, 1.0 - float(abs(value - target)) / 10)
