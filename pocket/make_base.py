@@ -205,8 +205,8 @@ def main(args: argparse.Namespace) -> None:
     model.save_pretrained(output_dir)
     build_tokenizer(recipe.task).save_pretrained(output_dir)
     problems = len(load_task(recipe.task).load_rows("validation"))
-    measured = {"tokens": progress.tokens, "seconds": progress.seconds, "accuracy": progress.accuracy}
-    card = model_card(args.task, model.num_parameters(), problems, steps=steps, seed=args.seed, **measured)
+    facts = (model.num_parameters(), problems, progress.tokens, progress.seconds, progress.accuracy)
+    card = model_card(args.task, *facts, steps, args.seed)
     (output_dir / "README.md").write_text(card)
     checkpoint.unlink()
 

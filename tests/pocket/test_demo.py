@@ -7,10 +7,18 @@ import sys
 import time
 from pathlib import Path
 
+import diffu_grpo_train
 import pytest
+import sft_train
+import task_report
+from demo import TRAINING, phases_of
 from phases import Phase, PhaseError, run_phases
+from recipes import RECIPES
 from report import ARMS, LENGTHS, setup_name, summary
 from rich.console import Console
+
+import eval as evaluation_script
+from d1.tasks import load_task
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,6 +73,52 @@ def test_the_table_over_seeds_has_each_arm_and_pair(miniature):
     assert f"| base | {table[setup_name('base', 32)]['accuracy']:.1f} ± 0.0 |" in means
     assert all("| seed3 |" in table for table in (seeds, paired))
     assert "| sft_grpo - sft | 32 |" in text
+
+
+@pytest.mark.parametrize("task", RECIPES)
+def test_each_arm_of_a_task_is_trained_and_judged_on_that_task(task, tmp_path, monkeypatch):
+    recipe = RECIPES[task]
+    phases = {phase.name: phase for phase in phases_of(tmp_path, 3, False, task)}
+    monkeypatch.chdir(ROOT / "diffu-grpo")
+    for arm, start in (("grpo", ROOT / "pocket" / recipe.base), ("sft_grpo", tmp_path / "sft")):
+        config, _ = diffu_grpo_train.make_parser().parse_args_and_config(phases[arm].command[2:])
+        assert (config.dataset, config.model_path, config.seed) == (recipe.task, str(start), 3)
+        assert config.max_prompt_length == recipe.prompt_tokens
+        assert config.max_completion_length == 2 * config.diffusion_steps == recipe.lengths[0]
+    given = sft_train.make_parser().parse_args(phases["sft"].command[2:])
+    assert (given.train_data, given.seed) == (str(ROOT / "dataset" / recipe.sft_file), 3)
+    assert given.eos_padding == recipe.lengths[1]
+    monkeypatch.chdir(ROOT / "eval")
+    for arm in TRAINING[task].arms:
+        for length in recipe.lengths:
+            asked = evaluation_script.make_parser().parse_args(phases[f"{arm}_at_{length}"].command[2:])
+            assert (asked.dataset, asked.split, asked.gen_length) == (recipe.task, "test", length)
+            model = ROOT / "pocket" / recipe.base if arm == "base" else tmp_path / arm
+            assert Path(asked.model_path).resolve() == model
+
+
+@pytest.mark.parametrize("task", [task for task in RECIPES if task != "sudoku"])
+def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(task, tmp_path, capsys):
+    folder = task_report.demo_folder(task, tmp_path) / "seed1"
+    command = [sys.executable, "pocket/demo.py", "--task", task, "--miniature", "--seed", "1"]
+    done = subprocess.run(
+        [*command, "--output_dir", str(folder.parent)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = (folder / "report.md").read_text()
+    problems = load_task(RECIPES[task].task).load_rows("test")["question"][:10]
+    assert all(f"| {problem.replace(chr(10), ' ')} |" in report for problem in problems)
+    table = json.loads((folder / "table.json").read_text())
+    assert len(table) == len(TRAINING[task].arms) * 2
+    flags = ["--runs", str(tmp_path), "--figure", str(tmp_path / "tasks.png")]
+    capsys.readouterr()
+    task_report.main(task_report.make_parser().parse_args(flags))
+    shown = capsys.readouterr().out
+    for length in RECIPES[task].lengths:
+        found = [table[task_report.setup_name(task, arm, length)]["accuracy"] for arm in task_report.FOUR_ARMS]
+        line = " | ".join([f"{task}, length {length}", *(f"{value:.1f} ± 0.0" for value in found), "1"])
+        assert f"| {line} |\n" in shown
+    assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
 
 
 def phase(name, code, **settings):
