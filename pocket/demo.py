@@ -14,53 +14,38 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from phases import Phase, PhaseError, run_phases
 from recipes import RECIPES, ROOT
 from report import ARMS, write_report
 from rich.console import Console
-from task_report import write_task_report
+from task_report import FOUR_ARMS, write_task_report
 
-
-@dataclass(frozen=True)
-class Training:
-    """What SFT and RL are given beyond the settings that all pocket tasks share."""
-
-    sft: tuple[object, ...]
-    grpo: tuple[object, ...]
-    arms: tuple[str, ...]
-
-
-FOUR_ARMS = tuple(arm for arm in ARMS if arm != "shuffled")
-TRAINING = {
-    "sudoku": Training(sft=("--learning_rate", 2e-4), grpo=(), arms=tuple(ARMS)),
-    "countdown": Training(
-        sft=("--learning_rate", 2e-4),
-        grpo=(
-            *("--dataset", "pocket_countdown", "--max_prompt_length", 6),
-            *("--max_completion_length", 24, "--diffusion_steps", 12, "--learning_rate", 1e-4),
-        ),
-        arms=FOUR_ARMS,
-    ),
-    "arithmetic": Training(
-        sft=("--learning_rate", 2e-4),
-        grpo=("--dataset", "arithmetic", "--max_prompt_length", 24),
-        arms=FOUR_ARMS,
+# What RL is given beyond pocket.yaml, of each task whose base is there.
+GRPO = {
+    "sudoku": (),
+    "countdown": (
+        *("--dataset", "pocket_countdown", "--max_prompt_length", 6),
+        *("--max_completion_length", 24, "--diffusion_steps", 12),
     ),
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
+    parser.add_argument("--task", choices=[*GRPO], default="sudoku")
     parser.add_argument("--seed", type=int, default=0, help="of SFT and RL; the base model stays the same")
     parser.add_argument("--output_dir", help="results go to its folder seedN; default: runs/demo, or runs/demo/TASK")
     parser.add_argument("--split", choices=["test", "validation"], default="test", help="problems to judge arms on")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="commands run side by side")
     parser.add_argument("--miniature", action="store_true", help="a few steps and problems of everything")
     return parser
+
+
+def arms_of(task: str) -> tuple[str, ...]:
+    """The four arms, and of Sudoku the control."""
+    return tuple(ARMS) if task == "sudoku" else FOUR_ARMS
 
 
 def base_of(task: str) -> Path:
@@ -71,7 +56,7 @@ def sft(folder: Path, seed: int, miniature: bool, task: str = "sudoku") -> Phase
     """Light SFT on 1,000 curated traces: one epoch, all weights."""
     recipe = RECIPES[task]
     flags = ["--train_data", ROOT / "dataset" / recipe.sft_file, "--full_finetuning", "--debugging", "--resume"]
-    flags += ["--num_epochs", 1, "--batch_size", 32, "--grad_accum_steps", 1, *TRAINING[task].sft]
+    flags += ["--num_epochs", 1, "--batch_size", 32, "--grad_accum_steps", 1, "--learning_rate", 2e-4]
     flags += ["--eos_padding", recipe.lengths[-1], "--max_length", 128, "--logging_steps", 4, "--eval_steps", 10]
     flags += ["--num_proc", 1]
     flags += ["--model_name", base_of(task), "--output_dir", folder, "--job_name", "sft", "--seed", seed]
@@ -90,7 +75,7 @@ def grpo(
 ) -> Phase:
     """120 rollouts of diffu-GRPO with pocket.yaml."""
     flags = ["--config", "pocket.yaml", "--model_path", start, "--output_dir", folder / name, "--seed", seed]
-    flags += ["--resume_from_checkpoint", "true", *TRAINING[task].grpo]
+    flags += ["--resume_from_checkpoint", "true", *GRPO[task]]
     flags += ["--task", ROOT / "pocket" / "shuffled_sudoku.py"] if name == "shuffled" else []
     flags += ["--max_steps", 8, "--eval_strategy", "no", "--save_steps", 4] if miniature else []
     command = [sys.executable, "diffu_grpo_train.py", *map(str, flags)]
@@ -120,7 +105,7 @@ def evaluation(
 
 
 def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", split: str = "test") -> list[Phase]:
-    base, arms, recipe = base_of(task), TRAINING[task].arms, RECIPES[task]
+    base, arms, recipe = base_of(task), arms_of(task), RECIPES[task]
     # Two chains of like length come first, so that two cores are both busy to the end.
     train = [
         sft(folder, seed, miniature, task),
@@ -148,7 +133,7 @@ def main(args: argparse.Namespace) -> None:
     if args.task == "sudoku" and args.split == "test":
         report = write_report(folder, seconds, console)
     else:
-        report = write_task_report(folder, args.task, TRAINING[args.task].arms, seconds, console, args.split)
+        report = write_task_report(folder, args.task, arms_of(args.task), seconds, console, args.split)
     console.print(f"{time.monotonic() - started:.0f} s. Report: {report}")
 
 

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from d1.masking import draw_mask, keyed_generator, noise_level
+from d1.models import prepare
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
@@ -64,7 +65,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int 
     config.is_causal = False  # Transformers then attends both ways, here and wherever the saved config is loaded
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        return prepare(LlamaForCausalLM(config))
 
 
 def draw_batch(
@@ -155,7 +156,7 @@ def pretrain(
         stage = recipe.stages[progress.stage]
         bar.set_description(stage.name)
         while progress.step < steps[progress.stage]:
-            started = time.perf_counter()
+            started = time.process_time()
             key = (seed, progress.stage, progress.step)
             rate = min(1.0, (progress.step + 1) / WARMUP_STEPS)
             rate *= 0.5 * (1 + math.cos(math.pi * progress.step / steps[progress.stage]))
@@ -169,7 +170,7 @@ def pretrain(
             optimizer.zero_grad()
             progress.step += 1
             progress.tokens += ids.numel()
-            progress.seconds += time.perf_counter() - started
+            progress.seconds += time.process_time() - started
             bar.update()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             if progress.step % checkpoint_every == 0:

@@ -94,14 +94,13 @@ RECIPES = {
         sft_file="pocket_countdown_sft.jsonl",
         least_quality=0.9,
         stages=(
-            Stage("careful answers", countdown_traces.careful_completion, 2e-3, 5000),
+            Stage("careful answers", countdown_traces.careful_completion, 2e-3, 6000),
             Stage("mixed answers", countdown_traces.mixed_completion, 1e-3, 400),
         ),
         completion_tokens=(24, 28, 32),
         lengths=(24, 32),
         prompt_tokens=6,
         hidden_size=96,
-        batch_size=128,
     ),
     "arithmetic": Recipe(
         task="arithmetic",

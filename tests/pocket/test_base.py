@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from answers import MALFORMED, completion, malform
+from demo import GRPO
 from jinja2 import TemplateError
 from make_tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
 from recipes import RECIPES
@@ -24,6 +25,7 @@ from d1.tasks.sudoku import solution_grids
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "pocket" / "base"
 SUDOKU = RECIPES["sudoku"]
+SHIPPED = {task: RECIPES[task] for task in GRPO}
 TRAIN = ROOT / "dataset" / "sudoku_train.csv"
 QUESTION = "Solve the following Sudoku puzzle: 0002403020033024\n"
 ANSWER = completion("careful a3 b1", "a3 b1 c4 d2")
@@ -61,7 +63,7 @@ def solves(puzzle: str) -> int:
 # tokenizer
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
+@pytest.mark.parametrize("recipe", SHIPPED.values(), ids=[*SHIPPED])
 def test_shipped_tokenizer_is_the_one_the_script_makes(recipe):
     tokenizer, made = load_tokenizer(str(ROOT / "pocket" / recipe.base)), build_tokenizer(recipe.task)
     assert tokenizer.get_vocab() == made.get_vocab()
@@ -168,7 +170,7 @@ def test_the_mixture_is_half_quick_a_third_of_it_malformed():
 # the base
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
+@pytest.mark.parametrize("recipe", SHIPPED.values(), ids=[*SHIPPED])
 def test_base_is_small_bidirectional_and_loads_exactly(recipe):
     base = ROOT / "pocket" / recipe.base
     assert sum(file.stat().st_size for file in base.rglob("*") if file.is_file()) <= 4_000_000
@@ -185,7 +187,7 @@ def test_base_is_small_bidirectional_and_loads_exactly(recipe):
     assert (first[0, 0] - second[0, 0]).abs().max() > 1e-3  # the first token sees the last
 
 
-@pytest.mark.parametrize(("recipe", "at"), [(r, at) for r in RECIPES.values() for at in (0, 1)])
+@pytest.mark.parametrize(("recipe", "at"), [(r, at) for r in SHIPPED.values() for at in (0, 1)])
 def test_base_solves_what_its_card_says(recipe, at):
     base = ROOT / "pocket" / recipe.base
     rate = make_base.solve_rate(load_model(str(base)), load_tokenizer(str(base)), recipe.task, recipe.lengths[at])
@@ -248,7 +250,7 @@ def sft_rows():
     return [json.loads(line) for line in (ROOT / "dataset" / "sudoku_sft.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=[*RECIPES])
+@pytest.mark.parametrize("recipe", SHIPPED.values(), ids=[*SHIPPED])
 def test_sft_set_is_what_the_script_makes(recipe):
     lines = (ROOT / "dataset" / recipe.sft_file).read_text().splitlines()
     made = make_sft_data.curated_rows(recipe, recipe.problems(ROOT / "dataset" / recipe.training_file), seed=0)

@@ -11,7 +11,7 @@ import diffu_grpo_train
 import pytest
 import sft_train
 import task_report
-from demo import TRAINING, phases_of
+from demo import GRPO, arms_of, phases_of
 from phases import Phase, PhaseError, run_phases
 from recipes import RECIPES
 from report import ARMS, LENGTHS, setup_name, summary
@@ -75,7 +75,7 @@ def test_the_table_over_seeds_has_each_arm_and_pair(miniature):
     assert "| sft_grpo - sft | 32 |" in text
 
 
-@pytest.mark.parametrize("task", RECIPES)
+@pytest.mark.parametrize("task", GRPO)
 def test_each_arm_of_a_task_is_trained_and_judged_on_that_task(task, tmp_path, monkeypatch):
     recipe = RECIPES[task]
     phases = {phase.name: phase for phase in phases_of(tmp_path, 3, False, task)}
@@ -89,7 +89,7 @@ def test_each_arm_of_a_task_is_trained_and_judged_on_that_task(task, tmp_path, m
     assert (given.train_data, given.seed) == (str(ROOT / "dataset" / recipe.sft_file), 3)
     assert given.eos_padding == recipe.lengths[1]
     monkeypatch.chdir(ROOT / "eval")
-    for arm in TRAINING[task].arms:
+    for arm in arms_of(task):
         for length in recipe.lengths:
             asked = evaluation_script.make_parser().parse_args(phases[f"{arm}_at_{length}"].command[2:])
             assert (asked.dataset, asked.split, asked.gen_length) == (recipe.task, "test", length)
@@ -97,7 +97,7 @@ def test_each_arm_of_a_task_is_trained_and_judged_on_that_task(task, tmp_path, m
             assert Path(asked.model_path).resolve() == model
 
 
-@pytest.mark.parametrize("task", [task for task in RECIPES if task != "sudoku"])
+@pytest.mark.parametrize("task", [task for task in GRPO if task != "sudoku"])
 def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(task, tmp_path, capsys):
     folder = task_report.demo_folder(task, tmp_path) / "seed1"
     command = [sys.executable, "pocket/demo.py", "--task", task, "--miniature", "--seed", "1"]
@@ -109,7 +109,7 @@ def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(tas
     problems = load_task(RECIPES[task].task).load_rows("test")["question"][:10]
     assert all(f"| {problem.replace(chr(10), ' ')} |" in report for problem in problems)
     table = json.loads((folder / "table.json").read_text())
-    assert len(table) == len(TRAINING[task].arms) * 2
+    assert len(table) == len(arms_of(task)) * 2
     flags = ["--runs", str(tmp_path), "--figure", str(tmp_path / "tasks.png")]
     capsys.readouterr()
     task_report.main(task_report.make_parser().parse_args(flags))
