@@ -1,5 +1,5 @@
 # make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues;
-#                      TASK=countdown or TASK=arithmetic is another task than Sudoku
+#                      TASK=countdown is another task than Sudoku
 # make test [ARGS=...] the tests; e.g. ARGS="-m slow", ARGS=tests/d1
 # make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; twenty minutes
 # make lint            ruff and mypy

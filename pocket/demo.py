@@ -2,7 +2,7 @@
 
     make demo                                 # sets up an environment, then does what the next line does
     python pocket/demo.py --seed 0            # about five minutes on two cores; results in runs/demo/seed0
-    python pocket/demo.py --task countdown    # another task; also arithmetic; results in runs/demo/countdown/seed0
+    python pocket/demo.py --task countdown    # another task; results in runs/demo/countdown/seed0
     python pocket/demo.py --seed 0 --miniature --output_dir runs/miniature     # a minute; shows that all of it works
 
 Every stage is its real entry point, started as its users do. Ctrl-C and the same command again: it continues.
