@@ -112,7 +112,7 @@ def fill_canvas(
     """
     first, live = start, rows
     stops = canvas.ids.new_tensor(ends)
-    own = torch.tensor([row in rows for row in range(len(canvas.ids))]).to(canvas.ids.device)
+    own = torch.zeros(len(canvas.ids), dtype=torch.bool).index_fill_(0, torch.tensor(rows), True).to(stops.device)
     for reveals in schedule:
         yield from fill(live, start, reveals)
         start += sum(reveals)

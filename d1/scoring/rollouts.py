@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -88,6 +89,11 @@ def rotation(rows: int, draws: int, u: Tensor) -> Tensor:
     (BGPO), and so are those of all rows together (LLaDA, ESPO)."""
     starts = torch.arange(rows, dtype=u.dtype).unsqueeze(1) / rows
     return ((torch.arange(draws) + starts) / draws + u) % 1
+
+
+def draws_of(settings: Any) -> int:
+    """Monte Carlo draws a row and update, of estimators that draw."""
+    return settings.num_views or 1
 
 
 def prompt_noise(sampled: SampledRows, random: Randomness, p: float, views: int) -> Tensor:
