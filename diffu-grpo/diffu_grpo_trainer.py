@@ -191,7 +191,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if self.args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
         batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
-        sampled = sampled_rows(batch, self.text_tokenizer if self.args.protect_special_tokens else None)
+        protected = self.text_tokenizer if self.args.protect_special_tokens else None
+        sampled = sampled_rows(batch, self.model.config, protected)
         batch |= draw_updates(sampled, self.randomness(len(record)), self.args)
         self.log_metric("prompt_masked", prompt_masked(batch))
         self.score_rollout(batch)

@@ -212,7 +212,7 @@ def test_a_rows_scores_and_views_are_its_own(tiny_model_dir, tmp_path, method):
     def drawn(batch, first, rows):
         streams = [keyed_generator(7, row) for row in range(8)][first : first + rows]
         random = randomness(streams, keyed_generator(8), first, 8, 2)
-        return draw_updates(sampled_rows(batch), random, trainer.args)
+        return draw_updates(sampled_rows(batch, trainer.model.config), random, trainer.args)
 
     views, views_padded = drawn(batch, 0, 8), drawn(padded(batch), 0, 8)
     assert torch.equal(views["view_weights"], views_padded["view_weights"])

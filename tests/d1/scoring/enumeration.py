@@ -76,7 +76,8 @@ def tiny(layers: int, seed: int = 0, spread: float = 0.7) -> Any:
 
 def some_rows(sampled: SampledRows, which: Any) -> SampledRows:
     """The rows `which`, a slice or a list of numbers."""
-    return SampledRows(**{field.name: getattr(sampled, field.name)[which] for field in fields(sampled)})
+    columns = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
+    return SampledRows(**{name: column if column is None else column[which] for name, column in columns.items()})
 
 
 def subsets(places: Any) -> list[tuple[int, ...]]:
