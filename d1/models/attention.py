@@ -64,15 +64,14 @@ def block_rule(visible: Tensor, queries: int, size: int, noised: int) -> Callabl
     real, block = visible.bool(), count_positions(visible) // size
     if noised:
         real, block = (torch.cat([values, values[:, -noised:]], dim=1) for values in (real, block))
-    keys = real.shape[1]
-    copied = torch.arange(keys, device=visible.device) >= visible.shape[1]
+    places = torch.arange(real.shape[1], device=visible.device)
+    copied = places >= visible.shape[1]
+    own, copy, place = block[:, -queries:], copied[-queries:], places[-queries:]
 
     def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        query = query + (keys - queries)
-        own, other, copy = block[row, query], block[row, key], copied[query]
-        beside = copy & (other == own)
-        before = other + copy <= own
-        itself = copy & (query == key)  # or padding might see nothing, which makes attention divide by zero
+        before = block[row, key] + copy[query] <= own[row, query]
+        beside = copy[query] & (block[row, key] == own[row, query])
+        itself = copy[query] & (place[query] == key)  # or padding might see nothing, and attention divide by zero
         return real[row, key] & torch.where(copied[key], beside, before) | itself
 
     return sees
