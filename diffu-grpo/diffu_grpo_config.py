@@ -17,6 +17,7 @@ from trl import GRPOConfig
 
 from d1.methods import METHODS, WITHOUT_REFERENCE
 from d1.runs.ranges import check_ranges
+from d1.sampling.blocks import check_sampler
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
@@ -98,7 +99,10 @@ class DiffuGRPOConfig(GRPOConfig):
     plain_chat_template: bool = field(
         default=False, metadata={"help": "Give a tokenizer without a chat template a plain one."}
     )
-    block_length: int = field(default=32, metadata={"help": "Tokens a block; blocks are filled left to right."})
+    block_length: int | None = field(
+        default=None,
+        metadata={"help": "Tokens a block; blocks are filled left to right. By default the model's own, or else 32."},
+    )
     diffusion_steps: int | None = field(
         default=128, metadata={"help": "Forward passes a completion, spread over the blocks; one a token if unset."}
     )
@@ -228,11 +232,6 @@ class DiffuGRPOConfig(GRPOConfig):
                     f"leave it at {off!r}. Rollouts are shaped by temperature, diffusion_steps, block_length, "
                     "remasking and cfg_scale."
                 )
-        if not self.max_completion_length or self.max_completion_length % self.block_length:
-            raise ValueError(
-                f"max_completion_length ({self.max_completion_length}) must be a multiple of block_length "
-                f"({self.block_length})"
-            )
         self.sampling_settings()
         for name, choices in {**CHOICES, **{name: rows() for name, rows in TABLES.items()}}.items():
             if getattr(self, name) not in choices:
@@ -260,9 +259,24 @@ class DiffuGRPOConfig(GRPOConfig):
         """Whether the KL term, if there is one, is TRL's own, of which TRL keeps the metrics."""
         return self.objective == "trl" and self.kl == "k3"
 
-    def sampling_settings(self) -> SamplingSettings:
-        """How rollouts are sampled; raises ValueError where the settings make no sense."""
-        return SamplingSettings.of(self, gen_length="max_completion_length", steps="diffusion_steps")
+    def sampling_settings(self, model_config: Any = None) -> SamplingSettings:
+        """How rollouts are sampled; of a given model its blocks become `block_length`, where none is set.
+
+        Raises:
+            ValueError: the settings make no sense, or the model cannot sample with them.
+        """
+        called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
+        settings = SamplingSettings.of(self, model_config, **called)
+        settled = self.block_length is not None or model_config is not None
+        if settled and settings.gen_length % settings.block_length:
+            raise ValueError(
+                f"max_completion_length ({settings.gen_length}) must be a multiple of block_length "
+                f"({settings.block_length})"
+            )
+        if model_config is not None:
+            check_sampler(settings, model_config)
+            self.block_length = settings.block_length
+        return settings
 
 
 def with_method(fill: Callable[..., None]) -> Callable[..., None]:

@@ -125,7 +125,7 @@ def main(
     import grpo_setup
     from accelerate import PartialState
     from diffu_grpo_trainer import DiffuGRPOTrainer
-    from grpo_checks import check_mask_id, check_model_settings, check_prompts, check_room, check_same_run
+    from grpo_checks import check_config, check_model_settings, check_prompts, check_same_run
     from grpo_plan import plan
     from rewards import accuracy_of, check_rewards
     from rollout_state import check_rollout
@@ -160,10 +160,8 @@ def main(
     args.reward_weights = [*weights, 0.0]  # the accuracy is only watched
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
-    check_mask_id(args)
-    check_room(max(check_prompts(rows, tokenizer, args) for rows in filter(None, (train_rows, eval_rows))), args)
-
-    numbers = plan(args, len(train_rows))
+    longest = max(check_prompts(rows, tokenizer, args) for rows in filter(None, (train_rows, eval_rows)))
+    numbers = plan(args, len(train_rows), check_config(longest, args))
     kind = str(args.distributed_state.distributed_type) if args.distributed_state else "NO"
     if PartialState().is_main_process:
         logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))

@@ -44,7 +44,6 @@ from d1.models.attention import require_prepared
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
 from d1.sampling import Rollout
-from d1.sampling.blocks import check_sampler
 from d1.scoring import Randomness, Scores, Views
 from d1.scoring.rollouts import randomness
 
@@ -82,8 +81,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if self.mask_token_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         require_prepared(model)
-        self.sampling = args.sampling_settings()
-        check_sampler(self.sampling, model.config)
+        self.sampling = args.sampling_settings(model.config)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with reference_from(model if args.needs_reference else None):
             super().__init__(

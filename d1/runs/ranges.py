@@ -73,7 +73,7 @@ RANGES = {
     # Sampling
     "gen_length": COUNT,
     "max_completion_length": COUNT,
-    "block_length": COUNT,
+    "block_length": f"{COUNT} or None",
     "diffusion_steps": COUNT,  # RL and evaluation put a number in the place of None before they check
     "eval.diffusion_steps": f"{COUNT} or None",
     "temperature": "[0, inf)",

@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+from d1.models.kinds import block_size
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES, aligned_schedule, reveal_schedule
 
+BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 CACHES = ("prefix", "dual")  # `d1/sampling/caching.py` says what each keeps
 
@@ -77,13 +79,18 @@ class SamplingSettings:
         return part in self.sampler.split("+")
 
     @classmethod
-    def of(cls, source: Any, **called: str) -> SamplingSettings:
+    def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
         """The settings that `source` holds as attributes, such as parsed flags or a config.
 
         Args:
+            model_config: of the model that is to sample; its blocks stand in for a `block_length` of None. Without
+                blocks, or a model, that is 32.
             called: what `source` calls a field, where its name there is another: `steps="diffusion_steps"`.
         """
-        return cls(**{field.name: getattr(source, called.get(field.name, field.name)) for field in fields(cls)})
+        values = {field.name: getattr(source, called.get(field.name, field.name)) for field in fields(cls)}
+        if values["block_length"] is None:
+            values["block_length"] = block_size(model_config) or BLOCK_LENGTH
+        return cls(**values)
 
     @property
     def cache(self) -> str | None:

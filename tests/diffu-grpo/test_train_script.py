@@ -52,7 +52,6 @@ def test_the_defaults_are_d1s():
         "num_generations": 6,
         "max_completion_length": 256,
         "max_prompt_length": 200,
-        "block_length": 32,
         "diffusion_steps": 128,
         "temperature": 0.9,
         "p_mask_prompt": 0.15,
@@ -62,12 +61,13 @@ def test_the_defaults_are_d1s():
         "disable_dropout": True,
     }
     assert {name: getattr(args, name) for name in expected} == expected
+    assert args.sampling_settings().block_length == 32
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_completion_length": 30}, "must be a multiple of block_length"),
+        ({"max_completion_length": 30, "block_length": 32}, "must be a multiple of block_length"),
         ({"diffusion_steps": 0}, "--diffusion_steps 0"),
         ({"max_completion_length": 128, "diffusion_steps": 3}, "between 4 and 128 steps, got 3"),
         ({"diffusion_steps": 33}, "between 1 and 32 steps, got 33"),
