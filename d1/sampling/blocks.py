@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import lcm
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from d1.models.kinds import block_size
-from d1.sampling.caching import Passes, check_cacheable
+from d1.sampling.caching import Source, check_cacheable
 from d1.sampling.order import REMASKING, best_first
 from d1.sampling.predict import Generators, uniform
 from d1.sampling.reveal import RULES
@@ -86,13 +87,13 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
 
 
 def groups_of_rows(config: Any, attention_mask: Tensor, block_length: int) -> dict[int | None, list[int]]:
-    """Rows that share a schedule, by its `filled` (`SamplingSettings.schedule`): of a block-causal model, those whose
-    prompts have as many tokens in the block they end in; of others all."""
-    rows = range(len(attention_mask))
-    if block_size(config) is None:
+    """Rows whose blocks begin and end together: of a block-causal model, by how many tokens their prompts have after
+    the last place where both a block of the model and one of `block_length` begin; of other models all, under None."""
+    rows, size = range(len(attention_mask)), block_size(config)
+    if size is None:
         return {None: list(rows)}
-    filled = (attention_mask.long().sum(1) % block_length).tolist()
-    return {count: [row for row in rows if filled[row] == count] for count in sorted(set(filled))}
+    after = (attention_mask.long().sum(1) % lcm(size, block_length)).tolist()
+    return {count: [row for row in rows if after[row] == count] for count in sorted(set(after))}
 
 
 @torch.no_grad()
@@ -127,7 +128,7 @@ def fill_canvas(
 
 def fill_block(
     canvas: Canvas,
-    source: Passes,
+    source: Source,
     guess: Callable[..., tuple[Tensor, Tensor, Tensor]],
     settings: SamplingSettings,
     live: list[int],
@@ -145,7 +146,7 @@ def fill_block(
         unprompted: the mask token, which hides the prompt in guidance's unconditional branch; None without guidance.
     """
     size, device = sum(reveals), canvas.ids.device
-    source.enter(start, start + size)
+    source.enter(live, start, start + size)
     # The rows still at work on the block, and how many of its tokens each hides. The copy does not wait for the device.
     rows = torch.tensor(live).to(device, non_blocking=True)
     left = [size] * len(live)
@@ -181,7 +182,7 @@ def fill_block(
             rows, hidden = rows[picked], hidden[picked]
 
 
-def run_body(canvas: Canvas, source: Passes, rows: Tensor, positions: Tensor, unprompted: int | None) -> Tensor:
+def run_body(canvas: Canvas, source: Source, rows: Tensor, positions: Tensor, unprompted: int | None) -> Tensor:
     """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`: with the prompt and, under guidance,
     without it."""
     branches = [canvas.ids[rows]]
