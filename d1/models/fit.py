@@ -24,8 +24,9 @@ from transformers import PreTrainedConfig
 
 from d1.models.adapters import lora_targets
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
-from d1.models.kinds import experts
+from d1.models.kinds import block_size, experts
 from d1.models.load import auto_class, prepare
+from d1.models.two_streams import two_stream_states
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
@@ -168,7 +169,10 @@ def precision(settings: FitSettings) -> Iterator[None]:
 
 
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
-    """Peak bytes of one fake step beyond weights, gradients and optimizer states."""
+    """Peak bytes of one fake step beyond weights, gradients and optimizer states.
+
+    Training feeds a block-causal model a second, noised stream, which is taken to be as long as the row.
+    """
     model = build(config, settings, layers)
     with FakeTensorMode(), grouped_on_fakes():
         fill_with_fakes(model)
@@ -177,7 +181,10 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
         body, head = body_and_head(model)
         with LiveStorages() as storages, precision(settings), torch.set_grad_enabled(settings.stage != "eval"):
-            states = body(ids, mask)
+            if settings.stage != "eval" and block_size(config):
+                states = two_stream_states(model, ids, ids, torch.ones_like(ids))  # makes its own masks, of twice that
+            else:
+                states = body(ids, mask)
             if settings.stage == "eval":
                 logits = head(states[:, -settings.block_length :]).float()
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
