@@ -67,6 +67,11 @@ def make_parser() -> argparse.ArgumentParser:
         "included; to the longest row of the global batch; or to --max_length, as d1 does",
     )
     add("--group_by_length", action="store_true", help="batches of rows of like length: less padding")
+    add(
+        "--complementary_masks",
+        action="store_true",
+        help="each row twice a batch, once with the opposite mask: every answer token is learned from each time",
+    )
     # Model and precision.
     add("--full_finetuning", action="store_true", help="train all weights instead of a LoRA adapter")
     add("--lora_r", type=int, default=128)
@@ -148,6 +153,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
 
     from d1.models import load_tokenizer
     from d1.models.convert import merge
+    from d1.models.kinds import block_size
     from d1.models.tokenizer import check_chat_template
     from d1.runs.checkpoints import checkpoint_to_resume, copy_model, is_finished
     from d1.runs.console import RunConsole, log_to_console, train_with_console, write_metrics
@@ -169,10 +175,12 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
         save_record(str(folder), "run.json", vars(args) | launched)
         if not args.debugging:
             log_without_account(folder)
+    model = sft_setup.prepare_model(args)
+    blocks = block_size(model.config)
     trainer = dLLMTrainer(
-        model=sft_setup.prepare_model(args),
+        model=model,
         args=training,
-        data_collator=dLLMDataCollator(tokenizer),
+        data_collator=dLLMDataCollator(tokenizer, block_size=blocks, complementary=args.complementary_masks),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,

@@ -26,7 +26,9 @@ PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- memory -->", "<!-- /memory -->"
 
 
-def shape(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+def shape(
+    layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
     """The fields that Qwen's and LLaDA2's configs share."""
     return {
         "rms_norm_eps": 1e-6,
@@ -89,7 +91,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 STAGES = {
     "evaluation": FitSettings("eval", batch=8, length=512),
-    "RL, LoRA": FitSettings("rl", batch=6, length=456),
+    "RL, LoRA": FitSettings("rl", batch=6, length=456, canvas=256),
     "SFT, LoRA": FitSettings("sft", length=4096, gradient_checkpointing=True),
 }
 

@@ -26,6 +26,7 @@ from d1.models.adapters import lora_targets
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
 from d1.models.kinds import block_size, experts
 from d1.models.load import auto_class, prepare
+from d1.models.two_streams import two_stream_states
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
@@ -58,6 +59,7 @@ class FitSettings:
     beta: float = 0.04
     views: int = 1  # RL: views of a row that an update sums
     views_at_once: int = 1  # RL: of these in one forward pass
+    canvas: int = 256  # RL: tokens of the row that are the completion's
     stored: int = 0  # RL: bytes that are kept of each of `batch` rows from the rollout to its last update
 
     def __post_init__(self) -> None:
@@ -171,7 +173,8 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
     """Peak bytes of one fake step beyond weights, gradients and optimizer states.
 
     An evaluation's is a pass over the whole row. A block-causal model, whose cache keeps every layer's keys and values,
-    has such a pass where the prompt leaves room for one block alone; any other prompt of that row takes less.
+    has such a pass where the prompt leaves room for one block alone; any other prompt of that row takes less. Training
+    feeds it a second, noised stream: of the canvas in RL, in SFT taken to be as long as the row.
     """
     model = build(config, settings, layers)
     with FakeTensorMode(), grouped_on_fakes():
@@ -181,8 +184,12 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
         body, head = body_and_head(model)
         with LiveStorages() as storages, precision(settings), torch.set_grad_enabled(settings.stage != "eval"):
-            kept = {"past_key_values": DynamicCache()} if settings.stage == "eval" and block_size(config) else {}
-            states = body(ids, mask, **kept)
+            size = block_size(config)
+            if size and settings.stage != "eval":
+                noised = ids[:, -((settings.canvas if settings.stage == "rl" else settings.length) + size - 1) :]
+                states = two_stream_states(model, ids, noised, torch.ones_like(ids))  # makes its own masks
+            else:
+                states = body(ids, mask, **({"past_key_values": DynamicCache()} if size else {}))
             if settings.stage == "eval":
                 logits = head(states[:, -settings.block_length :]).float()
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
