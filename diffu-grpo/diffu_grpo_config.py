@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from advantages import ADVANTAGES
+from choices import check_choices
 from choose_method import check_names, find_method
 from combinations import check_combination
 from objectives import OBJECTIVES, WITHOUT_OLD
@@ -24,34 +25,6 @@ from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import TASKS
-
-# Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
-AUTOREGRESSIVE_ONLY = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "cache_implementation": None,
-    "generation_kwargs": None,
-    "use_vllm": False,
-    "use_transformers_continuous_batching": False,
-}
-
-# Settings of TRL's that are one name of a few. TRL 1.16 looks at them only at the first loss.
-CHOICES = {
-    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "sum", "luspo", "cispo", "sapo", "vespo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("none", "group", "batch"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "draw_steps": DRAW_STEPS,
-}
-# Those that are one name of a table, asked when settings are checked: rows count that were added until then.
-TABLES: dict[str, Callable[[], tuple[str, ...]]] = {
-    "estimator": lambda: (*ESTIMATORS,),
-    "objective": lambda: ("trl", *OBJECTIVES),
-    "kl": lambda: (*PENALTIES,),
-    "advantage": lambda: ("trl", *ADVANTAGES),
-}
 
 
 @dataclass
@@ -222,20 +195,8 @@ class DiffuGRPOConfig(GRPOConfig):
                 "samples at once in d1. Use steps_per_generation for the first and rollout_batch_size for the second."
             )
         super().__post_init__()
-        self._check()
-
-    def _check(self) -> None:
-        for name, off in AUTOREGRESSIVE_ONLY.items():
-            if getattr(self, name) != off:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} belongs to autoregressive decoding and would be ignored here; "
-                    f"leave it at {off!r}. Rollouts are shaped by temperature, diffusion_steps, block_length, "
-                    "remasking and cfg_scale."
-                )
+        check_choices(self)
         self.sampling_settings()
-        for name, choices in {**CHOICES, **{name: rows() for name, rows in TABLES.items()}}.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         check_combination(self)
 
     @property
