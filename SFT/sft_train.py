@@ -189,8 +189,9 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
         callbacks=[EarlyStoppingCallback(args.early_stop)] if args.early_stop else None,
         group_by_length=args.group_by_length,
     )
-    if checkpoint and (is_finished(checkpoint, training) or sft_setup.is_out_of_patience(checkpoint, args.early_stop)):
-        # Only what comes after training is left to do.
+    stopped = checkpoint is not None and sft_setup.is_out_of_patience(checkpoint, args.early_stop)
+    finished = stopped or is_finished(checkpoint, training)
+    if checkpoint and finished:  # only what comes after training is left to do
         logging.getLogger(__name__).info("%s is finished: there is nothing left to train.", folder)
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
         if training.should_save:
@@ -207,7 +208,7 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
             shutil.rmtree(folder / "merged", ignore_errors=True)
             with writing(folder / "merged"):
                 merge(args.model_name, [str(folder)], str(folder / "merged"))
-        publish(training, push)
+        publish(training, push, started_again=finished)
     trainer.end()
     return trainer
 

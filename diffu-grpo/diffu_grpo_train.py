@@ -150,7 +150,7 @@ def main(
         if is_finished(checkpoint, args):
             if args.should_save:
                 grpo_setup.save_finished(checkpoint, args)
-                publish(args, push)
+                publish(args, push, started_again=True)
             return None
         check_rollout(Path(checkpoint), args.world_size)
     task = load_task(args.dataset)

@@ -16,7 +16,7 @@ from transformers.trainer_utils import HubStrategy
 
 from d1.runs.checkpoints import ONLY_TO_RESUME
 from d1.runs.entry import one_line
-from d1.runs.model_card import write_card
+from d1.runs.model_card import has_card, write_card
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,16 @@ def repository(args: Any) -> str:
     return args.hub_model_id or Path(args.output_dir).absolute().name
 
 
-def publish(args: Any, push: bool) -> None:
+def publish(args: Any, push: bool, started_again: bool = False) -> None:
     """Writes the card of a finished run, and uploads its model if `push`. Where that fails, says why and goes on.
 
     Args:
         args: its `TrainingArguments`.
+        started_again: it was finished before; a card that it has, with results that were added since, then stays.
     """
     folder, name = str(args.output_dir), repository(args)
-    write_card(folder, args.hub_model_id)
+    if not (started_again and has_card(folder)):
+        write_card(folder, args.hub_model_id)
     if not push:
         return
     try:

@@ -21,6 +21,7 @@ from d1.runs.console import METRICS_FILE
 from d1.show.tables import markdown_table
 from d1.show.uncertainty import wilson_interval
 
+OPENING = "A masked diffusion language model, post-trained with d1."
 SFT = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
 ACCURACY = "eval_rewards/accuracy/mean"
 WATCHED = {  # what a card shows of a training log, under which names
@@ -51,7 +52,7 @@ def write_card(folder: str | Path, name: str | None = None, results: Sequence[Ma
     base = settings["model_path" if "method" in settings else "model_name"]
     evaluated = evaluation_table(results)
     parts = [
-        f"# {name.rpartition('/')[2]}\n\nA masked diffusion language model, post-trained with d1.\n",
+        f"# {name.rpartition('/')[2]}\n\n{OPENING}\n",
         markdown_table(["", ""], made_of(settings, base)),
         "## Settings that differ from the defaults\n",
         settings_table(settings.get("changed", {})),
@@ -64,6 +65,12 @@ def write_card(folder: str | Path, name: str | None = None, results: Sequence[Ma
         path
     )
     return path
+
+
+def has_card(folder: str | Path) -> bool:
+    """Whether the folder's README.md is a card of `write_card`, and not PEFT's or a user's own."""
+    path = Path(folder) / "README.md"
+    return path.is_file() and OPENING in path.read_text()
 
 
 def local_name(path: str | Path) -> str:
