@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from sft_trainer import dLLMTrainer
 
 # Settings that a model card has elsewhere, or that made no difference to the model.
-NOT_OF_THE_METHOD = ("output_dir", "job_name", "model_name", "train_data", "debugging", "resume", "num_proc")
-NOT_OF_THE_METHOD += ("push_to_hub", "hub_model_id", "hub_private_repo", "logging_steps")
+NOT_OF_THE_METHOD = (
+    *("output_dir", "job_name", "model_name", "train_data", "debugging", "resume", "num_proc", "logging_steps"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo"),
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -208,8 +210,9 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
             shutil.rmtree(folder / "merged", ignore_errors=True)
             with writing(folder / "merged"):
                 merge(args.model_name, [str(folder)], str(folder / "merged"))
-        publish(training, push, started_again=finished)
     trainer.end()
+    if training.should_save:  # the other processes need not wait for an upload
+        publish(training, push, started_again=finished)
     return trainer
 
 

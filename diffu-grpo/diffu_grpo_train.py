@@ -194,10 +194,10 @@ def main(
     with writing(str(args.output_dir)):
         trainer.save_model(args.output_dir)
         trainer.save_state()
-    if args.should_save:
-        publish(args, push)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    if args.should_save:  # the other processes need not wait for an upload
+        publish(args, push)
     return trainer
 
 

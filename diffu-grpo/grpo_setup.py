@@ -27,9 +27,11 @@ from d1.runs.record import changed
 logger = logging.getLogger(__name__)
 
 # Settings that a model card has elsewhere, that made no difference to the model, or that follow from others.
-NOT_OF_THE_METHOD = ("model_path", "dataset", "data_file", "method", "resume_from_checkpoint", "bf16", "local_rank")
-NOT_OF_THE_METHOD += ("generation_batch_size", "steps_per_generation", "pad_to_multiple_of", "logging_steps")
-NOT_OF_THE_METHOD += ("save_steps", "save_total_limit", "eval_steps", "eval_limit", "per_device_eval_batch_size")
+NOT_OF_THE_METHOD = (
+    *("model_path", "dataset", "data_file", "method", "resume_from_checkpoint", "bf16", "local_rank"),
+    *("generation_batch_size", "steps_per_generation", "pad_to_multiple_of", "logging_steps", "save_steps"),
+    *("save_total_limit", "eval_steps", "eval_limit", "per_device_eval_batch_size"),
+)
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:

@@ -21,8 +21,10 @@ from d1.runs.model_card import has_card, write_card
 logger = logging.getLogger(__name__)
 
 # What a run's folder holds beside the model: its checkpoints, and files that name folders of this machine.
-STAYS_HERE = (*ONLY_TO_RESUME, "checkpoint-*", "_*", ".*", "wandb/*", "completions/*", "merged/*")
-STAYS_HERE += ("run.json", "trainer_state.json", "training_args.bin")
+STAYS_HERE = (
+    *(*ONLY_TO_RESUME, "checkpoint-*", "_*", ".*", "wandb/*", "completions/*", "merged/*"),
+    *("run.json", "trainer_state.json", "training_args.bin"),
+)
 
 
 def hold_push(args: Any) -> bool:
