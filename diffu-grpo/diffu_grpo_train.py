@@ -134,6 +134,7 @@ def main(
     from d1.models.tokenizer import check_chat_template
     from d1.runs.checkpoints import checkpoint_to_resume, is_finished
     from d1.runs.console import RunConsole, log_to_console, train_with_console
+    from d1.runs.hub import hold_push, publish
     from d1.runs.processes import check_processes
     from d1.runs.record import log_without_account, save_record
     from d1.tasks import load_task
@@ -141,6 +142,7 @@ def main(
     log_to_console()
     check_processes(args.world_size)
     check_model_settings(args, model_args)
+    push, changed = hold_push(args), grpo_setup.changed_settings(args, model_args)
     checkpoint = checkpoint_to_resume(str(args.output_dir), args.resume_from_checkpoint)
     if checkpoint:
         check_same_run(checkpoint, args, model_args)
@@ -148,6 +150,7 @@ def main(
         if is_finished(checkpoint, args):
             if args.should_save:
                 grpo_setup.save_finished(checkpoint, args)
+                publish(args, push, started_again=True)
             return None
         check_rollout(Path(checkpoint), args.world_size)
     task = load_task(args.dataset)
@@ -166,6 +169,7 @@ def main(
     if PartialState().is_main_process:
         logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
         settings = {**args.to_dict(), "model": vars(model_args), "plan": numbers, "distributed_type": kind}
+        settings |= {"changed": changed, "validation_problems": len(eval_rows or [])}
         save_record(str(args.output_dir), "run.json", settings)
         if "wandb" in args.report_to:
             log_without_account(str(args.output_dir))
@@ -190,6 +194,8 @@ def main(
         trainer.save_state()
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    if args.should_save:  # the other processes need not wait for an upload
+        publish(args, push)
     return trainer
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from choose_method import find_method
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from peft import PeftConfig, PeftModel
@@ -19,8 +21,17 @@ from d1.models import load_model
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.runs.checkpoints import copy_model
 from d1.runs.console import write_metrics
+from d1.runs.ranges import RANGES
+from d1.runs.record import changed
 
 logger = logging.getLogger(__name__)
+
+# Settings that a model card has elsewhere, that made no difference to the model, or that follow from others.
+NOT_OF_THE_METHOD = (
+    *("model_path", "dataset", "data_file", "method", "resume_from_checkpoint", "bf16", "local_rank"),
+    *("generation_batch_size", "steps_per_generation", "pad_to_multiple_of", "logging_steps", "save_steps"),
+    *("save_total_limit", "eval_steps", "eval_limit", "per_device_eval_batch_size"),
+)
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
@@ -68,6 +79,19 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
     elif config is not None and re.fullmatch(r"\w+", str(config.target_modules or "")):
         config.target_modules = {config.target_modules}
     return config
+
+
+def changed_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
+    """The settings of a run that differ from those of its method, for its model card: of TRL's and Transformers' own,
+    numbers and a few names, without what they derive from others."""
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in (*fields(args), *fields(model_args))
+    }
+    method = find_method(args.method)
+    known = {*DiffuGRPOConfig.__annotations__, *RANGES, "lr_scheduler_type", "optim", "sync_ref_model"}
+    settings = {name: value for name, value in vars(args).items() if name in known} | vars(model_args)
+    return changed(settings, {**defaults, **method.scale, **method.values}, NOT_OF_THE_METHOD)
 
 
 def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:

@@ -207,6 +207,25 @@ def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
     assert any(not torch.equal(final[name], last[name]) for name in best)
 
 
+def test_a_hub_out_of_reach_costs_nothing_and_an_adapter_gets_a_card(
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT's own card names folders of this machine."""
+    push = ["--max_steps", "2", "--eval_steps", "2", "--push_to_hub", "--hub_model_id", "me/sft", "--lora_r", "2"]
+    run(flags, tmp_path, *push)
+    weights(tmp_path / "job")
+    card = (tmp_path / "job" / "README.md").read_text()
+    assert "| --lora_r | `2` |" in card
+    assert f'load_model("{tiny_model_dir.name}", adapter="me/sft")' in card
+    assert not [path for path in (tmp_path, tiny_model_dir) if str(path) in card]
+    (tmp_path / "job" / "README.md").write_text(f"{card}With results that were added since.\n")
+    run(flags, tmp_path, *push, "--resume")
+    assert (tmp_path / "job" / "README.md").read_text().endswith("added since.\n")
+    failed = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(failed) == 2
+    assert all("is complete, but was not uploaded to me/sft: " in message for message in failed)
+
+
 def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
     still = [*flags, "--learning_rate", "0", "--eval_steps", "1", "--grad_accum_steps", "1", "--full_finetuning"]
     assert run([*still, "--max_steps", "2", "--early_stop", "2"], tmp_path).state.global_step == 2

@@ -325,11 +325,24 @@ def test_flags_that_are_gone_say_what_replaced_them(tmp_path, name, replaced_by)
     assert all(re.match(r"\w+", new)[0] in fields for new in diffu_grpo_train.RENAMED.values())
 
 
-def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(tiny_model_dir, tmp_path):
+def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(tiny_model_dir, tmp_path, caplog):
+    """It has a model card, and a hub that is out of reach is one message at the end."""
     once = {"model_path": str(tiny_model_dir), "max_steps": 2, "num_iterations": 2, "save_steps": 2, **TINY}
+    once |= {"push_to_hub": True, "hub_model_id": "me/rl", "method": "wd1"}
     again = {"resume_from_checkpoint": "true", **once}
     run_main(tmp_path, **once)
     folder = tmp_path / "run"
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert said.startswith(f"{folder} is complete, but was not uploaded to me/rl: ")
+    card = (folder / "README.md").read_text()
+    for line in (
+        "| method | diffu-GRPO, `wd1`: wd1, [arXiv 2507.08838]",
+        "| --max_steps | `2` |",
+        "| reward in training |",
+    ):
+        assert line in card
+    assert not [name for name in ("learning_rate", "beta", "bf16", "generation_batch_size") if f"--{name} " in card]
+    assert str(tmp_path) not in card
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     assert run_main(tmp_path, **again) is None
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == files
