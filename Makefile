@@ -1,5 +1,5 @@
 # make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues
-# make test [ARGS=...] the tests; e.g. ARGS="-m slow", ARGS=tests/d1
+# make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
 # make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; twenty minutes
 # make lint            ruff and mypy
 # make clean           remove the environment and what tools left behind; never runs/ or results
@@ -23,7 +23,7 @@ demo: .venv/.demo
 	python pocket/demo.py --seed $(SEED) $(ARGS)
 
 test: .venv/.test
-	python -m pytest $(ARGS)
+	python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: .venv/.demo
 	python benchmarks/results.py $(ARGS)
