@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sampling_arguments(group: Any) -> None:
     group.add_argument("--gen_length", type=int, default=128, help="tokens of a completion (default: %(default)s)")
-    group.add_argument("--block_length", type=int, help="tokens filled before moving right (default: the model's, or 32)")
+    group.add_argument("--block_length", type=int, help="tokens filled at a time (default: the model's, or 32)")
     group.add_argument("--diffusion_steps", type=int, help="forward passes (default: gen_length / 2)")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     group.add_argument("--cfg_scale", type=float, default=0.0, help="classifier-free guidance; 0 is off")
@@ -167,7 +167,9 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     settings = SamplingSettings.of(filled_in, steps="diffusion_steps")
     room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and ids.shape[1] + args.gen_length > room:
-        raise ValueError(f"{ids.shape[1]} tokens of prompt and {args.gen_length} more exceed the model's {room} positions")
+        raise ValueError(
+            f"{ids.shape[1]} tokens of prompt and {args.gen_length} more exceed the model's {room} positions"
+        )
     turn = tokenizer.convert_tokens_to_ids(tokenizer.eot_token)
     ends = list(dict.fromkeys([tokenizer.eos_token_id, turn, tokenizer.pad_token_id]))
     filled = ids.shape[1] % blocks if block_size(model.config) else None  # of the block that the prompt ends in
@@ -181,7 +183,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
         generator=[keyed_generator(args.seed, args.index, 0)],
         eos_token_ids=ends if args.eos_stop else None,
     )
-    said = f"{args.model_path} · {settings.sampler} · {steps} steps · blocks of {blocks} · temperature {args.temperature:g}"
+    said = f"{args.model_path} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}"
     text_of = functools.partial(piece, tokenizer)
     return lambda: filmed(taken(), text_of, ids.shape[1], title, text, said), sum(map(len, settings.schedule(filled)))
 

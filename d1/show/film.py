@@ -94,7 +94,7 @@ def filmed(
 
 
 def piece(tokenizer: Any, token: int) -> str:
-    """The text of a token inside a text: with the space before it, which many tokenizers leave out at a text's start."""
+    """The text of a token inside a text: with the space before it, which many tokenizers drop at a text's start."""
     alone = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     return str(tokenizer.decode([token, token], clean_up_tokenization_spaces=False)[len(alone) :])
 

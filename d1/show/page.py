@@ -1,4 +1,4 @@
-"""Films as one HTML page that stands alone: play, pause, scrub, and what the model was sure of (`page.html`, `page.js`).
+"""Films as one HTML page that stands alone, to play, pause and scrub (`page.html` and `page.js` beside this file).
 
 The page asks nothing of any server. Its security policy lets no script run but its own, so text of a model, which gets
 in as data, stays text.

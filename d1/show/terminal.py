@@ -49,7 +49,7 @@ def picture(film: Film, total: int) -> RenderableType:
     canvas = Text(overflow="fold")
     for place, (token, step) in enumerate(zip(film.tokens, film.steps, strict=True)):
         gap, label, breaks = chip(token)
-        canvas.append(" " * gap)
+        canvas.append(" " * gap if place else "")
         if step == HIDDEN:
             canvas.append(" ░" if place else "░", style="dim")
         elif step == FILLED:

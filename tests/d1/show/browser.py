@@ -90,8 +90,10 @@ class Page:
     def point(self, selector: str, click: bool = False) -> None:
         """Moves the mouse onto the first element of a selector, and perhaps clicks."""
         self.ask(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
-        box = self.ask(f"(b => [b.x + b.width / 2, b.y + b.height / 2])"
-                       f"(document.querySelector({selector!r}).getBoundingClientRect())")
+        box = self.ask(
+            f"(b => [b.x + b.width / 2, b.y + b.height / 2])"
+            f"(document.querySelector({selector!r}).getBoundingClientRect())"
+        )
         for kind in ("mouseMoved", *(("mousePressed", "mouseReleased") if click else ())):
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
