@@ -4,8 +4,8 @@
     python plot_curves.py ../runs/gsm8k --html report.html
 
 Four panels, as in d1's figure of training: reward, accuracy (training and, dashed, validation), distance to the
-reference, completion length; each against the rollouts made. The page has them too, with the settings and, of runs that kept them
-(`--report true`), completions of the first and the last rollout, coming into focus side by side.
+reference, completion length; each against the rollouts made. The page has them too, and the settings. Of a run that was told
+`--report true`, and so kept completions of its first and last rollout, it shows how these came into focus.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import html
 import json
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -73,7 +74,7 @@ def draw(runs: list[Path], labels: list[str], output: Path, smooth: int) -> None
     save_figure(figure, output)
 
 
-def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], smooth: int) -> None:
+def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], smooth: int, legend: bool = False) -> None:
     """The curves of one metric, a line a run; of its validation, if there is one, dashed."""
     for run, label in zip(runs, labels, strict=True):
         history, steps_a_rollout = read_run(run)
@@ -82,14 +83,16 @@ def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], smoot
         if name != "kl":
             axis.plot(*series(history, f"eval_{name}", steps_a_rollout), "--", color=line.get_color(), alpha=0.7)
     axis.set(title=PANELS[name], xlabel="rollouts")
+    if legend:
+        axis.legend(fontsize="small")
 
 
 def report_page(runs: list[Path], labels: list[str], smooth: int = 5) -> str:
     """A page on some runs: their curves, settings, and completions of the first and the last rollout."""
     curves = ""
     for number, (name, title) in enumerate(PANELS.items()):
-        draw_this = partial(draw_panel, name=name, runs=runs, labels=labels, smooth=smooth)
-        curves += f"<figure>{panel_svg(draw_this, title, f'panel{number}')}</figure>"
+        panel = partial(draw_panel, name=name, runs=runs, labels=labels, smooth=smooth, legend=len(runs) > 1)
+        curves += f"<figure>{panel_svg(panel, title, f'panel{number}')}</figure>"
     about = "".join(map(gains, runs, labels)) + "".join(map(settings_list, runs, labels))
     scenes = [scene for run, label in zip(runs, labels, strict=True) for scene in scenes_of(run, label)]
     lacking = "" if scenes else "<p>Completions are kept by runs with <code>--report true</code>.</p>"
@@ -98,11 +101,17 @@ def report_page(runs: list[Path], labels: list[str], smooth: int = 5) -> str:
 
 
 def gains(run: Path, label: str) -> str:
-    """The first and the last value of each panel's metric, on a line."""
+    """The metrics of the panels on a line, each as its mean over the first and the last tenth of the logs."""
     history, steps_a_rollout = read_run(run)
-    values = {title: series(history, name, steps_a_rollout)[1] for name, title in PANELS.items()}
-    rows = [f"<li><span>{title}</span> <b>{y[0]:.3g} → {y[-1]:.3g}</b></li>" for title, y in values.items() if y]
-    return f'<ul class="stats"><li>{html.escape(label)}, first and last log:</li>{"".join(rows)}</ul>'
+    rows = []
+    for name, title in PANELS.items():
+        _, values = series(history, name, steps_a_rollout)
+        tenth = max(1, len(values) // 10)
+        if values:
+            before, after = fmean(values[:tenth]), fmean(values[-tenth:])
+            rows.append(f"<li><span>{html.escape(title)}</span> <b>{before:.3g} → {after:.3g}</b></li>")
+    said = f"<li>{html.escape(label)}, first and last tenth of the run:</li>"
+    return f'<ul class="stats">{said}{"".join(rows)}</ul>'
 
 
 def settings_list(run: Path, label: str) -> str:

@@ -71,15 +71,23 @@ class Page:
         self.send("Emulation.setEmulatedMedia", features=[{"name": n, "value": v} for n, v in wishes.items()])
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=f"{path.as_uri()}{fragment}")
-        until = time.monotonic() + PATIENCE
-        while self.ask("document.readyState + location.protocol") != "completefile:" and time.monotonic() < until:
-            time.sleep(0.02)
+        self.wait_for("document.readyState + location.protocol == 'completefile:'")
 
     def ask(self, expression: str) -> Any:
         """What a JavaScript expression is in the page."""
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def wait_for(self, expression: str) -> None:
+        """Until a JavaScript expression is true in the page."""
+        until = time.monotonic() + PATIENCE
+        while not self.ask(expression):
+            assert time.monotonic() < until, expression
+            time.sleep(0.02)
+
+    def pause(self, seconds: float = 0.05) -> None:
+        time.sleep(seconds)
 
     def press(self, key: str) -> None:
         """A real key, down and up."""
