@@ -4,7 +4,7 @@
     python plot_curves.py ../runs/gsm8k --html report.html
 
 Four panels, as in d1's figure of training: reward, accuracy (training and, dashed, validation), distance to the
-reference, completion length; each against the rollouts made. The page has them too, and the settings. Of a run that was told
+reference, completion length; each against the rollouts made. The page has them too, and the settings. Of a run that had
 `--report true`, and so kept completions of its first and last rollout, it shows how these came into focus.
 """
 
@@ -127,7 +127,7 @@ def scenes_of(run: Path, label: str) -> list[Scene]:
     if not (run / SHOWN_FILE).exists():
         return []
     kept = json.loads((run / SHOWN_FILE).read_text())
-    scenes = []
+    scenes: list[Scene] = []
     for which in ("best", "median", "worst"):
         films = [Film(**kept[end]["films"][which]) for end in ("first", "last")]
         for film, end in zip(films, ("first", "last"), strict=True):

@@ -25,7 +25,8 @@ class ShowRollouts(TrainerCallback):
     """Keeps the first rollout of a run and the latest one in the run's folder. A resumed run keeps its first."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.seen = trainer, None
+        self.trainer = trainer
+        self.seen: list[Batch] | None = None
         self.kept: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -56,11 +57,12 @@ def picked(batches: list[Batch], tokenizer: Any) -> dict[str, dict[str, Any]]:
     order = rewards.argsort(stable=True).tolist()
     rows = [(batch, row) for batch in batches for row in range(len(batch[REWARD]))]
     places = {"best": order[-1], "median": order[len(order) // 2], "worst": order[0]}
-    return {name: asdict(film_of(*rows[place], tokenizer)) for name, place in places.items()}
+    return {name: asdict(film_of(rows[place], tokenizer)) for name, place in places.items()}
 
 
-def film_of(batch: Batch, row: int, tokenizer: Any) -> Film:
-    """One row of a rollout, whose note is its reward."""
+def film_of(chosen: tuple[Batch, int], tokenizer: Any) -> Film:
+    """One row of a batch, whose note is its reward."""
+    batch, row = chosen
     prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
     tokens = [piece(tokenizer, token) for token in batch["canvas_ids"][row].tolist()]
     numbers = (batch[name][row].tolist() for name in COLUMNS)

@@ -139,7 +139,7 @@ def load(model_path: str, adapter: str | None, dtype: str | None, attn: str | No
     from d1.models import load_model
 
     gpu = torch.cuda.is_available()
-    options = {"adapter": adapter, "attn_implementation": attn, "trust_remote_code": remote}
+    options: dict[str, Any] = {"adapter": adapter, "attn_implementation": attn, "trust_remote_code": remote}
     chosen = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
     return load_model(model_path, chosen, "cuda" if gpu else "cpu", **options)
 

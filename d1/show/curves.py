@@ -6,6 +6,7 @@ import html
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -38,7 +39,7 @@ def save_figure(figure: Figure, path: str | Path, dpi: int = 120) -> None:
 
 INK = "#010203"  # what a panel for a page is drawn in; the page's own colour of text takes its place
 INKS = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-CLEAR = {"figure.facecolor": "none", "axes.facecolor": "none", "legend.framealpha": 0.0}
+CLEAR: dict[str, Any] = {"figure.facecolor": "none", "axes.facecolor": "none", "legend.framealpha": 0.0}
 
 
 def panel_svg(draw: Callable[[Axes], object], title: str, name: str, size: tuple[float, float] = (5.2, 3.1)) -> str:
@@ -50,7 +51,8 @@ def panel_svg(draw: Callable[[Axes], object], title: str, name: str, size: tuple
         name: told from those of the page's other panels, of letters and digits.
     """
     file = io.StringIO()
-    with matplotlib.rc_context({**dict.fromkeys(INKS, INK), **CLEAR, "svg.fonttype": "none", "svg.hashsalt": name}):
+    colours: Any = dict.fromkeys(INKS, INK) | CLEAR
+    with matplotlib.rc_context(colours | {"svg.fonttype": "none", "svg.hashsalt": name}):
         figure, (axis,) = panels(1, 1, size)
         draw(axis)
         figure.savefig(file, format="svg", metadata={"Date": None})

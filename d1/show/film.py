@@ -71,7 +71,8 @@ def filmed(
         text_of: the text of a token, e.g. `piece` of a tokenizer.
         start: the canvas's first column, which is the length of the prompt.
     """
-    film, canvas, clock = Film(title, prompt, note, [], [], [], []), None, time.perf_counter()
+    film, clock = Film(title, prompt, note, [], [], [], []), time.perf_counter()
+    canvas: Any = None
     for step in steps:
         canvas = step.canvas
         if not film.fed:
@@ -88,7 +89,7 @@ def filmed(
         film.seconds.append(time.perf_counter() - clock + (film.seconds[-1] if film.seconds else 0.0))
         yield film
         clock = time.perf_counter()
-    for place in (place for place, step in enumerate(film.steps) if step == HIDDEN and canvas is not None):
+    for place in (place for place, step in enumerate(film.steps) if step == HIDDEN):
         film.tokens[place], film.steps[place] = text_of(int(canvas[0, start + place])), FILLED
     yield film
 
