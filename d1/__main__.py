@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
-        _, _, what = (module.__doc__ or "").partition(": ")
+        _, _, what = (module.__doc__ or "").partition("\n")[0].partition(": ")
         module.add_arguments(commands.add_parser(name, help=what.strip(), description=module.__doc__))
     return parser
 

@@ -1,8 +1,7 @@
 """python -m d1 watch --model_path M --prompt TEXT: a completion coming into focus, in the terminal and as a web page.
 
     python -m d1 watch --model_path pocket/base --dataset sudoku --index 3 --gen_length 32 --block_length 8
-    python -m d1 watch --model_path pocket/base --dataset sudoku --gen_length 32 --html watch.html \
-        --against sampler=parallel reveal_level=0.8
+    python -m d1 watch --model_path pocket/base --dataset sudoku --html watch.html --against sampler=parallel eos_stop
 
 The second shows two runs side by side: --against names what differs, as NAME=VALUE or as the NAME of a switch. So does
 `--against model_path=runs/grpo`, before and after RL.

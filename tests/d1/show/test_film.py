@@ -10,10 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_model, load_tokenizer
 from d1.sampling import SamplingSettings, rollout, rollout_steps
-from d1.show.film import FILLED, HIDDEN, Film, chip, colour, filmed, piece, visible
+from d1.show.film import COLOURS, FILLED, HIDDEN, Film, chip, colour, filmed, piece, visible
 from d1.show.flow import COLUMNS, film_gif, film_svg, flow
 from d1.show.page import film_data, film_page
 from d1.show.terminal import play
@@ -69,9 +71,26 @@ def test_a_film_is_the_rollouts_own_record(tiny_model_dir, settings):
     assert max(film.shown_by()) == film.passes
 
 
-def test_a_token_keeps_the_space_before_it(tiny_model_dir):
-    tokenizer = load_tokenizer(tiny_model_dir)
-    assert piece(tokenizer, tokenizer.convert_tokens_to_ids("a")).strip() == "a"
+@pytest.mark.parametrize(
+    ("words", "decoder", "text"),
+    [
+        (["▁the", "▁cat", "s"], decoders.Metaspace(), " the cats"),
+        (["Ġthe", "Ġcat", "s"], decoders.ByteLevel(), " the cats"),
+        (["the", "cat", "##s"], decoders.WordPiece(), " the cats"),
+        (["the", "cat", "s"], None, " the cat s"),
+    ],
+    ids=["sentencepiece", "bytes", "wordpiece", "words"],
+)
+def test_a_token_keeps_the_space_before_it(words, decoder, text):
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
+    if decoder is not None:
+        backend.decoder = decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert "".join(piece(tokenizer, token) for token in range(3)) == text
+    assert tokenizer.decode([0, 1, 2]).strip() == text.strip()
+
+
+def test_a_token_is_laid_out_as_spaces_text_and_line_ends():
     assert chip(" the") == (1, "the", 0)
     assert chip("  ") == (0, "␣␣", 0)
     assert chip(".\n\n") == (0, ".↵↵", 2)
@@ -87,8 +106,6 @@ def test_what_acts_on_the_text_around_it_is_shown_by_its_number():
 
 @pytest.mark.parametrize(("probability", "shade"), [(0.0, 0), (0.19, 0), (0.21, 1), (0.79, 3), (1.0, 4)])
 def test_colours_part_the_unit_interval_equally(probability, shade):
-    from d1.show.film import COLOURS
-
     assert colour(math.log(probability) if probability else -math.inf) == COLOURS[shade]
 
 
