@@ -13,6 +13,8 @@ from rich.text import Text
 
 from d1.show.film import FILLED, HIDDEN, Film, chip, colour, visible
 
+MASK = "░"
+
 
 def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0) -> Film:
     """Shows a film while it is made, and returns it whole.
@@ -37,28 +39,40 @@ def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0
     else:
         with Live(console=console, auto_refresh=False) as live:
             for film in films:
-                live.update(picture(film, total), refresh=True)
+                live.update(picture(film, total, console), refresh=True)
                 time.sleep(pause)
     if film is None:
         raise ValueError("a film needs at least one step")
     return film
 
 
-def picture(film: Film, total: int) -> RenderableType:
-    """The canvas with its masks, each token in the colour of its confidence, those of the last step underlined."""
+def picture(film: Film, total: int, console: Console) -> RenderableType:
+    """The canvas with its masks, each token in the colour of its confidence, those of the last step underlined. While
+    it has more lines than the terminal, those around the first mask."""
     canvas = Text(overflow="fold")
     for place, (token, step) in enumerate(zip(film.tokens, film.steps, strict=True)):
         gap, label, breaks = chip(token)
         canvas.append(" " * gap if place else "")
         if step == HIDDEN:
-            canvas.append(" ░" if place else "░", style="dim")
+            canvas.append(f" {MASK}" if place else MASK, style="dim")
         elif step == FILLED:
             canvas.append(label, style="dim")
         else:
             last = " underline" if step == film.passes - 1 else ""
             canvas.append(label, style=f"#1b1f24 on {colour(film.logps[place])}{last}")
         canvas.append("\n" * breaks)
-    return Group(Panel(canvas, title=Text(visible(film.title)), title_align="left"), Text(counts(film, total)))
+    if HIDDEN in film.steps:
+        canvas = around_the_first_mask(canvas, console)
+    said = Text(counts(film, total), no_wrap=True, overflow="ellipsis")
+    return Group(said, Panel(canvas, title=Text(visible(film.title)), title_align="left"))
+
+
+def around_the_first_mask(canvas: Text, console: Console) -> Text:
+    """As many lines as fit into a panel below a line, with the first that holds a mask in their middle."""
+    lines, room = canvas.wrap(console, console.width - 4), max(1, console.height - 4)
+    first = next(index for index, line in enumerate(lines) if MASK in line.plain)
+    start = max(0, min(first - room // 2, len(lines) - room))
+    return Text("\n").join(lines[start : start + room])
 
 
 def counts(film: Film, total: int) -> str:

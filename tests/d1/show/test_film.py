@@ -199,6 +199,28 @@ def test_a_terminal_gets_the_canvas_in_place_and_no_escape_of_the_models():
     assert [frame.count("░") for frame in frames[1:4]] == [4, 2, 1]
 
 
+def test_a_canvas_taller_than_the_terminal_shows_where_the_model_is_at_work():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=40, height=9, legacy_windows=False)
+    steps = [place // 40 for place in range(200)]
+
+    def grown():
+        for done in (1, 3, 5):
+            seen = [step < done for step in steps]
+            tokens = [f" {place:03}" if there else "" for place, there in enumerate(seen)]
+            known = [step if there else HIDDEN for step, there in zip(steps, seen, strict=True)]
+            yield Film("", "", "", tokens, known, [0.0] * 200, [0.0] * 200, [9] * done, [1.0] * done)
+
+    play(grown(), console, total=5)
+    first, second, *_, whole = (re.sub(r"\x1b\[[\d;]*m", "", frame) for frame in file.getvalue().split("step ")[1:])
+    assert re.search(r"039\W*░", first)
+    assert "039" not in second
+    assert "119" in second
+    assert "░" in second
+    assert max(frame.count("\n") for frame in (first, second)) <= 9
+    assert all(f"{place:03}" in whole for place in range(200))
+
+
 def test_what_is_no_terminal_gets_a_line_a_step_and_the_text():
     file = io.StringIO()
     play(partial_films(evil_film()), Console(file=file, width=40), total=4)
