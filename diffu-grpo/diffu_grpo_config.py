@@ -63,6 +63,9 @@ class DiffuGRPOConfig(GRPOConfig):
             "help": "Continue from the last complete checkpoint (alone, or 'true'), or from the one in this folder.",
         },
     )
+    report: bool = field(
+        default=False, metadata={"help": "Write report.html at the end: curves, and completions before and after."}
+    )
 
     # Rollout
     max_prompt_length: int = field(default=200, metadata={"help": "Longest prompt in tokens; longer ones are refused."})

@@ -129,6 +129,7 @@ def main(
     from grpo_plan import plan
     from rewards import accuracy_of, check_rewards
     from rollout_state import check_rollout
+    from shown_rollouts import ShowRollouts
 
     from d1.models import load_tokenizer
     from d1.models.tokenizer import check_chat_template
@@ -150,6 +151,7 @@ def main(
         if is_finished(checkpoint, args):
             if args.should_save:
                 grpo_setup.save_finished(checkpoint, args)
+                grpo_setup.write_report(args)
                 publish(args, push, started_again=True)
             return None
         check_rollout(Path(checkpoint), args.world_size)
@@ -186,12 +188,16 @@ def main(
         task_name=args.dataset,
         callbacks=callbacks,
     )
+    if args.report:
+        trainer.add_callback(ShowRollouts(trainer))
     cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
     console = RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
     train_with_console(trainer, console, checkpoint)
     with writing(str(args.output_dir)):
         trainer.save_model(args.output_dir)
         trainer.save_state()
+        if args.should_save:
+            grpo_setup.write_report(args)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     if args.should_save:  # the other processes need not wait for an upload

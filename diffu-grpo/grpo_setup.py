@@ -104,3 +104,13 @@ def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:
         shutil.copy(states[0], states[1])
         write_metrics(str(args.output_dir), TrainerState.load_from_json(str(states[0])).log_history)
     logger.info("%s is finished: there is nothing left to train.", args.output_dir)
+
+
+def write_report(args: DiffuGRPOConfig) -> None:
+    """Writes report.html into the folder of a run that ends, if it was asked for."""
+    if args.report:
+        from plot_curves import report_page
+
+        folder = Path(str(args.output_dir))
+        (folder / "report.html").write_text(report_page([folder], [folder.name]), encoding="utf-8")
+        logger.info("Report: %s", folder / "report.html")

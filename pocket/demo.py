@@ -44,7 +44,7 @@ def sft(folder: Path, seed: int, miniature: bool) -> Phase:
 def grpo(name: str, start: Path, folder: Path, seed: int, miniature: bool, needs: tuple[str, ...] = ()) -> Phase:
     """120 rollouts of diffu-GRPO with pocket.yaml."""
     flags = ["--config", "pocket.yaml", "--model_path", start, "--output_dir", folder / name, "--seed", seed]
-    flags += ["--resume_from_checkpoint", "true"]
+    flags += ["--resume_from_checkpoint", "true", "--report", "true"]
     flags += ["--task", ROOT / "pocket" / "shuffled_sudoku.py"] if name == "shuffled" else []
     flags += ["--max_steps", 8, "--eval_strategy", "no", "--save_steps", 4] if miniature else []
     command = [sys.executable, "diffu_grpo_train.py", *map(str, flags)]

@@ -34,6 +34,7 @@ ARMS = {
 }
 LENGTHS = (32, 40)  # tokens generated; 16 and 20 diffusion steps
 PAIRS = (("base", "sft"), ("base", "grpo"), ("sft", "sft_grpo"), ("grpo", "sft_grpo"), ("base", "shuffled"))
+FINAL = "sft_grpo"  # what `watch` shows beside the base
 EXAMPLES = 10
 
 
@@ -82,12 +83,27 @@ def write_report(folder: Path, seconds: dict[str, float], console: Console) -> P
     text += markdown_table(["", *(f"length {length}" for length in LENGTHS)], rows)
     text += "\n## Differences, paired by puzzle\n\n" + differences_table(folder)
     text += "\n## Training\n\n![Reward, accuracy, KL and length against rollouts](curves.png)\n\n"
-    text += "Dashed: validation puzzles, one sampled completion each.\n\n## Ten problems\n\n" + examples(folder)
+    text += "Dashed: validation puzzles, one sampled completion each. What RL did, with completions that play: "
+    text += ", ".join(f"[{ARMS[arm]}]({arm}/report.html)" for arm in arms) + ".\n\n"
+    watch(folder)
+    text += f"## One puzzle, {ARMS['base']} and {ARMS[FINAL]}\n\n![The puzzle denoised by both](watch.svg)\n\n"
+    text += "[The same as a page](watch.html) plays, stops, and says how sure each token was.\n\n"
+    text += "## Ten problems\n\n" + examples(folder)
     text += "\n## Seconds a phase\n\n"
     text += markdown_table(["phase", "seconds"], [[name, f"{value:.0f}"] for name, value in seconds.items()])
     path = folder / "report.md"
     path.write_text(text)
     return path
+
+
+def watch(folder: Path) -> None:
+    """Writes watch.html and watch.svg into `folder`: the first validation puzzle, before and after everything."""
+    command = [sys.executable, "-m", "d1", "watch", "--dataset", "sudoku", "--split", "validation"]
+    command += ["--gen_length", str(LENGTHS[0]), "--block_length", "8", "--model_path", "pocket/base"]
+    command += ["--against", f"model_path={folder.resolve() / FINAL}"]
+    for kind in ("html", "svg"):
+        command += [f"--{kind}", str(folder.resolve() / f"watch.{kind}")]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
 def differences_table(folder: Path) -> str:

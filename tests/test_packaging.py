@@ -52,6 +52,12 @@ def test_pins_name_versions_and_env_yml_installs_the_same():
     assert len(dict(pin.split("==") for pin in pins)) == len(pins)  # one version each
 
 
+def test_the_wheel_takes_what_modules_read_beside_them():
+    taken = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["d1"]
+    beside = [path for path in (ROOT / "d1").rglob("*.*") if path.suffix not in (".py", ".pyc")]
+    assert sorted(taken) == sorted(str(path.relative_to(ROOT / "d1")) for path in beside)
+
+
 def test_imports_run_one_way():
     def room(name: str) -> str:  # of d1 the part, else the folder; "" for other packages
         top, _, rest = name.partition(".")

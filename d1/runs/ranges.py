@@ -70,6 +70,7 @@ RANGES = {
     "eval_limit": f"{COUNT} or None",
     "limit": f"{COUNT} or None",
     "few_shot": "integer [0, inf)",
+    "index": "integer [0, inf)",
     # Sampling
     "gen_length": COUNT,
     "max_completion_length": COUNT,
@@ -77,10 +78,12 @@ RANGES = {
     "steps": f"{COUNT} or None",
     "diffusion_steps": COUNT,  # RL and evaluation put a number in the place of None before they check
     "eval.diffusion_steps": f"{COUNT} or None",
+    "watch.diffusion_steps": f"{COUNT} or None",
     "temperature": "[0, inf)",
     "cfg_scale": "[0, inf)",
     "reveal_level": "[0, inf) or None",
     "num_samples": COUNT,
+    "pause": "[0, inf)",
     "mask_id": "integer [0, inf) or None",
     # diffu-GRPO
     "num_generations": "integer [2, inf)",

@@ -16,7 +16,7 @@ import yaml
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from peft import LoraConfig, get_peft_model
-from plot_curves import draw, read_run, running_mean, series
+from plot_curves import SHOWN_FILE, draw, read_run, report_page, running_mean, series
 from transformers import AutoTokenizer, TrainerCallback, TrainerState
 from trl import ModelConfig
 
@@ -448,6 +448,29 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FileNotFoundError, match="holds no run"):
         read_run(tmp_path)
+
+    page = report_page([run], ["<a>"])
+    assert page.count("<figure><svg ") == 4
+    assert "What RL did: &lt;a&gt;</h1>" in page
+    assert "<span>reward</span> <b>0 → 0.5</b>" in page
+    assert "<b>num_iterations</b> 4" in page
+    assert "--report true" in page
+    film = {
+        "title": "",
+        "prompt": "",
+        "note": "",
+        "tokens": ["</script>"],
+        "steps": [0],
+        "logps": [0],
+        "entropies": [0],
+    }
+    kept = {"rollout": 1, "films": dict.fromkeys(("best", "median", "worst"), film)}
+    (run / SHOWN_FILE).write_text(json.dumps({"first": kept, "last": kept | {"rollout": 7}}))
+    page = report_page([run], ["a"])
+    scenes = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert [scene["title"].split(":")[0] for scene in scenes] == ["a"] * 3
+    assert [film["title"] for film in scenes[0]["films"]] == ["rollout 1", "rollout 7"]
+    assert "--report true" not in page
 
 
 def test_the_help_lists_every_group_of_flags():

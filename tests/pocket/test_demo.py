@@ -1,6 +1,7 @@
 """The main job in miniature, through its real commands: interrupted, continued, reported."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -54,6 +55,19 @@ def test_the_report_has_the_table_the_curves_ten_problems_and_the_seconds(miniat
     puzzles = [line for line in report.splitlines() if line[2:18].isdigit()]
     assert len(puzzles) == 10
     assert (miniature / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_links_pages_that_play(miniature):
+    report = (miniature / "report.md").read_text()
+    scenes = {"watch.html": 1, "grpo/report.html": 3, "sft_grpo/report.html": 3, "shuffled/report.html": 3}
+    for name, count in scenes.items():
+        assert f"]({name})" in report
+        data = re.search(r'id="data">(.*?)</script>', (miniature / name).read_text(encoding="utf-8"), re.DOTALL)
+        found = json.loads(data[1])
+        assert [len(scene["films"]) for scene in found] == [2] * count
+    assert [film["title"] for film in found[0]["films"]] == ["rollout 1", "rollout 2"]  # 8 steps, mu = 4
+    assert "](watch.svg)" in report
+    assert (miniature / "watch.svg").read_text().count('class="mask"') == 64
 
 
 def test_the_table_over_seeds_has_each_arm_and_pair(miniature):

@@ -116,6 +116,7 @@ COMMANDS: dict[str, tuple[Any, list[str], Callable[[Any], object]]] = {  # parse
     "eval": (evaluation.make_parser(), ["--model_path", "none", "--dataset", "sudoku", *BARE], evaluation.main),
     "fit": (tools.make_parser(), ["fit", "--model_path", "none", "--stage", "rl"], tools.main),
     "chat": (tools.make_parser(), ["chat", "none"], tools.main),
+    "watch": (tools.make_parser(), ["watch", "--model_path", "none", "--prompt", "a"], tools.main),
 }
 
 
