@@ -69,7 +69,7 @@ RANGES = {
     "eval_draws": COUNT,
     "eval_limit": f"{COUNT} or None",
     "limit": f"{COUNT} or None",
-    "few_shot": "integer [0, inf)",
+    "few_shot": "integer [0, inf) or None",
     # Sampling
     "gen_length": COUNT,
     "max_completion_length": COUNT,
