@@ -58,6 +58,7 @@ RANGES = {
     "lora_dropout": "[0, 1)",
     # Random numbers
     "seed": SEED,
+    "draw_seed": SEED,
     "data_seed": f"{SEED} or None",
     # Rows
     "length": COUNT,
@@ -80,6 +81,7 @@ RANGES = {
     "cfg_scale": "[0, inf)",
     "reveal_level": "[0, inf) or None",
     "num_samples": COUNT,
+    "mc_num": COUNT,
     "mask_id": "integer [0, inf) or None",
     # diffu-GRPO
     "num_generations": "integer [2, inf)",
