@@ -88,13 +88,13 @@ def generation_file(
         )
     seconds = sum(entry["seconds"] for entry in done.values())
     names = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
-    names += ("prompt_protocol",)
+    settings = {name: getattr(args, name) for name in (*names, "prompt_protocol")}
     return {
         "generations": items,
         "metrics": {"wall_time": seconds, "total_processed": len(items)},
         "task": task,
         "expected_problems": len(items),
-    } | {name: getattr(args, name) for name in names}
+    } | settings
 
 
 def read_setups(folder: str | Path) -> list[GeneratedSetup]:

@@ -194,11 +194,11 @@ class HarnessModel:
         return sums
 
     @property
-    def ids(self) -> dict[str, int]:
+    def ids(self) -> dict[str, Any]:
         return {"mask_token_id": self.tokenizer.mask_token_id, "pad_token_id": self.tokenizer.pad_token_id}
 
     def bounds(self, pairs: list[Pair]) -> Iterator[tuple[int, float]]:
-        choices = {"draws": self.args.mc_num, "antithetic": self.args.antithetic, "seed": self.args.draw_seed}
+        choices: Any = {"draws": self.args.mc_num, "antithetic": self.args.antithetic, "seed": self.args.draw_seed}
         return log_likelihoods(self.model, pairs, **self.ids, **choices, batch_size=self.batch_size)
 
     def checked(self, pairs: list[Pair]) -> list[Pair]:
