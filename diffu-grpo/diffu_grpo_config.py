@@ -25,6 +25,7 @@ from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import TASKS
+from d1.tasks.protocols import PROTOCOLS
 
 
 @dataclass
@@ -45,6 +46,10 @@ class DiffuGRPOConfig(GRPOConfig):
             "aliases": ["--task"],
             "help": f"Task: {', '.join(TASKS)}, or the path of your own task file.",
         },
+    )
+    prompt_protocol: str = field(
+        default="d1",
+        metadata={"help": f"How problems are asked and answers rewarded: {', '.join(PROTOCOLS)}."},
     )
     data_file: str | None = field(
         default=None, metadata={"help": "Local json, jsonl, csv or parquet file to train on, in the task's schema."}

@@ -139,6 +139,7 @@ def main(
     from d1.runs.processes import check_processes
     from d1.runs.record import log_without_account, save_record
     from d1.tasks import load_task
+    from d1.tasks.protocols import under_protocol
 
     log_to_console()
     check_processes(args.world_size)
@@ -155,7 +156,7 @@ def main(
                 publish(args, push, started_again=True)
             return None
         check_rollout(Path(checkpoint), args.world_size)
-    task = load_task(args.dataset)
+    task = under_protocol(load_task(args.dataset), args.prompt_protocol)
     train_rows, eval_rows = grpo_setup.load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)
     weights = args.reward_weights or [1.0] * len(task.REWARDS)

@@ -32,6 +32,7 @@ SAME_RUN = (
     "use_peft",
     "dataset",
     "data_file",
+    "prompt_protocol",
     "seed",
     "per_device_train_batch_size",
     "steps_per_generation",

@@ -23,6 +23,7 @@ from d1.runs.checkpoints import copy_model
 from d1.runs.console import write_metrics
 from d1.runs.ranges import RANGES
 from d1.runs.record import changed
+from d1.tasks.protocols import with_shots
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
         evaluation = evaluation.select(range(min(args.eval_limit or len(evaluation), len(evaluation))))
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
-    return train, evaluation
+    return with_shots(task, train, args.data_file, evaluation)
 
 
 def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:

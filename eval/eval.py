@@ -33,6 +33,7 @@ from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import CACHES, SAMPLERS
 from d1.tasks import SPLITS, TASKS, load_task
+from d1.tasks.protocols import PROTOCOLS, shots_of, under_protocol
 
 if TYPE_CHECKING:
     from eval_prompts import Prompt
@@ -58,7 +59,12 @@ def make_parser() -> argparse.ArgumentParser:
     task.add_argument("--split", choices=SPLITS, default="test")
     task.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
     task.add_argument("--limit", type=int, help="evaluate this many problems, drawn once and for all from the split")
-    task.add_argument("--few_shot", type=int, default=0, help="solved training problems shown before each problem")
+    task.add_argument(
+        "--prompt_protocol", default="d1", help=f"how problems are asked and answers read: {', '.join(PROTOCOLS)}"
+    )
+    task.add_argument(
+        "--few_shot", type=int, help="solved training problems shown before each (default: as the protocol has it)"
+    )
     task.add_argument("--few_shot_file", help="local file of the training problems for --few_shot")
     task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
     task.add_argument("--dont_use_box", action="store_true", help=r"do not ask for the answer in \boxed{}")
@@ -126,9 +132,11 @@ def main(args: argparse.Namespace) -> None:
     from d1.models.kinds import native_config
     from d1.models.tokenizer import check_chat_template
 
+    as_d1 = load_task(args.dataset)
+    task = under_protocol(as_d1, args.prompt_protocol)
+    args.few_shot = shots_of(task, args.few_shot)
     check_arguments(args)
     rank, world = join_processes()
-    task = load_task(args.dataset)
     tokenizer = load_tokenizer(
         tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
     )
@@ -149,7 +157,7 @@ def main(args: argparse.Namespace) -> None:
         logger.info("%s is complete already; --overwrite starts again", journal.results)
     if rank == 0:
         setup = next(setup for setup in read_setups(args.output_dir) if setup.name == journal.setup)
-        user_tasks = {} if args.dataset in TASKS else {task_name(args): task}
+        user_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
         sys.stdout.write(as_table([score_setup(setup, "strict", user_tasks)[0]]))
         if args.dont_save:
             shutil.rmtree(args.output_dir)
@@ -191,6 +199,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"
         )
+    for name in ("add_reasoning", "dont_use_box"):
+        if args.prompt_protocol != "d1" and getattr(args, name):
+            raise ValueError(
+                f"--{name} belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
+            )
     if args.few_shot and args.dont_use_box:
         raise ValueError("--dont_use_box does not go with --few_shot: the problems shown have boxed answers")
     if args.few_shot and args.few_shot_file and args.few_shot_file == args.data_file:

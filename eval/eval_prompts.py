@@ -13,6 +13,7 @@ from typing import Any
 
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.tasks import few_shot_messages
+from d1.tasks.protocols import shots_of
 
 BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # how the tasks' prompts ask for a boxed answer
 
@@ -42,7 +43,7 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         chosen = sorted(random.Random(0).sample(chosen, args.limit))
     asked = rows.select(chosen)["question"]
     try:
-        shots = few_shot_messages(task, args.few_shot, args.seed, args.few_shot_file, asked)
+        shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
     except ConnectionError as error:  # which speaks of the flag for the problems asked
         raise ConnectionError(str(error).replace("--data_file", "--few_shot_file")) from error
     prompts = []

@@ -62,7 +62,8 @@ def generate_missing(
     mine = unfinished[journal.rank :: world]
     if not mine:
         return
-    model = load_model_for(args, mine)
+    model = load_model_for(args)
+    check_room(args, (prompt for batch in mine for prompt, _ in batch), model.config)
     ends = torch.tensor(end_ids(tokenizer), device=model.device)
     generated, passes, rows, started = 0, 0, 0, time.perf_counter()
     new = sum(key_of(row) not in done for batch in mine for row in batch)
@@ -81,10 +82,10 @@ def generate_missing(
             progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes / rows:.1f} forward passes each", refresh=False)
 
 
-def load_model_for(args: argparse.Namespace, batches: list[list[Request]]) -> Any:
+def load_model_for(args: argparse.Namespace) -> Any:
     """The model on this process's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    model = load_model(
+    return load_model(
         args.model_path,
         pick_dtype(args),
         f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu",
@@ -92,8 +93,6 @@ def load_model_for(args: argparse.Namespace, batches: list[list[Request]]) -> An
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
     )
-    check_room(args, (prompt for batch in batches for prompt, _ in batch), model.config)
-    return model
 
 
 def check_room(args: argparse.Namespace, prompts: Iterable[Prompt], config: Any) -> None:

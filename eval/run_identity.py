@@ -32,6 +32,8 @@ def setup_name(args: argparse.Namespace) -> str:
     parts = [path.resolve().parent.name, path.name] if within_run else [path.resolve().name]
     if args.split != "test":
         parts.append(args.split)
+    if args.prompt_protocol != "d1":
+        parts.append(args.prompt_protocol)
     if args.few_shot:
         parts.append(f"fs{args.few_shot}")
     model = re.sub(r"[^\w.-]+", "-", "_".join([*parts, *filter(None, [args.suffix])]))
@@ -48,6 +50,7 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     chosen = {"kv_cache": sampling.cache, "reveal": sampling.rule, "reveal_level": sampling.level}
     approximate = {"sampler": chosen} if args.sampler != "exact" else {}
     stop = {"eos_stop": True} if args.eos_stop else {}
+    protocol = {"prompt_protocol": args.prompt_protocol} if args.prompt_protocol != "d1" else {}
     dtype = pick_dtype(args)
     return {
         "weights": [weights_fingerprint(path) for path in (base, *adapters)],
@@ -58,6 +61,7 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         **{name: getattr(args, name) for name in names},
         **approximate,
         **stop,
+        **protocol,
         **(rounding_identity(args) if dtype != torch.float32 else {}),
     }
 

@@ -15,7 +15,7 @@ import yaml
 
 from tests.commands import PACKAGES, ROOMS, ROOT, STAGES, check_script, folder_of
 
-OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn")
+OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval")
 # d1's rooms from the ground up: each may import those before it. Stages may import all of d1, benchmarks everything.
 ORDER = ("lazy", "show", "tasks", "masking", "methods", "transformers_bridge", "models", "scoring", "sampling", "runs")
 ORDER += ("commands",)

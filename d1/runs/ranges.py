@@ -58,6 +58,7 @@ RANGES = {
     "lora_dropout": "[0, 1)",
     # Random numbers
     "seed": SEED,
+    "draw_seed": SEED,
     "data_seed": f"{SEED} or None",
     # Rows
     "length": COUNT,
@@ -69,7 +70,7 @@ RANGES = {
     "eval_draws": COUNT,
     "eval_limit": f"{COUNT} or None",
     "limit": f"{COUNT} or None",
-    "few_shot": "integer [0, inf)",
+    "few_shot": "integer [0, inf) or None",
     "index": "integer [0, inf)",
     # Sampling
     "gen_length": COUNT,
@@ -84,6 +85,7 @@ RANGES = {
     "reveal_level": "[0, inf) or None",
     "num_samples": COUNT,
     "pause": "[0, inf)",
+    "mc_num": COUNT,
     "mask_id": "integer [0, inf) or None",
     # diffu-GRPO
     "num_generations": "integer [2, inf)",

@@ -7,7 +7,8 @@ A task module has
 - `extract(text)` -> the answer in a completion, or None;
 - `score(text, row)` -> strict metrics in [0, 1], the first being the accuracy; of the row it needs only `question`
   and `ground_truth`;
-- optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts.
+- optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
+- optionally `PROTOCOLS`: other ways to ask and to read the same problems (`d1/tasks/protocols.py`).
 """
 
 from __future__ import annotations

@@ -106,6 +106,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
         ({"model_path": "../SFT/runs/none/merged"}, "there is no model folder ../SFT/runs/none/merged"),
         ({"model_path": "no/such/model"}, "there is no model folder no/such/model"),
         ({"data_file": "no_such.csv"}, "no data file no_such.csv"),
+        ({"dataset": "countdown", "prompt_protocol": "llada"}, "has no prompt protocol 'llada': use one of d1"),
         ({"dataset": "no_such_task.py"}, "no task file"),
     ],
 )
@@ -375,6 +376,7 @@ def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
         ({"method": "espo"}, {"method": "espo", "num_views": 3}, r"of num_views 2 \(now 3\): continue"),
         ({"beta": 0.0}, {"beta": 0.04}, r"of beta 0.0 \(now 0.04\): continue"),  # no reference was scored
         ({}, {"beta": 0.01, "epsilon": 0.2, "learning_rate": 1.0}, None),
+        ({"prompt_protocol": "llada"}, {}, r"of prompt_protocol llada \(now d1\): continue"),
         ({"method": "tracerl"}, {"method": "tracerl"}, None),
     ],
 )
