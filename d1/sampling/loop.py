@@ -40,6 +40,7 @@ class Rollout:
         entropies: (rows, gen_length) fp32, in nats, of the distributions of `logps`. 0 where the EOS stop filled.
         passes: (rows,) forward passes that the row took part in.
         forward_tokens: (rows,) tokens that these fed through the body, of both branches with guidance, without padding.
+            A block-causal model's cache makes them fewer and leaves all else as it is, to rounding.
     """
 
     ids: Tensor
