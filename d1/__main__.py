@@ -5,6 +5,7 @@ python -m d1 merge BASE ADAPTER [ADAPTER ...] OUT   # LoRA adapters become part 
 python -m d1 export SRC OUT --format llada          # LLaDA's own names, for LLaDA's own code
 python -m d1 fit --model_path X --stage rl --gpus 8 # memory of a stage, and the largest batch on each card
 python -m d1 methods [NAME]                         # RL methods that --method takes, or the values of one
+python -m d1 fill MODEL "The [MASK:3] of a text"    # masks anywhere in a text, filled in
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from d1.commands import a2d, export, fit, merge, methods
+from d1.commands import a2d, export, fill, fit, merge, methods
 from d1.runs.entry import OneLineParser, run_script
 
 COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(args)`
@@ -21,6 +22,7 @@ COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(a
     "export": export,
     "fit": fit,
     "methods": methods,
+    "fill": fill,
 }
 
 

@@ -74,6 +74,7 @@ RANGES = {
     "gen_length": COUNT,
     "max_completion_length": COUNT,
     "block_length": f"{COUNT} or None",
+    "fill.steps": f"{COUNT} or None",
     "diffusion_steps": COUNT,  # RL and evaluation put a number in the place of None before they check
     "eval.diffusion_steps": f"{COUNT} or None",
     "temperature": "[0, inf)",

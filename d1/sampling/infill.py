@@ -82,20 +82,14 @@ def fill_steps(
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
     check_hidden(ids, hidden, visible)
     own = block_size(model.config)
-    if own is not None:
-        check_order(model.config, visible, hidden, order)
     work = []
     for sizes, rows in groups_of_rows(visible, hidden, own).items():
-        count = sum(sizes)
-        settings = SamplingSettings(
-            gen_length=count,
-            block_length=(own or BLOCK_LENGTH) if block_length is None else block_length,
-            steps=count if steps is None else min(steps, count),
-            **fields,
-        )
-        check_fill(settings, model.config)
+        lengths = {"block_length": block_length, "steps": steps}
+        settings = fill_settings(model.config, sum(sizes), ordered=order is not None, **lengths, **fields)
         check_generator(settings, generator, len(ids), None)
         work.append((rows, settings, settings.schedule() if own is None else schedule_of(sizes, settings.steps)))
+    if own is not None:
+        warn_of_text_behind(model.config, visible, hidden)
     places = places_of(hidden, order, work)
     canvas = Canvas.of(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, places)
     padded = not bool(visible.all())
@@ -122,28 +116,50 @@ def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:
         raise ValueError("some hidden places are padding: attention_mask must be 1 where a token is filled in")
 
 
-def check_fill(settings: SamplingSettings, config: Any) -> None:
-    """Raises ValueError for settings that do not go with filling, or not with a kind of model."""
+def fill_settings(
+    config: Any,
+    count: int,
+    *,
+    block_length: int | None = None,
+    steps: int | None = None,
+    ordered: bool = False,
+    **fields: Any,
+) -> SamplingSettings:
+    """The settings by which a model of this `config` fills `count` hidden places, the arguments being `fill_steps`'s.
+
+    Args:
+        ordered: whether there is an `order`.
+
+    Raises:
+        ValueError: one makes no sense, alone, for filling, or for the kind of model.
+    """
+    own = block_size(config)
+    settings = SamplingSettings(
+        gen_length=count,
+        block_length=(own or BLOCK_LENGTH) if block_length is None else block_length,
+        steps=count if steps is None else min(steps, count),
+        **fields,
+    )
     if settings.cache is not None:
         raise ValueError(
             f"the sampler {settings.sampler} keeps keys and values beside one block of columns, and hidden places may "
             "be anywhere: use the sampler exact or parallel"
         )
-    if block_size(config) not in (None, settings.block_length):
+    if own not in (None, settings.block_length):
         raise ValueError(
-            f"this {config.model_type} has blocks of {config.block_size} tokens, whose hidden places are filled "
-            f"together: block_length must be {config.block_size} or left out, not {settings.block_length}"
+            f"this {config.model_type} has blocks of {own} tokens, whose hidden places are filled together: "
+            f"block_length must be {own} or left out, not {settings.block_length}"
         )
+    if own is not None and ordered:
+        raise ValueError(
+            f"this {config.model_type} has blocks of {own} tokens, each of which sees those to its left: it fills from "
+            "left to right alone"
+        )
+    return settings
 
 
-def check_order(config: Any, visible: Tensor, hidden: Tensor, order: Tensor | None) -> None:
-    """Raises ValueError where a block-causal model would have to fill a block before one that it sees; warns where text
-    stands behind a hidden place, which it does not see."""
-    if order is not None:
-        raise ValueError(
-            f"this {config.model_type} has blocks of {config.block_size} tokens, each of which sees those to its left: "
-            "it fills from left to right, without order"
-        )
+def warn_of_text_behind(config: Any, visible: Tensor, hidden: Tensor) -> None:
+    """Says where a block-causal model does not see all of the text."""
     block = count_positions(visible) // config.block_size
     first = block.masked_fill(~hidden, block.shape[1]).amin(1, keepdim=True)
     if (visible.bool() & ~hidden & (block > first)).any():
