@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         generator=[keyed_generator(args.seed, device=device)],
         **options,
     ).ids[0]
-    sys.stdout.write(tokenizer.decode(filled[front : len(ids) - behind]) + "\n")
+    sys.stdout.write(f"{tokenizer.decode(filled[front : len(ids) - behind])}\n")
 
 
 def pieces_of(text: str) -> list[str | int]:

@@ -80,7 +80,7 @@ def fill_steps(
     """
     require_prepared(model)
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
-    check_hidden(ids, hidden, visible)
+    check_hidden(ids, hidden, visible, order)
     own = block_size(model.config)
     work = []
     for sizes, rows in groups_of_rows(visible, hidden, own).items():
@@ -103,12 +103,16 @@ def fill_steps(
     return chain.from_iterable(complete(*group) for group in work)
 
 
-def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:
+def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor, order: Tensor | None) -> None:
     """Raises ValueError for places that cannot be filled."""
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
         raise ValueError(
             f"ids, hidden and attention_mask must be (rows, length) and hidden of bool, got {tuple(ids.shape)}, "
             f"{tuple(hidden.shape)} of {hidden.dtype} and {tuple(visible.shape)}"
+        )
+    if order is not None and order.shape not in (hidden.shape, hidden.shape[1:]):
+        raise ValueError(
+            f"order must be (length,) or (rows, length), here {tuple(hidden.shape)}, got {tuple(order.shape)}"
         )
     if not hidden.any():
         raise ValueError("no place is hidden: there is nothing to fill")

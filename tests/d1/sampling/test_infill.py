@@ -184,6 +184,7 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
         ({"hidden": torch.ones(1, 6)}, "hidden of bool"),
         ({"hidden": torch.ones(1, 5).bool()}, r"must be \(rows, length\)"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, "are padding"),
+        ({"order": torch.arange(5)}, r"order must be .*got \(5,\)"),
         ({"steps": 0}, "steps must be positive"),
         ({"steps": 1}, "between 2 and 6 steps, got 1"),
         ({"block_length": 0}, "block_length must be positive"),
