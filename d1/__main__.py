@@ -8,6 +8,7 @@ python -m d1 methods [NAME]                         # RL methods that --method t
 python -m d1 chat MODEL                             # a chat, the answers coming into focus
 python -m d1 card RUN --results scores.json         # a run's model card, with the results of an evaluation
 python -m d1 watch --model_path X --prompt TEXT     # a completion coming into focus, in the terminal or as a page
+python -m d1 fill MODEL "The [MASK:3] of a text"    # masks anywhere in a text, filled in
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from d1.commands import a2d, card, chat, export, fit, merge, methods, watch
+from d1.commands import a2d, card, chat, export, fill, fit, merge, methods, watch
 from d1.runs.entry import OneLineParser, run_script
 
 COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(args)`
@@ -27,6 +28,7 @@ COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(a
     "chat": chat,
     "card": card,
     "watch": watch,
+    "fill": fill,
 }
 
 

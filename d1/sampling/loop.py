@@ -9,8 +9,8 @@ these it keeps first (`order.py`) and how many (`reveal.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -40,6 +40,7 @@ class Rollout:
         entropies: (rows, gen_length) fp32, in nats, of the distributions of `logps`. 0 where the EOS stop filled.
         passes: (rows,) forward passes that the row took part in.
         forward_tokens: (rows,) tokens that these fed through the body, of both branches with guidance, without padding.
+            A block-causal model's cache makes them fewer and leaves all else as it is, to rounding.
     """
 
     ids: Tensor
@@ -98,8 +99,15 @@ def rollout(
         recompute=recompute,
         **fields,
     )
+    whole = recorded(taken)
+    first = prompt_ids.shape[1]
+    return replace(whole, **{name: getattr(whole, name)[:, first:] for name in ("logps", "reveal_steps", "entropies")})
+
+
+def recorded(steps: Iterable[Step]) -> Rollout:
+    """The record of all `steps`, at every column of the canvas."""
     record = None
-    for step in taken:
+    for step in steps:
         if record is None:
             # Log-probs, entropies and steps in one tensor: one write a step in place of three.
             record = torch.zeros(3, *step.canvas.shape, device=step.canvas.device)
@@ -109,7 +117,7 @@ def rollout(
         now = torch.stack([step.logps, step.entropies, numbers])
         record[at] = torch.where(step.revealed, now, record[at])
     assert record is not None
-    logps, entropies, numbers = record[:, :, prompt_ids.shape[1] :]
+    logps, entropies, numbers = record
     return Rollout(step.canvas, logps, numbers.long(), entropies, step.passes, step.forward_tokens)
 
 
@@ -152,16 +160,16 @@ def rollout_steps(
     guess = partial(predict, model, settings=settings, mask_token_id=mask_token_id, noise_dtype=noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
     unprompted = mask_token_id if settings.cfg_scale else None
-    start, ends = prompt_ids.shape[1], list(eos_token_ids or [])
+    ends = list(eos_token_ids or [])
 
     def complete(after: int | None, rows: list[int]) -> Iterator[Step]:
         if after is not None and not recompute:
-            source: Source = BlockPasses(model, start - after)
+            source: Source = BlockPasses(model, canvas.start - after)
         else:
             source = Passes(model, settings.cache, padded)
         fill = partial(fill_block, canvas, source, guess, settings, generator=generator, unprompted=unprompted)
         schedule = settings.schedule(None if after is None else after % settings.block_length)
-        return fill_canvas(canvas, fill, schedule, start, ends, rows)
+        return fill_canvas(canvas, fill, schedule, ends, rows)
 
     groups = groups_of_rows(model.config, attention_mask, settings.block_length)
     return chain.from_iterable(complete(after, rows) for after, rows in groups.items())

@@ -30,7 +30,8 @@ class SamplingSettings:
         cfg_scale: classifier-free guidance; 0 turns it off.
         remasking: which predictions a step keeps, a name in `REMASKING`.
         sampler: a name in `SAMPLERS`. "exact" is the published algorithm; "cached" reads keys and values from a cache,
-            "parallel" reveals as many tokens as a rule allows. Both trade accuracy for speed.
+            "parallel" reveals as many tokens as a rule allows. Both trade accuracy for speed. A block-causal model's
+            own cache, which costs no accuracy, is in use whatever the sampler.
         kv_cache: for a cached sampler, a name in `CACHES`; None is "dual".
         reveal: for a parallel sampler, a name in `RULES`; None is "threshold".
         reveal_level: the level of that rule; None is the rule's own.

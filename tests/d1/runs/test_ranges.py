@@ -117,6 +117,7 @@ COMMANDS: dict[str, tuple[Any, list[str], Callable[[Any], object]]] = {  # parse
     "fit": (tools.make_parser(), ["fit", "--model_path", "none", "--stage", "rl"], tools.main),
     "chat": (tools.make_parser(), ["chat", "none"], tools.main),
     "watch": (tools.make_parser(), ["watch", "--model_path", "none", "--prompt", "a"], tools.main),
+    "fill": (tools.make_parser(), ["fill", "none", "[MASK]"], tools.main),
 }
 
 
