@@ -100,10 +100,8 @@ def cases(draw):
 def test_hidden_places_are_filled_as_by_a_plain_loop_and_no_others(model, case):
     size, rows, seed = getattr(model.config, "block_size", None), case["rows"], case["seed"]
     rows[0][-1] = True
-    for places in rows:
-        places[len(places) // 2] &= not all(
-            places
-        )  # masks alone are all alike, and the surest of them a matter of chance
+    for places in rows:  # masks that see nothing else are all alike, and which of them is the surest is chance
+        places[0 if size else len(places) // 2] &= not (size or all(places))
     ids, mask = make_prompts([len(row) for row in rows], seed)
     width = ids.shape[1]
     hidden = torch.zeros_like(mask, dtype=torch.bool)
