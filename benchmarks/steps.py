@@ -74,8 +74,8 @@ def bare_share(results: dict[str, dict[str, float]]) -> tuple[float, float, floa
 def race_steps(kind: str, args: Any, folder: Path) -> dict[str, Any]:
     """Ours, the bare passes and the published way: the race, seconds by phase (medians), and the share of the bare."""
     clocks = {name: Clock() for name in ("ours", "bare", "published")}
-    runs = {"rl": rl_runs, "sft": sft_runs, "sft_blocks": functools.partial(sft_runs, blocks=True)}
-    results, phases = race_clocked(runs[kind](args, folder, clocks), clocks, args.repeats)
+    runs = rl_runs(args, folder, clocks) if kind == "rl" else sft_runs(args, folder, clocks, kind == "sft_blocks")
+    results, phases = race_clocked(runs, clocks, args.repeats)
     share, low, high = bare_share(results)
     remark = f"Share of the bare forward and backward passes in our whole: {share:.1%} ({low:.1%} to {high:.1%})."
     return {"results": results, "seconds by phase": phases, "remarks": [remark]}
