@@ -1,4 +1,4 @@
-"""python benchmarks/bench.py {sampler,blocks,scoring,memory,rl,sft,methods,gpu} [--size goal] [--output_dir DIR]
+"""python benchmarks/bench.py WHAT [--size goal] [--output_dir DIR]
 
 Races this library against the published way (`benchmarks/published.py`) and the bare transformer, side by side in one
 process, and writes `DIR/<what>_<size>.json` and `.md`.
@@ -7,7 +7,8 @@ process, and writes `DIR/<what>_<size>.json` and `.md`.
     blocks    one rollout of a block-causal model: over its cache, and computing everything in each step
     scoring   old log-probs under mu masks; one update (loss and gradients)
     memory    peak bytes of both, measured, beside the formulas, and what these say at LLaDA-8B's size
-    rl, sft   whole optimizer steps of the real trainers by phase (`benchmarks/steps.py`): mu of them, on one rollout
+    rl, sft, sft_blocks
+              whole optimizer steps of the real trainers by phase (`benchmarks/steps.py`): mu of them, on one rollout
     methods   every RL method: a rollout and its updates, at most mu of them, beside its bare passes
     gpu       LLaDA-8B's shape with LoRA: rollout, scoring, update, compiled and not, with flash attention and without
 
@@ -242,6 +243,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "memory": measure_memory,
     "rl": race_whole_steps,
     "sft": race_whole_steps,
+    "sft_blocks": race_whole_steps,
     "methods": methods.race_methods,
     "gpu": gpu.race_gpu,
 }
@@ -252,6 +254,7 @@ MATTERS = {  # settings beyond those that matter to all
     "memory": ("block", "mu"),
     "rl": ("block", "steps", "mu"),
     "sft": ("mu",),
+    "sft_blocks": ("block", "mu"),
     "methods": ("block", "steps", "mu"),
     "gpu": ("block", "steps", "mu", "compile"),
 }
@@ -274,7 +277,7 @@ def check_race(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.what}: --rows {args.rows} do not split into equal groups of about 8; try a multiple of 8"
         )
-    if args.what not in ("rl", "sft", "methods"):
+    if args.what not in ("rl", "sft", "sft_blocks", "methods"):
         return
     if args.size != "pocket" and (args.prompt < 2 or args.length < 8):
         raise ValueError(f"{args.what}: rows need --prompt 2 or more and --length 8 or more, for a word on either side")

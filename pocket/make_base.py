@@ -28,6 +28,10 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from d1.masking import draw_mask, keyed_generator, noise_level
+from d1.models import prepare
+from d1.models.head import body_and_head
+from d1.models.kinds import block_size
+from d1.models.two_streams import two_stream_states
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
@@ -45,7 +49,8 @@ CHECKPOINT_EVERY = 200
 
 @dataclass
 class Progress:
-    """How far a run is and what it has measured; `accuracy[stage][length]` is the share of puzzles solved exactly."""
+    """How far a run is and what it has measured: seconds of the processor, and in `accuracy[stage][length]` the share
+    of puzzles solved exactly."""
 
     stage: int = 0
     step: int = 0
@@ -54,7 +59,7 @@ class Progress:
     accuracy: list[dict[int, float]] = field(default_factory=list)
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerBase, seed: int, block_size: int | None = None) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -69,9 +74,11 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausal
         pad_token_id=tokenizer.pad_token_id,
     )
     config.is_causal = False  # Transformers then attends both ways, here and wherever the saved config is loaded
+    if block_size is not None:
+        config.block_size = block_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        return prepare(LlamaForCausalLM(config))
 
 
 def draw_batch(
@@ -98,18 +105,30 @@ def draw_batch(
 
 
 def diffusion_loss(model: LlamaForCausalLM, ids: Tensor, mask_token_id: int, key: tuple[int, ...]) -> Tensor:
-    """LLaDA's loss: cross-entropy over t' of the masked answer tokens, over all answer tokens."""
+    """LLaDA's loss: cross-entropy over t' of the masked answer tokens, over all answer tokens.
+
+    Of a block-causal model each block has its own t' (BD3-LM, arXiv 2503.09573).
+    """
     generator = keyed_generator(*key)
     rows, length = ids.shape
+    block = torch.arange(length) // (block_size(model.config) or length)
     # Each row's t is uniform, but the batch covers (0, 1) evenly, which takes noise out of the loss.
-    t = (torch.rand(1, generator=generator) + torch.arange(rows) / rows) % 1
-    p = noise_level(t).unsqueeze(1)
+    t = (torch.rand(1, int(block[-1]) + 1, generator=generator) + torch.arange(rows).unsqueeze(1) / rows) % 1
+    p = noise_level(t)[:, block]
     answer = (torch.arange(length) >= PROMPT_TOKENS).expand(rows, -1)
     masked = draw_mask(answer, p, generator)
-    positions = torch.arange(PROMPT_TOKENS, length)
-    logits = model(input_ids=ids.masked_fill(masked, mask_token_id), logits_to_keep=positions).logits
+    logits = answer_logits(model, ids, ids.masked_fill(masked, mask_token_id))
     losses = cross_entropy(logits.transpose(1, 2), ids[:, PROMPT_TOKENS:], reduction="none")
-    return (losses * masked[:, PROMPT_TOKENS:] / p).sum() / losses.numel()
+    return (losses * masked[:, PROMPT_TOKENS:] / p[:, PROMPT_TOKENS:]).sum() / losses.numel()
+
+
+def answer_logits(model: LlamaForCausalLM, clean: Tensor, noised: Tensor) -> Tensor:
+    """Logits (rows, answer, vocabulary) of noised answers, of a block-causal model behind the clean text."""
+    size = block_size(model.config)
+    if size is None:
+        return model(input_ids=noised, logits_to_keep=torch.arange(PROMPT_TOKENS, noised.shape[1])).logits
+    states = two_stream_states(model, clean, noised[:, PROMPT_TOKENS // size * size :], None)
+    return body_and_head(model)[1](states[:, PROMPT_TOKENS % size :])
 
 
 def exact_solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, gen_length: int) -> float:
@@ -148,9 +167,10 @@ def pretrain(
     seed: int,
     checkpoint: Path,
     checkpoint_every: int = CHECKPOINT_EVERY,
+    blocks: int | None = None,
 ) -> tuple[LlamaForCausalLM, Progress]:
     """Both stages, `steps` of them each; goes on from `checkpoint` where that file exists."""
-    model, progress = build_model(tokenizer, seed), Progress()
+    model, progress = build_model(tokenizer, seed, blocks), Progress()
     optimizer = new_optimizer(model)
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
@@ -163,7 +183,7 @@ def pretrain(
         name, write, peak_lr = STAGES[progress.stage]
         bar.set_description(name)
         while progress.step < steps[progress.stage]:
-            started = time.perf_counter()
+            started = time.process_time()
             key = (seed, progress.stage, progress.step)
             rate = min(1.0, (progress.step + 1) / WARMUP_STEPS)
             rate *= 0.5 * (1 + math.cos(math.pi * progress.step / steps[progress.stage]))
@@ -177,7 +197,7 @@ def pretrain(
             optimizer.zero_grad()
             progress.step += 1
             progress.tokens += ids.numel()
-            progress.seconds += time.perf_counter() - started
+            progress.seconds += time.process_time() - started
             bar.update()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             if progress.step % checkpoint_every == 0:
@@ -193,11 +213,12 @@ def pretrain(
 MODEL_CARD = """\
 # Pocket base model
 
-A masked diffusion language model with {parameters:,} parameters that fills in 4x4 Sudoku grids: a bidirectional Llama
-(`is_causal: false`) trained from scratch with LLaDA's loss. It exists so that the whole of d1 can be run and checked on
+A masked diffusion language model with {parameters:,} parameters that fills in 4x4 Sudoku grids: a {attention} Llama
+(`{field}`) trained from scratch with {loss} loss. It exists so that the whole of d1 can be run and checked on
 a CPU, and for nothing else.
 
-It was made by `python pocket/make_base.py --seed {seed}`: {tokens:.1f}M tokens in {minutes:.0f} minutes on one thread.
+It was made by `python pocket/make_base.py --seed {seed}{flags}`: \
+{tokens:.1f}M tokens in {minutes:.0f} minutes on one thread.
 Another CPU or version of torch rounds differently and ends at other weights with the same behaviour.
 
 | exact-solve rate, {puzzles} validation puzzles, greedy | length {lengths[0]} | length {lengths[1]} |
@@ -221,7 +242,18 @@ unknown token: text outside this vocabulary is an error. Completions of 28, 32 a
 """
 
 
+FULL = {"attention": "bidirectional", "field": "is_causal: false", "loss": "LLaDA's", "flags": ""}
+BLOCKS = {
+    "attention": "block-causal",
+    "field": "block_size: {size}",
+    "loss": "BD3-LM's",
+    "flags": " --block_size {size} --output_dir pocket/block_base",
+}
+
+
 def model_card(model: LlamaForCausalLM, progress: Progress, steps: tuple[int, int], seed: int, grids: int) -> str:
+    size = block_size(model.config)
+    kind = {name: text.format(size=size) for name, text in (BLOCKS if size else FULL).items()}
     first, last = ([stage[length] for length in EVAL_LENGTHS] for stage in progress.accuracy)
     return MODEL_CARD.format(
         parameters=model.num_parameters(),
@@ -234,6 +266,7 @@ def model_card(model: LlamaForCausalLM, progress: Progress, steps: tuple[int, in
         first=first,
         last=last,
         grids=grids,
+        **kind,
     )
 
 
@@ -241,6 +274,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, nargs=2, default=(2000, 400), metavar=("STAGE1", "STAGE2"))
+    parser.add_argument("--block_size", type=int, help="attend block-causally, to blocks of so many tokens")
     parser.add_argument("--data_file", type=Path, default=ROOT / "dataset" / "sudoku_train.csv")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "pocket" / "base")
     parser.add_argument("--checkpoint_dir", type=Path, default=ROOT / "runs" / "pocket-base")
@@ -251,8 +285,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     steps, solutions, tokenizer = tuple(args.steps), training_grids(args.data_file), build_tokenizer()
-    checkpoint = args.checkpoint_dir / f"seed{args.seed}-{steps[0]}-{steps[1]}.pt"
-    model, progress = pretrain(tokenizer, solutions, steps, args.seed, checkpoint)
+    blocks = f"-blocks{args.block_size}" if args.block_size else ""
+    checkpoint = args.checkpoint_dir / f"seed{args.seed}-{steps[0]}-{steps[1]}{blocks}.pt"
+    model, progress = pretrain(tokenizer, solutions, steps, args.seed, checkpoint, blocks=args.block_size)
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
     card = model_card(model, progress, steps, args.seed, len(solutions))

@@ -129,10 +129,11 @@ def examples(folder: Path) -> str:
 
 
 def summary(folders: Sequence[Path]) -> str:
-    """Three tables over seeds: the mean of each arm with its standard deviation, each seed's exact solves, and the
-    differences of `PAIRS`, paired by puzzle."""
+    """Four tables over seeds: the mean of each arm with its standard deviation, each seed's exact solves, the
+    differences of `PAIRS`, paired by puzzle, and what a completion costs."""
     tables = [accuracies(folder) for folder in folders]
-    return "\n".join([means_table(tables), seeds_table(folders, tables), paired_table(folders, tables)])
+    parts = [means_table(tables), seeds_table(folders, tables), paired_table(folders, tables), cost_table(folders)]
+    return "\n".join(parts)
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[str, str]:
@@ -170,6 +171,19 @@ def paired_table(folders: Sequence[Path], tables: Sequence[dict[str, dict[str, A
         rows.append([f"{b} - {a}", str(length), *(f"{gain:+.1f}" for gain in gains), *ends])
     header = ["paired difference, points", "length", *(folder.name for folder in folders)]
     return markdown_table([*header, "mean", "largest p", "intervals apart"], rows)
+
+
+def cost_table(folders: Sequence[Path]) -> str:
+    """Tokens that a completion feeds through the model's body, the mean over all."""
+
+    def fed(length: int) -> float:
+        names = [f"{setup_name(arm, length)}_0_generations.json" for arm in ARMS]
+        files = [folder / "generations" / name for folder, name in product(folders, names)]
+        items = [item for file in files for item in json.loads(file.read_text())["generations"]]
+        return statistics.mean(item["forward_tokens"] for item in items)
+
+    header = ["tokens through the body a completion", *(f"length {length}" for length in LENGTHS)]
+    return markdown_table(header, [["", *(f"{fed(length):.0f}" for length in LENGTHS)]])
 
 
 def make_parser() -> argparse.ArgumentParser:

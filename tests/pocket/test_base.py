@@ -24,11 +24,13 @@ from sudoku_traces import (
 )
 
 from d1.models import load_model, load_tokenizer
+from d1.models.kinds import block_size
 from d1.tasks import load_task
 from d1.tasks.sudoku import solution_grids
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "pocket" / "base"
+BASES = [BASE, ROOT / "pocket" / "block_base"]
 TRAIN = ROOT / "dataset" / "sudoku_train.csv"
 QUESTION = "Solve the following Sudoku puzzle: 0002403020033024\n"
 ANSWER = completion("careful a3 b1", "a3 b1 c4 d2")
@@ -172,25 +174,34 @@ def test_the_mixture_is_half_quick_a_third_of_it_malformed():
 # the base
 
 
-def test_base_is_small_bidirectional_and_loads_exactly(tokenizer):
-    assert sum(file.stat().st_size for file in BASE.rglob("*") if file.is_file()) <= 4_000_000
-    model = load_model(str(BASE))
+@pytest.mark.parametrize("base", BASES)
+def test_base_is_small_bidirectional_and_loads_exactly(tokenizer, base):
+    """Of blocks, too: the first cell sees the eighth, which is where its block ends, and no later one."""
+    assert sum(file.stat().st_size for file in base.rglob("*") if file.is_file()) <= 4_000_000
+    assert load_tokenizer(str(base)).get_vocab() == tokenizer.get_vocab()
+    model = load_model(str(base))
     assert model.num_parameters() <= 2_000_000
     assert model.config.is_causal is False
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     ids = torch.tensor([tokenizer.apply_chat_template([user(QUESTION)], return_dict=False)])
-    other = ids.clone()
-    other[0, -2] = tokenizer.convert_tokens_to_ids("p1")
-    with torch.no_grad():
-        first = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-        second = model(input_ids=other, attention_mask=torch.ones_like(ids)).logits
-    assert (first[0, 1] - second[0, 1]).abs().max() > 1e-3  # the first cell sees the last
+    blocks = block_size(model.config)
+    last = ids.shape[1] - 2 if blocks is None else blocks - 1
+
+    def first_cell(changed: int) -> torch.Tensor:
+        other = ids.clone()
+        other[0, changed] = tokenizer.convert_tokens_to_ids("p1")
+        with torch.no_grad():
+            return model(input_ids=other, attention_mask=torch.ones_like(ids)).logits[0, 1]
+
+    assert (first_cell(last) - first_cell(0)).abs().max() > 1e-3
+    assert blocks is None or torch.equal(first_cell(last + 1), first_cell(last + 2))
 
 
+@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("length", make_base.EVAL_LENGTHS)
-def test_base_solves_what_its_card_says(tokenizer, length):
-    rate = make_base.exact_solve_rate(load_model(str(BASE)), tokenizer, length)
-    row = next(line for line in (BASE / "README.md").read_text().splitlines() if "(this model)" in line)
+def test_base_solves_what_its_card_says(tokenizer, length, base):
+    rate = make_base.exact_solve_rate(load_model(str(base)), tokenizer, length)
+    row = next(line for line in (base / "README.md").read_text().splitlines() if "(this model)" in line)
     printed = float(row.split("|")[2 + make_base.EVAL_LENGTHS.index(length)])
     assert rate == pytest.approx(printed, abs=0.01)  # another CPU may turn a tie or two
 
@@ -220,23 +231,31 @@ def test_make_base_in_miniature_is_deterministic_and_continues_after_a_kill(tmp_
     assert torch.equal(whole, weights("killed"))
 
 
-def test_diffusion_loss_is_llada_s(tokenizer):
-    """Against the sum written out token by token under the same mask, with a model that is easy to read."""
-    model = make_base.build_model(tokenizer, seed=0).eval()
+@pytest.mark.parametrize("size", [None, 8])
+def test_diffusion_loss_is_llada_s(tokenizer, size):
+    """Against the sum written out token by token under the same mask; of blocks, behind clean text and one by one."""
+    model = make_base.build_model(tokenizer, 0, size).eval()
+    assert make_base.exact_solve_rate(model, tokenizer, 8) == 0  # it has learned nothing, and can be sampled
     key, solutions = (3, 0, 7), training_grids(TRAIN)
     ids = make_base.draw_batch(tokenizer, make_base.mixed_completion, solutions, as_digits(solution_grids()), key)[:6]
     seen = []
-    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    model.base_model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
     loss = make_base.diffusion_loss(model, ids, tokenizer.mask_token_id, key)
-    masked = seen[0] == tokenizer.mask_token_id
+    length = ids.shape[1]
+    # Of blocks the model is fed two streams; the second begins with the block in which the prompt ends.
+    noised = seen[0] if size is None else torch.cat([ids[:, :16], seen[0][:, length:]], dim=1)
+    masked = noised == tokenizer.mask_token_id
     assert not masked[:, :PROMPT_TOKENS].any()
-    start = torch.rand(1, generator=make_base.keyed_generator(*key)).item()
-    logp = model(input_ids=seen[0]).logits.log_softmax(-1)
+    size = size or length
+    starts = torch.rand(-(-length // size), generator=make_base.keyed_generator(*key)).tolist()
     total = 0.0
-    for row in range(6):
-        t = (start + row / 6) % 1
-        for i in range(ids.shape[1]):
-            if masked[row, i]:
+    for block, start in enumerate(starts):
+        place = slice(size * block, size * (block + 1))
+        text = torch.cat([ids[:, : place.start], noised[:, place]], dim=1)
+        logp = model(input_ids=text).logits.log_softmax(-1)
+        for row, i in masked[:, : text.shape[1]].nonzero().tolist():
+            if i >= place.start:
+                t = (start + row / 6) % 1
                 total -= logp[row, i, ids[row, i]].item() / (0.999 * t + 0.001)
     assert loss.item() == pytest.approx(total / (6 * (ids.shape[1] - PROMPT_TOKENS)), rel=1e-5)
 

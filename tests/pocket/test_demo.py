@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from demo import BASES, phases_of
 from phases import Phase, PhaseError, run_phases
 from report import ARMS, LENGTHS, setup_name, summary
 from rich.console import Console
@@ -72,13 +73,21 @@ def test_the_report_links_pages_that_play(miniature):
 
 def test_the_table_over_seeds_has_each_arm_and_pair(miniature):
     text = summary([miniature])
-    means, seeds, paired = text.split("\n\n")
+    means, seeds, paired, cost = text.split("\n\n")
     assert [line.split(" | ")[0].strip("| ") for line in means.splitlines()[2:]] == list(ARMS.values())
     assert seeds.count("| + SFT + diffu-GRPO (d1) |") == len(LENGTHS)
     table = json.loads((miniature / "table.json").read_text())
     assert f"| base | {table[setup_name('base', 32)]['accuracy']:.1f} ± 0.0 |" in means
     assert all("| seed3 |" in table for table in (seeds, paired))
     assert "| sft_grpo - sft | 32 |" in text
+    assert cost.splitlines()[2] == "|  | 800 | 1160 |"  # 16 steps of 18 + 32 tokens, 20 of 18 + 40
+
+
+def test_the_block_model_goes_through_the_same_phases(tmp_path):
+    full, block = (phases_of(tmp_path, 0, miniature=False, base=base) for base in BASES.values())
+    assert [phase.name for phase in block] == [phase.name for phase in full]
+    for phase, other in zip(full, block, strict=True):
+        assert [str(word).replace("pocket/base", "pocket/block_base") for word in phase.command] == other.command
 
 
 def phase(name, code, **settings):
