@@ -91,6 +91,11 @@ class DiffuGRPOConfig(GRPOConfig):
         },
     )
 
+    max_compute_tokens: int | None = field(
+        default=None,
+        metadata={"help": "End the run at the first step that has spent so many compute_tokens, if max_steps does not."},
+    )
+
     # Rollout
     max_prompt_length: int = field(default=200, metadata={"help": "Longest prompt in tokens; longer ones are refused."})
     truncate_prompts: bool = field(
