@@ -93,7 +93,9 @@ class DiffuGRPOConfig(GRPOConfig):
 
     max_compute_tokens: int | None = field(
         default=None,
-        metadata={"help": "End the run at the first step that has spent so many compute_tokens, if max_steps does not."},
+        metadata={
+            "help": "End the run at the first step that has spent so many compute_tokens, if max_steps does not."
+        },
     )
 
     # Rollout

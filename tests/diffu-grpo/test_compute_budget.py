@@ -85,5 +85,3 @@ def test_processes_spend_one_budget_together(tmp_path):
     assert not is_spent(str(tmp_path), 101)
     gathered = SimpleNamespace(device="cpu", gather=lambda own: torch.stack([own, torch.tensor(30)]))
     assert total_compute(SimpleNamespace(compute=70, accelerator=gathered)) == 100
-
-
