@@ -51,7 +51,7 @@ class StopAtCompute(TrainerCallback):
         if before < self.budget / 4 <= self.spent:  # known to every process alike, as what lies on a disk is not
             save_aside(self.trainer, Path(args.output_dir) / QUARTER)
         if self.spent >= self.budget:
-            control.should_save = control.should_training_stop = True
+            control.should_log = control.should_save = control.should_training_stop = True
 
 
 def save_aside(trainer: Any, folder: Path) -> None:

@@ -92,10 +92,7 @@ class DiffuGRPOConfig(GRPOConfig):
     )
 
     max_compute_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "End the run at the first step that has spent so many compute_tokens, if max_steps does not."
-        },
+        default=None, metadata={"help": "End the run at the first step with so many compute_tokens, or at max_steps."}
     )
 
     # Rollout

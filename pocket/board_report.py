@@ -187,21 +187,22 @@ def write_report(board: Board, path: Path) -> str:
     text += "Written by `python pocket/leaderboard.py`; results are lines of `results.jsonl` in its output folder.\n\n"
     if partial:
         text += f"**Partial: {board.done} of {board.planned} runs are done.** Rows are of the seeds that are there.\n\n"
-    text += f"""Every run has the same compute, {board.budget:,} tokens through the body: forward once, backward twice,
-rollouts included, evaluations not. Rollouts are 64 completions in groups of eight, the rate is constant, and all else is
-as the method's row of `METHODS` has it. Solved in percent of the test problems, greedy, with 95% intervals over seeds
-and problems. Differences to {REFERENCE} are paired by seed and problem; their p-values are corrected for their number
-({len(against)}) by Holm's rule. KL: nats a token of the last model to its start, along its own completions. A run whose
-loss or weights were no longer finite has diverged and solves nothing. Seconds are those of training; where other
+    text += f"""Every run has the same compute, {board.budget:,} tokens through the body: forward once, backward
+twice, rollouts included, evaluations not. Rollouts are 64 completions in groups of eight, the rate is constant, and all
+else is as the method's row of `METHODS` has it. Solved in percent of the test problems, greedy, with 95% intervals over
+seeds and problems. Differences to {REFERENCE} are paired by seed and problem; their p-values are corrected for their
+number ({len(against)}) by Holm's rule. KL: nats a token of the last model to its start, along its own completions. A run
+whose loss or weights were no longer finite has diverged and solves nothing. Seconds are those of training; where other
 programs share the machine, the processor's are the ones to compare.\n\n"""
     for setup in board.setups:
         text += f"## {setup.task} from {setup.start}\n\n{setup_table(board, setup, against)}\n"
     text += f"![Accuracy against compute, a panel a method]({figure.name})\n\nLines: sampled completions of training"
     text += " problems, mean over seeds, d1's dotted. Points: test problems, greedy.\n\n## Settings\n\n"
     if board.searched:
-        text += f"""Searched alike for each method: rates {", ".join(f"{rate:g}" for rate in RATES)} and, where the paper
-makes several updates on a rollout, mu {" and ".join(map(str, MUS))}; on validation problems of {", ".join(TUNING_TASKS)},
-seed 0, from SFT, at half the compute. The figures are percent solved there. A method without mu has half as many tries.
+        rates, mus = ", ".join(f"{rate:g}" for rate in RATES), " and ".join(map(str, MUS))
+        text += f"""Searched alike for each method: rates {rates} and, where the paper makes several updates on a
+rollout, mu {mus}; on validation problems of {", ".join(TUNING_TASKS)}, seed 0, from SFT, at half the compute. The
+figures are percent solved there. A method of one update has half as many tries.
 
 {settings_table(board)}\n"""
     else:

@@ -89,21 +89,24 @@ def evaluate(run: Run, model: Path, folder: Path, lock: Any) -> dict[str, Any]:
     }
 
 
-def logs_of(folder: Path, mu: int) -> dict[str, Any]:
-    """Of a run's `metrics.jsonl`: what it spent, and its rollouts' accuracy against compute. One log is one rollout."""
+def logs_of(folder: Path) -> dict[str, Any]:
+    """Of a run's `metrics.jsonl`: what it spent, and its rollouts' accuracy against compute. A log is a rollout with
+    the updates on it, over which some of its values are means."""
     file = folder / "metrics.jsonl"
     entries = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     logs = [entry for entry in entries if "loss" in entry]
-    per_step = ("seconds/update", "seconds/processor")
+    steps = [entry["step"] for entry in logs]
+    updates = [step - before for step, before in zip(steps, [0, *steps], strict=False)]
 
     def total(name: str) -> float:
-        return sum((entry.get(name) or 0.0) * (mu if name in per_step else 1) for entry in logs)
+        means = name in ("seconds/update", "seconds/processor")
+        return sum(entry.get(name, 0.0) * (count if means else 1) for entry, count in zip(logs, updates, strict=True))
 
     clocks = ("seconds/rollout", "seconds/reward", "seconds/scoring", "seconds/update")
     return {
         "compute_tokens": logs[-1]["compute_tokens"] if logs else 0,
         "rollouts": sum("seconds/rollout" in entry for entry in logs),
-        "updates": logs[-1]["step"] if logs else 0,
+        "updates": sum(updates),
         "seconds": round(sum(map(total, clocks)), 1),
         "processor_seconds": round(total("seconds/processor"), 1),
         "peak_memory_gb": max((entry["peak_memory_gb"] for entry in entries if "peak_memory_gb" in entry), default=0.0),
@@ -131,7 +134,7 @@ def result_of(run: Run, board: Path, folder: Path, lock: Any) -> dict[str, Any]:
     if run.method == START:
         return {"points": {"end": evaluate(run, start, folder / "end", lock)}}
     finite = train(run, board, folder, lock)
-    found: dict[str, Any] = {"diverged": not finite} | logs_of(folder, run.num_iterations)
+    found: dict[str, Any] = {"diverged": not finite} | logs_of(folder)
     points = {"quarter": folder / QUARTER, "end": folder} if run.split == "test" else {"end": folder}
     models = {name: model for name, model in points.items() if finite or (name != "end" and model.exists())}
     found["points"] = {name: evaluate(run, model, folder / f"at_{name}", lock) for name, model in models.items()}

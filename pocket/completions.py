@@ -22,7 +22,7 @@ EVERY_STEP = SimpleNamespace(num_views=None, segments=None, segment_steps=None) 
 def sample_rows(
     model: Any, tokenizer: Any, prompts: Sequence[list[dict[str, str]]], gen_length: int, seed: int
 ) -> SampledRows:
-    """A completion of `gen_length` tokens, two a step, for each prompt (chat messages), by generators of (seed, row)."""
+    """A completion of `gen_length` tokens, two a step, of each prompt (chat messages); generators are (seed, row)."""
     texts = [encode_prompt(tokenizer, render_prompt(tokenizer, prompt)) for prompt in prompts]
     longest = max(map(len, texts))
     ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(text)) + text for text in texts])
