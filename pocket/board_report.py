@@ -1,11 +1,7 @@
-"""What the leaderboard shows: tables, curves and a page, of all that is there so far.
-
-The page is written anew each time, but for what stands between the two markers: a person's reading of it.
-"""
+"""What the leaderboard shows: tables, curves and a page, of all that is there so far."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +11,13 @@ import numpy as np
 from board_plan import MUS, RATES, START, TUNING_TASKS, Run
 from board_results import Line, Setup, differences, grid, methods_of, scores_at, table
 from board_statistics import Mean, holm, mean_of
+from pages import reading
 
 from d1.methods import METHODS
 from d1.show.curves import panels, running_mean, save_figure
 from d1.show.tables import markdown_table
 
 REFERENCE = "d1"
-MEANING = ("<!-- what it means: by hand, kept -->", "<!-- end of what it means -->")
 
 
 @dataclass(frozen=True)
@@ -167,13 +163,6 @@ def mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> tuple[list[float]
     return list(places / 1e6), list(values)
 
 
-def kept_meaning(path: Path) -> str:
-    """What a person wrote between the markers of an earlier page."""
-    text = path.read_text() if path.exists() else ""
-    found = re.search(f"{re.escape(MEANING[0])}(.*?){re.escape(MEANING[1])}", text, re.DOTALL)
-    return found[1] if found else "\nNothing has been read out of it yet.\n"
-
-
 def write_report(board: Board, path: Path) -> str:
     """Writes the page, and the figure beside it; returns what to say about it."""
     if not board.done:
@@ -191,9 +180,9 @@ def write_report(board: Board, path: Path) -> str:
 twice, rollouts included, evaluations not. Rollouts are 64 completions in groups of eight, the rate is constant, and all
 else is as the method's row of `METHODS` has it. Solved in percent of the test problems, greedy, with 95% intervals over
 seeds and problems. Differences to {REFERENCE} are paired by seed and problem; their p-values are corrected for their
-number ({len(against)}) by Holm's rule. KL: nats a token of the last model to its start, along its own completions. A run
-whose loss or weights were no longer finite has diverged and solves nothing. Seconds are those of training; where other
-programs share the machine, the processor's are the ones to compare.\n\n"""
+number ({len(against)}) by Holm's rule. KL: nats a token of the last model to its start, along its own completions. A
+run whose loss or weights were no longer finite has diverged and solves nothing. Seconds are those of training; where
+other programs share the machine, the processor's are the ones to compare.\n\n"""
     for setup in board.setups:
         text += f"## {setup.task} from {setup.start}\n\n{setup_table(board, setup, against)}\n"
     text += f"![Accuracy against compute, a panel a method]({figure.name})\n\nLines: sampled completions of training"
@@ -207,6 +196,6 @@ figures are percent solved there. A method of one update has half as many tries.
 {settings_table(board)}\n"""
     else:
         text += "Nothing was searched: one rate for all, so this ranks mostly how well that rate suits each.\n\n"
-    text += f"## What it means\n\n{MEANING[0]}{kept_meaning(path)}{MEANING[1]}\n"
+    text += f"## What it means\n\n{reading(path)}\n"
     path.write_text(text)
     return f"{board.done} of {board.planned} runs are done. Tables: {path}"

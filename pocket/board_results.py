@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from board_plan import START, TUNING_TASKS, Run
+from json_lines import read_lines
 
 RESULTS = "results.jsonl"
 Line = dict[str, Any]
@@ -23,16 +24,8 @@ class Setup(NamedTuple):
 
 
 def read_results(folder: Path) -> list[Line]:
-    """The results of a board, the last of each run; what a kill left of a line is passed over."""
-    found: dict[str, Line] = {}
-    path = folder / RESULTS
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-            found[json.dumps(line["run"], sort_keys=True)] = line
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-    return [*found.values()]
+    """The results of a board, the last of each run."""
+    return [*{json.dumps(line["run"], sort_keys=True): line for line in read_lines(folder / RESULTS)}.values()]
 
 
 def results_of(lines: Iterable[Line], runs: Sequence[Run]) -> dict[Run, Line]:

@@ -14,7 +14,6 @@ import argparse
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 
 from board_plan import ROOT, START, TASKS, Run
 from board_results import RESULTS, read_results
+from json_lines import append_line
 
 from d1.runs.entry import OneLineParser, RunError, run_script
 from d1.runs.record import run_record
@@ -157,20 +157,6 @@ def main(args: argparse.Namespace) -> None:
         append_line(board / RESULTS, line)
         for checkpoint in folder.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
-
-
-def append_line(path: Path, line: dict[str, Any]) -> None:
-    """In one write, after a line break where a kill left half a line, under a lock: runs side by side append, too."""
-    with path.open("ab+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        end = file.seek(0, os.SEEK_END)
-        if end:
-            file.seek(end - 1)
-            torn = file.read(1) != b"\n"
-        else:
-            torn = False
-        file.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
-        file.flush()
 
 
 if __name__ == "__main__":
