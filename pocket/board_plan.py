@@ -18,9 +18,16 @@ from d1.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Tokens of a run, fixed before any: so that the whole board takes about five hours on two cores. See `BUDGET` below.
+# Tokens of a run, fixed before any, so that the board takes about five hours on two cores. One core trains on 63,000 a
+# second (d1 64,000, cj-grpo 62,000), and what surrounds a run takes 44 s of a core: ten to start training, thirteen for
+# each evaluation of 512 problems, eight for the KL; 27 s in the search, which has one evaluation and no KL. Four setups
+# (three tasks from SFT, one from its base) x 15 methods x 3 seeds are 180 runs; the search of two tasks is 144 runs of
+# half the length. So 252 budgets of 79 s and 11,800 s around them: 31,700 s of a core, 4.4 hours on two; a task with a
+# wider model takes longer.
 BUDGET = 5_000_000
-QUICK_BUDGET = 1_500_000
+QUICK_BUDGET = 3_500_000  # of --quick: 15 runs of 100 s of a core are 13 minutes on two
+TOKENS_A_SECOND = 63_000
+SECONDS_AROUND = 44
 
 # The search, the same for each method: its rate, and mu for methods that make several updates on a rollout.
 RATES = (3e-5, 1e-4, 3e-4)
@@ -97,7 +104,9 @@ class Run:
         flags = [part for name, value in values.items() for part in (f"--{name}", value)]
         command = [sys.executable, str(ROOT / "pocket" / "board_run.py"), "--output_dir", str(folder), *flags]
         needs = () if self.start == "base" else (sft_name(self.task, self.seed),)
-        return Phase(self.name, command, ROOT / "pocket", weight=10 + self.budget / 50_000, needs=needs)
+        return Phase(
+            self.name, command, ROOT / "pocket", weight=SECONDS_AROUND + self.budget / TOKENS_A_SECOND, needs=needs
+        )
 
     def evaluation(self, model: Path, output_dir: Path) -> list[str]:
         """Flags of eval.py for greedy completions of the problems the run is judged on."""

@@ -138,7 +138,7 @@ def result_of(run: Run, board: Path, folder: Path, lock: Any) -> dict[str, Any]:
     points = {"quarter": folder / QUARTER, "end": folder} if run.split == "test" else {"end": folder}
     models = {name: model for name, model in points.items() if finite or (name != "end" and model.exists())}
     found["points"] = {name: evaluate(run, model, folder / f"at_{name}", lock) for name, model in models.items()}
-    found["kl"] = round(kl_to_start(run, folder, start), 5) if finite else None
+    found["kl"] = round(kl_to_start(run, folder, start), 5) if finite and run.split == "test" else None
     return found
 
 
