@@ -9,6 +9,7 @@ alone count, and so the other way round. A table of one seed has an interval ove
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -66,7 +67,7 @@ def variance_of_mean(scores: np.ndarray) -> tuple[float, float]:
 def t_tail(t: float, freedom: float) -> float:
     """P(|T| > t) of Student's distribution: with T = sqrt(freedom) tan(a), the integral of cos(a)^(freedom - 1)."""
     start = math.atan2(t, math.sqrt(freedom))
-    places, weights = np.polynomial.legendre.leggauss(200)
+    places, weights = quadrature()
     # Most of it lies near the start: an even cut in the square root of the rest puts the points there.
     shares = (places + 1) / 2
     angles = start + (math.pi / 2 - start) * shares**2
@@ -74,6 +75,12 @@ def t_tail(t: float, freedom: float) -> float:
     part = float((weights * values * shares).sum()) * (math.pi / 2 - start)
     whole = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
     return min(1.0, part / whole)
+
+
+@functools.cache
+def quadrature() -> tuple[np.ndarray, np.ndarray]:
+    """Points and weights of Gauss and Legendre on [-1, 1], which take longer than an integral by them."""
+    return np.polynomial.legendre.leggauss(200)
 
 
 def t_quantile(level: float, freedom: float) -> float:

@@ -158,8 +158,13 @@ def group_gradients(case: Case, choice: Choice, views: Views) -> tuple[Tensor, T
 
 
 class Noise(NamedTuple):
-    """Of gradients of groups, with the expectation over draws and groups as the signal: its square, and the variance
-    (a trace) of one group's gradient between groups and within one, between its draws."""
+    """Of gradients of groups.
+
+    Attributes:
+        signal: the square of their mean over groups, free of the noise of draws.
+        between: the variance (a trace) of one group's gradient between groups.
+        within: the variance of one group's between its draws.
+    """
 
     signal: float
     between: float
@@ -170,15 +175,14 @@ def noise_of(gradients: Tensor) -> Noise:
     """Unbiased estimates from (draws, groups, weights). Draws of several groups may depend on each other, as stratified
     ones do: within is what is left of it in the mean over groups, times their number. One draw has none."""
     draws, groups, _ = gradients.shape
-    means = gradients.mean(0)
-    squares = means.square().sum(-1).sum().item()
-    signal = (means.sum(0).square().sum().item() - squares) / (groups * (groups - 1))
+    means, whole = gradients.mean(0), gradients.mean(1)
+    mean = whole.mean(0)
     own = within = 0.0
     if draws > 1:
         own = (gradients - means).square().sum().item() / ((draws - 1) * groups)
-        whole = gradients.mean(1)
-        within = groups * (whole - whole.mean(0)).square().sum().item() / (draws - 1)
-    return Noise(signal, squares / groups - signal - own / draws, within)
+        within = groups * (whole - mean).square().sum().item() / (draws - 1)
+    between = (means - mean).square().sum().item() / (groups - 1) - own / draws
+    return Noise(mean.square().sum().item() - within / (groups * draws), between, within)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -195,8 +199,7 @@ def measure(case: Case, choice: Choice, target: Target, draws: int) -> dict[str,
     variance = values.var(0) if count > 1 else torch.zeros_like(mean)
     noise = noise_of(gradients)
     long = whole.mean(0)
-    noise_left = noise.within / (len(gradients[0]) * count)  # in the mean of all draws, whose cosine it lowers
-    clear = 1 - noise_left / long.square().sum().item()
+    clear = noise.signal / long.square().sum().item()  # the rest is noise, which lowers the cosine of the mean
 
     def long_cosine(to: Tensor) -> float | None:
         """None where noise is most of the mean."""

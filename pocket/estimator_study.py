@@ -32,12 +32,11 @@ from d1.show.curves import panels, save_figure
 from d1.show.tables import markdown_table
 from d1.tasks import load_task
 
-COMPUTE = 1_000_000  # tokens at which gradients are compared: forward once, backward twice, rollouts included
 RESULTS = "results.jsonl"
 DOCUMENT = ROOT / "docs" / "estimators.md"
 COLUMNS = {  # of the figure: title, and a result's value
     "deviation of a value, nats a token": lambda line: line["deviation"],
-    "signal to noise at a million tokens": lambda line: signal_to_noise(line),
+    "signal to noise, for a rollout's tokens": lambda line: signal_to_noise(line),
     "cosine to the bound's gradient": lambda line: line["cosine_to_bound"],
     "cosine to the trajectory's gradient": lambda line: line["cosine_to_trajectory"],
 }
@@ -132,11 +131,13 @@ def study(args: argparse.Namespace, task: str, name: str, path: Path, console: C
         append_line(file, {"name": choice.name, "views": choice.views, **found, **common})
 
 
-def signal_to_noise(line: dict[str, Any]) -> float:
-    """The square of the expected gradient over the variance of its estimate from as many fresh completions, with their
-    rollouts and one update on them, as `COMPUTE` buys."""
-    groups = COMPUTE / (line["tokens_of_rollout"] + line["tokens_of_update"]) / line["of"]["group"]
-    return max(0.0, groups * line["signal"] / (line["between"] + line["within"]))
+def signal_to_noise(line: dict[str, Any]) -> float | None:
+    """Of the gradient on the completions at hand: its square over the variance that the draw of views gives it, of as
+    many draws as the tokens of one rollout buy. None where nothing is drawn."""
+    if not line["within"]:
+        return None
+    draws = line["tokens_of_rollout"] / line["tokens_of_update"]
+    return max(0.0, line["signal"]) / (line["within"] / line["of"]["groups"]) * draws
 
 
 def share_of_views(line: dict[str, Any]) -> float:
@@ -154,7 +155,7 @@ def table(lines: list[dict[str, Any]]) -> str:
             f"{line['bias_to_bound']:+.3f}",
             f"{line['bias_to_trajectory']:+.3f}",
             f"{line['deviation']:.3f}",
-            f"{signal_to_noise(line):.2f}",
+            two_digits(signal_to_noise(line)),
             f"{100 * share_of_views(line):.0f}%",
             *(two_digits(line[f"{kind}cosine_to_{to}"]) for to in ("bound", "trajectory") for kind in ("", "long_")),
         ]
@@ -178,7 +179,8 @@ def draw(by_model: dict[str, list[dict[str, Any]]], path: Path) -> None:
         for title, value in COLUMNS.items():
             axis = next(places)
             for number, name in enumerate(names):
-                own = sorted((line["views"], value(line)) for line in lines if line["name"] == name)
+                found = ((line["views"], value(line)) for line in lines if line["name"] == name)
+                own = sorted(pair for pair in found if pair[1] is not None)
                 marker = "os^Dv<>Pp*Xh"[number % 12]
                 axis.plot(*zip(*own, strict=True), marker=marker, color=f"C{number % 10}", label=name) if own else None
             axis.set(title=f"{model}\n{title}", xlabel="views", xscale="log")
@@ -229,9 +231,9 @@ trajectory, which replay of every step gives exactly.
 - update / rollout: tokens of one update, backward counted twice, over those of the rollout it is made on.
 - bias: mean value less the bound's, and less the trajectory's, nats a token. `coupled` is divided by its 1.5.
 - deviation: of a completion's value between draws, nats a token.
-- SNR: square of the expected policy gradient over the variance of its estimate from a million tokens, rollouts
-  included.
-- of views: the share of that variance that the draw of views makes; the rest is that of problems and completions.
+- SNR: square of the policy gradient on these completions over the variance that the draw of views gives it, for as many
+  draws as the tokens of one rollout buy. Empty where nothing is drawn: there is bias alone.
+- of views: the share of the variance of one group's gradient that the draw of views makes; the rest is between groups.
 - cosine: of the gradient on these completions from one draw, and from all draws with their noise taken out, to those
   of the bound and of the trajectory. Empty where noise is most of the mean of all draws.
 
