@@ -72,6 +72,10 @@ class DiffuGRPOConfig(GRPOConfig):
         default=False, metadata={"help": "Write report.html at the end: curves, and completions before and after."}
     )
 
+    max_compute_tokens: int | None = field(
+        default=None, metadata={"help": "End the run at the first step with so many compute_tokens, or at max_steps."}
+    )
+
     # Rollout
     max_prompt_length: int = field(default=200, metadata={"help": "Longest prompt in tokens; longer ones are refused."})
     truncate_prompts: bool = field(

@@ -124,6 +124,7 @@ def main(
     # Only now, for they take seconds and `--help` needs none of them.
     import grpo_setup
     from accelerate import PartialState
+    from compute_budget import StopAtCompute, is_spent
     from diffu_grpo_trainer import DiffuGRPOTrainer
     from grpo_checks import check_config, check_model_settings, check_prompts, check_same_run
     from grpo_plan import plan
@@ -149,7 +150,7 @@ def main(
     if checkpoint:
         check_same_run(checkpoint, args, model_args)
         args.eval_on_start = False  # it was, at the start
-        if is_finished(checkpoint, args):
+        if is_finished(checkpoint, args) or is_spent(checkpoint, args.max_compute_tokens):
             if args.should_save:
                 grpo_setup.save_finished(checkpoint, args)
                 grpo_setup.write_report(args)
@@ -191,6 +192,8 @@ def main(
     )
     if args.report:
         trainer.add_callback(ShowRollouts(trainer))
+    if args.max_compute_tokens:
+        trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
     cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
     console = RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
     train_with_console(trainer, console, checkpoint)

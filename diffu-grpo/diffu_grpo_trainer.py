@@ -273,8 +273,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        started, rollouts = time.perf_counter(), len(self.rollout_seconds)
+        started, processor, rollouts = time.perf_counter(), time.process_time(), len(self.rollout_seconds)
         loss = super().training_step(*args, **kwargs)
+        self.log_metric("seconds/processor", time.process_time() - processor)
         self.log_metric("seconds/update", time.perf_counter() - started - sum(self.rollout_seconds[rollouts:]))
         return loss
 

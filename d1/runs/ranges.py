@@ -33,6 +33,7 @@ RANGES = {
     "num_epochs": "(0, inf)",
     "num_train_epochs": "(0, inf)",
     "max_steps": f"{COUNT} or -1",
+    "max_compute_tokens": f"{COUNT} or None",
     "early_stop": f"{COUNT} or None",
     "logging_steps": SHARE_OR_STEPS,
     "eval_steps": f"{SHARE_OR_STEPS} or None",
