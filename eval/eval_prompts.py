@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from d1.models.adapters import adapter_chain
+from d1.models.kinds import native_config
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.tasks import few_shot_messages
 from d1.tasks.protocols import shots_of
@@ -33,6 +35,15 @@ def tokenizer_path(args: argparse.Namespace) -> str:
     """The adapter's folder where it holds a tokenizer, else the model's."""
     own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
     return args.checkpoint_path if own else args.model_path
+
+
+def config_of(model_path: str, checkpoint_path: str, trust_remote_code: bool) -> Any:
+    """The model's config, before its weights are read; None where code of its own may make another of it.
+
+    Raises:
+        ValueError, OSError: there is no such model or adapter, or it is of no supported kind.
+    """
+    return None if trust_remote_code else native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
 
 
 def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Prompt]:

@@ -21,9 +21,7 @@ from typing import Any
 
 from d1.runs.entry import OneLineParser, run_script
 from d1.runs.ranges import check_ranges
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
-from d1.sampling.settings import CACHES, SAMPLERS
+from d1.sampling.flags import add_sampling_flags, sampling_settings
 
 DTYPES = ("float32", "bfloat16", "float16")
 MISSING = "lm-evaluation-harness is not installed: pip install -e '.[harness]' in the checkout, or pip install lm-eval"
@@ -52,15 +50,11 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
     model.add_argument("--batch_size", type=int, default=32, help="sequences in a forward pass of each process")
     sampling = parser.add_argument_group("tasks that generate")
-    sampling.add_argument("--gen_length", type=int, help="tokens of a completion (default: what the task allows)")
-    sampling.add_argument("--block_length", type=int, default=32, help="tokens filled before moving right")
-    sampling.add_argument("--diffusion_steps", type=int, help="forward passes a completion (default: gen_length / 2)")
-    sampling.add_argument("--cfg_scale", type=float, default=0.0, help="classifier-free guidance; 0 is off")
-    sampling.add_argument("--remasking", choices=REMASKING, default="low_confidence")
-    sampling.add_argument("--sampler", choices=SAMPLERS, default="exact", help="all but exact trade accuracy for speed")
-    sampling.add_argument("--kv_cache", choices=CACHES, help="what a cached sampler keeps (default: dual)")
-    sampling.add_argument("--reveal", choices=RULES, help="a parallel sampler's rule (default: threshold)")
-    sampling.add_argument("--reveal_level", type=float, help="the rule's level")
+    add_sampling_flags(
+        sampling,
+        leave_out=("temperature", "seed"),
+        gen_length={"default": None, "help": "tokens of a completion (default: what the task allows)"},
+    )
     scoring = parser.add_argument_group("tasks that compare log-likelihoods")
     scoring.add_argument("--mc_num", type=int, default=128, help="masks an answer (default: 128, as LLaDA)")
     scoring.add_argument("--antithetic", action="store_true", help="draw masks in opposite pairs")
@@ -77,12 +71,13 @@ def main(args: argparse.Namespace) -> None:
     """
     check_ranges({name: value for name, value in vars(args).items() if value is not None}, "eval")
     from eval_processes import leave_processes
-    from generate_completions import sampling_settings
+    from eval_prompts import config_of
 
     own = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
     length = args.gen_length or 1024  # a task's own is not known yet
     of_a_task = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
-    sampling_settings(argparse.Namespace(**own | of_a_task))
+    config = config_of(args.model_path, args.checkpoint_path, "--trust_remote_code" in args.harness)
+    own["block_length"] = sampling_settings(own | of_a_task, config).block_length
     register()
     from lm_eval.__main__ import cli_evaluate
 

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from eval_processes import join_processes
 from eval_prompts import Prompt, tokenizer_path
-from generate_completions import Request, check_room, end_ids, generate_batch, load_model_for
+from generate_completions import Request, generate_batch, load_model_for
 from likelihood import Pair, are_greedy, check_likelihood, log_likelihoods, seed_of
 from tqdm import tqdm
 
 from d1.models import load_tokenizer
-from d1.models.tokenizer import check_chat_template, encode_prompt, render_prompt
+from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
+from d1.sampling.settings import check_room
 
 if TYPE_CHECKING:  # an optional package
     from lm_eval.api.instance import Instance
@@ -47,7 +48,7 @@ class HarnessModel:
         plain_chat_template: bool = False,
         trust_remote_code: bool = False,
         gen_length: int | None = None,
-        block_length: int = 32,
+        block_length: int | None = None,
         diffusion_steps: int | None = None,
         cfg_scale: float = 0.0,
         remasking: str = "low_confidence",
@@ -135,19 +136,14 @@ class HarnessModel:
 
     def sampling_args(self, length: int, temperature: float) -> argparse.Namespace:
         """The settings of generate_batch for a task that asks for this length and temperature."""
-        length = self.args.gen_length or length
-        return argparse.Namespace(
-            **vars(self.args)
-            | {"gen_length": length, "block_length": min(self.args.block_length, length)}
-            | {"diffusion_steps": self.args.diffusion_steps or max(length // 2, 1), "temperature": temperature}
-            | {"seed": self.args.draw_seed, "eos_stop": True}
-        )
+        of_the_task = {"gen_length": self.args.gen_length or length, "temperature": temperature}
+        return argparse.Namespace(**vars(self.args) | of_the_task | {"seed": self.args.draw_seed, "eos_stop": True})
 
     def complete(
         self, rows: list[tuple[int, Request]], args: argparse.Namespace, until: tuple[str, ...]
     ) -> Iterator[tuple[int, str]]:
         """The text of each row up to its end, batch by batch, the longest prompts first."""
-        check_room(args, (prompt for _, (prompt, _) in rows), self.model.config)
+        check_room(self.model.config, max(len(prompt.ids) for _, (prompt, _) in rows), args.gen_length)
         special = [
             self.tokenizer.convert_tokens_to_ids(stop) for stop in until if stop in self.tokenizer.all_special_tokens
         ]

@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from d1.runs.entry import MISTAKES, one_line
 from d1.runs.ranges import check_ranges
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
-from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
+from d1.sampling.flags import ALIASES, FLAGS, add_sampling_flags, sampling_settings
+from d1.sampling.settings import check_room
+from d1.show.film import MASK, harmless
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 PIPES = """On a terminal, /help lists what may be typed beside messages. Elsewhere, as in `echo question | python -m d1
 chat MODEL`, each line is a turn, only answers go to stdout, and the status is 1 if one of them failed."""
-LEVELS = ", ".join(f"{rule} {level}" for rule, (_, level) in RULES.items())
-SETTINGS: dict[str, dict[str, Any]] = {  # those of an answer: flags, and names that /settings knows
-    "gen_length": {"type": int, "default": 128, "help": "tokens of an answer (default: %(default)s)"},
-    "block_length": {"type": int, "help": "tokens filled before moving right (default: 32, or the model's own blocks)"},
-    "steps": {"type": int, "help": "forward passes an answer (default: gen_length / 2)"},
-    "temperature": {"type": float, "default": 0.0, "help": "0 is greedy, the default"},
-    "cfg_scale": {"type": float, "default": 0.0, "help": "classifier-free guidance; 0 is off, the default"},
-    "remasking": {"choices": [*REMASKING], "default": "low_confidence", "help": "which tokens are revealed first"},
-    "sampler": {"choices": SAMPLERS, "default": "exact", "help": "all but exact trade accuracy for speed"},
-    "kv_cache": {"choices": CACHES, "help": "what a cached sampler keeps (default: dual)"},
-    "reveal": {"choices": [*RULES], "help": "a parallel sampler's rule (default: threshold)"},
-    "reveal_level": {"type": float, "help": f"the rule's level (default: {LEVELS})"},
-    "seed": {"type": int, "default": 0, "help": "of the random draws (default: %(default)s)"},
-}
 HELP = """\
 /settings                  show how answers are sampled
 /settings steps=32 seed=1  change some of it; none stands for the default
 /reset                     forget the conversation
 /exit, or Ctrl-D           end
 Ctrl-C stops an answer. A line that ends in \\ goes on in the next; one that starts with a space is always a message."""
-MASK = "░"
-INVISIBLE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")  # categories of characters that a terminal obeys or hides
-JOINERS = "\n\t\u200c\u200d"  # but these are part of texts and emoji
 
 
 @dataclass
@@ -54,7 +35,7 @@ class Chat:
 
     model: Any
     tokenizer: Any
-    chosen: dict[str, Any]  # of `SETTINGS`
+    chosen: dict[str, Any]  # of `FLAGS`
     messages: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -65,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
     parser.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
-    sampling = parser.add_argument_group("sampling, also set by /settings")
-    for name, options in SETTINGS.items():
-        sampling.add_argument(f"--{name}", *(["--diffusion_steps"] if name == "steps" else []), **options)
+    add_sampling_flags(parser.add_argument_group("sampling, also set by /settings"))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -85,10 +64,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> Chat:
-    import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from d1.models import load_model, load_tokenizer
+    from d1.models import load_tokenizer
+    from d1.models.load import load_on_device
     from d1.models.tokenizer import check_chat_template
 
     if not sys.stderr.isatty():
@@ -96,25 +75,10 @@ def load(args: argparse.Namespace) -> Chat:
     remote = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(args.model, plain_chat_template=args.plain_chat_template, **remote)
     check_chat_template(tokenizer, args.model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
-    model = load_model(args.model, dtype, device, attn_implementation=args.attn_implementation, **remote)
-    chosen = {name: getattr(args, name) for name in SETTINGS}
-    sampling_of(chosen, model.config)
+    model = load_on_device(args.model, args.dtype, attn_implementation=args.attn_implementation, **remote)
+    chosen = {name: getattr(args, name) for name in FLAGS}
+    sampling_settings(chosen, model.config)
     return Chat(model, tokenizer, chosen)
-
-
-def sampling_of(chosen: dict[str, Any], config: Any) -> SamplingSettings:
-    """The settings chosen, the rest filled in; raises ValueError where they make no sense for a model of `config`."""
-    from d1.models.kinds import block_size
-    from d1.sampling.blocks import check_sampler
-
-    settings = SimpleNamespace(**chosen)
-    settings.block_length = settings.block_length or block_size(config) or 32
-    settings.steps = settings.steps or max(settings.gen_length // 2, 1)
-    sampling = SamplingSettings.of(settings)
-    check_sampler(sampling, config)
-    return sampling
 
 
 def talk(chat: Chat, on_terminal: bool) -> bool:
@@ -132,7 +96,7 @@ def talk(chat: Chat, on_terminal: bool) -> bool:
                 if_stopped = "stopped: the chat goes on as if you had not asked"
                 with coming_into_focus(chat.tokenizer) if on_terminal else silence() as show:
                     text = answer(chat, line.strip(), show)
-                sys.stdout.write(visible(text) + "\n")
+                sys.stdout.write(harmless(text) + "\n")
                 sys.stdout.flush()
         except EOFError:
             if on_terminal:
@@ -160,7 +124,7 @@ def read_message(prompt: str) -> str:
 
 def note(text: str) -> None:
     """Says something that is no answer."""
-    sys.stderr.write(visible(text) + "\n")
+    sys.stderr.write(harmless(text) + "\n")
     sys.stderr.flush()
 
 
@@ -176,7 +140,7 @@ def obey(chat: Chat, line: str) -> str:
         raise ValueError(f"there is no command {name}: /help lists them, and a space before it makes it a message")
     chosen = chat.chosen | dict(map(read_setting, words))
     check_ranges(chosen, "chat")
-    shown = vars(sampling_of(chosen, chat.model.config)) | {"seed": chosen["seed"]}
+    shown = vars(sampling_settings(chosen, chat.model.config)) | {"seed": chosen["seed"]}
     chat.chosen = chosen
     return "\n".join(f"{name}={value}" for name, value in shown.items())
 
@@ -184,12 +148,13 @@ def obey(chat: Chat, line: str) -> str:
 def read_setting(word: str) -> tuple[str, Any]:
     """Name and value of "name=value"."""
     name, equals, value = word.partition("=")
-    if name not in SETTINGS or not equals:
-        raise ValueError(f"{word} is no setting with its value: write NAME=VALUE; there are {', '.join(SETTINGS)}")
+    name = ALIASES.get(name, name)
+    if name not in FLAGS or not equals:
+        raise ValueError(f"{word} is no setting with its value: write NAME=VALUE; there are {', '.join(FLAGS)}")
     if value.lower() == "none":
-        return name, SETTINGS[name].get("default")
+        return name, FLAGS[name].get("default")
     try:
-        return name, SETTINGS[name].get("type", str)(value)
+        return name, FLAGS[name].get("type", str)(value)
     except ValueError:
         raise ValueError(f"{name} is a number, got {value!r}") from None
 
@@ -206,18 +171,14 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
     import torch
 
     from d1.masking import keyed_generator
+    from d1.models.tokenizer import end_ids
     from d1.sampling import rollout_steps
 
     messages = [*chat.messages, {"role": "user", "content": question}]
-    sampling = sampling_of(chat.chosen, chat.model.config)
+    sampling = sampling_settings(chat.chosen, chat.model.config)
     ids = prompt_ids(chat.tokenizer, messages)
-    room = getattr(chat.model.config, "max_position_embeddings", None)
-    if room is not None and len(ids) + sampling.gen_length > room:
-        raise ValueError(
-            f"too long: {len(ids)} tokens of conversation and gen_length {sampling.gen_length} exceed the model's "
-            f"max_position_embeddings, {room}: /reset forgets what was said before; or ask for less "
-            "(/settings gen_length=...)"
-        )
+    advice = ": /reset forgets what was said before; or ask for less (/settings gen_length=...)"
+    check_room(chat.model.config, len(ids), sampling.gen_length, advice)
     prompt = torch.tensor([ids], device=chat.model.device)
     ends = end_ids(chat.tokenizer)
     steps = rollout_steps(
@@ -250,12 +211,6 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
         raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
 
 
-def end_ids(tokenizer: Any) -> list[int]:
-    """Tokens that end an answer: end of text, end of turn, padding."""
-    turn = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "eot_token", None) or tokenizer.eos_token)
-    return list(dict.fromkeys([tokenizer.eos_token_id, turn, tokenizer.pad_token_id]))
-
-
 # --- What is seen -----------------------------------------------------------------------------------------------------
 
 
@@ -284,12 +239,5 @@ def canvas_text(tokenizer: Any, ids: list[int]) -> Text:
         if hidden:
             text.append(MASK * len(some), "dim")
         else:
-            text.append(visible(tokenizer.decode(some, skip_special_tokens=True)))
+            text.append(harmless(tokenizer.decode(some, skip_special_tokens=True)))
     return text
-
-
-def visible(text: str) -> str:
-    """A text whose control characters, such as those of a terminal's colours, are seen and not obeyed."""
-    return "".join(
-        repr(one)[1:-1] if one not in JOINERS and unicodedata.category(one) in INVISIBLE else one for one in text
-    )

@@ -8,12 +8,11 @@ import sys
 from typing import Any
 
 from d1.runs.ranges import check_ranges
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
-from d1.sampling.settings import SAMPLERS
+from d1.sampling.flags import FLAGS, add_sampling_flags
+from d1.sampling.settings import BLOCK_LENGTH, check_room
 
 PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")
-SETTINGS = ("block_length", "steps", "temperature", "cfg_scale", "remasking", "sampler", "reveal", "reveal_level")
+LEFT_OUT = ("gen_length", "kv_cache")  # the text says how many tokens are filled in, and there is no cache here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,19 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--block_length", type=int, help="masks filled before the next (default: 32, or a model's block)"
+    add_sampling_flags(
+        group,
+        LEFT_OUT,
+        block_length={"help": f"masks filled before the next (default: the model's own blocks, or {BLOCK_LENGTH})"},
+        diffusion_steps={"help": "forward passes (default: one a mask)"},
+        sampler={"help": "exact or parallel: there is no cache here (default: %(default)s)"},
     )
     group.add_argument("--order", choices=["left", "right"], default="left", help="from which side (default: left)")
-    group.add_argument("--steps", "--diffusion_steps", type=int, help="forward passes (default: one a mask)")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the default")
-    group.add_argument("--cfg_scale", type=float, default=0.0, help="classifier-free guidance; 0 is off, the default")
-    group.add_argument("--remasking", choices=[*REMASKING], default="low_confidence")
-    group.add_argument("--sampler", choices=SAMPLERS, default="exact", help="exact or parallel: there is no cache here")
-    group.add_argument("--reveal", choices=[*RULES], help="a parallel sampler's rule (default: threshold)")
-    levels = ", ".join(f"{rule} {level}" for rule, (_, level) in RULES.items())
-    group.add_argument("--reveal_level", type=float, help=f"the rule's level (default: {levels})")
-    group.add_argument("--seed", type=int, default=0, help="of the random draws (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -50,31 +44,31 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from d1.masking import keyed_generator
-    from d1.models import load_model, load_tokenizer
+    from d1.models import load_tokenizer
     from d1.models.adapters import adapter_chain
     from d1.models.kinds import native_config
+    from d1.models.load import load_on_device
     from d1.sampling import fill
     from d1.sampling.infill import fill_settings
 
     remote = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(args.checkpoint_path or args.model, **remote)
     ids, hidden, front, behind = encoded(tokenizer, pieces)
-    options = {name: getattr(args, name) for name in SETTINGS}
+    names = {name: name for name in FLAGS if name not in (*LEFT_OUT, "seed")} | {"diffusion_steps": "steps"}
+    options = {field: getattr(args, name) for name, field in names.items()}
     if not args.trust_remote_code:
         config, _ = native_config(adapter_chain(args.model, args.checkpoint_path)[0])
         fill_settings(config, sum(hidden), ordered=args.order == "right", **options)
-        check_room(config, len(ids))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
-    kernel = {"attn_implementation": args.attn_implementation}
-    model = load_model(args.model, dtype, device, adapter=args.checkpoint_path, **kernel, **remote)
+        check_room(config, len(ids) - sum(hidden), sum(hidden))
+    kernel = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}
+    model = load_on_device(args.model, args.dtype, **kernel, **remote)
     filled = fill(
         model,
-        torch.tensor([ids], device=device),
-        torch.tensor([hidden], device=device),
+        torch.tensor([ids], device=model.device),
+        torch.tensor([hidden], device=model.device),
         mask_token_id=tokenizer.mask_token_id,
         order=-torch.arange(len(ids)) if args.order == "right" else None,
-        generator=[keyed_generator(args.seed, device=device)],
+        generator=[keyed_generator(args.seed, device=model.device)],
         **options,
     ).ids[0]
     sys.stdout.write(f"{tokenizer.decode(filled[front : len(ids) - behind])}\n")
@@ -115,10 +109,3 @@ def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bo
         hidden += [isinstance(piece, int)] * len(own)
     behind = special[front:]
     return ids + behind, hidden + [False] * len(behind), front, len(behind)
-
-
-def check_room(config: Any, length: int) -> None:
-    """Raises ValueError for a text that is longer than a model reads."""
-    room = getattr(config, "max_position_embeddings", None)
-    if room is not None and length > room:
-        raise ValueError(f"the text has {length} tokens with those to fill in, and the model reads {room}")

@@ -18,9 +18,8 @@ from typing import Any
 
 from d1.runs.entry import OneLineParser
 from d1.runs.ranges import check_ranges
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
-from d1.sampling.settings import CACHES, SAMPLERS
+from d1.sampling.flags import add_sampling_flags, sampling_settings
+from d1.sampling.settings import check_room
 from d1.show.film import Film, filmed, piece
 from d1.tasks import SPLITS, TASKS, load_task
 
@@ -42,28 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--index", type=int, default=0, help="which problem of the split, from 0")
     asked.add_argument("--split", choices=SPLITS, default="test")
     asked.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
-    sampling_arguments(parser.add_argument_group("sampling"))
+    sampling = parser.add_argument_group("sampling")
+    add_sampling_flags(sampling)
+    sampling.add_argument("--eos_stop", action="store_true", help="leave out the blocks after the completion's end")
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--against", nargs="+", metavar="NAME=VALUE", default=[], help="a second run, with these flags")
     shown.add_argument("--html", type=Path, help="write a page that plays, to open in any browser")
     shown.add_argument("--svg", type=Path, help="write an animated picture, for a document")
     shown.add_argument("--gif", type=Path, help="write one for where no SVG moves")
     shown.add_argument("--pause", type=float, default=0.08, help="least seconds a step stays in the terminal")
-
-
-def sampling_arguments(group: Any) -> None:
-    group.add_argument("--gen_length", type=int, default=128, help="tokens of a completion (default: %(default)s)")
-    group.add_argument("--block_length", type=int, help="tokens filled at a time (default: the model's, or 32)")
-    group.add_argument("--diffusion_steps", type=int, help="forward passes (default: gen_length / 2)")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--cfg_scale", type=float, default=0.0, help="classifier-free guidance; 0 is off")
-    group.add_argument("--remasking", choices=REMASKING, default="low_confidence")
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--sampler", choices=SAMPLERS, default="exact", help="(default: %(default)s)")
-    group.add_argument("--kv_cache", choices=CACHES, help="what a cached sampler keeps (default: dual)")
-    group.add_argument("--reveal", choices=RULES, help="a parallel sampler's rule (default: threshold)")
-    group.add_argument("--reveal_level", type=float, help="the rule's level (default: the rule's own)")
-    group.add_argument("--eos_stop", action="store_true", help="leave out the blocks after the completion's end")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -77,11 +63,12 @@ def run(args: argparse.Namespace) -> None:
         check_arguments(one)
     from rich.console import Console
 
+    from d1.models.load import load_on_device
     from d1.runs.console import log_to_console
     from d1.show.terminal import play
 
     log_to_console()
-    loaded = functools.cache(load)  # two runs of one model load it once
+    loaded = functools.cache(load_on_device)  # two runs of one model load it once
     console, films = Console(), []
     for one, title in zip(runs, titles(runs), strict=True):
         record, total = rehearse(one, title, loaded)
@@ -131,18 +118,6 @@ def messages_of(args: argparse.Namespace) -> list[dict[str, str]]:
     return list(rows[args.index]["prompt"])
 
 
-def load(model_path: str, adapter: str | None, dtype: str | None, attn: str | None, remote: bool) -> Any:
-    """The model on the device there is."""
-    import torch
-
-    from d1.models import load_model
-
-    gpu = torch.cuda.is_available()
-    options: dict[str, Any] = {"adapter": adapter, "attn_implementation": attn, "trust_remote_code": remote}
-    chosen = getattr(torch, dtype or ("bfloat16" if gpu else "float32"))
-    return load_model(model_path, chosen, "cuda" if gpu else "cpu", **options)
-
-
 def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -> tuple[Callable[..., Any], int]:
     """What makes the film of a run, and the most steps that it can take."""
     import torch
@@ -150,27 +125,21 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     from d1.masking import keyed_generator
     from d1.models import load_tokenizer
     from d1.models.kinds import block_size
-    from d1.models.tokenizer import check_chat_template, encode_prompt, render_prompt
-    from d1.sampling import SamplingSettings, rollout_steps
+    from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
+    from d1.sampling import rollout_steps
 
-    options = {"plain_chat_template": args.plain_chat_template, "trust_remote_code": args.trust_remote_code}
-    tokenizer: Any = load_tokenizer(args.checkpoint_path or args.model_path, **options)
+    remote = {"trust_remote_code": args.trust_remote_code}
+    tokenizer: Any = load_tokenizer(
+        args.checkpoint_path or args.model_path, plain_chat_template=args.plain_chat_template, **remote
+    )
     check_chat_template(tokenizer, args.model_path)
     text = render_prompt(tokenizer, messages_of(args))
     ids = torch.tensor([encode_prompt(tokenizer, text)])
-    which = (args.model_path, args.checkpoint_path, args.dtype, args.attn_implementation, args.trust_remote_code)
-    model = loaded(*which)
-    blocks = args.block_length or block_size(model.config) or min(32, args.gen_length)
-    steps = args.diffusion_steps or max(args.gen_length // 2, 1)
-    filled_in = argparse.Namespace(**{**vars(args), "block_length": blocks, "diffusion_steps": steps})
-    settings = SamplingSettings.of(filled_in, steps="diffusion_steps")
-    room = getattr(model.config, "max_position_embeddings", None)
-    if room is not None and ids.shape[1] + args.gen_length > room:
-        raise ValueError(
-            f"{ids.shape[1]} tokens of prompt and {args.gen_length} more exceed the model's {room} positions"
-        )
-    turn = tokenizer.convert_tokens_to_ids(tokenizer.eot_token)
-    ends = list(dict.fromkeys([tokenizer.eos_token_id, turn, tokenizer.pad_token_id]))
+    kernel = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}
+    model = loaded(args.model_path, args.dtype, **kernel, **remote)
+    settings = sampling_settings(vars(args), model.config)
+    check_room(model.config, ids.shape[1], settings.gen_length)
+    blocks = settings.block_length
     filled = ids.shape[1] % blocks if block_size(model.config) else None  # of the block that the prompt ends in
     taken = functools.partial(
         rollout_steps,
@@ -180,7 +149,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
         settings,
         mask_token_id=tokenizer.mask_token_id,
         generator=[keyed_generator(args.seed, args.index, 0)],
-        eos_token_ids=ends if args.eos_stop else None,
+        eos_token_ids=end_ids(tokenizer) if args.eos_stop else None,
     )
     said = f"{args.model_path} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}"
     text_of = functools.partial(piece, tokenizer)

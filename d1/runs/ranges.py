@@ -77,10 +77,7 @@ RANGES = {
     "gen_length": COUNT,
     "max_completion_length": COUNT,
     "block_length": f"{COUNT} or None",
-    "steps": f"{COUNT} or None",
-    "diffusion_steps": COUNT,  # RL and evaluation put a number in the place of None before they check
-    "eval.diffusion_steps": f"{COUNT} or None",
-    "watch.diffusion_steps": f"{COUNT} or None",
+    "diffusion_steps": f"{COUNT} or None",
     "temperature": "[0, inf)",
     "cfg_scale": "[0, inf)",
     "reveal_level": "[0, inf) or None",

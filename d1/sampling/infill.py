@@ -18,11 +18,9 @@ from d1.sampling.caching import Passes
 from d1.sampling.loop import Rollout, check_generator, recorded
 from d1.sampling.predict import Generators, predict
 from d1.sampling.reveal import schedule_of
-from d1.sampling.settings import SamplingSettings
+from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings
 
 logger = logging.getLogger(__name__)
-
-BLOCK_LENGTH = 32  # hidden places filled at a time, where nothing says how many
 
 
 def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Rollout:

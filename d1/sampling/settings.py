@@ -125,6 +125,16 @@ class SamplingSettings:
         return reveal_schedule(*lengths) if filled is None else aligned_schedule(*lengths, filled)
 
 
+def check_room(model_config: Any, shown: int, hidden: int, advice: str = "") -> None:
+    """Raises ValueError, which ends in `advice`, where so many tokens, shown and to fill in, are longer than a model
+    of this config reads."""
+    room = getattr(model_config, "max_position_embeddings", None)
+    if room is not None and shown + hidden > room:
+        raise ValueError(
+            f"too long: {shown} tokens of text and {hidden} to fill in exceed the model's {room} positions{advice}"
+        )
+
+
 def check_count(name: str, value: Any) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be positive and whole, got {value!r}")

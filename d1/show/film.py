@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from d1.sampling import Step
 
 COLOURS = ("#f2a65a", "#f0c869", "#c9d47a", "#8fcf9a", "#5fc3b0")  # from unsure to sure, each under dark text
+MASK = "░"  # a hidden place, in a terminal
 HIDDEN, FILLED = -2, -1  # in place of a step: still a mask; filled without a look at it, because the text had ended
 
 
@@ -100,10 +101,15 @@ def piece(tokenizer: Any, token: int) -> str:
     return str(tokenizer.decode([token, token], clean_up_tokenization_spaces=False)[len(alone) :])
 
 
+def harmless(text: str, kept: str = "\n\t") -> str:
+    """A model's text for a terminal: what would move a cursor or turn the writing around is shown by its number, the
+    escape that begins an ANSI code as "⟨1B⟩", unless it is `kept`."""
+    return "".join(f"⟨{ord(one):X}⟩" if one not in kept and acts(one) else one for one in text)
+
+
 def visible(text: str) -> str:
-    """A model's text for a page, a picture or a terminal: what would move a cursor or turn the writing around is shown
-    by its number, the escape that begins an ANSI code as "⟨1B⟩". A line's end is "↵" and the line's end."""
-    return "".join("↵\n" if one == "\n" else f"⟨{ord(one):X}⟩" if acts(one) else one for one in text)
+    """The same for a page or a picture, where a line's end is "↵" and the line's end."""
+    return harmless(text, kept="\n").replace("\n", "↵\n")
 
 
 def acts(character: str) -> bool:

@@ -11,9 +11,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from d1.show.film import FILLED, HIDDEN, Film, chip, colour, visible
-
-MASK = "░"
+from d1.show.film import FILLED, HIDDEN, MASK, Film, chip, colour, harmless, visible
 
 
 def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0) -> Film:
@@ -35,7 +33,7 @@ def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0
                 done = film.passes
                 console.out(step_line(film, total), highlight=False)
         if film is not None:
-            console.out(visible(film.text).replace("↵\n", "\n"), highlight=False)
+            console.out(harmless(film.text), highlight=False)
     else:
         with Live(console=console, auto_refresh=False) as live:
             for film in films:

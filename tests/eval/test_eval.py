@@ -338,12 +338,35 @@ def test_an_encoder_is_refused_a_cache_before_its_weights_are_read(tiny_model_di
         evaluate(tmp_path, tmp_path, "--sampler", "cached")
 
 
+def without_blocks(model: Path, output_dir: Path, *flags: str) -> dict[str, Any]:
+    """The generation file and the record's settings of a run that is not told of blocks."""
+    required = ["--model_path", str(model), "--dataset", "sudoku", "--output_dir", str(output_dir), "--limit", "3"]
+    evaluation.main(evaluation.make_parser().parse_args([*required, "--gen_length", "12", *flags]))
+    (record,) = (json.loads(path.read_text()) for path in output_dir.glob("*_record.json"))
+    (results,) = (json.loads(path.read_text()) for path in output_dir.glob("*_generations.json"))
+    assert record["settings"]["block_length"] == record["identity"]["block_length"] == results["block_length"]
+    return results
+
+
+def test_a_block_causal_model_is_sampled_in_its_own_blocks_and_others_in_those_of_d1(
+    tiny_model_dir, tiny_block_dir, tmp_path, monkeypatch
+):
+    own = without_blocks(tiny_block_dir, tmp_path / "own")
+    assert own["block_length"] == 4
+    assert texts(own) == texts(evaluate(tiny_block_dir, tmp_path / "told", "--limit", "3"))  # that it has blocks of 4
+    assert without_blocks(tiny_model_dir, tmp_path / "whole")["block_length"] == 32
+    monkeypatch.setattr(generate_completions, "load_model_for", lambda _: pytest.fail("loaded the model"))
+    with pytest.raises(ValueError, match="has blocks of 4 tokens, so block_length must be 4, not 6"):
+        without_blocks(tiny_block_dir, tmp_path / "other", "--block_length", "6")
+    assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
+
+
 # ---- resuming
 
 
 def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir, tmp_path, monkeypatch):
     first = evaluate(tiny_model_dir, tmp_path, "--limit", "4")
-    monkeypatch.setattr(generate_completions, "load_model", lambda *_, **__: pytest.fail("loaded a model for nothing"))
+    monkeypatch.setattr(generate_completions, "load_model_for", lambda _: pytest.fail("loaded a model for nothing"))
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
     with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):
         evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--temperature", "0.5")

@@ -71,6 +71,15 @@ def test_completions_are_those_of_eval_py_with_every_sampler(start, tiny_model_d
     assert start(**settings).generate_until(generating(texts)) == [item["text"] for item in file["generations"]]
 
 
+def test_a_block_causal_model_completes_in_its_own_blocks(start, tiny_block_dir):
+    model, texts = {"model_path": str(tiny_block_dir)}, ["<bos>a b c", "<bos>1 2"]
+    for length in (3, 12):  # one is shorter than a block
+        told = start(**model, gen_length=length, block_length=4)
+        assert start(**model, gen_length=length).generate_until(generating(texts)) == told.generate_until(
+            generating(texts)
+        )
+
+
 def test_stop_strings_and_a_tasks_own_length_and_temperature_shape_a_completion(start):
     texts = ["<bos>a b c", "<bos>1 2", "<bos>"]
     model = start(**CANVAS)
@@ -262,12 +271,13 @@ def test_a_cache_of_other_weights_or_settings_is_refused(tiny_model_dir, tmp_pat
         (("--kv_cache", "dual"), "choose a cached one"),
         (("--gen_length", "0"), "--gen_length 0"),
         (("--mc_num", "0"), "--mc_num 0"),
-        (("--gen_length", "8", "--diffusion_steps", "9", "--block_length", "8"), "steps"),
+        (("--gen_length", "8", "--diffusion_steps", "9", "--block_length", "4"), "steps"),
+        (("--block_length", "8"), "block_length must be 4, not 8"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(flags, message):
+def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(tiny_block_dir, flags, message):
     with pytest.raises(ValueError, match=message):
-        main(make_parser().parse_args(["--model_path", "no/model", "--tasks", "x", *flags]))
+        main(make_parser().parse_args(["--model_path", str(tiny_block_dir), "--tasks", "x", *flags]))
 
 
 def test_without_the_harness_the_command_says_what_to_install():

@@ -72,14 +72,14 @@ def test_a_piece_is_read_alone_and_special_tokens_stand_around_the_whole():
         (["a1 [MASK:]"], r"\[MASK:\] says no number"),
         (["a1 [MASK:-2] [MASK]"], r"\[MASK:-2\] says no number"),
         (["Paris [MASK]"], "it has no token for 'Paris'"),
-        (["a1 [MASK:300]"], "the text has 301 tokens with those to fill in, and the model reads 256"),
+        (["a1 [MASK:300]"], "1 tokens of text and 300 to fill in exceed the model's 256 positions"),
         (["a1 [MASK]", "--sampler", "cached"], "use the sampler exact or parallel"),
         (["a1 [MASK]", "--reveal", "factor"], "would be ignored by the sampler exact"),
-        (["a1 [MASK]", "--steps", "0"], "--steps 0 .must be an integer"),
+        (["a1 [MASK]", "--steps", "0"], "--diffusion_steps 0 .must be an integer"),
     ],
 )
 def test_what_cannot_be_filled_is_refused_before_the_model_is_loaded(monkeypatch, words, message):
-    monkeypatch.setattr("d1.models.load_model", lambda *_, **__: pytest.fail("loaded the model"))
+    monkeypatch.setattr("d1.models.load.load_on_device", lambda *_, **__: pytest.fail("loaded the model"))
     with pytest.raises(ValueError, match=message):
         main(make_parser().parse_args(["fill", POCKET, *words]))
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_model, load_tokenizer
 from d1.sampling import SamplingSettings, rollout, rollout_steps
-from d1.show.film import COLOURS, FILLED, HIDDEN, Film, chip, colour, filmed, piece, visible
+from d1.show.film import COLOURS, FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
 from d1.show.flow import COLUMNS, film_gif, film_svg, flow
 from d1.show.page import film_data, film_page
 from d1.show.terminal import play
@@ -101,6 +101,7 @@ def test_what_acts_on_the_text_around_it_is_shown_by_its_number():
     assert visible(ANSI) == "⟨1B⟩[2J⟨1B⟩]0;owned⟨7⟩"
     assert visible(TURNED) == "⟨202E⟩abc⟨2028⟩"
     assert visible("\r\x85\ud800") == "⟨D⟩⟨85⟩⟨D800⟩"
+    assert harmless("line\n\tand عربي\u200cها\r") == "line\n\tand عربي\u200cها⟨D⟩"
     assert visible("é 东京 👩\u200d🔬\n") == "é 东京 👩\u200d🔬↵\n"
 
 
