@@ -120,7 +120,7 @@ def draw(case: Case, choice: Choice, number: int) -> Views:
 
 
 def some_rows(sampled: SampledRows, which: slice) -> SampledRows:
-    columns = {one.name: getattr(sampled, one.name) for one in fields(sampled)}
+    columns: dict[str, Any] = {one.name: getattr(sampled, one.name) for one in fields(sampled)}
     return SampledRows(**{name: None if value is None else value[which] for name, value in columns.items()})
 
 

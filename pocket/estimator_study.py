@@ -96,8 +96,8 @@ def target_of(case: Case, args: argparse.Namespace, file: Path) -> Target:
         partial = file.with_suffix(".partial")
         save_file(tensors, partial)
         partial.rename(file)
-    tensors = load_file(file)
-    return Target(**{name: value if value.dim() else value.item() for name, value in tensors.items()})
+    values: dict[str, Any] = {name: v if v.dim() else v.item() for name, v in load_file(file).items()}
+    return Target(**values)
 
 
 def identity(args: argparse.Namespace, name: str, path: Path) -> dict[str, Any]:
