@@ -122,8 +122,8 @@ def settings_table(board: Board) -> str:
             here = [(mu, fmean(by_task.values())) for (at, mu), by_task in sorted(found.items()) if at == rate]
             cells.append(", ".join(f"{100 * share:.1f} (mu {mu})" for mu, share in here))
         chosen = "{:g}, {}".format(*board.settings[method]) if method in board.settings else "not all runs done"
-        rate = f"{paper.scale['learning_rate']:g}" if "learning_rate" in paper.scale else "not given"
-        rows.append([method, chosen, f"{rate}, {paper.values['num_iterations']}", *cells])
+        given = f"{paper.scale['learning_rate']:g}" if "learning_rate" in paper.scale else "not given"
+        rows.append([method, chosen, f"{given}, {paper.values['num_iterations']}", *cells])
     return markdown_table(["method", "rate, mu here", "the paper's", *(f"rate {rate:g}" for rate in RATES)], rows)
 
 
