@@ -1,6 +1,7 @@
 # make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues;
 #                      TASK=countdown is another task than Sudoku
-# make test [ARGS=...] the tests; e.g. ARGS="-m slow", ARGS=tests/d1
+# make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
+# make leaderboard     every RL method at the same compute, five hours; ARGS=--quick: fifteen minutes
 # make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; twenty minutes
 # make lint            ruff and mypy
 # make clean           remove the environment and what tools left behind; never runs/ or results
@@ -13,22 +14,25 @@ ARGS ?=
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench leaderboard lint clean
 
 # Small models waste threads, and nothing here is to wait for a network.
-demo test: export OMP_NUM_THREADS = 1
-demo test: export OMP_WAIT_POLICY = PASSIVE
-demo test: export HF_HUB_OFFLINE = 1
-demo test: export WANDB_MODE = disabled
+demo test leaderboard: export OMP_NUM_THREADS = 1
+demo test leaderboard: export OMP_WAIT_POLICY = PASSIVE
+demo test leaderboard: export HF_HUB_OFFLINE = 1
+demo test leaderboard: export WANDB_MODE = disabled
 
 demo: .venv/.demo
 	python pocket/demo.py --task $(TASK) --seed $(SEED) $(ARGS)
 
 test: .venv/.test
-	python -m pytest $(ARGS)
+	python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: .venv/.demo
 	python benchmarks/results.py $(ARGS)
+
+leaderboard: .venv/.demo
+	python pocket/leaderboard.py $(ARGS)
 
 lint: .venv/.dev
 	ruff check .

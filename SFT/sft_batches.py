@@ -159,15 +159,34 @@ class dLLMDataCollator(DefaultDataCollator):
     """Pads rows to the longest of the batch, draws each row's t and mask, and hides the masked tokens.
 
     Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere) and
-    `attention_mask` (0 on padding), and `t` (rows,).
+    `attention_mask` (0 on padding), and `t` (rows,); with a `block_size` `t` is that of each token, (rows, length).
+
+    Args:
+        mask_token_id: the tokenizer's if None.
+        block_size: that of a block-causal model (`d1.models.kinds.block_size`): each block has its own t. Evaluation's
+            t stays one for the row.
+        complementary: a training row comes twice, in the second half of the batch with the opposite mask, as LLaDA2
+            (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. t is then 1 - t, so that each half on its own has
+            the distribution of a plain batch, and the loss over both stays unbiased.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, mask_token_id: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        mask_token_id: int | None = None,
+        *,
+        block_size: int | None = None,
+        complementary: bool = False,
+    ) -> None:
         super().__init__()
+        self.block_size, self.complementary = block_size, complementary
         self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Tensor]:
+        mirrored = [False] * len(features)
+        if self.complementary and features[0]["t"] is None:  # evaluation fixes each row's t, its mirror another row's
+            features, mirrored = [*features, *features], [*mirrored, *([True] * len(features))]
         lengths = [len(row["input_ids"]) for row in features]
         longest = max(lengths)
 
@@ -179,9 +198,10 @@ class dLLMDataCollator(DefaultDataCollator):
         visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
         times: list[Tensor] = []
         hidden: list[Tensor] = []
-        for row, maskable in zip(features, answer, strict=True):
+        for row, maskable, mirror in zip(features, answer, mirrored, strict=True):
             span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
-            t, mask = draw_noise(maskable, keyed_generator(*row["key"]), **span)
+            generator = keyed_generator(*row["key"])
+            t, mask = draw_noise(maskable, generator, mirror=mirror, block_size=self.block_size, **span)
             times.append(t)
             hidden.append(mask)
         return {

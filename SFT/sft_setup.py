@@ -62,6 +62,9 @@ def training_arguments(args: argparse.Namespace, folder: Path, fresh: bool) -> T
         ddp_backend="gloo" if deepspeed and not on_gpu() else None,
         dataloader_pin_memory=on_gpu(),
         remove_unused_columns=False,
+        push_to_hub=args.push_to_hub,
+        hub_model_id=args.hub_model_id,
+        hub_private_repo=args.hub_private_repo or None,  # None: as the account has it
         seed=args.seed,
     )
 

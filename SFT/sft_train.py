@@ -22,6 +22,12 @@ from d1.runs.ranges import check_ranges
 if TYPE_CHECKING:
     from sft_trainer import dLLMTrainer
 
+# Settings that a model card has elsewhere, or that made no difference to the model.
+NOT_OF_THE_METHOD = (
+    *("output_dir", "job_name", "model_name", "train_data", "debugging", "resume", "num_proc", "logging_steps"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo"),
+)
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,6 +73,11 @@ def make_parser() -> argparse.ArgumentParser:
         "included; to the longest row of the global batch; or to --max_length, as d1 does",
     )
     add("--group_by_length", action="store_true", help="batches of rows of like length: less padding")
+    add(
+        "--complementary_masks",
+        action="store_true",
+        help="each row twice a batch, once with the opposite mask: every answer token is learned from each time",
+    )
     # Model and precision.
     add("--full_finetuning", action="store_true", help="train all weights instead of a LoRA adapter")
     add("--lora_r", type=int, default=128)
@@ -102,6 +113,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="true|false|FOLDER",
         help="continue from the last complete checkpoint, if there is one, or from the one named",
     )
+    add("--push_to_hub", action="store_true", help="upload the model when all is done")
+    add("--hub_model_id", help="its name on the hub (default: JOB_NAME, under your account)")
+    add("--hub_private_repo", action="store_true", help="whether others may not see it")
     return parser
 
 
@@ -148,16 +162,19 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
 
     from d1.models import load_tokenizer
     from d1.models.convert import merge
+    from d1.models.kinds import block_size
     from d1.models.tokenizer import check_chat_template
     from d1.runs.checkpoints import checkpoint_to_resume, copy_model, is_finished
     from d1.runs.console import RunConsole, log_to_console, train_with_console, write_metrics
+    from d1.runs.hub import hold_push, publish
     from d1.runs.processes import check_processes
-    from d1.runs.record import log_without_account, save_record
+    from d1.runs.record import changed, log_without_account, save_record
 
     log_to_console()
     sft_setup.check_device(args)
     checkpoint = checkpoint_to_resume(str(folder), args.resume)
     training = sft_setup.training_arguments(args, folder, fresh=checkpoint is None)
+    push = hold_push(training)
     check_processes(training.world_size)
     set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
@@ -166,21 +183,25 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     sft_setup.check_room(args.model_name, max(train_dataset.lengths))
     if training.should_save:
         launched = {"world_size": training.world_size, "distributed_type": training.distributed_state.distributed_type}
+        launched["changed"] = changed(vars(args), vars(make_parser().parse_args([])), NOT_OF_THE_METHOD)
         save_record(str(folder), "run.json", vars(args) | launched)
         if not args.debugging:
             log_without_account(folder)
+    model = sft_setup.prepare_model(args)
+    blocks = block_size(model.config)
     trainer = dLLMTrainer(
-        model=sft_setup.prepare_model(args),
+        model=model,
         args=training,
-        data_collator=dLLMDataCollator(tokenizer),
+        data_collator=dLLMDataCollator(tokenizer, block_size=blocks, complementary=args.complementary_masks),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=[EarlyStoppingCallback(args.early_stop)] if args.early_stop else None,
         group_by_length=args.group_by_length,
     )
-    if checkpoint and (is_finished(checkpoint, training) or sft_setup.is_out_of_patience(checkpoint, args.early_stop)):
-        # Only what comes after training is left to do.
+    stopped = checkpoint is not None and sft_setup.is_out_of_patience(checkpoint, args.early_stop)
+    finished = stopped or is_finished(checkpoint, training)
+    if checkpoint and finished:  # only what comes after training is left to do
         logging.getLogger(__name__).info("%s is finished: there is nothing left to train.", folder)
         trainer.state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
         if training.should_save:
@@ -198,6 +219,8 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
             with writing(folder / "merged"):
                 merge(args.model_name, [str(folder)], str(folder / "merged"))
     trainer.end()
+    if training.should_save:  # the other processes need not wait for an upload
+        publish(training, push, started_again=finished)
     return trainer
 
 

@@ -2,6 +2,7 @@
 
 The loss is the sum over hidden answer tokens of cross-entropy / t', divided by the number of answer tokens. Both are
 taken over all micro-batches and processes of an optimizer step, so that neither changes the loss or its gradient.
+Of a block-causal model t' is that of the token's block, which is noised behind the clean text (BD3-LM, 2503.09573).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from d1.masking import noise_level
 from d1.models.attention import require_prepared
 from d1.models.head import body_and_head, run_inside, target_logps
 from d1.models.kinds import block_size
+from d1.models.two_streams import two_stream_states
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
 from d1.transformers_bridge import TrainerHooks
@@ -52,7 +54,7 @@ class dLLMTrainer(TrainerHooks, Trainer):
             `dLLMDataCollator`.
 
     Raises:
-        ValueError: the model was not prepared (`d1.models.prepare`), or it is block-causal.
+        ValueError: the model was not prepared (`d1.models.prepare`), or its blocks are not the collator's.
         FloatingPointError: from `train` or `evaluate`, a loss that is not finite; names the file with its rows. From
             `save_model`, weights that are not finite.
     """
@@ -63,10 +65,11 @@ class dLLMTrainer(TrainerHooks, Trainer):
         super().__init__(compute_metrics=band_losses, **kwargs)
         require_prepared(self.model)
         model: Any = self.model
-        if size := block_size(model.config):
+        noised, size = getattr(self.data_collator, "block_size", None), block_size(model.config)
+        if noised != size:
             raise ValueError(
-                f"this {model.config.model_type} has blocks of {size} tokens: it must learn from a noised block "
-                "beside the clean text before it, which SFT does not feed yet"
+                f"the collator draws noise for blocks of {noised} tokens and this {model.config.model_type} has blocks "
+                f"of {size} (None: no blocks): dLLMDataCollator(tokenizer, block_size={size})"
             )
         if self.args.n_gpu > 1:
             raise ValueError("one process a GPU, please: start with `accelerate launch`, or show it a single GPU")
@@ -93,13 +96,14 @@ class dLLMTrainer(TrainerHooks, Trainer):
         """Sum over each row's hidden tokens of cross-entropy / t': (rows,)."""
         labels = inputs["labels"]
         hidden = (inputs["input_ids"] != labels) & (labels != IGNORED)
-        weights = 1 / noise_level(inputs["t"].double()).unsqueeze(1).expand(labels.shape)
+        t = inputs["t"].double().view(len(labels), -1)  # one a row, or of a block-causal model one a token
+        weights = 1 / noise_level(t).expand(labels.shape)
         if not hidden.any():  # score one token with weight 0: every process has to call the head
             hidden[0, 0], weights = True, torch.zeros_like(weights)
 
         def hidden_losses(inner: Any) -> Tensor:
-            states = body_and_head(inner)[0](inputs["input_ids"], inputs["attention_mask"])
-            return -target_logps(inner, states[hidden], labels[hidden].clamp(min=0))[0]
+            states = states_of(inner, inputs, hidden)
+            return -target_logps(inner, states, labels[hidden].clamp(min=0))[0]
 
         losses = run_inside(model, hidden_losses)
         rows = hidden.nonzero()[:, 0]
@@ -133,14 +137,15 @@ class dLLMTrainer(TrainerHooks, Trainer):
         clean = torch.where(answers, labels, noised)
         tokenizer: Any = self.processing_class
         read = list if tokenizer is None else tokenizer.decode
-        losses = row_losses.tolist()
+        model: Any = self.model
+        losses, times, size = row_losses.tolist(), inputs["t"], block_size(model.config)
         bad = ~torch.isfinite(row_losses)
         rows = [
             {
                 "text": read(clean[row][visible[row]].tolist()),
                 "answer": read(clean[row][answers[row]].tolist()),
                 "hidden_tokens": int((noised != labels)[row][answers[row]].sum()),
-                "t": float(inputs["t"][row]),
+                "t": (times[row] if size is None else times[row][visible[row]][::size]).tolist(),
                 "loss": losses[row],
             }
             for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist()
@@ -156,7 +161,8 @@ class dLLMTrainer(TrainerHooks, Trainer):
             losses = self.row_losses(model, inputs)
         self.check_finite(losses.sum(), losses, inputs)
         answers = (inputs["labels"] != IGNORED).sum(-1)
-        return None, torch.stack([losses.double(), answers.double()], dim=1), inputs["t"]
+        times = inputs["t"].view(len(losses), -1)[:, 0]
+        return None, torch.stack([losses.double(), answers.double()], dim=1), times
 
     def start_counting(self) -> None:
         self.counts = torch.zeros(3, dtype=torch.long, device=self.args.device)
@@ -183,6 +189,21 @@ class dLLMTrainer(TrainerHooks, Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         check_weights(self.model, self.state.global_step)
         super().save_model(output_dir, _internal_call)
+
+
+def states_of(model: Any, inputs: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    """(n, hidden size): the last states of a batch's `hidden` tokens, row by row, from a forward pass.
+
+    A block-causal model reads the clean rows as well, behind which the noised ones begin with the first block that
+    hides anything in any row.
+    """
+    noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
+    size = block_size(model.config)
+    if size is None:
+        return body_and_head(model)[0](noised, visible)[hidden]
+    clean = torch.where(labels == IGNORED, noised, labels)
+    first = int(hidden.any(0).int().argmax()) // size * size
+    return two_stream_states(model, clean, noised[:, first:], visible)[hidden[:, first:]]
 
 
 class RestoreLossSums(TrainerCallback):

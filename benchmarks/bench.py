@@ -1,12 +1,14 @@
-"""python benchmarks/bench.py {sampler,scoring,memory,rl,sft,methods,gpu} [--size goal] [--repeats 5] [--output_dir DIR]
+"""python benchmarks/bench.py WHAT [--size goal] [--output_dir DIR]
 
 Races this library against the published way (`benchmarks/published.py`) and the bare transformer, side by side in one
 process, and writes `DIR/<what>_<size>.json` and `.md`.
 
     sampler   one rollout: published, ours, another library's (`--peer FILE.py`), and the body's forward passes alone
+    blocks    one rollout of a block-causal model: over its cache, and computing everything in each step
     scoring   old log-probs under mu masks; one update (loss and gradients)
     memory    peak bytes of both, measured, beside the formulas, and what these say at LLaDA-8B's size
-    rl, sft   whole optimizer steps of the real trainers by phase (`benchmarks/steps.py`): mu of them, on one rollout
+    rl, sft, sft_blocks
+              whole optimizer steps of the real trainers by phase (`benchmarks/steps.py`): mu of them, on one rollout
     methods   every RL method: a rollout and its updates, at most mu of them, beside its bare passes
     gpu       LLaDA-8B's shape with LoRA: rollout, scoring, update, compiled and not, with flash attention and without
 
@@ -98,6 +100,26 @@ def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
     results = race(contestants, args.repeats, base="bare body", warm=True)
     for name, row in results.items():
         row["multiply-adds / bare"] = work[name] / work["bare body"]
+    return {"results": results}
+
+
+def race_blocks(args: argparse.Namespace) -> dict[str, Any]:
+    """A model whose own blocks have `block` tokens: time, tokens fed through its body, and multiplications."""
+    model = random_model(args.size, block_size=args.block)
+    ids, mask = random_prompts(model, args.rows, args.prompt)
+    options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": args.length, "block_length": args.block}
+    options["steps"] = args.steps
+
+    def sample(recompute: bool) -> sampling.Rollout:
+        return sampling.rollout(model, ids, mask, recompute=recompute, **options)
+
+    contestants = {"recomputed": lambda: sample(True), "cached": lambda: sample(False)}
+    tokens = {name: run().forward_tokens.double().mean().item() for name, run in contestants.items()}
+    work = {name: multiply_adds(run) for name, run in contestants.items()}
+    results = race(contestants, args.repeats, base="recomputed", warm=True)
+    for name, row in results.items():
+        row |= {"tokens a row": tokens[name], "tokens / recomputed": tokens[name] / tokens["recomputed"]}
+        row["multiply-adds / recomputed"] = work[name] / work["recomputed"]
     return {"results": results}
 
 
@@ -216,19 +238,23 @@ def make_parser() -> argparse.ArgumentParser:
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "sampler": race_samplers,
+    "blocks": race_blocks,
     "scoring": race_scoring,
     "memory": measure_memory,
     "rl": race_whole_steps,
     "sft": race_whole_steps,
+    "sft_blocks": race_whole_steps,
     "methods": methods.race_methods,
     "gpu": gpu.race_gpu,
 }
 MATTERS = {  # settings beyond those that matter to all
     "sampler": ("block", "steps"),
+    "blocks": ("block", "steps"),
     "scoring": ("mu",),
     "memory": ("block", "mu"),
     "rl": ("block", "steps", "mu"),
     "sft": ("mu",),
+    "sft_blocks": ("block", "mu"),
     "methods": ("block", "steps", "mu"),
     "gpu": ("block", "steps", "mu", "compile"),
 }
@@ -251,7 +277,7 @@ def check_race(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.what}: --rows {args.rows} do not split into equal groups of about 8; try a multiple of 8"
         )
-    if args.what not in ("rl", "sft", "methods"):
+    if args.what not in ("rl", "sft", "sft_blocks", "methods"):
         return
     if args.size != "pocket" and (args.prompt < 2 or args.length < 8):
         raise ValueError(f"{args.what}: rows need --prompt 2 or more and --length 8 or more, for a word on either side")

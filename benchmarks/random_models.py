@@ -27,8 +27,8 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
 }
 
 
-def random_model(size: str, vocabulary: int | None = None) -> Any:
-    """A bidirectional Llama of a size in `SIZES`, with random weights.
+def random_model(size: str, vocabulary: int | None = None, block_size: int | None = None) -> Any:
+    """A Llama of a size in `SIZES`, with random weights: bidirectional, or with a block size block-causal.
 
     Raises:
         ValueError: LLaDA-8B without a GPU.
@@ -46,6 +46,7 @@ def random_model(size: str, vocabulary: int | None = None) -> Any:
         bos_token_id=1,
         eos_token_id=2,
         is_causal=False,
+        block_size=block_size,
     )
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainingArguments
 sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("", "SFT"))
 
 from sft_data import preprocess_dataset
-from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer, states_of
 
 from benchmarks.clock import Clock, ClockedTraining
 from benchmarks.random_models import ROOT, random_model
@@ -26,29 +26,38 @@ from d1.masking import noise_level
 from d1.models import load_model, load_tokenizer
 from d1.models.attention import padding_mask
 from d1.models.head import body_and_head
+from d1.models.kinds import block_size
+from d1.models.two_streams import two_stream_states
 
 
 class PublishedSFT(dLLMTrainer):
-    """The trainer with the logits of every position; its rows are filled to `max_length`."""
+    """The trainer with the logits of every position; its rows are filled to `max_length`, and of a block-causal model
+    whole in both streams (BD3-LM, arXiv 2503.09573, section 3.2)."""
 
     def row_losses(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        labels = inputs["labels"].masked_fill(inputs["input_ids"] == inputs["labels"], IGNORED)
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
-        return losses.view(labels.shape).sum(1) / noise_level(inputs["t"])
+        noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
+        hidden = labels.masked_fill(noised == labels, IGNORED)
+        if block_size(model.config):
+            clean = torch.where(labels == IGNORED, noised, labels)
+            logits = body_and_head(model)[1](two_stream_states(model, clean, noised, visible))
+        else:
+            logits = model(input_ids=noised, attention_mask=visible).logits
+        losses = F.cross_entropy(logits.flatten(0, 1), hidden.flatten(), reduction="none", ignore_index=IGNORED)
+        weights = 1 / noise_level(inputs["t"]).view(len(labels), -1)
+        return (losses.view(labels.shape) * weights).sum(1)
 
 
-def pocket_job() -> tuple[Any, Any, list[dict[str, Any]]]:
+def pocket_job(blocks: bool) -> tuple[Any, Any, list[dict[str, Any]]]:
     """The pocket model, its tokenizer and rows of its data."""
-    path = str(ROOT / "pocket" / "base")
+    path = str(ROOT / "pocket" / ("block_base" if blocks else "base"))
     lines = (ROOT / "dataset" / "sudoku_sft.jsonl").read_text().splitlines()[:256]
     return load_model(path), load_tokenizer(path), [json.loads(line) for line in lines]
 
 
-def random_job(args: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
+def random_job(args: Any, blocks: bool) -> tuple[Any, Any, list[dict[str, Any]]]:
     """A random model, its tokenizer, and rows with a prompt of `args.prompt` tokens and an answer of a quarter to all
     of `args.length`."""
-    model, source = random_model(args.size), random.Random(0)
+    model, source = random_model(args.size, block_size=args.block if blocks else None), random.Random(0)
     vocabulary = model.config.vocab_size
     rows = [
         {
@@ -60,9 +69,10 @@ def random_job(args: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
     return model, word_tokenizer(vocabulary), rows
 
 
-def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) -> Any:
-    """A trainer whose every `train()` is `args.mu` optimizer steps of `args.rows` rows, watched by `clock`."""
-    model, tokenizer, data = pocket_job() if args.size == "pocket" else random_job(args)
+def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock, blocks: bool = False) -> Any:
+    """A trainer whose every `train()` is `args.mu` optimizer steps of `args.rows` rows, watched by `clock`; `blocks`
+    is for a block-causal model."""
+    model, tokenizer, data = pocket_job(blocks) if args.size == "pocket" else random_job(args, blocks)
     max_length = args.prompt + args.length
     rows, _ = preprocess_dataset(Dataset.from_list(data), tokenizer, max_length, 0.0, num_proc=1)
     padding = "max" if kind is PublishedSFT else "batch"
@@ -83,7 +93,7 @@ def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) 
     trainer: Any = kind(
         model=model,
         args=config,
-        data_collator=dLLMDataCollator(tokenizer),
+        data_collator=dLLMDataCollator(tokenizer, block_size=block_size(model.config)),
         train_dataset=dLLMSFTDataset(rows, tokenizer, max_length, eos_padding=padding),
         processing_class=tokenizer,
         callbacks=[ClockedTraining(clock)],
@@ -105,12 +115,12 @@ def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) 
 def bare_sft(trainer: Any, clock: Clock) -> None:
     """Body, head at the hidden positions, and the backward pass from a given gradient of the logits, for the rows of
     the trainer's last steps."""
-    body, head = body_and_head(trainer.model)
+    head = body_and_head(trainer.model)[1]
     with clock.phase("update"):
         for inputs in trainer.seen[-trainer.args.max_steps :]:
             hidden = (inputs["input_ids"] != inputs["labels"]) & (inputs["labels"] != IGNORED)
-            mask = padding_mask(inputs["attention_mask"])
+            visible = {"attention_mask": padding_mask(inputs["attention_mask"])}
             with trainer.accelerator.autocast():
-                logits = head(body(inputs["input_ids"], mask)[hidden])
+                logits = head(states_of(trainer.model, inputs | visible, hidden))
             logits.backward(torch.ones_like(logits))
             trainer.model.zero_grad()

@@ -1,7 +1,7 @@
 """Whole optimizer steps by phase: the real trainers on small jobs, the same with the published pieces, the bare passes.
 
     rl    one rollout and its mu optimizer steps: sampling, rewards, old and reference log-probs, updates, AdamW
-    sft   a few optimizer steps: collating, noise, loss and gradients, AdamW
+    sft   a few optimizer steps: collating, noise, loss and gradients, AdamW; sft_blocks of a block-causal model
 
 `pocket` is the pocket model with its own task and data, as `diffu-grpo/pocket.yaml` trains it; the other sizes are
 random models on random words.
@@ -39,9 +39,9 @@ def rl_runs(args: Any, folder: Path, clocks: dict[str, Clock]) -> Runs:
     }
 
 
-def sft_runs(args: Any, folder: Path, clocks: dict[str, Clock]) -> Runs:
-    ours = sft_trainer(dLLMTrainer, args, folder, clocks["ours"])
-    theirs = sft_trainer(PublishedSFT, args, folder, clocks["published"])
+def sft_runs(args: Any, folder: Path, clocks: dict[str, Clock], blocks: bool = False) -> Runs:
+    ours = sft_trainer(dLLMTrainer, args, folder, clocks["ours"], blocks)
+    theirs = sft_trainer(PublishedSFT, args, folder, clocks["published"], blocks)
     return {"ours": ours.train, "bare": lambda: bare_sft(ours, clocks["bare"]), "published": theirs.train}
 
 
@@ -74,7 +74,8 @@ def bare_share(results: dict[str, dict[str, float]]) -> tuple[float, float, floa
 def race_steps(kind: str, args: Any, folder: Path) -> dict[str, Any]:
     """Ours, the bare passes and the published way: the race, seconds by phase (medians), and the share of the bare."""
     clocks = {name: Clock() for name in ("ours", "bare", "published")}
-    results, phases = race_clocked((rl_runs if kind == "rl" else sft_runs)(args, folder, clocks), clocks, args.repeats)
+    runs = rl_runs(args, folder, clocks) if kind == "rl" else sft_runs(args, folder, clocks, kind == "sft_blocks")
+    results, phases = race_clocked(runs, clocks, args.repeats)
     share, low, high = bare_share(results)
     remark = f"Share of the bare forward and backward passes in our whole: {share:.1%} ({low:.1%} to {high:.1%})."
     return {"results": results, "seconds by phase": phases, "remarks": [remark]}

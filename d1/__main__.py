@@ -5,6 +5,10 @@ python -m d1 merge BASE ADAPTER [ADAPTER ...] OUT   # LoRA adapters become part 
 python -m d1 export SRC OUT --format llada          # LLaDA's own names, for LLaDA's own code
 python -m d1 fit --model_path X --stage rl --gpus 8 # memory of a stage, and the largest batch on each card
 python -m d1 methods [NAME]                         # RL methods that --method takes, or the values of one
+python -m d1 chat MODEL                             # a chat, the answers coming into focus
+python -m d1 card RUN --results scores.json         # a run's model card, with the results of an evaluation
+python -m d1 watch --model_path X --prompt TEXT     # a completion coming into focus, in the terminal or as a page
+python -m d1 fill MODEL "The [MASK:3] of a text"    # masks anywhere in a text, filled in
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from d1.commands import a2d, export, fit, merge, methods
+from d1.commands import a2d, card, chat, export, fill, fit, merge, methods, watch
 from d1.runs.entry import OneLineParser, run_script
 
 COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(args)`
@@ -21,6 +25,10 @@ COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(a
     "export": export,
     "fit": fit,
     "methods": methods,
+    "chat": chat,
+    "card": card,
+    "watch": watch,
+    "fill": fill,
 }
 
 
@@ -30,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
-        _, _, what = (module.__doc__ or "").partition(": ")
+        _, _, what = (module.__doc__ or "").partition("\n")[0].partition(": ")
         module.add_arguments(commands.add_parser(name, help=what.strip(), description=module.__doc__))
     return parser
 

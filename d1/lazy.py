@@ -1,9 +1,14 @@
-"""Rooms whose names are imported when asked for, so that those of their files that need no torch answer at once."""
+"""Imports made when they are asked for: the names of a room, so that those of its files that need no torch answer at
+once, and a user's own file."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -16,3 +21,18 @@ def lazily(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(import_module(f"{room}.{homes[name]}"), name)
 
     return find
+
+
+def module_in(path: Path, name: str) -> ModuleType:
+    """Runs a user's `.py` file as the module `name`; nothing is left of one that raises half-way."""
+    spec = spec_from_file_location(name, path)
+    assert spec is not None  # always so for a path that ends with .py
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -54,7 +54,13 @@ def draw_masks(maskable: Tensor, p: float | Tensor, generators: Sequence[Generat
 
 
 def draw_noise(
-    maskable: Tensor, generator: Generator, *, low: float = 0.0, high: float = 1.0, mirror: bool = False
+    maskable: Tensor,
+    generator: Generator,
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    mirror: bool = False,
+    block_size: int | None = None,
 ) -> tuple[Tensor, BoolTensor]:
     """Time and mask of one training row: t ~ U(low, high), then each token hidden with probability t' (LLaDA).
 
@@ -64,10 +70,25 @@ def draw_noise(
             than rows that each draw from all of it.
         mirror: the antithetic twin of the draw that an equal generator gives: t -> 1 - t and u -> 1 - u. The two masks
             then cover every token, and have no more than a share of `NOISE_EPS` in common.
+        block_size: of a block-causal model, whose every block has a time of its own (BD3-LM, arXiv 2503.09573, section
+            3.1); blocks are counted from the first token. None is one time for all.
 
     Returns:
-        t (scalar) and the mask (tokens,) bool.
+        t (scalar; that of each token, (tokens,), with a `block_size`) and the mask (tokens,) bool.
     """
-    t = low + (high - low) * torch.rand((), generator=generator)
+    drawn = torch.rand((), generator=generator) if block_size is None else of_blocks(maskable, generator, block_size)
+    t = low + (high - low) * drawn
     t = 1 - t if mirror else t
     return t, draw_mask(maskable, noise_level(t), generator, mirror=mirror)
+
+
+def of_blocks(maskable: Tensor, generator: Generator, block_size: int) -> Tensor:
+    """A uniform number for each block with a token in `maskable` (tokens,), given to all its tokens; 0 in others.
+
+    None is drawn for other blocks, so neither padding nor a longer prompt shifts the stream.
+    """
+    block = torch.arange(len(maskable)) // block_size
+    noised = block[maskable.cpu()].unique()
+    uniform = torch.zeros(len(maskable))
+    uniform[noised] = torch.rand(len(noised), generator=generator)
+    return uniform[block]

@@ -10,8 +10,10 @@ import torch
 from torch import Generator, Tensor
 from update_views import Batch, fitted
 
+from d1.models.kinds import block_size
 from d1.sampling import Rollout, SamplingSettings, rollout
 from d1.scoring import SampledRows
+from d1.scoring.rollouts import blocks_of
 
 
 def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
@@ -69,8 +71,9 @@ def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
     return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
 
 
-def sampled_rows(batch: Batch, protect_specials_of: Any | None = None) -> SampledRows:
-    """What estimators may know of a batch; special tokens of a tokenizer can be kept from being hidden."""
+def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
+    """What estimators may know of a batch that a model of this config sampled; special tokens of a tokenizer can be
+    kept from being hidden."""
     maskable = batch["prompt_mask"].bool()
     if protect_specials_of is not None:
         maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
@@ -83,4 +86,5 @@ def sampled_rows(batch: Batch, protect_specials_of: Any | None = None) -> Sample
         reveal_steps=batch["reveal_steps"],
         logps=batch["rollout_logps"],
         entropies=batch["rollout_entropies"],
+        blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
     )

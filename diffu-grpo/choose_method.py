@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ from advantages import ADVANTAGES
 from objectives import OBJECTIVES
 from penalties import PENALTIES
 
+from d1.lazy import module_in
 from d1.methods import METHODS, Method
 from d1.scoring import ESTIMATORS, Estimator
 
@@ -59,17 +59,7 @@ def module_of(path: Path) -> ModuleType:
     known = sys.modules.get(name)
     if known is not None and known.__file__ == str(path):
         return known
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # always so for a path that ends with .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]  # half of it
-        raise
-    return module
+    return module_in(path, name)
 
 
 def check_names(method: Method, settings: Iterable[str]) -> None:

@@ -20,6 +20,7 @@ BOUNDS = ("spg", "stable_drl")  # objectives that make their bounds of means ove
 OF_LOGPS = ("trl", "reinforce", "clipped_views", "bgpo")  # objectives of sums of log-probabilities
 OWN = (*OF_LOGPS[1:], *BOUNDS)  # those that are not TRL's
 FIXED = ("one_step", "coupled", "random_masks", "left_to_right")  # estimators whose views have a fixed number
+CONSTANT = ("constant", "constant_with_warmup")  # rates that do not ask how long a run is
 
 
 def replays(settings: Any) -> bool:
@@ -93,6 +94,12 @@ CONTRADICTIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda s: s.use_bias_correction_kl and not (s.objective == "trl" and s.kl == "k3"),
         "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3",
+    ),
+    # The length of a run
+    (
+        lambda s: s.max_compute_tokens is not None and str(s.lr_scheduler_type.value) not in CONSTANT,
+        "a rate that falls over max_steps would fall too little by the step at which max_compute_tokens ends the run: "
+        "set --lr_scheduler_type constant or constant_with_warmup",
     ),
     # Mixtures of experts
     (

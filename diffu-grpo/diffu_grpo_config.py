@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from advantages import ADVANTAGES
+from choices import check_choices
 from choose_method import check_names, find_method
 from combinations import check_combination
 from objectives import OBJECTIVES, WITHOUT_OLD
@@ -17,40 +18,14 @@ from trl import GRPOConfig
 
 from d1.methods import METHODS, WITHOUT_REFERENCE
 from d1.runs.ranges import check_ranges
+from d1.sampling.blocks import check_sampler
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import TASKS
-
-# Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
-AUTOREGRESSIVE_ONLY = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "cache_implementation": None,
-    "generation_kwargs": None,
-    "use_vllm": False,
-    "use_transformers_continuous_batching": False,
-}
-
-# Settings of TRL's that are one name of a few. TRL 1.16 looks at them only at the first loss.
-CHOICES = {
-    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "sum", "luspo", "cispo", "sapo", "vespo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("none", "group", "batch"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "draw_steps": DRAW_STEPS,
-}
-# Those that are one name of a table, asked when settings are checked: rows count that were added until then.
-TABLES: dict[str, Callable[[], tuple[str, ...]]] = {
-    "estimator": lambda: (*ESTIMATORS,),
-    "objective": lambda: ("trl", *OBJECTIVES),
-    "kl": lambda: (*PENALTIES,),
-    "advantage": lambda: ("trl", *ADVANTAGES),
-}
+from d1.tasks.protocols import PROTOCOLS
 
 
 @dataclass
@@ -72,6 +47,10 @@ class DiffuGRPOConfig(GRPOConfig):
             "help": f"Task: {', '.join(TASKS)}, or the path of your own task file.",
         },
     )
+    prompt_protocol: str = field(
+        default="d1",
+        metadata={"help": f"How problems are asked and answers rewarded: {', '.join(PROTOCOLS)}."},
+    )
     data_file: str | None = field(
         default=None, metadata={"help": "Local json, jsonl, csv or parquet file to train on, in the task's schema."}
     )
@@ -89,6 +68,13 @@ class DiffuGRPOConfig(GRPOConfig):
             "help": "Continue from the last complete checkpoint (alone, or 'true'), or from the one in this folder.",
         },
     )
+    report: bool = field(
+        default=False, metadata={"help": "Write report.html at the end: curves, and completions before and after."}
+    )
+
+    max_compute_tokens: int | None = field(
+        default=None, metadata={"help": "End the run at the first step with so many compute_tokens, or at max_steps."}
+    )
 
     # Rollout
     max_prompt_length: int = field(default=200, metadata={"help": "Longest prompt in tokens; longer ones are refused."})
@@ -98,7 +84,10 @@ class DiffuGRPOConfig(GRPOConfig):
     plain_chat_template: bool = field(
         default=False, metadata={"help": "Give a tokenizer without a chat template a plain one."}
     )
-    block_length: int = field(default=32, metadata={"help": "Tokens a block; blocks are filled left to right."})
+    block_length: int | None = field(
+        default=None,
+        metadata={"help": "Tokens a block; blocks are filled left to right. By default the model's own, or else 32."},
+    )
     diffusion_steps: int | None = field(
         default=128, metadata={"help": "Forward passes a completion, spread over the blocks; one a token if unset."}
     )
@@ -218,25 +207,8 @@ class DiffuGRPOConfig(GRPOConfig):
                 "samples at once in d1. Use steps_per_generation for the first and rollout_batch_size for the second."
             )
         super().__post_init__()
-        self._check()
-
-    def _check(self) -> None:
-        for name, off in AUTOREGRESSIVE_ONLY.items():
-            if getattr(self, name) != off:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} belongs to autoregressive decoding and would be ignored here; "
-                    f"leave it at {off!r}. Rollouts are shaped by temperature, diffusion_steps, block_length, "
-                    "remasking and cfg_scale."
-                )
-        if not self.max_completion_length or self.max_completion_length % self.block_length:
-            raise ValueError(
-                f"max_completion_length ({self.max_completion_length}) must be a multiple of block_length "
-                f"({self.block_length})"
-            )
+        check_choices(self)
         self.sampling_settings()
-        for name, choices in {**CHOICES, **{name: rows() for name, rows in TABLES.items()}}.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         check_combination(self)
 
     @property
@@ -260,9 +232,24 @@ class DiffuGRPOConfig(GRPOConfig):
         """Whether the KL term, if there is one, is TRL's own, of which TRL keeps the metrics."""
         return self.objective == "trl" and self.kl == "k3"
 
-    def sampling_settings(self) -> SamplingSettings:
-        """How rollouts are sampled; raises ValueError where the settings make no sense."""
-        return SamplingSettings.of(self, gen_length="max_completion_length", steps="diffusion_steps")
+    def sampling_settings(self, model_config: Any = None) -> SamplingSettings:
+        """How rollouts are sampled; of a given model its blocks become `block_length`, where none is set.
+
+        Raises:
+            ValueError: the settings make no sense, or the model cannot sample with them.
+        """
+        called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
+        settings = SamplingSettings.of(self, model_config, **called)
+        settled = self.block_length is not None or model_config is not None
+        if settled and settings.gen_length % settings.block_length:
+            raise ValueError(
+                f"max_completion_length ({settings.gen_length}) must be a multiple of block_length "
+                f"({settings.block_length})"
+            )
+        if model_config is not None:
+            check_sampler(settings, model_config)
+            self.block_length = settings.block_length
+        return settings
 
 
 def with_method(fill: Callable[..., None]) -> Callable[..., None]:

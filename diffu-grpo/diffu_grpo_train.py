@@ -124,33 +124,40 @@ def main(
     # Only now, for they take seconds and `--help` needs none of them.
     import grpo_setup
     from accelerate import PartialState
+    from compute_budget import StopAtCompute, is_spent
     from diffu_grpo_trainer import DiffuGRPOTrainer
-    from grpo_checks import check_mask_id, check_model_settings, check_prompts, check_room, check_same_run
+    from grpo_checks import check_config, check_model_settings, check_prompts, check_same_run
     from grpo_plan import plan
     from rewards import accuracy_of, check_rewards
     from rollout_state import check_rollout
+    from shown_rollouts import ShowRollouts
 
     from d1.models import load_tokenizer
     from d1.models.tokenizer import check_chat_template
     from d1.runs.checkpoints import checkpoint_to_resume, is_finished
     from d1.runs.console import RunConsole, log_to_console, train_with_console
+    from d1.runs.hub import hold_push, publish
     from d1.runs.processes import check_processes
     from d1.runs.record import log_without_account, save_record
     from d1.tasks import load_task
+    from d1.tasks.protocols import under_protocol
 
     log_to_console()
     check_processes(args.world_size)
     check_model_settings(args, model_args)
+    push, changed = hold_push(args), grpo_setup.changed_settings(args, model_args)
     checkpoint = checkpoint_to_resume(str(args.output_dir), args.resume_from_checkpoint)
     if checkpoint:
         check_same_run(checkpoint, args, model_args)
         args.eval_on_start = False  # it was, at the start
-        if is_finished(checkpoint, args):
+        if is_finished(checkpoint, args) or is_spent(checkpoint, args.max_compute_tokens):
             if args.should_save:
                 grpo_setup.save_finished(checkpoint, args)
+                grpo_setup.write_report(args)
+                publish(args, push, started_again=True)
             return None
         check_rollout(Path(checkpoint), args.world_size)
-    task = load_task(args.dataset)
+    task = under_protocol(load_task(args.dataset), args.prompt_protocol)
     train_rows, eval_rows = grpo_setup.load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)
     weights = args.reward_weights or [1.0] * len(task.REWARDS)
@@ -160,14 +167,13 @@ def main(
     args.reward_weights = [*weights, 0.0]  # the accuracy is only watched
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
-    check_mask_id(args)
-    check_room(max(check_prompts(rows, tokenizer, args) for rows in filter(None, (train_rows, eval_rows))), args)
-
-    numbers = plan(args, len(train_rows))
+    longest = max(check_prompts(rows, tokenizer, args) for rows in filter(None, (train_rows, eval_rows)))
+    numbers = plan(args, len(train_rows), check_config(longest, args))
     kind = str(args.distributed_state.distributed_type) if args.distributed_state else "NO"
     if PartialState().is_main_process:
         logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
         settings = {**args.to_dict(), "model": vars(model_args), "plan": numbers, "distributed_type": kind}
+        settings |= {"changed": changed, "validation_problems": len(eval_rows or [])}
         save_record(str(args.output_dir), "run.json", settings)
         if "wandb" in args.report_to:
             log_without_account(str(args.output_dir))
@@ -184,14 +190,22 @@ def main(
         task_name=args.dataset,
         callbacks=callbacks,
     )
+    if args.report:
+        trainer.add_callback(ShowRollouts(trainer))
+    if args.max_compute_tokens:
+        trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
     cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
     console = RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
     train_with_console(trainer, console, checkpoint)
     with writing(str(args.output_dir)):
         trainer.save_model(args.output_dir)
         trainer.save_state()
+        if args.should_save:
+            grpo_setup.write_report(args)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    if args.should_save:  # the other processes need not wait for an upload
+        publish(args, push)
     return trainer
 
 

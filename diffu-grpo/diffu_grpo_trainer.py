@@ -44,7 +44,6 @@ from d1.models.attention import require_prepared
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
 from d1.sampling import Rollout
-from d1.sampling.blocks import check_sampler
 from d1.scoring import Randomness, Scores, Views
 from d1.scoring.rollouts import randomness
 
@@ -82,8 +81,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if self.mask_token_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         require_prepared(model)
-        self.sampling = args.sampling_settings()
-        check_sampler(self.sampling, model.config)
+        self.sampling = args.sampling_settings(model.config)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with reference_from(model if args.needs_reference else None):
             super().__init__(
@@ -191,7 +189,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if self.args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
         batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
-        sampled = sampled_rows(batch, self.text_tokenizer if self.args.protect_special_tokens else None)
+        protected = self.text_tokenizer if self.args.protect_special_tokens else None
+        sampled = sampled_rows(batch, self.model.config, protected)
         batch |= draw_updates(sampled, self.randomness(len(record)), self.args)
         self.log_metric("prompt_masked", prompt_masked(batch))
         self.score_rollout(batch)
@@ -274,8 +273,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        started, rollouts = time.perf_counter(), len(self.rollout_seconds)
+        started, processor, rollouts = time.perf_counter(), time.process_time(), len(self.rollout_seconds)
         loss = super().training_step(*args, **kwargs)
+        self.log_metric("seconds/processor", time.process_time() - processor)
         self.log_metric("seconds/update", time.perf_counter() - started - sum(self.rollout_seconds[rollouts:]))
         return loss
 

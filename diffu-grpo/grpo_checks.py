@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from d1.models.adapters import adapter_chain
-from d1.models.kinds import native_config
+from d1.models.kinds import block_size, native_config
 from d1.models.tokenizer import encode_prompt, render_prompt
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ SAME_RUN = (
     "use_peft",
     "dataset",
     "data_file",
+    "prompt_protocol",
     "seed",
     "per_device_train_batch_size",
     "steps_per_generation",
@@ -98,26 +99,29 @@ def check_same_run(checkpoint: str, args: DiffuGRPOConfig, model_args: ModelConf
         )
 
 
-def check_mask_id(args: DiffuGRPOConfig) -> None:
-    """Refuses a `mask_id` that the model has no embedding for; a model with its own code has to know itself."""
-    if args.mask_id is None or args.trust_remote_code:
-        return
-    config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
-    if args.mask_id >= config.vocab_size:
-        raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has only {config.vocab_size} tokens, from 0 on")
+def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
+    """Refuses what the model's config speaks against; a model with its own code has to know itself. The blocks of a
+    block-causal model become `block_length` where none is set.
 
+    Args:
+        prompt: tokens of the longest prompt.
 
-def check_room(prompt: int, args: DiffuGRPOConfig) -> None:
-    """Refuses more tokens, of a prompt and its completion, than the model has positions."""
+    Returns:
+        Tokens of a block, for a block-causal model.
+    """
     if args.trust_remote_code:
-        return
+        return None
     config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
+    args.sampling_settings(config)
+    if args.mask_id is not None and args.mask_id >= config.vocab_size:
+        raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has only {config.vocab_size} tokens, from 0 on")
     room = config.max_position_embeddings
     if prompt + int(args.max_completion_length or 0) > room:
         raise ValueError(
             f"--max_completion_length {args.max_completion_length} and a prompt of {prompt} tokens exceed the model's "
             f"{room} positions"
         )
+    return block_size(config)
 
 
 def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:

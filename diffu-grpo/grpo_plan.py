@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 from diffu_grpo_config import DiffuGRPOConfig
@@ -11,13 +12,28 @@ from objectives import OVER_ALL_ROWS
 from d1.scoring import ESTIMATORS
 
 
-def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
+def most_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
+    """Views of a row in an update, at most. A block-causal model, of blocks of `block_size` tokens, scores a step of
+    every block in one view."""
+    if block_size is not None:
+        sampling = args.sampling_settings()
+        schedules = [sampling.schedule(filled) for filled in range(block_size)]
+        args = copy(args)
+        args.max_completion_length = block_size
+        args.diffusion_steps = max(len(block) for schedule in schedules for block in schedule)
+    return ESTIMATORS[args.estimator].views(args)
+
+
+def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None) -> dict[str, Any]:
     """The plan: name -> number, as the console shows it.
 
     Passes are those of one row, in a rollout and all updates on it, and the most there can be. Fewer are made where a
     row ends before its canvas does, or a parallel sampler reveals more than is due, and where a view hides no token
     that is scored: two draws of the same step are one view, and a completion of few steps or tokens has no more views
     than these.
+
+    Args:
+        block_size: of a block-causal model.
 
     Raises:
         ValueError: the training problems are too few for one rollout.
@@ -36,7 +52,7 @@ def plan(args: DiffuGRPOConfig, num_prompts: int) -> dict[str, Any]:
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_an_epoch)
     epochs, rest = divmod(steps, steps_an_epoch)  # the last step of an epoch may be short of micro-steps
     rollouts = epochs * rollouts_an_epoch + math.ceil(rest * args.gradient_accumulation_steps / cycle)
-    views = ESTIMATORS[args.estimator].views(args)
+    views = most_views(args, block_size)
     return {
         "processes": args.world_size,
         "prompts an optimizer step": completions / int(args.num_generations or 1),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from choose_method import find_method
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from peft import PeftConfig, PeftModel
@@ -19,8 +21,18 @@ from d1.models import load_model
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.runs.checkpoints import copy_model
 from d1.runs.console import write_metrics
+from d1.runs.ranges import RANGES
+from d1.runs.record import changed
+from d1.tasks.protocols import with_shots
 
 logger = logging.getLogger(__name__)
+
+# Settings that a model card has elsewhere, that made no difference to the model, or that follow from others.
+NOT_OF_THE_METHOD = (
+    *("model_path", "dataset", "data_file", "method", "resume_from_checkpoint", "bf16", "local_rank"),
+    *("generation_batch_size", "steps_per_generation", "pad_to_multiple_of", "logging_steps", "save_steps"),
+    *("save_total_limit", "eval_steps", "eval_limit", "per_device_eval_batch_size"),
+)
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
@@ -35,7 +47,7 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
         evaluation = evaluation.select(range(min(args.eval_limit or len(evaluation), len(evaluation))))
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
-    return train, evaluation
+    return with_shots(task, train, args.data_file, evaluation)
 
 
 def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
@@ -70,6 +82,19 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
     return config
 
 
+def changed_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
+    """The settings of a run that differ from those of its method, for its model card: of TRL's and Transformers' own,
+    numbers and a few names, without what they derive from others."""
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in (*fields(args), *fields(model_args))
+    }
+    method = find_method(args.method)
+    known = {*DiffuGRPOConfig.__annotations__, *RANGES, "lr_scheduler_type", "optim", "sync_ref_model"}
+    settings = {name: value for name, value in vars(args).items() if name in known} | vars(model_args)
+    return changed(settings, {**defaults, **method.scale, **method.values}, NOT_OF_THE_METHOD)
+
+
 def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:
     """Finishes a run that was killed after its last checkpoint: copies its model and state from there."""
     states = [Path(folder) / "trainer_state.json" for folder in (checkpoint, str(args.output_dir))]
@@ -80,3 +105,13 @@ def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:
         shutil.copy(states[0], states[1])
         write_metrics(str(args.output_dir), TrainerState.load_from_json(str(states[0])).log_history)
     logger.info("%s is finished: there is nothing left to train.", args.output_dir)
+
+
+def write_report(args: DiffuGRPOConfig) -> None:
+    """Writes report.html into the folder of a run that ends, if it was asked for."""
+    if args.report:
+        from plot_curves import report_page
+
+        folder = Path(str(args.output_dir))
+        (folder / "report.html").write_text(report_page([folder], [folder.name]), encoding="utf-8")
+        logger.info("Report: %s", folder / "report.html")

@@ -31,6 +31,7 @@ from d1.models import load_model
 from d1.transformers_bridge import TrainerHooks
 
 ACCURACY = "completion_is_right"  # joins the columns of a sampled row: the task's accuracy, which is no reward
+REWARD = "completion_reward"  # joins them too: the weighted sum of a row's rewards
 TokenRecord = list[list[float]]  # for each token of a canvas, the numbers recorded when it was sampled
 
 
@@ -110,8 +111,8 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         started = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
-        if ACCURACY in inputs[0]:
-            batch[ACCURACY] = torch.tensor([row[ACCURACY] for row in inputs], device=batch["advantages"].device)
+        for column in inputs[0].keys() & {ACCURACY, REWARD}:
+            batch[column] = torch.tensor([row[column] for row in inputs], device=batch["advantages"].device)
         self.after_rollout(batch, batch.pop("sampling_per_token_logps"))
         self.rollout_finished(time.perf_counter() - started)
         return batch
@@ -119,10 +120,12 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
         rewards = with_accuracy(self, super()._calculate_rewards, inputs, *args, **kwargs)
-        if getattr(self.reward_funcs[-1], "only_watched", False):
-            own = rewards[self.accelerator.process_index * len(inputs) :, -1]
-            for row, value in zip(inputs, own.tolist(), strict=False):
-                row[ACCURACY] = value
+        first = self.accelerator.process_index * len(inputs)
+        own = rewards[first : first + len(inputs)]
+        totals = (own * self.reward_weights.to(own.device)).nansum(dim=1)
+        watched = getattr(self.reward_funcs[-1], "only_watched", False)
+        for row, total, last in zip(inputs, totals.tolist(), own[:, -1].tolist(), strict=True):
+            row |= {REWARD: total, **({ACCURACY: last} if watched else {})}
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 

@@ -26,6 +26,7 @@ TRAINED_WITH = {  # flags of eval.py: the training settings in run.json they def
     "gen_length": "max_completion_length",
     "block_length": "block_length",
     "diffusion_steps": "diffusion_steps",
+    "prompt_protocol": "prompt_protocol",
 }
 
 

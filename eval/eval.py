@@ -29,10 +29,10 @@ from d1.runs.entry import OneLineParser, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.ranges import check_ranges
 from d1.runs.record import run_record
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
-from d1.sampling.settings import CACHES, SAMPLERS
+from d1.sampling.flags import add_sampling_flags, sampling_settings
+from d1.sampling.settings import check_room
 from d1.tasks import SPLITS, TASKS, load_task
+from d1.tasks.protocols import PROTOCOLS, shots_of, under_protocol
 
 if TYPE_CHECKING:
     from eval_prompts import Prompt
@@ -58,26 +58,18 @@ def make_parser() -> argparse.ArgumentParser:
     task.add_argument("--split", choices=SPLITS, default="test")
     task.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
     task.add_argument("--limit", type=int, help="evaluate this many problems, drawn once and for all from the split")
-    task.add_argument("--few_shot", type=int, default=0, help="solved training problems shown before each problem")
+    task.add_argument(
+        "--prompt_protocol", default="d1", help=f"how problems are asked and answers read: {', '.join(PROTOCOLS)}"
+    )
+    task.add_argument(
+        "--few_shot", type=int, help="solved training problems shown before each (default: as the protocol has it)"
+    )
     task.add_argument("--few_shot_file", help="local file of the training problems for --few_shot")
     task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
     task.add_argument("--dont_use_box", action="store_true", help=r"do not ask for the answer in \boxed{}")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--gen_length", type=int, default=128, help="tokens of a completion")
-    sampling.add_argument("--block_length", type=int, default=32, help="tokens filled before moving right")
-    sampling.add_argument("--diffusion_steps", type=int, help="forward passes a completion (default: gen_length / 2)")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    sampling.add_argument("--cfg_scale", type=float, default=0.0, help="classifier-free guidance; 0 is off")
-    sampling.add_argument("--remasking", choices=REMASKING, default="low_confidence")
+    add_sampling_flags(sampling, seed={"help": "of sampling and of the few-shot draw (default: %(default)s)"})
     sampling.add_argument("--num_samples", type=int, default=1, help="completions a problem, for pass@k and majority")
-    sampling.add_argument("--seed", type=int, default=0, help="of sampling and of the few-shot draw")
-    sampling.add_argument(
-        "--sampler", choices=SAMPLERS, default="exact", help="all but exact trade accuracy for speed (default: exact)"
-    )
-    sampling.add_argument("--kv_cache", choices=CACHES, help="what a cached sampler keeps (default: dual)")
-    levels = ", ".join(f"{rule} {level}" for rule, (_, level) in RULES.items())
-    sampling.add_argument("--reveal", choices=RULES, help="a parallel sampler's rule (default: threshold)")
-    sampling.add_argument("--reveal_level", type=float, help=f"the rule's level (default: {levels})")
     sampling.add_argument(
         "--eos_stop", action="store_true", help="leave out the blocks after a completion's end: same answers, less work"
     )
@@ -111,31 +103,30 @@ def main(args: argparse.Namespace) -> None:
         ValueError, FileNotFoundError: an argument, a file or a path makes no sense, before the model is loaded.
     """
     check_ranges(vars(args), "eval")
-    if args.diffusion_steps is None:
-        args.diffusion_steps = max(args.gen_length // 2, 1)
     check_output_dir(args.output_dir)
 
     # Only now, for they take seconds and `--help` needs none of them.
     from eval_processes import from_rank_0, join_processes, leave_processes
-    from eval_prompts import read_prompts, tokenizer_path
-    from generate_completions import check_room
+    from eval_prompts import config_of, read_prompts, tokenizer_path
     from run_identity import run_identity, setup_name, task_name
 
     from d1.models import load_tokenizer
-    from d1.models.adapters import adapter_chain
-    from d1.models.kinds import native_config
     from d1.models.tokenizer import check_chat_template
 
+    as_d1 = load_task(args.dataset)
+    task = under_protocol(as_d1, args.prompt_protocol)
+    args.few_shot = shots_of(task, args.few_shot)
     check_arguments(args)
+    config = config_of(args.model_path, args.checkpoint_path, args.trust_remote_code)
+    settings = sampling_settings(vars(args), config)
+    args.block_length, args.diffusion_steps = settings.block_length, settings.steps  # as files and records name them
     rank, world = join_processes()
-    task = load_task(args.dataset)
     tokenizer = load_tokenizer(
         tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
     )
     check_chat_template(tokenizer, args.model_path)
     prompts = read_prompts(args, task, tokenizer)
-    if not args.trust_remote_code:
-        check_room(args, prompts, native_config(adapter_chain(args.model_path, args.checkpoint_path or None)[0])[0])
+    check_room(config, max(len(prompt.ids) for prompt in prompts), args.gen_length)
     if args.dont_save:
         args.output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_"))
     journal = Journal(args.output_dir, setup_name(args), rank)
@@ -149,7 +140,7 @@ def main(args: argparse.Namespace) -> None:
         logger.info("%s is complete already; --overwrite starts again", journal.results)
     if rank == 0:
         setup = next(setup for setup in read_setups(args.output_dir) if setup.name == journal.setup)
-        user_tasks = {} if args.dataset in TASKS else {task_name(args): task}
+        user_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
         sys.stdout.write(as_table([score_setup(setup, "strict", user_tasks)[0]]))
         if args.dont_save:
             shutil.rmtree(args.output_dir)
@@ -175,30 +166,26 @@ def run_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuses arguments that contradict each other or do not fit the model.
+    """Refuses arguments that contradict each other.
 
     Raises:
         ValueError, FileNotFoundError: says which, and what to use instead.
     """
-    from generate_completions import sampling_settings
-
-    from d1.models.adapters import adapter_chain
-    from d1.models.kinds import native_config
-    from d1.sampling.caching import check_cacheable
-
-    settings = sampling_settings(args)
-    if args.num_samples > 1 and not settings.draws:
+    if args.num_samples > 1 and not sampling_settings(vars(args)).draws:
         raise ValueError(
             "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"
         )
+    for name in ("add_reasoning", "dont_use_box"):
+        if args.prompt_protocol != "d1" and getattr(args, name):
+            raise ValueError(
+                f"--{name} belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
+            )
     if args.few_shot and args.dont_use_box:
         raise ValueError("--dont_use_box does not go with --few_shot: the problems shown have boxed answers")
     if args.few_shot and args.few_shot_file and args.few_shot_file == args.data_file:
         raise ValueError("--few_shot_file and --data_file are the same: the problems shown must not be those asked")
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
-    if settings.cache and not args.trust_remote_code:
-        check_cacheable(native_config(adapter_chain(args.model_path, args.checkpoint_path or None)[0])[0])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ left a part is generated again, whole.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -19,24 +18,17 @@ from eval_prompts import Prompt
 from tqdm import tqdm
 
 from d1.masking import keyed_generator
-from d1.models import load_model
+from d1.models.load import load_on_device
+from d1.models.tokenizer import end_ids
 from d1.sampling import rollout
-from d1.sampling.settings import SamplingSettings
+from d1.sampling.flags import sampling_settings
+from d1.sampling.settings import check_room
 
 Request = tuple[Prompt, int]  # what one completion answers: a prompt, and which of its samples it is
 
 
 def key_of(row: Request) -> Key:
     return row[0].index, row[1]
-
-
-def pick_dtype(args: argparse.Namespace) -> torch.dtype:
-    return getattr(torch, args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
-
-
-def sampling_settings(args: argparse.Namespace) -> SamplingSettings:
-    """Those that eval.py's flags choose."""
-    return SamplingSettings.of(args, steps="diffusion_steps")
 
 
 def all_batches(prompts: Iterable[Prompt], num_samples: int, batch_size: int) -> list[list[Request]]:
@@ -62,7 +54,8 @@ def generate_missing(
     mine = unfinished[journal.rank :: world]
     if not mine:
         return
-    model = load_model_for(args, mine)
+    model = load_model_for(args)
+    check_room(model.config, max(len(prompt.ids) for batch in mine for prompt, _ in batch), args.gen_length)
     ends = torch.tensor(end_ids(tokenizer), device=model.device)
     generated, passes, rows, started = 0, 0, 0, time.perf_counter()
     new = sum(key_of(row) not in done for batch in mine for row in batch)
@@ -81,35 +74,15 @@ def generate_missing(
             progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes / rows:.1f} forward passes each", refresh=False)
 
 
-def load_model_for(args: argparse.Namespace, batches: list[list[Request]]) -> Any:
+def load_model_for(args: argparse.Namespace) -> Any:
     """The model on this process's device."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    model = load_model(
+    return load_on_device(
         args.model_path,
-        pick_dtype(args),
-        f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu",
+        args.dtype,
         adapter=args.checkpoint_path or None,
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
     )
-    check_room(args, (prompt for batch in batches for prompt, _ in batch), model.config)
-    return model
-
-
-def check_room(args: argparse.Namespace, prompts: Iterable[Prompt], config: Any) -> None:
-    """Raises ValueError where a prompt and its completion are longer than a model of this `config` reads."""
-    longest = max(len(prompt.ids) for prompt in prompts)
-    room = getattr(config, "max_position_embeddings", None)
-    if room is not None and longest + args.gen_length > room:
-        raise ValueError(
-            f"--gen_length {args.gen_length} and a prompt of {longest} tokens exceed the model's {room} positions"
-        )
-
-
-def end_ids(tokenizer: Any) -> list[int]:
-    """Tokens that end a completion: end of text (first, it fills what an EOS stop leaves out), end of turn, padding."""
-    turn = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "eot_token", None) or tokenizer.eos_token)
-    return list(dict.fromkeys([tokenizer.eos_token_id, turn, tokenizer.pad_token_id]))
 
 
 def generate_batch(
@@ -132,7 +105,7 @@ def generate_batch(
         model,
         ids.to(ends.device),
         mask.to(ends.device),
-        sampling_settings(args),
+        sampling_settings(vars(args), model.config),
         mask_token_id=tokenizer.mask_token_id,
         generator=[keyed_generator(args.seed, prompt.index, sample) for prompt, sample in batch],
         eos_token_ids=ends.tolist() if args.eos_stop else None,

@@ -3,7 +3,7 @@
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
 `{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Ours add to an item `text`,
 `tokens` (generated before the end), `forward_passes`, `forward_tokens` (fed through the model in these) and, when there
-are several, `samples`; to the file `task` and `expected_problems`.
+are several, `samples`; to the file `task`, `expected_problems` and `prompt_protocol`.
 Whatever is wrong with a file or an item is noted, and the rest is read.
 """
 
@@ -57,6 +57,7 @@ class GeneratedSetup:
     model: str
     gen_length: int
     expected: int | None
+    protocol: str = "d1"  # as eval.py --prompt_protocol
     problems: list[GeneratedProblem] = field(default_factory=list)
     duplicates: int = 0
     missing_ranks: list[int] = field(default_factory=list)
@@ -87,12 +88,13 @@ def generation_file(
         )
     seconds = sum(entry["seconds"] for entry in done.values())
     names = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
+    settings = {name: getattr(args, name) for name in (*names, "prompt_protocol")}
     return {
         "generations": items,
         "metrics": {"wall_time": seconds, "total_processed": len(items)},
         "task": task,
         "expected_problems": len(items),
-    } | {name: getattr(args, name) for name in names}
+    } | settings
 
 
 def read_setups(folder: str | Path) -> list[GeneratedSetup]:
@@ -138,6 +140,7 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     expected = read_expected(own, files[ours[0]].name, errors) if ours else D1_PROBLEMS.get(task)
     model = head.removeprefix("math500_" if head.startswith("math500_") else task + "_")
     setup = GeneratedSetup(name, task, model, int(length), expected, errors=errors)
+    setup.protocol = str(own.get("prompt_protocol", "d1"))
     setup.missing_ranks = sorted(set(range(max(files) + 1)) - set(files))
     seen: set[str] = set()
     for rank, data in contents.items():

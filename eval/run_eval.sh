@@ -7,7 +7,8 @@
 #   CHECKPOINT_PATH  LoRA adapter                   (default none)
 #   TASKS            e.g. "gsm8k sudoku"            (default all four)
 #   GEN_LENGTHS      e.g. "128 256"                 (default "128 256 512"; diffusion steps are half of each)
-#   BLOCK_LENGTH     (default 32)   BATCH_SIZE (default 8)   OUTPUT_DIR (default results/)
+#   BLOCK_LENGTH     (default the model's own blocks, or 32)
+#   BATCH_SIZE       (default 8)   OUTPUT_DIR (default results/)
 #   EXTRA            further flags of eval.py       (default "--add_reasoning", as in the paper)
 # Without MODEL_PATH, Countdown and Sudoku are cut to 256 problems, as in the paper. A killed run continues where it
 # stopped when it is started again. The pocket model, on any machine:
@@ -52,7 +53,7 @@ for task in ${TASKS:-gsm8k math countdown sudoku}; do
             --checkpoint_path "${CHECKPOINT_PATH:-}" \
             --dataset "$task" \
             --gen_length "$gen_length" \
-            --block_length "${BLOCK_LENGTH:-32}" \
+            ${BLOCK_LENGTH:+--block_length "$BLOCK_LENGTH"} \
             --batch_size "${BATCH_SIZE:-8}" \
             --output_dir "$output_dir" \
             "${limit[@]}" "${extra[@]}"

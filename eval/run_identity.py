@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import transformers
 from eval_prompts import Prompt
-from generate_completions import pick_dtype, sampling_settings
 
 from d1.models.adapters import adapter_chain
+from d1.models.load import named_dtype
+from d1.sampling.flags import sampling_settings
 from d1.tasks import TASKS
 
 WHOLE_FILE = 16 << 20  # bytes up to which a weights file is hashed whole
@@ -32,6 +33,8 @@ def setup_name(args: argparse.Namespace) -> str:
     parts = [path.resolve().parent.name, path.name] if within_run else [path.resolve().name]
     if args.split != "test":
         parts.append(args.split)
+    if args.prompt_protocol != "d1":
+        parts.append(args.prompt_protocol)
     if args.few_shot:
         parts.append(f"fs{args.few_shot}")
     model = re.sub(r"[^\w.-]+", "-", "_".join([*parts, *filter(None, [args.suffix])]))
@@ -44,11 +47,12 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     asked = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
     # What is off is left out, so that runs begun before there was a choice can still be resumed.
-    sampling = sampling_settings(args)
+    sampling = sampling_settings(vars(args))
     chosen = {"kv_cache": sampling.cache, "reveal": sampling.rule, "reveal_level": sampling.level}
     approximate = {"sampler": chosen} if args.sampler != "exact" else {}
     stop = {"eos_stop": True} if args.eos_stop else {}
-    dtype = pick_dtype(args)
+    protocol = {"prompt_protocol": args.prompt_protocol} if args.prompt_protocol != "d1" else {}
+    dtype = named_dtype(args.dtype)
     return {
         "weights": [weights_fingerprint(path) for path in (base, *adapters)],
         "problems": len(prompts),
@@ -58,6 +62,7 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         **{name: getattr(args, name) for name in names},
         **approximate,
         **stop,
+        **protocol,
         **(rounding_identity(args) if dtype != torch.float32 else {}),
     }
 

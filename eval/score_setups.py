@@ -15,6 +15,7 @@ from published_scoring import score_published
 
 from d1.show.uncertainty import sign_test, wilson_interval
 from d1.tasks import MAX_TEXT, TASKS, load_task
+from d1.tasks.protocols import under_protocol
 
 
 @dataclass
@@ -60,7 +61,9 @@ def score_setup(
     if setup.errors and not setup.problems:
         return row, []
     try:
-        task = task_module(setup.task, user_tasks) if scoring == "strict" else None
+        if scoring == "published" and setup.protocol != "d1":
+            raise ValueError(f"the published rules are for d1's prompts, and these are {setup.protocol}'s")
+        task = under_protocol(task_module(setup.task, user_tasks), setup.protocol) if scoring == "strict" else None
     except ValueError as error:
         row.errors.append(f"{setup.name}: {error}")
         return row, []

@@ -3,6 +3,7 @@
     make demo                                 # sets up an environment, then does what the next line does
     python pocket/demo.py --seed 0            # about five minutes on two cores; results in runs/demo/seed0
     python pocket/demo.py --task countdown    # another task; results in runs/demo/countdown/seed0
+    python pocket/demo.py --model block       # the block-causal pocket model; results in runs/demo/block/seed0
     python pocket/demo.py --seed 0 --miniature --output_dir runs/miniature     # a minute; shows that all of it works
 
 Every stage is its real entry point, started as its users do. Ctrl-C and the same command again: it continues.
@@ -20,7 +21,9 @@ from phases import Phase, PhaseError, run_phases
 from recipes import RECIPES, ROOT
 from report import ARMS, write_report
 from rich.console import Console
-from task_report import FOUR_ARMS, write_task_report
+from task_report import FOUR_ARMS, demo_folder, write_task_report
+
+BLOCK_BASE = "block_base"  # Sudoku's, in pocket/
 
 # What RL is given beyond pocket.yaml, of each task whose base is there.
 GRPO = {
@@ -35,6 +38,7 @@ GRPO = {
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=[*GRPO], default="sudoku")
+    parser.add_argument("--model", choices=["full", "block"], default="full", help="attention; of Sudoku alone")
     parser.add_argument("--seed", type=int, default=0, help="of SFT and RL; the base model stays the same")
     parser.add_argument("--output_dir", help="results go to its folder seedN; default: runs/demo, or runs/demo/TASK")
     parser.add_argument("--split", choices=["test", "validation"], default="test", help="problems to judge arms on")
@@ -48,18 +52,18 @@ def arms_of(task: str) -> tuple[str, ...]:
     return tuple(ARMS) if task == "sudoku" else FOUR_ARMS
 
 
-def base_of(task: str) -> Path:
-    return ROOT / "pocket" / RECIPES[task].base
+def base_of(task: str, model: str = "full") -> Path:
+    return ROOT / "pocket" / (BLOCK_BASE if model == "block" else RECIPES[task].base)
 
 
-def sft(folder: Path, seed: int, miniature: bool, task: str = "sudoku") -> Phase:
+def sft(folder: Path, seed: int, miniature: bool, task: str = "sudoku", model: str = "full") -> Phase:
     """Light SFT on 1,000 curated traces: one epoch, all weights."""
     recipe = RECIPES[task]
     flags = ["--train_data", ROOT / "dataset" / recipe.sft_file, "--full_finetuning", "--debugging", "--resume"]
     flags += ["--num_epochs", 1, "--batch_size", 32, "--grad_accum_steps", 1, "--learning_rate", 2e-4]
     flags += ["--eos_padding", recipe.lengths[-1], "--max_length", 128, "--logging_steps", 4, "--eval_steps", 10]
     flags += ["--num_proc", 1]
-    flags += ["--model_name", base_of(task), "--output_dir", folder, "--job_name", "sft", "--seed", seed]
+    flags += ["--model_name", base_of(task, model), "--output_dir", folder, "--job_name", "sft", "--seed", seed]
     flags += ["--max_steps", 4] if miniature else []
     return Phase("sft", [sys.executable, "sft_train.py", *map(str, flags)], ROOT / "SFT", weight=15)
 
@@ -75,7 +79,7 @@ def grpo(
 ) -> Phase:
     """120 rollouts of diffu-GRPO with pocket.yaml."""
     flags = ["--config", "pocket.yaml", "--model_path", start, "--output_dir", folder / name, "--seed", seed]
-    flags += ["--resume_from_checkpoint", "true", *GRPO[task]]
+    flags += ["--resume_from_checkpoint", "true", "--report", "true", *GRPO[task]]
     flags += ["--task", ROOT / "pocket" / "shuffled_sudoku.py"] if name == "shuffled" else []
     flags += ["--max_steps", 8, "--eval_strategy", "no", "--save_steps", 4] if miniature else []
     command = [sys.executable, "diffu_grpo_train.py", *map(str, flags)]
@@ -104,34 +108,37 @@ def evaluation(
     )
 
 
-def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", split: str = "test") -> list[Phase]:
-    base, arms, recipe = base_of(task), arms_of(task), RECIPES[task]
+def phases_of(
+    folder: Path, seed: int, miniature: bool, task: str = "sudoku", split: str = "test", model: str = "full"
+) -> list[Phase]:
+    base, arms, recipe = base_of(task, model), arms_of(task), RECIPES[task]
     # Two chains of like length come first, so that two cores are both busy to the end.
     train = [
-        sft(folder, seed, miniature, task),
+        sft(folder, seed, miniature, task, model),
         grpo("grpo", base, folder, seed, miniature, task=task),
         grpo("sft_grpo", folder / "sft", folder, seed, miniature, needs=("sft",), task=task),
     ]
     train += [grpo("shuffled", base, folder, seed, miniature, task=task)] if "shuffled" in arms else []
     models = {arm: base if arm == "base" else folder / arm for arm in arms}
     return train + [
-        evaluation(arm, model, length, folder, miniature, recipe.task, split)
-        for arm, model in models.items()
+        evaluation(arm, path, length, folder, miniature, recipe.task, split)
+        for arm, path in models.items()
         for length in recipe.lengths
     ]
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.model == "block" and (args.task, args.split) != ("sudoku", "test"):
+        raise ValueError("--model block is there for Sudoku's test problems alone: leave out --task and --split")
     console = Console()
-    runs = ROOT / "runs" / "demo"
-    output_dir = Path(args.output_dir) if args.output_dir else runs if args.task == "sudoku" else runs / args.task
-    folder = output_dir.resolve() / f"seed{args.seed}"
+    output_dir = Path(args.output_dir) if args.output_dir else demo_folder(args.task)
+    folder = output_dir.resolve() / ("" if args.model == "full" else args.model) / f"seed{args.seed}"
     console.print(f"d1 on the pocket model, {args.task}, seed {args.seed}: results in {folder}")
     started = time.monotonic()
-    phases = phases_of(folder, args.seed, args.miniature, args.task, args.split)
+    phases = phases_of(folder, args.seed, args.miniature, args.task, args.split, args.model)
     seconds = run_phases(phases, folder, args.jobs, console)
     if args.task == "sudoku" and args.split == "test":
-        report = write_report(folder, seconds, console)
+        report = write_report(folder, seconds, console, base_of(args.task, args.model))
     else:
         report = write_task_report(folder, args.task, arms_of(args.task), seconds, console, args.split)
     console.print(f"{time.monotonic() - started:.0f} s. Report: {report}")

@@ -19,6 +19,7 @@ from d1.models import load_model, load_tokenizer
 from d1.runs.entry import run_script
 from d1.sampling import rollout
 from d1.show.denoise import denoise_svg
+from d1.show.film import Film
 from d1.tasks import load_task
 
 BLOCK = 8
@@ -55,14 +56,10 @@ def main(args: argparse.Namespace) -> None:
     )
     tokens = [str(tokenizer.convert_ids_to_tokens(token)) for token in sampled.ids[0, PROMPT_TOKENS:].tolist()]
     puzzle = row["question"].strip()[-len(CELLS) :]
-    picture = denoise_svg(
-        tokens,
-        sampled.reveal_steps[0].tolist(),
-        sampled.logps[0].tolist(),
-        ["" if digit == "0" else digit for digit in puzzle],
-        answer_places(tokens),
-        line=BLOCK,
-    )
+    record = (sampled.reveal_steps, sampled.logps, sampled.entropies)
+    film = Film("", row["question"], "", tokens, *(numbers[0].tolist() for numbers in record))
+    givens = ["" if digit == "0" else digit for digit in puzzle]
+    picture = denoise_svg(film, givens, answer_places(tokens), line=BLOCK)
     args.output.write_text(picture)
 
 

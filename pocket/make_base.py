@@ -29,6 +29,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from d1.masking import draw_mask, keyed_generator, noise_level
 from d1.models import prepare
+from d1.models.head import body_and_head
+from d1.models.kinds import block_size
+from d1.models.two_streams import two_stream_states
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
@@ -39,7 +42,8 @@ CHECKPOINT_EVERY = 200
 
 @dataclass
 class Progress:
-    """How far a run is and what it has measured; `accuracy[stage][length]` is the share of problems solved."""
+    """How far a run is and what it has measured: seconds of the processor, and in `accuracy[stage][length]` the share
+    of problems solved."""
 
     stage: int = 0
     step: int = 0
@@ -48,7 +52,9 @@ class Progress:
     accuracy: list[dict[int, float]] = field(default_factory=list)
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int = 64) -> LlamaForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int = 64, block_size: int | None = None
+) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -63,6 +69,8 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int 
         pad_token_id=tokenizer.pad_token_id,
     )
     config.is_causal = False  # Transformers then attends both ways, here and wherever the saved config is loaded
+    if block_size is not None:
+        config.block_size = block_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return prepare(LlamaForCausalLM(config))
@@ -90,18 +98,30 @@ def draw_batch(
 def diffusion_loss(
     model: LlamaForCausalLM, ids: Tensor, prompt_tokens: int, mask_token_id: int, key: tuple[int, ...]
 ) -> Tensor:
-    """LLaDA's loss: cross-entropy over t' of the masked answer tokens, over all answer tokens."""
+    """LLaDA's loss: cross-entropy over t' of the masked answer tokens, over all answer tokens.
+
+    Of a block-causal model each block has its own t' (BD3-LM, arXiv 2503.09573).
+    """
     generator = keyed_generator(*key)
     rows, length = ids.shape
+    block = torch.arange(length) // (block_size(model.config) or length)
     # Each row's t is uniform, but the batch covers (0, 1) evenly, which takes noise out of the loss.
-    t = (torch.rand(1, generator=generator) + torch.arange(rows) / rows) % 1
-    p = noise_level(t).unsqueeze(1)
+    t = (torch.rand(1, int(block[-1]) + 1, generator=generator) + torch.arange(rows).unsqueeze(1) / rows) % 1
+    p = noise_level(t)[:, block]
     answer = (torch.arange(length) >= prompt_tokens).expand(rows, -1)
     masked = draw_mask(answer, p, generator)
-    positions = torch.arange(prompt_tokens, length)
-    logits = model(input_ids=ids.masked_fill(masked, mask_token_id), logits_to_keep=positions).logits
+    logits = answer_logits(model, ids, ids.masked_fill(masked, mask_token_id), prompt_tokens)
     losses = cross_entropy(logits.transpose(1, 2), ids[:, prompt_tokens:], reduction="none")
-    return (losses * masked[:, prompt_tokens:] / p).sum() / losses.numel()
+    return (losses * masked[:, prompt_tokens:] / p[:, prompt_tokens:]).sum() / losses.numel()
+
+
+def answer_logits(model: LlamaForCausalLM, clean: Tensor, noised: Tensor, prompt_tokens: int) -> Tensor:
+    """Logits (rows, answer, vocabulary) of noised answers, of a block-causal model behind the clean text."""
+    size = block_size(model.config)
+    if size is None:
+        return model(input_ids=noised, logits_to_keep=torch.arange(prompt_tokens, noised.shape[1])).logits
+    states = two_stream_states(model, clean, noised[:, prompt_tokens // size * size :], None)
+    return body_and_head(model)[1](states[:, prompt_tokens % size :])
 
 
 def solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, gen_length: int) -> float:
@@ -140,11 +160,12 @@ def pretrain(
     seed: int,
     checkpoint: Path,
     checkpoint_every: int = CHECKPOINT_EVERY,
+    blocks: int | None = None,
 ) -> tuple[LlamaForCausalLM, Progress]:
     """All stages, `steps` of them each, on the problems that `draw` gives; goes on from `checkpoint` where that file
     exists."""
     tokenizer = build_tokenizer(recipe.task)
-    model, progress = build_model(tokenizer, seed, recipe.hidden_size), Progress()
+    model, progress = build_model(tokenizer, seed, recipe.hidden_size, blocks), Progress()
     optimizer = new_optimizer(model)
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
@@ -188,6 +209,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, nargs=2, metavar=("STAGE1", "STAGE2"), help="default: the recipe's")
+    parser.add_argument("--block_size", type=int, help="attend block-causally, to blocks of so many tokens")
     parser.add_argument("--data_file", type=Path, help="training problems; default: the task's in dataset/")
     parser.add_argument("--output_dir", type=Path, help="default: the task's folder in pocket/")
     parser.add_argument("--checkpoint_dir", type=Path, default=ROOT / "runs" / "pocket-base")
@@ -201,13 +223,15 @@ def main(args: argparse.Namespace) -> None:
     steps = tuple(args.steps or (stage.steps for stage in recipe.stages))
     data_file = args.data_file or ROOT / "dataset" / recipe.training_file
     output_dir = args.output_dir or ROOT / "pocket" / recipe.base
-    checkpoint = args.checkpoint_dir / f"{args.task}-seed{args.seed}-{'-'.join(map(str, steps))}.pt"
-    model, progress = pretrain(recipe, recipe.problems(data_file), steps, args.seed, checkpoint)
+    blocks = f"-blocks{args.block_size}" if args.block_size else ""
+    checkpoint = args.checkpoint_dir / f"{args.task}-seed{args.seed}-{'-'.join(map(str, steps))}{blocks}.pt"
+    draw = recipe.problems(data_file)
+    model, progress = pretrain(recipe, draw, steps, args.seed, checkpoint, blocks=args.block_size)
     model.save_pretrained(output_dir)
     build_tokenizer(recipe.task).save_pretrained(output_dir)
     problems = len(load_task(recipe.task).load_rows("validation"))
     facts = (model.num_parameters(), problems, progress.tokens, progress.seconds, progress.accuracy)
-    card = model_card(args.task, *facts, steps, args.seed)
+    card = model_card(args.task, *facts, steps, args.seed, args.block_size)
     (output_dir / "README.md").write_text(card)
     checkpoint.unlink()
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from recipes import RECIPES
+
 CARD = """\
 # Pocket base model
 
-A masked diffusion language model with {parameters:,} parameters that {does}: a bidirectional Llama
-(`is_causal: false`) trained from scratch with LLaDA's loss. It exists so that the whole of d1 can be run and checked on
+A masked diffusion language model with {parameters:,} parameters that {does}: a {attention} Llama
+(`{field}`) trained from scratch with {loss} loss. It exists so that the whole of d1 can be run and checked on
 a CPU, and for nothing else.
 
-It was made by `python pocket/make_base.py {flags}--seed {seed}`: {tokens:.1f}M tokens in {minutes:.0f} minutes
-on one thread. Another CPU or version of torch rounds differently and ends at other weights with the same behaviour.
+It was made by `python pocket/make_base.py {flags}--seed {seed}{block_flags}`: \
+{tokens:.1f}M tokens in {minutes:.0f} minutes on one thread.
+Another CPU or version of torch rounds differently and ends at other weights with the same behaviour.
 
 | {measure}, greedy | length {lengths[0]} | length {lengths[1]} |
 | --- | --- | --- |
@@ -20,10 +23,17 @@ on one thread. Another CPU or version of torch rounds differently and ends at ot
 | after stage 2, {steps[1]} steps on mixed answers (this model) | {last[0]:.3f} | {last[1]:.3f} |
 
 **What it could do before its last stage.** Stage 1 taught it to solve. Stage 2 then buried that skill under answers of
-mixed quality, as text of the web is mixed: half {mixture}
+mixed quality, as text of the web is mixed: half {mixture} \
 SFT and RL on this model recover and sharpen a skill that the mixture hid. They do not create it.
 
 {about}"""
+FULL = {"attention": "bidirectional", "field": "is_causal: false", "loss": "LLaDA's", "block_flags": ""}
+BLOCKS = {
+    "attention": "block-causal",
+    "field": "block_size: {size}",
+    "loss": "BD3-LM's",
+    "block_flags": " --block_size {size} --output_dir pocket/block_{base}",
+}
 SUDOKU = {
     "does": "fills in 4x4 Sudoku grids",
     "measure": "exact-solve rate, {problems} validation puzzles",
@@ -48,8 +58,9 @@ COUNTDOWN = {
     "measure": "solve rate, {problems} validation problems",
     "flags": "--task countdown ",
     "mixture": """\
-`quick` (the sum of all three numbers; a third of these truncated, without
-tags or rambling), 30% `scan` (as near to the target as + and - come), 20% `careful` (right, any of the right ways).""",
+`quick` (the sum of all three numbers; a third of these truncated,
+without tags or rambling), 30% `scan` (as near to the target as + and - come), 20% `careful` (right, any of the right
+ways).""",
     "about": """\
 **Data.** Three numbers from 1 to 12 and a target up to 60, in two steps of whole numbers from 0 to 60: the problems of
 `dataset/pocket_countdown_train.jsonl`. Its 264 sets of numbers occur in neither validation nor test. The model was
@@ -67,7 +78,8 @@ ARITHMETIC = {
     "flags": "--task arithmetic ",
     "mixture": """\
 `quick` (sums without carrying; a third of these truncated, without tags
-or rambling), 30% `scan` (differences without borrowing), 20% `careful` (right).""",
+or rambling), 30% `scan` (differences without borrowing), 20%
+`careful` (right).""",
     "about": """\
 **Data.** Problems drawn on the fly from the numbers of `dataset/arithmetic_train.jsonl`: a start of two digits and
 three operands, in any order and with any signs that keep to two digits. No start occurs with the same operands in
@@ -91,11 +103,15 @@ def model_card(
     accuracy: Sequence[dict[int, float]],
     steps: Sequence[int],
     seed: int,
+    block_size: int | None = None,
 ) -> str:
     """The card; `accuracy[stage][length]` is the share of `problems` validation problems solved after a stage."""
+    attention = BLOCKS if block_size else FULL
     texts = TEXTS[task] | {"measure": TEXTS[task]["measure"].format(problems=problems)}
+    kind = {name: text.format(size=block_size, base=RECIPES[task].base) for name, text in attention.items()}
     return CARD.format(
         **texts,
+        **kind,
         parameters=parameters,
         seed=seed,
         tokens=tokens / 1e6,

@@ -1,4 +1,7 @@
-"""How the base model of each pocket task is made: its problems, its texts, its size and its two stages."""
+"""How the base model of each pocket task is made: its problems, its texts, its size and its two stages.
+
+Arithmetic's base is still to be made, by `python pocket/make_base.py --task arithmetic`; until then it has no demo.
+"""
 
 from __future__ import annotations
 

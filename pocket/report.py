@@ -34,12 +34,14 @@ ARMS = {
 }
 LENGTHS = (32, 40)  # tokens generated; 16 and 20 diffusion steps
 PAIRS = (("base", "sft"), ("base", "grpo"), ("sft", "sft_grpo"), ("grpo", "sft_grpo"), ("base", "shuffled"))
+BASE = ROOT / "pocket" / "base"
+FINAL = "sft_grpo"  # what `watch` shows beside the base
 EXAMPLES = 10
 
 
-def setup_name(arm: str, length: int) -> str:
-    """What the generation files of an arm at a length are called."""
-    return f"sudoku_{arm}_{length}_{length // 2}"
+def setup_name(arm: str, length: int, base: Path = BASE) -> str:
+    """What the generation files of an arm at a length are called: models go by their folders."""
+    return f"sudoku_{base.name if arm == 'base' else arm}_{length}_{length // 2}"
 
 
 def parse(folder: Path, *flags: str) -> Any:
@@ -61,11 +63,11 @@ def cell(row: dict[str, Any]) -> str:
     return f"{row['accuracy']:.1f} [{row['ci_low']:.1f}, {row['ci_high']:.1f}]"
 
 
-def write_report(folder: Path, seconds: dict[str, float], console: Console) -> Path:
+def write_report(folder: Path, seconds: dict[str, float], console: Console, base: Path = BASE) -> Path:
     """Writes table.json, curves.png and report.md into `folder` and shows the table; returns the report's path."""
     table = accuracies(folder)
     (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
-    rows = [[title, *(cell(table[setup_name(arm, length)]) for length in LENGTHS)] for arm, title in ARMS.items()]
+    rows = [[title, *(cell(table[setup_name(arm, n, base)]) for n in LENGTHS)] for arm, title in ARMS.items()]
     shown = Table("exact solves, % [95% interval]", *(f"length {length}" for length in LENGTHS))
     for row in rows:
         shown.add_row(*row)
@@ -80,9 +82,14 @@ def write_report(folder: Path, seconds: dict[str, float], console: Console) -> P
     n = next(iter(table.values()))["n"]
     text = f"# d1 on the pocket model\n\nExact solves in percent on {n} test puzzles, greedy, with 95% intervals.\n\n"
     text += markdown_table(["", *(f"length {length}" for length in LENGTHS)], rows)
-    text += "\n## Differences, paired by puzzle\n\n" + differences_table(folder)
+    text += "\n## Differences, paired by puzzle\n\n" + differences_table(folder, base)
     text += "\n## Training\n\n![Reward, accuracy, KL and length against rollouts](curves.png)\n\n"
-    text += "Dashed: validation puzzles, one sampled completion each.\n\n## Ten problems\n\n" + examples(folder)
+    text += "Dashed: validation puzzles, one sampled completion each. What RL did, with completions that play: "
+    text += ", ".join(f"[{ARMS[arm]}]({arm}/report.html)" for arm in arms) + ".\n\n"
+    watch(folder, base)
+    text += f"## One puzzle, {ARMS['base']} and {ARMS[FINAL]}\n\n![The puzzle denoised by both](watch.svg)\n\n"
+    text += "[The same as a page](watch.html) plays, stops, and says how sure each token was.\n\n"
+    text += "## Ten problems\n\n" + examples(folder, base)
     text += "\n## Seconds a phase\n\n"
     text += markdown_table(["phase", "seconds"], [[name, f"{value:.0f}"] for name, value in seconds.items()])
     path = folder / "report.md"
@@ -90,18 +97,29 @@ def write_report(folder: Path, seconds: dict[str, float], console: Console) -> P
     return path
 
 
-def differences_table(folder: Path) -> str:
+def watch(folder: Path, base: Path) -> None:
+    """Writes watch.html and watch.svg into `folder`: the first validation puzzle, before and after everything."""
+    command = [sys.executable, "-m", "d1", "watch", "--dataset", "sudoku", "--split", "validation"]
+    command += ["--gen_length", str(LENGTHS[0]), "--block_length", "8", "--model_path", str(base.relative_to(ROOT))]
+    command += ["--against", f"model_path={folder.resolve() / FINAL}"]
+    for kind in ("html", "svg"):
+        command += [f"--{kind}", str(folder.resolve() / f"watch.{kind}")]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+
+
+def differences_table(folder: Path, base: Path) -> str:
     rows = []
     for (a, b), length in product(PAIRS, LENGTHS):
-        result = parse(folder, "--compare", setup_name(a, length), setup_name(b, length))
+        result = parse(folder, "--compare", setup_name(a, length, base), setup_name(b, length, base))
         better = f"{result['b_better']} / {result['a_better']}"
         rows.append([f"{b} - {a}, length {length}", f"{result['difference']:+.1f}", better, f"{result['p_value']:.2g}"])
     return markdown_table(["", "points", "puzzles better / worse", "exact sign test p"], rows)
 
 
-def examples(folder: Path) -> str:
+def examples(folder: Path, base: Path) -> str:
     """What each model answered to the first problems, at the longer length; right answers in bold."""
-    files = {arm: folder / "generations" / f"{setup_name(arm, LENGTHS[-1])}_0_generations.json" for arm in ARMS}
+    names = {arm: f"{setup_name(arm, LENGTHS[-1], base)}_0_generations.json" for arm in ARMS}
+    files = {arm: folder / "generations" / name for arm, name in names.items()}
     problems = {arm: json.loads(file.read_text())["generations"][:EXAMPLES] for arm, file in files.items()}
     rows = []
     for index, problem in enumerate(problems["base"]):
@@ -113,10 +131,11 @@ def examples(folder: Path) -> str:
 
 
 def summary(folders: Sequence[Path]) -> str:
-    """Three tables over seeds: the mean of each arm with its standard deviation, each seed's exact solves, and the
-    differences of `PAIRS`, paired by puzzle."""
+    """Four tables over seeds: the mean of each arm with its standard deviation, each seed's exact solves, the
+    differences of `PAIRS`, paired by puzzle, and what a completion costs."""
     tables = [accuracies(folder) for folder in folders]
-    return "\n".join([means_table(tables), seeds_table(folders, tables), paired_table(folders, tables)])
+    parts = [means_table(tables), seeds_table(folders, tables), paired_table(folders, tables), cost_table(folders)]
+    return "\n".join(parts)
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[str, str]:
@@ -154,6 +173,19 @@ def paired_table(folders: Sequence[Path], tables: Sequence[dict[str, dict[str, A
         rows.append([f"{b} - {a}", str(length), *(f"{gain:+.1f}" for gain in gains), *ends])
     header = ["paired difference, points", "length", *(folder.name for folder in folders)]
     return markdown_table([*header, "mean", "largest p", "intervals apart"], rows)
+
+
+def cost_table(folders: Sequence[Path]) -> str:
+    """Tokens that a completion feeds through the model's body, the mean over all."""
+
+    def fed(length: int) -> float:
+        names = [f"{setup_name(arm, length)}_0_generations.json" for arm in ARMS]
+        files = [folder / "generations" / name for folder, name in product(folders, names)]
+        items = [item for file in files for item in json.loads(file.read_text())["generations"]]
+        return statistics.mean(item["forward_tokens"] for item in items)
+
+    header = ["tokens through the body a completion", *(f"length {length}" for length in LENGTHS)]
+    return markdown_table(header, [["", *(f"{fed(length):.0f}" for length in LENGTHS)]])
 
 
 def make_parser() -> argparse.ArgumentParser:

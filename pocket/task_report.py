@@ -100,6 +100,8 @@ def write_task_report(
     text += "intervals.\n\n"
     text += f"{shown}\n## Differences\n\n{differences([folder], task, arms, split)}"
     text += "\n## Training\n\n![Reward, accuracy, KL and length against rollouts](curves.png)\n\n"
+    text += "What RL did, with completions that play: "
+    text += ", ".join(f"[{ARMS[arm]}]({arm}/report.html)" for arm in trained) + ".\n\n"
     text += f"## Ten problems\n\n{examples(folder, task, arms, split)}\n## Seconds a phase\n\n"
     text += markdown_table(["phase", "seconds"], [[name, f"{value:.0f}"] for name, value in seconds.items()])
     path = folder / "report.md"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -80,3 +81,12 @@ def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> None:
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny bidirectional Llama with tokenizer, shared by the session: do not write to it."""
     return save_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+@pytest.fixture(scope="session")
+def tiny_block_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with block-causal attention, in blocks of 4 tokens."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("tiny_block_model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"block_size": 4}))
+    return folder

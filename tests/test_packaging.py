@@ -15,7 +15,7 @@ import yaml
 
 from tests.commands import PACKAGES, ROOMS, ROOT, STAGES, check_script, folder_of
 
-OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn")
+OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval")
 # d1's rooms from the ground up: each may import those before it. Stages may import all of d1, benchmarks everything.
 ORDER = ("lazy", "show", "tasks", "masking", "methods", "transformers_bridge", "models", "scoring", "sampling", "runs")
 ORDER += ("commands",)
@@ -50,6 +50,12 @@ def test_pins_name_versions_and_env_yml_installs_the_same():
     assert f"python={project['requires-python'].removeprefix('>=')}" in environment
     pins = {pin for group in (dependencies, *extras.values()) for pin in group} - {"d1[test]"}
     assert len(dict(pin.split("==") for pin in pins)) == len(pins)  # one version each
+
+
+def test_the_wheel_takes_what_modules_read_beside_them():
+    taken = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["d1"]
+    beside = [path for path in (ROOT / "d1").rglob("*.*") if path.suffix not in (".py", ".pyc")]
+    assert sorted(taken) == sorted(str(path.relative_to(ROOT / "d1")) for path in beside)
 
 
 def test_imports_run_one_way():

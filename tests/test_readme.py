@@ -39,12 +39,11 @@ def test_commands_could_run_links_lead_somewhere_and_python_imports_what_exists(
             assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
 
 
-def test_the_readmes_python_samples_and_scores(monkeypatch, capsys):
+def test_the_readmes_python_samples(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    (example,) = (text for text in fences("README.md", "python") if "mean_field_logps(" in text)
-    exec(compile(example, "README.md", "exec"), names := {})
-    assert names["completion"].shape == (1, 32)
-    assert re.search(r"<answer>.*tensor\(\[\[", capsys.readouterr().out, re.DOTALL)
+    (example,) = (text for text in fences("README.md", "python") if "generate(" in text)
+    exec(compile(example, "README.md", "exec"), {})
+    assert re.search(r"<answer>.*</answer>", capsys.readouterr().out)
 
 
 def test_the_readmes_own_method_is_the_file_that_trains():

@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--steps_per_generation", type=int, default=1, help="micro-batches of a rollout")
 
 
-def of_method(args: argparse.Namespace) -> dict[str, Any]:
-    """What `FitSettings` is told of a run's RL method: its views, what is stored of them, and whether it has a KL."""
+def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
+    """What `FitSettings` is told of a run's RL method: its views, what is stored of them, and whether it has a KL. A
+    view of a block-causal model has a step of every block."""
     from d1.scoring import ESTIMATORS
 
     values = METHODS[args.method].values
@@ -42,24 +43,29 @@ def of_method(args: argparse.Namespace) -> dict[str, Any]:
     canvas = {name: getattr(args, name) for name in ("max_completion_length", "diffusion_steps")}
     settings = SimpleNamespace(**{**unset, **canvas, **values})
     settings.diffusion_steps = settings.diffusion_steps or settings.max_completion_length
+    if block_size:
+        blocks = -(-args.max_completion_length // block_size)
+        settings.max_completion_length, settings.diffusion_steps = block_size, -(-settings.diffusion_steps // blocks)
     views, mu = ESTIMATORS[settings.estimator].views(settings), settings.num_iterations
     beta = 0.0 if settings.kl in WITHOUT_REFERENCE else args.beta
     # For each update and view a byte a token for what is hidden, and on the canvas fp32 weights and log-probs: old
     # ones where a second update follows the first, and the reference's.
     numbers = 1 + (mu > 1) + (beta > 0)
     stored = mu * views * (args.length + 4 * numbers * min(args.max_completion_length, args.length))
-    return {"beta": beta, "views": views, "stored": stored * args.steps_per_generation}
+    canvas = min(args.max_completion_length, args.length)
+    return {"beta": beta, "views": views, "canvas": canvas, "stored": stored * args.steps_per_generation}
 
 
 def run(args: argparse.Namespace) -> None:
     from d1.models.adapters import adapter_chain
     from d1.models.fit import FitSettings, fit_table
-    from d1.models.kinds import native_config
+    from d1.models.kinds import block_size, native_config
 
     if args.beta is None:
         args.beta = METHODS[args.method].values["beta"]
     check_ranges(vars(args), "fit")
     fields = {name: value for name, value in vars(args).items() if name in FitSettings.__annotations__}
-    settings = FitSettings(**{**fields, **(of_method(args) if args.stage == "rl" else {})})
     base, _ = adapter_chain(args.model_path, None)
-    sys.stdout.write(fit_table(native_config(base)[0], settings) + "\n")
+    config, _ = native_config(base)
+    settings = FitSettings(**{**fields, **(of_method(args, block_size(config)) if args.stage == "rl" else {})})
+    sys.stdout.write(fit_table(config, settings) + "\n")

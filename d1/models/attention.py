@@ -6,10 +6,12 @@ is (rows, 1, queries, keys), bool, and says it for each query on its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PreTrainedModel
 
 from d1.models.kinds import attention_of, block_size, is_decoder, kind_of, windowed
@@ -42,14 +44,37 @@ def over_queries(visible: Tensor, queries: int) -> Tensor:
     return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
 
 
-def over_blocks(visible: Tensor, queries: int, size: int) -> Tensor:
+def over_blocks(visible: Tensor, queries: int, size: int, noised: int = 0) -> Tensor:
     """The mask (rows, 1, queries, keys) of queries that see their own block and the blocks before it.
 
     A block is `size` real tokens, counted from the start of the sequence (BD3-LM, arXiv 2503.09573, section 3). The
     queries are the last of the keys `visible` (rows, keys); padding among them sees what its block does.
+
+    Args:
+        noised: a copy of so many last keys follows, in which a token sees its own block's copies and, of the blocks
+            before it, the clean tokens; it is among the queries and makes keys `noised` longer (section 3.2).
     """
-    block = count_positions(visible) // size
-    return (visible.bool().unsqueeze(1) & (block.unsqueeze(1) <= block[:, -queries:].unsqueeze(2))).unsqueeze(1)
+    rule, device = block_rule(visible, queries, size, noised), visible.device
+    row, query, key = (torch.arange(n, device=device) for n in (len(visible), queries, visible.shape[1] + noised))
+    return rule(row[:, None, None], query[:, None], key).unsqueeze(1)
+
+
+def block_rule(visible: Tensor, queries: int, size: int, noised: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`over_blocks` as a function of the numbers of row, query and key, which is what flex attention computes with."""
+    real, block = visible.bool(), count_positions(visible) // size
+    if noised:
+        real, block = (torch.cat([values, values[:, -noised:]], dim=1) for values in (real, block))
+    places = torch.arange(real.shape[1], device=visible.device)
+    copied = places >= visible.shape[1]
+    own, copy, place = block[:, -queries:], copied[-queries:], places[-queries:]
+
+    def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        before = block[row, key] + copy[query] <= own[row, query]
+        beside = copy[query] & (block[row, key] == own[row, query])
+        itself = copy[query] & (place[query] == key)  # or padding might see nothing, and attention divide by zero
+        return real[row, key] & torch.where(copied[key], beside, before) | itself
+
+    return sees
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,16 +107,46 @@ def place_tokens(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     return args, kwargs
 
 
+def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
+    """The index (rows, keys + noised) of the real token before each one, with a noised copy of the last keys behind.
+
+    Before a block's first noised token stands a clean one, as when blocks are sampled one after the other.
+    """
+    before, block = real_before(visible, visible), count_positions(visible) // size
+    beside = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # where the copy holds it
+    return torch.cat([before, torch.where(beside, before + noised, before)[:, -noised:]], dim=1)
+
+
 def see_blocks(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the body of a block-causal model: as `place_tokens`, and each token sees up to its block's
-    end. A mask over queries is taken as it is."""
+    end. A mask over queries is taken as it is.
+
+    With `noised=n` the last n of the tokens fed are a noised copy of the n before them, and the mask is that of the
+    clean tokens alone (`over_blocks`).
+    """
     check_blocks(body.config, type(body).__name__)
-    args, kwargs = place_tokens(body, args, kwargs)
+    noised, size, kernel = kwargs.pop("noised", 0), body.config.block_size, attention_kernel(body.config)
     mask, tokens = kwargs.get("attention_mask"), fed_tokens(args, kwargs)
-    if mask is None or mask.dim() == 2:
-        visible = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-        mask = over_blocks(visible, tokens.shape[1], body.config.block_size)
-        kwargs["attention_mask"] = mask if attention_kernel(body.config) == "sdpa" else added(mask, body.dtype)
+    if mask is not None and mask.dim() != 2:
+        return place_tokens(body, args, kwargs)
+    queries = tokens.shape[1]
+    visible = mask if mask is not None else torch.ones_like(tokens[:, noised:], dtype=torch.long)
+    if noised:
+        positions = count_positions(visible)
+        kwargs["position_ids"] = torch.cat([positions, positions[:, -noised:]], dim=1)
+        kwargs["token_before"] = before_in_two_streams(visible, noised, size)
+    else:
+        args, kwargs = place_tokens(body, args, kwargs)
+        kwargs["token_before"] = real_before(visible, tokens)
+    if kernel == "flex_attention":
+        rule, shape = (
+            block_rule(visible, queries, size, noised),
+            (len(visible), None, queries, visible.shape[1] + noised),
+        )
+        kwargs["attention_mask"] = create_block_mask(lambda b, h, q, k: rule(b, q, k), *shape, device=visible.device)
+        return args, kwargs
+    mask = over_blocks(visible, queries, size, noised)
+    kwargs["attention_mask"] = mask if kernel == "sdpa" else added(mask, body.dtype)
     return args, kwargs
 
 
@@ -102,8 +157,10 @@ def check_blocks(config: Any, name: str) -> None:
         raise ValueError(f"{name}: block_size must be positive and whole, got {size!r}")
     if not is_decoder(config) or windowed(config):
         raise ValueError(f"{name}: block-causal attention needs a decoder without windows, not {config.model_type}")
-    if kernel not in ("sdpa", "eager"):
-        raise ValueError(f"{name}: block-causal attention runs under sdpa and eager, not under {kernel}")
+    if kernel not in ("sdpa", "eager", "flex_attention"):
+        raise ValueError(
+            f"{name}: block-causal attention runs under sdpa, eager and flex_attention, not under {kernel}"
+        )
 
 
 # `Kind.attention` -> forward pre-hook of the body, which makes masks and positions from the mask it is given: of keys
@@ -124,12 +181,17 @@ def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
     return torch.where(before < 0, index, before)
 
 
+def tokens_before(kwargs: dict[str, Any], tokens: Tensor) -> Tensor:
+    """`real_before` of a body's `tokens`, which `see_blocks` has found already where they are two streams."""
+    known = kwargs.get("token_before")
+    return real_before(seen_keys(kwargs.get("attention_mask")), tokens) if known is None else known
+
+
 def align_positions(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of a body that predicts the next token: states are asked for one real token earlier."""
     positions = kwargs.get("state_positions")
     if positions is not None:
-        before = real_before(seen_keys(kwargs.get("attention_mask")), kwargs["input_ids"])
-        kwargs["state_positions"] = before.gather(1, positions)
+        kwargs["state_positions"] = tokens_before(kwargs, kwargs["input_ids"]).gather(1, positions)
     return args, kwargs
 
 
@@ -137,7 +199,7 @@ def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], out
     """Forward hook of a body that predicts the next token: state i becomes that of the real token before i."""
     if kwargs.get("state_positions") is None:
         states = output[0]
-        before = real_before(seen_keys(kwargs.get("attention_mask")), states)
+        before = tokens_before(kwargs, states)
         output.last_hidden_state = states.gather(1, before[..., None].expand_as(states))
     return output
 

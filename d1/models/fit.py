@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 
 from d1.models.adapters import lora_targets
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
-from d1.models.kinds import experts
+from d1.models.kinds import block_size, experts
 from d1.models.load import auto_class, prepare
+from d1.models.two_streams import two_stream_states
 
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
@@ -58,6 +59,7 @@ class FitSettings:
     beta: float = 0.04
     views: int = 1  # RL: views of a row that an update sums
     views_at_once: int = 1  # RL: of these in one forward pass
+    canvas: int = 256  # RL: tokens of the row that are the completion's
     stored: int = 0  # RL: bytes that are kept of each of `batch` rows from the rollout to its last update
 
     def __post_init__(self) -> None:
@@ -168,7 +170,12 @@ def precision(settings: FitSettings) -> Iterator[None]:
 
 
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
-    """Peak bytes of one fake step beyond weights, gradients and optimizer states."""
+    """Peak bytes of one fake step beyond weights, gradients and optimizer states.
+
+    An evaluation's is a pass over the whole row. A block-causal model, whose cache keeps every layer's keys and values,
+    has such a pass where the prompt leaves room for one block alone; any other prompt of that row takes less. Training
+    feeds it a second, noised stream: of the canvas in RL, in SFT taken to be as long as the row.
+    """
     model = build(config, settings, layers)
     with FakeTensorMode(), grouped_on_fakes():
         fill_with_fakes(model)
@@ -177,7 +184,12 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
         body, head = body_and_head(model)
         with LiveStorages() as storages, precision(settings), torch.set_grad_enabled(settings.stage != "eval"):
-            states = body(ids, mask)
+            size = block_size(config)
+            if size and settings.stage != "eval":
+                noised = ids[:, -((settings.canvas if settings.stage == "rl" else settings.length) + size - 1) :]
+                states = two_stream_states(model, ids, noised, torch.ones_like(ids))  # makes its own masks
+            else:
+                states = body(ids, mask, **({"past_key_values": DynamicCache()} if size else {}))
             if settings.stage == "eval":
                 logits = head(states[:, -settings.block_length :]).float()
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
@@ -193,14 +205,19 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
 def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[float, float]:
     """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at 1 and 2 rows.
 
-    Of several views a row, only those of one forward pass are alive at once.
+    Of several views a row, only those of one forward pass are alive at once. RL samples as many rows before it updates,
+    which a block-causal model's cache can make the larger part.
     """
     layers = config.num_hidden_layers
     peaks = []
     for rows in (1, 2):
         two, three = (step_peak(config, settings, depth, rows) for depth in (2, 3))
         peaks.append(two + (three - two) * (layers - 2))
-    return 2 * peaks[0] - peaks[1], (peaks[1] - peaks[0]) * min(settings.views, settings.views_at_once)
+    found = 2 * peaks[0] - peaks[1], (peaks[1] - peaks[0]) * min(settings.views, settings.views_at_once)
+    if settings.stage != "rl" or not block_size(config):
+        return found
+    rollout = activation_bytes(config, replace(settings, stage="eval", views=1))
+    return max(found[0], rollout[0]), max(found[1], rollout[1])
 
 
 def count_parameters(config: PreTrainedConfig, settings: FitSettings) -> dict[str, int]:

@@ -10,6 +10,7 @@ Windowed layers (Gemma, ModernBERT) keep their window, made symmetric; their ful
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -141,6 +142,18 @@ def load_model(
     for folder in adapters[:-1]:
         model = merge_adapter(add_adapter(model, folder), folder)
     return (add_adapter(model, adapters[-1]) if adapters else model).eval()
+
+
+def load_on_device(path: str, dtype: str | None = None, **options: Any) -> Any:
+    """`load_model` on this process's GPU, or on the CPU where there is none, in `named_dtype(dtype)`."""
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    return load_model(path, named_dtype(dtype), device, **options)
+
+
+def named_dtype(name: str | None) -> torch.dtype:
+    """A dtype by its name; None is bfloat16 on a GPU and float32 on a CPU."""
+    dtype: torch.dtype = getattr(torch, name or ("bfloat16" if torch.cuda.is_available() else "float32"))
+    return dtype
 
 
 def load_base(

@@ -165,6 +165,12 @@ def unreadable(tokenizer: PreTrainedTokenizerBase, reason: str, text: str) -> Va
     return ValueError(f"{tokenizer.name_or_path} cannot read the prompt {start!r}: {reason}")
 
 
+def end_ids(tokenizer: Any) -> list[int]:
+    """Tokens that end a completion: end of text (first, it fills what an EOS stop leaves out), end of turn, padding."""
+    turn = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "eot_token", None) or tokenizer.eos_token)
+    return list(dict.fromkeys([tokenizer.eos_token_id, turn, tokenizer.pad_token_id]))
+
+
 def has_tokenizer(folder: str) -> bool:
     """Whether the folder or hub name holds a vocabulary: without one, some classes silently begin an empty one."""
     return any(has_file(folder, name) for name in VOCABULARIES)

@@ -102,5 +102,7 @@ def is_finished(checkpoint: str | None, args: TrainingArguments) -> bool:
 
 
 def copy_model(checkpoint: str, output_dir: str | Path) -> None:
-    """The files of a checkpoint without those that only a resume needs: what a Trainer saves at the end of a run."""
-    shutil.copytree(checkpoint, output_dir, ignore=shutil.ignore_patterns(*ONLY_TO_RESUME), dirs_exist_ok=True)
+    """The files of a checkpoint without those that only a resume needs: what a Trainer saves at the end of a run. The
+    card that PEFT puts beside an adapter stays behind, for the run has its own."""
+    left_out = shutil.ignore_patterns(*ONLY_TO_RESUME, "README.md")
+    shutil.copytree(checkpoint, output_dir, ignore=left_out, dirs_exist_ok=True)

@@ -33,6 +33,7 @@ RANGES = {
     "num_epochs": "(0, inf)",
     "num_train_epochs": "(0, inf)",
     "max_steps": f"{COUNT} or -1",
+    "max_compute_tokens": f"{COUNT} or None",
     "early_stop": f"{COUNT} or None",
     "logging_steps": SHARE_OR_STEPS,
     "eval_steps": f"{SHARE_OR_STEPS} or None",
@@ -58,6 +59,7 @@ RANGES = {
     "lora_dropout": "[0, 1)",
     # Random numbers
     "seed": SEED,
+    "draw_seed": SEED,
     "data_seed": f"{SEED} or None",
     # Rows
     "length": COUNT,
@@ -69,17 +71,19 @@ RANGES = {
     "eval_draws": COUNT,
     "eval_limit": f"{COUNT} or None",
     "limit": f"{COUNT} or None",
-    "few_shot": "integer [0, inf)",
+    "few_shot": "integer [0, inf) or None",
+    "index": "integer [0, inf)",
     # Sampling
     "gen_length": COUNT,
     "max_completion_length": COUNT,
-    "block_length": COUNT,
-    "diffusion_steps": COUNT,  # RL and evaluation put a number in the place of None before they check
-    "eval.diffusion_steps": f"{COUNT} or None",
+    "block_length": f"{COUNT} or None",
+    "diffusion_steps": f"{COUNT} or None",
     "temperature": "[0, inf)",
     "cfg_scale": "[0, inf)",
     "reveal_level": "[0, inf) or None",
     "num_samples": COUNT,
+    "pause": "[0, inf)",
+    "mc_num": COUNT,
     "mask_id": "integer [0, inf) or None",
     # diffu-GRPO
     "num_generations": "integer [2, inf)",

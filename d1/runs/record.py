@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import socket
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -56,3 +57,9 @@ def save_record(output_dir: str, name: str, settings: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"settings": settings} | run_record(), indent=1, default=str) + "\n")
     return path
+
+
+def changed(settings: Mapping[str, Any], defaults: Mapping[str, Any], leave_out: Collection[str]) -> dict[str, Any]:
+    """The settings that differ from their defaults, save those to leave out."""
+    kept = {name: value for name, value in settings.items() if name not in leave_out}
+    return {name: value for name, value in kept.items() if value != defaults.get(name, value)}

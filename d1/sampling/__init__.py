@@ -1,4 +1,4 @@
-"""The reverse process: from a prompt to a completion."""
+"""The reverse process: from a prompt to a completion, or from a text with holes to a whole one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from d1.lazy import lazily
 
 if TYPE_CHECKING:
     from d1.sampling.blocks import Step as Step
+    from d1.sampling.infill import fill as fill
+    from d1.sampling.infill import fill_steps as fill_steps
     from d1.sampling.loop import Rollout as Rollout
     from d1.sampling.loop import generate as generate
     from d1.sampling.loop import rollout as rollout
@@ -18,6 +20,8 @@ HOMES = {
     "Rollout": "loop",
     "SamplingSettings": "settings",
     "Step": "blocks",
+    "fill": "infill",
+    "fill_steps": "infill",
     "generate": "loop",
     "rollout": "loop",
     "rollout_steps": "loop",

@@ -1,4 +1,4 @@
-"""The loop of the reverse process: a canvas of mask tokens, filled block after block, one forward pass a step."""
+"""The loop of the reverse process: mask tokens, filled block after block, one forward pass a step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import lcm
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from d1.models.kinds import block_size
-from d1.sampling.caching import Passes, check_cacheable
+from d1.sampling.caching import Source, check_cacheable
 from d1.sampling.order import REMASKING, best_first
 from d1.sampling.predict import Generators, uniform
 from d1.sampling.reveal import RULES
@@ -30,7 +31,8 @@ class Step:
             hid fewer than another row, some that were not.
         revealed: (n, k) bool, whether the pass revealed its prediction there.
         ids, logps, entropies: (n, k) the predictions; log-probs and entropies as in `Rollout`.
-        canvas: (rows, prompt + gen_length) ids after this pass. The loop goes on writing to it, and to the next two.
+        canvas: (rows, length) ids after this pass: prompt and completion, or the text that `fill_steps` fills. The loop
+            goes on writing to it, and to the next two.
         passes, forward_tokens: (rows,) so far, as in `Rollout`.
     """
 
@@ -48,24 +50,42 @@ class Step:
 
 @dataclass
 class Canvas:
-    """The rows of a rollout in progress, (rows, prompt + gen_length) or (rows,) each."""
+    """The rows of a text that is being filled: (rows, length) or, of `passes` and `forward_tokens`, (rows,).
+
+    Attributes:
+        ids: with the mask token where a token is hidden.
+        visible: 1 at real tokens.
+        given: bool, the real tokens that were there to begin with.
+        places: (rows, n) the columns to fill: one block's after the other's, and a block's from left to right.
+    """
 
     ids: Tensor
     visible: Tensor
-    prompt: Tensor
+    given: Tensor
+    places: Tensor
     passes: Tensor
     forward_tokens: Tensor
 
+    @classmethod
+    def of(cls, ids: Tensor, visible: Tensor, given: Tensor, places: Tensor) -> Canvas:
+        counts = torch.zeros(2, len(ids), dtype=torch.long, device=ids.device)
+        return cls(ids, visible, given, places, *counts)
+
+    @property
+    def start(self) -> int:
+        """Where the prompt ends, if all behind it is to be filled."""
+        return self.ids.shape[1] - self.places.shape[1]
+
 
 def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, mask_token_id: int) -> Canvas:
-    rows, device = len(prompt_ids), prompt_ids.device
+    """The canvas of a completion: mask tokens behind the prompt."""
+    (rows, width), device = prompt_ids.shape, prompt_ids.device
     real, masks = attention_mask.long(), prompt_ids.new_full((rows, gen_length), mask_token_id)
-    return Canvas(
+    return Canvas.of(
         ids=torch.cat([prompt_ids, masks], dim=1),
         visible=torch.cat([real, torch.ones_like(masks)], dim=1),
-        prompt=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
-        passes=torch.zeros(rows, dtype=torch.long, device=device),
-        forward_tokens=torch.zeros(rows, dtype=torch.long, device=device),
+        given=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
+        places=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
     )
 
 
@@ -86,13 +106,13 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
 
 
 def groups_of_rows(config: Any, attention_mask: Tensor, block_length: int) -> dict[int | None, list[int]]:
-    """Rows that share a schedule, by its `filled` (`SamplingSettings.schedule`): of a block-causal model, those whose
-    prompts have as many tokens in the block they end in; of others all."""
-    rows = range(len(attention_mask))
-    if block_size(config) is None:
+    """Rows whose blocks begin and end together: of a block-causal model, by how many tokens their prompts have after
+    the last place where both a block of the model and one of `block_length` begin; of other models all, under None."""
+    rows, size = range(len(attention_mask)), block_size(config)
+    if size is None:
         return {None: list(rows)}
-    filled = (attention_mask.long().sum(1) % block_length).tolist()
-    return {count: [row for row in rows if filled[row] == count] for count in sorted(set(filled))}
+    after = (attention_mask.long().sum(1) % lcm(size, block_length)).tolist()
+    return {count: [row for row in rows if after[row] == count] for count in sorted(set(after))}
 
 
 @torch.no_grad()
@@ -100,24 +120,24 @@ def fill_canvas(
     canvas: Canvas,
     fill: Callable[..., Iterator[Step]],
     schedule: list[list[int]],
-    start: int,
     ends: list[int],
     rows: list[int],
 ) -> Iterator[Step]:
-    """Fills the `rows` block after block from column `start` on; those whose finished blocks hold one of `ends` take
-    part no more.
+    """Fills the `rows` block after block; those whose finished blocks of a completion hold one of `ends` take part no
+    more.
 
     Args:
-        fill: `fill_block` with all given but the rows, the block's first column and the tokens it reveals a step.
+        fill: `fill_block` with all given but the rows, the places filled before and the tokens it reveals a step.
     """
-    first, live = start, rows
+    filled, live = 0, rows
     stops = canvas.ids.new_tensor(ends)
-    own = torch.tensor([row in rows for row in range(len(canvas.ids))]).to(canvas.ids.device)
+    own = torch.zeros(len(canvas.ids), dtype=torch.bool).index_fill_(0, torch.tensor(rows), True).to(stops.device)
     for reveals in schedule:
-        yield from fill(live, start, reveals)
-        start += sum(reveals)
+        yield from fill(live, filled, reveals)
+        filled += sum(reveals)
+        start = canvas.start + filled
         if ends and start < canvas.ids.shape[1]:
-            ended = torch.isin(canvas.ids[:, first:start], stops).any(1) & own
+            ended = torch.isin(canvas.ids[:, canvas.start : start], stops).any(1) & own
             canvas.ids[:, start:].masked_fill_(ended.unsqueeze(1), ends[0])
             done = ended.tolist()  # the block's one host sync
             live = [row for row in rows if not done[row]]
@@ -127,33 +147,36 @@ def fill_canvas(
 
 def fill_block(
     canvas: Canvas,
-    source: Passes,
+    source: Source,
     guess: Callable[..., tuple[Tensor, Tensor, Tensor]],
     settings: SamplingSettings,
     live: list[int],
-    start: int,
+    filled: int,
     reveals: list[int],
     *,
     generator: Generators,
     unprompted: int | None,
 ) -> Iterator[Step]:
-    """Reveals the block that begins at column `start` in the rows `live`; the others stay as they are.
+    """Reveals a block in the rows `live`, the next of their `places`; the others stay as they are.
 
     Args:
         guess: `predict` with all given but states, counts and generator.
+        filled: how many of the `places` come before the block.
         reveals: the schedule's tokens a step.
-        unprompted: the mask token, which hides the prompt in guidance's unconditional branch; None without guidance.
+        unprompted: the mask token, which hides what was given in guidance's unconditional branch; None without
+            guidance.
     """
     size, device = sum(reveals), canvas.ids.device
-    source.enter(start, start + size)
+    source.enter(live, canvas.start + filled, canvas.start + filled + size)
     # The rows still at work on the block, and how many of its tokens each hides. The copy does not wait for the device.
     rows = torch.tensor(live).to(device, non_blocking=True)
+    columns = canvas.places[rows, filled : filled + size]
     left = [size] * len(live)
     hidden = torch.ones(len(live), size, dtype=torch.bool, device=device)
     for scheduled in accumulate(reveals):
         # Each row's hidden places, ascending; then, where it has fewer than another row, some that are revealed.
         slots = hidden.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
-        positions, still = start + slots, hidden.gather(1, slots)
+        positions, still = columns.gather(1, slots), hidden.gather(1, slots)
         numbers = canvas.passes[rows]
         states = run_body(canvas, source, rows, positions, unprompted)
         own = [generator[row] for row in live] if isinstance(generator, Sequence) else generator
@@ -178,15 +201,15 @@ def fill_block(
             live, left = [live[i] for i in working], [left[i] for i in working]
             picked = torch.tensor(working, device=device)
             source.keep(torch.cat([picked + branch * len(rows) for branch in range(len(states))]))
-            rows, hidden = rows[picked], hidden[picked]
+            rows, columns, hidden = rows[picked], columns[picked], hidden[picked]
 
 
-def run_body(canvas: Canvas, source: Passes, rows: Tensor, positions: Tensor, unprompted: int | None) -> Tensor:
-    """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`: with the prompt and, under guidance,
+def run_body(canvas: Canvas, source: Source, rows: Tensor, positions: Tensor, unprompted: int | None) -> Tensor:
+    """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`: with what was given and, under guidance,
     without it."""
     branches = [canvas.ids[rows]]
     if unprompted is not None:
-        branches.append(branches[0].masked_fill(canvas.prompt[rows], unprompted))
+        branches.append(branches[0].masked_fill(canvas.given[rows], unprompted))
     visible = canvas.visible[rows].repeat(len(branches), 1)
     states, fed = source.states(torch.cat(branches), visible, positions.repeat(len(branches), 1))
     canvas.passes[rows] += 1

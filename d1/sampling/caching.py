@@ -1,16 +1,20 @@
 """Where a step's hidden states come from: a forward pass over everything, or over a window that reads a KV cache.
 
-The cache is Fast-dLLM's (arXiv 2505.22618, section 3.2). The first pass of each block feeds the whole canvas and keeps
-every layer's keys and values; the block's later passes feed a window and take the rest from there, as it was then.
+Where attention is full, the cache is Fast-dLLM's (arXiv 2505.22618, section 3.2), an approximation. The first pass of
+each block feeds the whole canvas and keeps every layer's keys and values; the block's later passes feed a window and
+take the rest from there, as it was then.
     prefix   the window is the block and all behind it; only what lies before the block is cached
     dual     the window is the block alone
 Keys carry their rotary position, and attention looks both ways, so a window's keys may follow the cached ones in any
 order, as long as the mask does too.
+
+Where it is block-causal, the cache is exact: nothing before a block sees it (BD3-LM, arXiv 2503.09573, section 3.1).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from copy import copy
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,15 +31,32 @@ def check_cacheable(config: Any) -> None:
     if is_encoder(config):
         raise ValueError(f"{config.model_type} is an encoder, which has no key-value cache in Transformers: {advice}")
     if block_size(config):
-        raise ValueError(f"{config.model_type} with blocks of {block_size(config)} tokens has no cache yet: {advice}")
+        raise ValueError(
+            f"{config.model_type} with blocks of {block_size(config)} tokens needs no cached sampler: the others keep "
+            f"the keys and values of its finished blocks already, and lose nothing by it: {advice}"
+        )
     if windowed(config):
         raise ValueError(
             f"{config.model_type} has layers that attend within a window, and a cache of those forgets keys: {advice}"
         )
 
 
+class Source(Protocol):
+    """Where the states of one block after another come from."""
+
+    def enter(self, live: list[int], start: int, end: int) -> None:
+        """The next pass is the first of the block that fills columns `start` to `end` in the rows `live`."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Goes on with these of the last pass's rows alone, until the next block."""
+
+    def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the block, and (rows,)
+        how many tokens each row fed to get them; padding does not count."""
+
+
 class Passes:
-    """Forward passes that fill one block after another.
+    """A `Source` of any model: passes over everything, or with an approximate cache.
 
     Args:
         cache: "prefix", "dual", or None for passes over everything.
@@ -54,13 +75,11 @@ class Passes:
         self.window = slice(0, None)
         self.past: DynamicCache | None = None
 
-    def enter(self, start: int, end: int) -> None:
-        """The next pass is the first of the block that fills columns `start` to `end`."""
+    def enter(self, live: list[int], start: int, end: int) -> None:
         self.past = None
         self.window = slice(max(0, start - self.before), end if self.cache == "dual" else None)
 
     def keep(self, rows: Tensor) -> None:
-        """Goes on with these rows alone until the next block."""
         if self.past is not None:
             self.past.batch_select_indices(rows)
 
@@ -71,8 +90,6 @@ class Passes:
         return over_queries(visible, queries)
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the block, and (rows,)
-        how many tokens each row fed to get them; padding does not count."""
         length = ids.shape[1]
         first, end, _ = self.window.indices(length)
         whole = self.cache is None or (first, end) == (0, length)  # all is window: nothing to cache
@@ -101,3 +118,72 @@ def drop_columns(past: DynamicCache, first: int, end: int) -> None:
     for layer in layers:
         layer.keys = torch.cat([layer.keys[:, :, :first], layer.keys[:, :, end:]], dim=2)
         layer.values = torch.cat([layer.values[:, :, :first], layer.values[:, :, end:]], dim=2)
+
+
+class BlockPasses:
+    """A `Source` of a block-causal model, with the exact cache of its finished blocks.
+
+    A pass feeds the model's blocks that it fills, and the first of these passes also all that is not stored yet: the
+    prompt, or the block before, which is complete only now. So a block of the model's size costs at most (steps + 1)
+    times its tokens, and no pass is made to store it. Nobody reads the last block, which is not stored.
+
+    Args:
+        boundary: a column where a block of the model begins in every row.
+    """
+
+    opened: Tensor  # (branches x rows, 1, hidden), what predicted the block's first hidden token in its opening pass
+    working: Tensor  # the part of it whose rows still work on the block
+
+    def __init__(self, model: Any, boundary: int) -> None:
+        self.body, _ = body_and_head(model)
+        self.size, self.boundary = model.config.block_size, boundary
+        self.shift = bool(getattr(model.config, "predicts_next_token", False))
+        self.rows: list[int] = []  # of the batch, those whose first `stored` columns are in `finished`
+        self.stored = 0
+        self.finished: DynamicCache | None = None
+
+    def enter(self, live: list[int], start: int, end: int) -> None:
+        self.begin = start - (start - self.boundary) % self.size
+        self.end = end + (self.boundary - end) % self.size
+        self.opening = True
+        if self.finished is not None and live != self.rows:
+            held, device = len(self.rows), self.opened.device
+            places = [self.rows.index(row) + first for first in range(0, len(self.opened), held) for row in live]
+            self.finished = select_rows(self.finished, torch.tensor(places, device=device))
+        self.rows, self.past = live, self.finished
+
+    def keep(self, rows: Tensor) -> None:
+        self.working = self.working[rows]
+        if self.past is not None:
+            self.past = select_rows(self.past, rows)  # the next block goes on with `finished`
+
+    def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        first, end = self.stored if self.opening else self.begin, min(self.end, ids.shape[1])
+        if self.begin and self.past is None:
+            self.past = DynamicCache()
+        fed = visible[:, first:end]
+        states = self.body(
+            ids[:, first:end],
+            visible[:, :end],
+            positions - first,
+            position_ids=count_positions(visible)[:, first:end],
+            past_key_values=self.past,
+        )
+        if self.past is not None:
+            self.past.crop(self.begin - end)
+        if self.opening:
+            self.finished, self.stored, self.opening = self.past, self.begin, False
+            self.opened = self.working = states[:, :1]
+        elif self.shift:
+            # A block's first token is predicted by the one before it, which only the opening pass fed.
+            known = (positions == self.begin) & visible[:, : self.begin].any(1, keepdim=True)
+            states = torch.where(known.unsqueeze(-1), self.working, states)
+        return states, fed.sum(-1)
+
+
+def select_rows(past: DynamicCache, rows: Tensor) -> DynamicCache:
+    """A cache of these rows of `past`, which stays as it is."""
+    selected = copy(past)
+    selected.layers = [copy(layer) for layer in past.layers]
+    selected.batch_select_indices(rows)
+    return selected

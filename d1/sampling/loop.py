@@ -9,8 +9,8 @@ these it keeps first (`order.py`) and how many (`reveal.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from d1.models.attention import require_prepared
 from d1.sampling.blocks import Step, check_sampler, fill_block, fill_canvas, groups_of_rows, start_canvas
-from d1.sampling.caching import Passes
+from d1.sampling.caching import BlockPasses, Passes, Source
 from d1.sampling.predict import Generators, predict
 from d1.sampling.settings import SamplingSettings
 
@@ -40,6 +40,7 @@ class Rollout:
         entropies: (rows, gen_length) fp32, in nats, of the distributions of `logps`. 0 where the EOS stop filled.
         passes: (rows,) forward passes that the row took part in.
         forward_tokens: (rows,) tokens that these fed through the body, of both branches with guidance, without padding.
+            A block-causal model's cache makes them fewer and leaves all else as it is, to rounding.
     """
 
     ids: Tensor
@@ -61,6 +62,7 @@ def rollout(
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
     other_blocks: bool = False,
+    recompute: bool = False,
     **fields: Any,
 ) -> Rollout:
     """Samples a completion for each prompt.
@@ -76,7 +78,10 @@ def rollout(
         eos_token_ids: EOS stop: a row whose finished blocks hold one of these leaves the batch, its later blocks filled
             with the first of them. Changes no token up to a row's first EOS. Random draws then need one generator a
             row, or the rows that stay would get other numbers; so they do with a parallel sampler.
-        other_blocks: let a block-causal model fill blocks of another length than its own.
+        other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact: a pass
+            feeds those of its own blocks that the filled one has a part of.
+        recompute: have a block-causal model compute everything in each step, to compare its cache with. Others do
+            so anyway under the samplers exact and parallel.
 
     Raises:
         ValueError: the model is not prepared, or an argument makes no sense, before the first forward pass.
@@ -91,10 +96,18 @@ def rollout(
         noise_dtype=noise_dtype,
         eos_token_ids=eos_token_ids,
         other_blocks=other_blocks,
+        recompute=recompute,
         **fields,
     )
+    whole = recorded(taken)
+    first = prompt_ids.shape[1]
+    return replace(whole, **{name: getattr(whole, name)[:, first:] for name in ("logps", "reveal_steps", "entropies")})
+
+
+def recorded(steps: Iterable[Step]) -> Rollout:
+    """The record of all `steps`, at every column of the canvas."""
     record = None
-    for step in taken:
+    for step in steps:
         if record is None:
             # Log-probs, entropies and steps in one tensor: one write a step in place of three.
             record = torch.zeros(3, *step.canvas.shape, device=step.canvas.device)
@@ -104,7 +117,7 @@ def rollout(
         now = torch.stack([step.logps, step.entropies, numbers])
         record[at] = torch.where(step.revealed, now, record[at])
     assert record is not None
-    logps, entropies, numbers = record[:, :, prompt_ids.shape[1] :]
+    logps, entropies, numbers = record
     return Rollout(step.canvas, logps, numbers.long(), entropies, step.passes, step.forward_tokens)
 
 
@@ -124,6 +137,7 @@ def rollout_steps(
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
     other_blocks: bool = False,
+    recompute: bool = False,
     **fields: Any,
 ) -> Iterator[Step]:
     """`rollout`, with the same arguments, as one `Step` a forward pass. The canvas is whole when the last is taken.
@@ -142,16 +156,23 @@ def rollout_steps(
         raise ValueError(f"sampling got settings and, beside them, {', '.join(fields)}: give them as settings alone")
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)
-    source = Passes(model, settings.cache, padded=not attention_mask.all())
+    padded = not bool(attention_mask.all())
     guess = partial(predict, model, settings=settings, mask_token_id=mask_token_id, noise_dtype=noise_dtype)
     canvas = start_canvas(prompt_ids, attention_mask, settings.gen_length, mask_token_id)
     unprompted = mask_token_id if settings.cfg_scale else None
-    fill = partial(fill_block, canvas, source, guess, settings, generator=generator, unprompted=unprompted)
-    start, ends = prompt_ids.shape[1], list(eos_token_ids or [])
+    ends = list(eos_token_ids or [])
+
+    def complete(after: int | None, rows: list[int]) -> Iterator[Step]:
+        if after is not None and not recompute:
+            source: Source = BlockPasses(model, canvas.start - after)
+        else:
+            source = Passes(model, settings.cache, padded)
+        fill = partial(fill_block, canvas, source, guess, settings, generator=generator, unprompted=unprompted)
+        schedule = settings.schedule(None if after is None else after % settings.block_length)
+        return fill_canvas(canvas, fill, schedule, ends, rows)
+
     groups = groups_of_rows(model.config, attention_mask, settings.block_length)
-    return chain.from_iterable(
-        fill_canvas(canvas, fill, settings.schedule(filled), start, ends, rows) for filled, rows in groups.items()
-    )
+    return chain.from_iterable(complete(after, rows) for after, rows in groups.items())
 
 
 def check_generator(

@@ -5,7 +5,7 @@ A new rule is a function here, or anywhere, and a line in `RULES`. Needs no torc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -41,13 +41,17 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
 
 
 def aligned_schedule(gen_length: int, block_length: int, steps: int, filled: int) -> list[list[int]]:
-    """`reveal_schedule` where blocks end at multiples of `block_length`; the prompt has `filled` tokens of one.
-
-    Each step goes to the block with the most tokens a step so far. Every block takes one, so that where the prompt ends
-    inside a block there may be one more than `steps`.
-    """
+    """`reveal_schedule` where blocks end at multiples of `block_length`; the prompt has `filled` tokens of one."""
     ends = [0, *range(block_length - filled, gen_length, block_length), gen_length]
-    sizes = [end - start for start, end in pairwise(ends)]
+    return schedule_of([end - start for start, end in pairwise(ends)], steps)
+
+
+def schedule_of(sizes: Sequence[int], steps: int) -> list[list[int]]:
+    """Tokens revealed in each step of each block, for blocks of these sizes.
+
+    Each step goes to the block with the most tokens a step so far. Every block takes one, so that there may be more
+    than `steps`: one more, where a prompt ends inside a block.
+    """
     taken = [1] * len(sizes)
     for _ in range(steps - len(sizes)):
         slowest = max(range(len(sizes)), key=lambda block: sizes[block] / taken[block])

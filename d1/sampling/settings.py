@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+from d1.models.kinds import block_size
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES, aligned_schedule, reveal_schedule
 
+BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 CACHES = ("prefix", "dual")  # `d1/sampling/caching.py` says what each keeps
 
@@ -28,7 +30,8 @@ class SamplingSettings:
         cfg_scale: classifier-free guidance; 0 turns it off.
         remasking: which predictions a step keeps, a name in `REMASKING`.
         sampler: a name in `SAMPLERS`. "exact" is the published algorithm; "cached" reads keys and values from a cache,
-            "parallel" reveals as many tokens as a rule allows. Both trade accuracy for speed.
+            "parallel" reveals as many tokens as a rule allows. Both trade accuracy for speed. A block-causal model's
+            own cache, which costs no accuracy, is in use whatever the sampler.
         kv_cache: for a cached sampler, a name in `CACHES`; None is "dual".
         reveal: for a parallel sampler, a name in `RULES`; None is "threshold".
         reveal_level: the level of that rule; None is the rule's own.
@@ -77,13 +80,18 @@ class SamplingSettings:
         return part in self.sampler.split("+")
 
     @classmethod
-    def of(cls, source: Any, **called: str) -> SamplingSettings:
+    def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
         """The settings that `source` holds as attributes, such as parsed flags or a config.
 
         Args:
+            model_config: of the model that is to sample; its blocks stand in for a `block_length` of None. Without
+                blocks, or a model, that is 32.
             called: what `source` calls a field, where its name there is another: `steps="diffusion_steps"`.
         """
-        return cls(**{field.name: getattr(source, called.get(field.name, field.name)) for field in fields(cls)})
+        values = {field.name: getattr(source, called.get(field.name, field.name)) for field in fields(cls)}
+        if values["block_length"] is None:
+            values["block_length"] = block_size(model_config) or BLOCK_LENGTH
+        return cls(**values)
 
     @property
     def cache(self) -> str | None:
@@ -115,6 +123,16 @@ class SamplingSettings:
         """
         lengths = self.gen_length, self.block_length, self.steps
         return reveal_schedule(*lengths) if filled is None else aligned_schedule(*lengths, filled)
+
+
+def check_room(model_config: Any, shown: int, hidden: int, advice: str = "") -> None:
+    """Raises ValueError, which ends in `advice`, where so many tokens, shown and to fill in, are longer than a model
+    of this config reads."""
+    room = getattr(model_config, "max_position_embeddings", None)
+    if room is not None and shown + hidden > room:
+        raise ValueError(
+            f"too long: {shown} tokens of text and {hidden} to fill in exceed the model's {room} positions{advice}"
+        )
 
 
 def check_count(name: str, value: Any) -> None:

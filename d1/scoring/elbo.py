@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
+from d1.scoring.rollouts import Randomness, SampledRows, draws_of, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 
@@ -57,10 +57,6 @@ def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tens
 
 def views(settings: Any) -> int:
     return draws_of(settings) * (2 if settings.antithetic else 1)
-
-
-def draws_of(settings: Any) -> int:
-    return settings.num_views or 1
 
 
 def spread(random: Randomness, settings: Any) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from d1.scoring import coupled, elbo, left_to_right, one_step, random_masks, replay, spg
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.rollouts import Randomness, SampledRows, draws_of
 from d1.scoring.views import Views
 
 # What a rollout's rows are scored in, for one update on them. The settings are those of the run, `DiffuGRPOConfig`.
@@ -40,7 +40,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "elbo": Estimator(elbo.draw, elbo.views),
     "espo": Estimator(elbo.draw_counts, elbo.views),
     "random_masks": Estimator(random_masks.draw),
-    "spg": Estimator(spg.draw, spg.views, linear=False),
+    "spg": Estimator(spg.draw, draws_of, linear=False),
     "replay": Estimator(replay.draw, replay.views, lambda settings: settings.num_views is not None, replays=True),
     "left_to_right": Estimator(left_to_right.draw, left_to_right.views, lambda settings: False),
 }

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from d1.scoring.replay import replay_views
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.replay import last_scored, replay_views
+from d1.scoring.rollouts import Randomness, SampledRows, within_blocks
 from d1.scoring.views import Views
 
 
@@ -19,10 +19,10 @@ def views(settings: Any) -> int:
 
 
 def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
-    """One view a token: the order of reveal is the order of the text."""
+    """One view a token, or a token of every block: the order of reveal is the order of the text."""
     rows, canvas = sampled.scored.shape
-    places = torch.arange(canvas, device=sampled.scored.device).expand(rows, -1)
-    longest = int(sampled.scored.sum(-1).max())
-    chosen = places[:, : max(1, longest)]
+    places = within_blocks(torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1), sampled.blocks)
+    longest = int(last_scored(places, sampled.scored).max()) + 1
+    chosen = torch.arange(longest, device=places.device).expand(rows, -1)
     weights = torch.ones_like(chosen, dtype=torch.float)
     return replay_views(sampled.prompt_ids.shape[1], places, chosen, weights, sampled.scored)

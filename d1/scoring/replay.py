@@ -8,6 +8,8 @@ segments are drawn, uniformly or in proportion to the entropy of what they revea
 chance (AGRPO, arXiv 2510.04019; d2's one segment an update): unbiased for the sum over all segments.
 
 The end of a completion counts as a token: a completion that is only an EOS has one segment.
+
+Of a block-causal model the steps are those of each block, counted from its first: a view holds one of every block.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.rollouts import Randomness, SampledRows, within_blocks
 from d1.scoring.views import Views
 
 DRAW_STEPS = ("uniform", "entropy")
@@ -97,7 +99,8 @@ def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
     scored = sampled.scored
-    segments = segments_of(sampled.reveal_steps, scored, settings.segments, settings.segment_steps)
+    steps = within_blocks(sampled.reveal_steps, sampled.blocks)
+    segments = segments_of(steps, scored, settings.segments, settings.segment_steps)
     prompt, device = sampled.prompt_ids.shape[1], segments.device
     if settings.num_views:
         numbers = random.evenly_spread(settings.num_views).to(device)

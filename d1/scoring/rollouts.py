@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -22,6 +23,7 @@ class SampledRows:
         scored: (rows, gen_length) bool, the tokens that count: up to and including the first EOS.
         reveal_steps: (rows, gen_length), the row's forward pass, from 0, that revealed each token; -1 where none did.
         logps, entropies: (rows, gen_length) fp32, of the sampler's own distribution in that pass.
+        blocks: (rows, gen_length), of a block-causal model the number of each token's block; None for others.
     """
 
     prompt_ids: Tensor
@@ -32,10 +34,32 @@ class SampledRows:
     reveal_steps: Tensor
     logps: Tensor
     entropies: Tensor
+    blocks: Tensor | None = None
 
     @property
     def gen_length(self) -> int:
         return self.completion_ids.shape[1]
+
+
+def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None) -> Tensor | None:
+    """`SampledRows.blocks` behind prompts (rows, prompt), for blocks of `size` tokens."""
+    if size is None:
+        return None
+    places = torch.arange(gen_length, device=attention_mask.device)
+    return (attention_mask.long().sum(-1, keepdim=True) + places) // size
+
+
+def within_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:
+    """The numbers `order` (rows, gen_length) of steps, counted from the first of each token's own block; -1 stays.
+
+    One view of a block-causal model holds a step of every block (`d1/scoring/views.py`).
+    """
+    if blocks is None:
+        return order
+    blocks = blocks - blocks[:, :1]
+    counted = order.masked_fill(order < 0, torch.iinfo(order.dtype).max)
+    firsts = torch.full_like(order, torch.iinfo(order.dtype).max).scatter_reduce(1, blocks, counted, "amin")
+    return torch.where(order < 0, order, order - firsts.gather(1, blocks))
 
 
 @dataclass(frozen=True)
@@ -88,6 +112,11 @@ def rotation(rows: int, draws: int, u: Tensor) -> Tensor:
     (BGPO), and so are those of all rows together (LLaDA, ESPO)."""
     starts = torch.arange(rows, dtype=u.dtype).unsqueeze(1) / rows
     return ((torch.arange(draws) + starts) / draws + u) % 1
+
+
+def draws_of(settings: Any) -> int:
+    """Monte Carlo draws a row and update, of estimators that draw."""
+    return settings.num_views or 1
 
 
 def prompt_noise(sampled: SampledRows, random: Randomness, p: float, views: int) -> Tensor:

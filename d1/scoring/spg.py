@@ -19,12 +19,8 @@ import torch
 from torch import Generator, Tensor
 
 from d1.masking import draw_mask
-from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
+from d1.scoring.rollouts import Randomness, SampledRows, draws_of, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
-
-
-def views(settings: Any) -> int:
-    return settings.num_views or 1
 
 
 def spg_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
@@ -67,7 +63,7 @@ def draw_row(scored: Tensor, generator: Generator, count: int, settings: Any) ->
 
 
 def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
-    count = views(settings)
+    count = draws_of(settings)
     rows = zip(sampled.scored.cpu(), random.rows, strict=True)
     hidden = torch.stack([draw_row(scored, generator, count, settings) for scored, generator in rows])
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, count)

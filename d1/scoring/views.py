@@ -10,6 +10,10 @@ stored, shuffled, split and saved with their samples.
 
 Nothing of the prompt can be shared between views: every position attends to all others, so from the second layer on the
 states of even unmasked tokens depend on which others are hidden.
+
+A block-causal model scores each block behind the finished blocks before it, as it samples them: there a view hides of
+the canvas what it hides of the token's own block, and earlier blocks are clean. All blocks of a view share one forward
+pass of two streams, the clean text and the noised canvas (`d1/models/two_streams.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from d1.models.attention import padding_mask, require_prepared
 from d1.models.head import body_and_head, calls_in_step, target_logps
+from d1.models.kinds import block_size
+from d1.models.two_streams import two_stream_states
 
 
 @dataclass(frozen=True)
@@ -114,12 +120,12 @@ def score(
     def compute(pairs: Tensor) -> tuple[Tensor, Tensor | None]:
         row, view = pairs.unbind(1)
         hidden, scored = views.noise[row, view] & visible[row].bool(), views.weights[row, view].ne(0)
-        ids = clean[row].masked_fill(hidden, mask_token_id)
-        states = body_and_head(model)[0](ids, visible[row] if padded else None)
-        states = states[:, prompt_ids.shape[1] :][:, :width][scored]
+        states = run_body(clean[row], hidden, visible[row] if padded else None)
+        states = states[:, -gen_length:][:, :width][scored]
         values = target_logps(model, states, completion_ids[row][scored], with_entropies=with_entropies)
         return placed(values[0], scored), None if values[1] is None else placed(values[1], scored)
 
+    run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id)
     pairs = pairs_to_score(views.weights)
     passes = list(pairs.split(rows * views_at_once))
     passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # to keep in step; cut off again below
@@ -134,7 +140,28 @@ def score(
     view_logps = by_view(logps)
     summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
     each = 4 if recompute else 3 if torch.is_grad_enabled() else 1
-    return Scores((views.weights * view_logps).sum(1), view_logps, each * visible[pairs[:, 0]].sum(), summed)
+    fed = visible[pairs[:, 0]].sum()
+    if again := noised_tokens(model, gen_length):
+        fed = fed + visible[pairs[:, 0], -again:].sum()
+    return Scores((views.weights * view_logps).sum(1), view_logps, each * fed, summed)
+
+
+def noised_tokens(model: Any, gen_length: int) -> int:
+    """Of a block-causal model, the last tokens of a text that are fed once more with noise: the canvas, and what of the
+    prompt may share its first block. Of others 0."""
+    size = block_size(model.config)
+    return 0 if size is None else gen_length + size - 1
+
+
+def hidden_states(
+    model: Any, clean: Tensor, hidden: Tensor, visible: Tensor | None, *, gen_length: int, mask_token_id: int
+) -> Tensor:
+    """States (rows, n, hidden), the last of which are the canvas', of texts in which `hidden` tokens are masked."""
+    noised, again = clean.masked_fill(hidden, mask_token_id), noised_tokens(model, gen_length)
+    if not again:
+        return body_and_head(model)[0](noised, visible)
+    finished = torch.cat([noised[:, :-gen_length], clean[:, -gen_length:]], dim=1)
+    return two_stream_states(model, finished, noised[:, -again:], visible)
 
 
 def pairs_to_score(weights: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""What people look at: tables, curves, and the picture of a rollout."""
+"""What people look at: tables, curves, and films of rollouts, as pages, in a terminal and as pictures."""

@@ -7,20 +7,21 @@ A task module has
 - `extract(text)` -> the answer in a completion, or None;
 - `score(text, row)` -> strict metrics in [0, 1], the first being the accuracy; of the row it needs only `question`
   and `ground_truth`;
-- optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts.
+- optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
+- optionally `PROTOCOLS`: other ways to ask and to read the same problems (`d1/tasks/protocols.py`).
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import random
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from d1.lazy import module_in
 
 TASKS = {
     "gsm8k": "d1.tasks.gsm8k",
@@ -55,12 +56,7 @@ def load_task(name_or_path: str) -> ModuleType:
     path = Path(name_or_path).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no task file {path}")
-    spec = importlib.util.spec_from_file_location(f"d1_user_task_{path.stem}", path)
-    assert spec is not None  # always so for a path that ends with .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = module_in(path, f"d1_user_task_{path.stem}")
     faults = [
         f"{name} (a function)"
         for name in ("load_rows", "extract", "score")

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, ask, column, final_answer, format_completion, text_of
+from d1.tasks import MAX_TEXT, Completion, ask, column, final_answer, format_completion, text_of
 from d1.tasks.data import NUMBER, check_split, hold_out, read_file, read_hub, task_rows
 
 INSTRUCTIONS = "Solve the problem below step by step."
@@ -69,13 +69,22 @@ def number_in(text: str) -> float | None:
     After the last equals sign the first number counts if no letter precedes it ("18 eggs for 2 days"), else the last
     ("in 2 days she sells 18"). None without a finite number.
     """
-    text = text.replace("−", "-").replace(r"\$", "").replace("$", "")
-    text = _THOUSANDS.sub("", _FRAC.sub(r" \1/\2", text)).rpartition("=")[2]
+    text = _plain(text).rpartition("=")[2]
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return None
     first = numbers[0]
-    chosen = numbers[-1] if re.search(r"[A-Za-z]", text[: first.start()]) else first
+    return _value(numbers[-1] if re.search(r"[A-Za-z]", text[: first.start()]) else first)
+
+
+def _plain(text: str) -> str:
+    """The text with fractions, minus and dollar signs and digits of thousands in one form."""
+    text = text.replace("−", "-").replace(r"\$", "").replace("$", "")
+    return _THOUSANDS.sub("", _FRAC.sub(r" \1/\2", text))
+
+
+def _value(chosen: re.Match[str]) -> float | None:
+    """The number of a match of `_NUMBER`, or None where it is not finite."""
     value = float(chosen["top"])
     if chosen["bottom"]:
         value = value / float(chosen["bottom"]) if float(chosen["bottom"]) else math.inf
@@ -88,9 +97,12 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_correct(text: str, gold: float) -> bool:
+    return _same(extract(text), gold)
+
+
+def _same(answer: float | None, gold: float) -> bool:
     if not isinstance(gold, int | float) or isinstance(gold, bool) or not math.isfinite(gold):
         raise ValueError(f"the ground truth must be a number, got {gold!r}")
-    answer = extract(text)
     return answer is not None and math.isclose(answer, gold, rel_tol=1e-9, abs_tol=1e-9)
 
 
@@ -132,3 +144,31 @@ REWARDS = [tag_count_reward, soft_format_reward, strict_format_reward, integer_r
 def demonstrate(row: dict[str, Any]) -> str:
     """The solution that comes with a training row."""
     return format_completion(row["solution"], rf"\boxed{{{row['ground_truth']:.15g}}}")
+
+
+def last_number(text: str) -> float | None:
+    """The last number of a completion, up to where it begins a question of its own."""
+    numbers = list(_NUMBER.finditer(_plain(text[-MAX_TEXT:].partition("Question:")[0])))
+    return _value(numbers[-1]) if numbers else None
+
+
+def _ends_right(text: str, gold: float) -> bool:
+    return _same(last_number(text), gold)
+
+
+def last_number_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    """2.0 if the last number is the ground truth."""
+    rows = zip(completions, column(columns, "ground_truth"), strict=True)
+    return [2.0 if _ends_right(text_of(text), gold) else 0.0 for text, gold in rows]
+
+
+PROTOCOLS = {
+    "llada": {
+        "QUESTION": "Question: {question}\nLet's think step by step.\nAnswer:",
+        "SHOTS": 4,
+        "demonstrate": lambda row: f"{row['solution']}\nThe answer is {row['ground_truth']:.15g}.",
+        "extract": last_number,
+        "score": lambda text, row: {"accuracy": float(_ends_right(text, row["ground_truth"]))},
+        "REWARDS": [last_number_reward],
+    }
+}

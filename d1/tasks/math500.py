@@ -93,3 +93,24 @@ def demonstrate(row: dict[str, Any]) -> str:
     if not row["solution"]:
         raise ValueError("few-shot prompts need training rows with a solution column")
     return format_completion(row["solution"], rf"\boxed{{{row['ground_truth']}}}")
+
+
+def boxed_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+    r"""0.5 for a `\boxed{}`, wherever it stands."""
+    return [0.5 if last_boxed(text_of(completion)) is not None else 0.0 for completion in completions]
+
+
+def _plain_solution(row: dict[str, Any]) -> str:
+    """The solution that comes with a training row, which boxes its answer."""
+    if last_boxed(row["solution"]) is None:
+        raise ValueError("few-shot prompts need training rows with a solution column")
+    return row["solution"]
+
+
+PROTOCOLS = {
+    "llada": {
+        "QUESTION": "{question}\nReason step by step and end with the answer in \\boxed{{}}.",
+        "demonstrate": _plain_solution,
+        "REWARDS": [correct_reward, boxed_reward],
+    }
+}

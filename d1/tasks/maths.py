@@ -154,7 +154,8 @@ def _serve() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     signal.signal(signal.SIGPROF, stop)
     config = [LatexExtractionConfig()]  # its other config hands text to python's eval
-    parse(r"\boxed{1}", config, parsing_timeout=0)  # builds the parser's tables
+    # Builds the parser's tables and imports what sympy leaves for later: no time for it comes off the first answer's.
+    verify(*(parse(rf"\boxed{{{text}}}", config, parsing_timeout=0) for text in ("(x+1)^2", "x^2+2x+1")))
     sys.stdout.buffer.write(b"!")
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:

@@ -135,3 +135,7 @@ def _keeps_givens(grid: str, puzzle: str) -> bool:
 
 def _candidates(grid: list[str], cell: int) -> set[str]:
     return set("1234") - {grid[i] for unit in _UNITS if cell in unit for i in unit}
+
+
+# LLaDA was not evaluated on these puzzles; this is its form, the question alone.
+PROTOCOLS = {"llada": {"QUESTION": "{question}"}}

@@ -42,31 +42,36 @@ def sample(lengths: list[int], batch_size: int = 8, multiple: int = 2, epoch: in
     return list(GlobalBatchSampler(lengths, batch_size, multiple, 0, lambda: epoch, **options))
 
 
-def test_estimate_is_unbiased(tmp_path: Path) -> None:
-    """The mean over many draws against the expectation: masks enumerated, t integrated by quadrature."""
+@pytest.mark.parametrize(("block_size", "complementary"), [(None, False), (2, False), (2, True)])
+def test_estimate_is_unbiased(tmp_path: Path, block_size: int | None, complementary: bool) -> None:
+    """The mean over many draws against the expectation: masks enumerated, t integrated by quadrature, a block at a
+    time behind clean text. The prompt of one token shares the first block."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=3, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
         initializer_range=1.0, pad_token_id=1,
     )  # fmt: skip
-    config.is_causal = False
+    config.is_causal, config.block_size = False, block_size
     model = prepare(LlamaForCausalLM(config))
-    ids, answers = [1, 2, 1, 2], 3
+    ids, answers, size = [1, 2, 1, 2], 3, block_size or 4
 
     nodes, weights = np.polynomial.legendre.leggauss(8)  # exact for these polynomials of t
     p = (1 - 1e-3) * (nodes + 1) / 2 + 1e-3
     exact = 0.0
-    for hidden in itertools.product((False, True), repeat=answers):
-        noised = torch.tensor([ids]).masked_fill(torch.tensor([[False, *hidden]]), 0)
-        with torch.no_grad():
-            logps = model(input_ids=noised).logits[0].log_softmax(-1)
-        surprise = -sum(float(logps[i + 1, ids[i + 1]]) for i in range(answers) if hidden[i])
-        probability = p ** sum(hidden) * (1 - p) ** (answers - sum(hidden))
-        exact += float((weights / 2 * probability / p).sum()) * surprise / answers
+    for start in range(0, 4, size):
+        maskable = range(max(1, start), start + size)
+        for hidden in itertools.product((False, True), repeat=len(maskable)):
+            places = [place for place, hides in zip(maskable, hidden, strict=True) if hides]
+            noised = [0 if place in places else token for place, token in enumerate(ids[: start + size])]
+            with torch.no_grad():
+                logps = model(input_ids=torch.tensor([noised])).logits[0].log_softmax(-1)
+            surprise = -sum(float(logps[place, ids[place]]) for place in places)
+            probability = p ** len(places) * (1 - p) ** (len(maskable) - len(places))
+            exact += float((weights / 2 * probability / p).sum()) * surprise / answers
 
     tokenizer: Any = ThreeTokens()
     dataset = dLLMSFTDataset(make_rows([4] * 8, ids), tokenizer, 8, eos_padding=0)
-    collate = dLLMDataCollator(tokenizer)
+    collate = dLLMDataCollator(tokenizer, block_size=block_size, complementary=complementary)
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
     trainer = dLLMTrainer(model=model, args=args, data_collator=collate, train_dataset=dataset, eval_dataset=dataset)
     means = []
@@ -91,20 +96,49 @@ def test_a_plain_number_is_a_row_in_epoch_0() -> None:
     )
 
 
-def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone() -> None:
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone(block_size: int | None) -> None:
     tokenizer: Any = ThreeTokens()
-    collate = dLLMDataCollator(tokenizer)
+    collate = dLLMDataCollator(tokenizer, block_size=block_size)
 
     def noise(row: int, epoch: int, seed: int = 0) -> torch.Tensor:
-        dataset = dLLMSFTDataset(make_rows([40] * 3), tokenizer, 64, seed=seed)
+        dataset = dLLMSFTDataset(make_rows([40, 70, 40]), tokenizer, 64, seed=seed)
         return collate([dataset[Slot(row, epoch)]])["input_ids"][0]
 
-    dataset = dLLMSFTDataset(make_rows([40] * 3), tokenizer, 64, seed=0)
-    together = collate([dataset[Slot(2, 5)], dataset[Slot(0, 5)], dataset[Slot(-1)]])
-    assert torch.equal(together["input_ids"][0], noise(2, 5))
-    assert torch.equal(together["input_ids"][1], noise(0, 5))
-    for other in (noise(1, 5), noise(2, 6), noise(2, 5, seed=1)):
+    dataset = dLLMSFTDataset(make_rows([40, 70, 40]), tokenizer, 64, seed=0)
+    together = collate([dataset[Slot(2, 5)], dataset[Slot(0, 5)], dataset[Slot(1)], dataset[Slot(-1)]])
+    assert torch.equal(together["input_ids"][0, :40], noise(2, 5))
+    assert torch.equal(together["input_ids"][1, :40], noise(0, 5))
+    for other in (noise(0, 5), noise(2, 6), noise(2, 5, seed=1)):
         assert not torch.equal(noise(2, 5), other)
+
+
+def test_blocks_have_times_of_their_own_which_the_complement_mirrors() -> None:
+    """A prompt of one token, and blocks of 1600. The plain draws come first, then those that mirror them."""
+    tokenizer: Any = ThreeTokens()
+    dataset = dLLMSFTDataset(make_rows([4000, 3000]), tokenizer, 4096, seed=0)
+    rows = [dataset[Slot(0)], dataset[Slot(1)]]
+    plain = dLLMDataCollator(tokenizer, block_size=1600)(rows)
+    both = dLLMDataCollator(tokenizer, block_size=1600, complementary=True)(rows)
+    for name, values in plain.items():
+        assert torch.equal(both[name][:2], values)
+    assert torch.equal(both["labels"][2:], plain["labels"])
+    for row, length in enumerate((4000, 3000)):
+        assert plain["t"][row, :length:1600].unique().numel() == -(-length // 1600)
+        for start in range(0, length, 1600):
+            block = slice(max(1, start), min(start + 1600, length))
+            t = plain["t"][row, block]
+            assert t.unique().numel() == 1
+            hidden = (plain["input_ids"][row, block] == 0).double()
+            opposite = (both["input_ids"][2 + row, block] == 0).double()
+            assert hidden.mean() == pytest.approx(t[0].item(), abs=0.06)
+            torch.testing.assert_close(both["t"][2 + row, block], 1 - t)
+            assert bool((hidden + opposite >= 1).all())
+            assert (hidden * opposite).mean() < 0.006
+    held_out = dLLMSFTDataset(make_rows([40, 30]), tokenizer, 64, eval=True)
+    draws = dLLMDataCollator(tokenizer, block_size=16, complementary=True)([held_out[i] for i in range(8)])
+    grid = dLLMDataCollator(tokenizer)([held_out[i] for i in range(8)])["t"]
+    assert torch.equal(draws["t"], grid[:, None].expand(-1, 40))
 
 
 def test_the_draws_of_version_0_1() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,12 +31,25 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> lis
     return [str(word) for flag in flags.items() for word in flag] + more
 
 
+@pytest.fixture(scope="module")
+def blocks_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    """The tiny model with blocks of 4 tokens."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path_factory.mktemp("blocks"), dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"block_size": 4}))
+    return folder
+
+
 def run(flags: list[str], folder: Path, **changes: str | int | float) -> dLLMTrainer:
     words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
     return main(make_parser().parse_args([*flags, "--output_dir", str(folder), *words]))
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(
+    flags: list[str], blocks_dir: Path, tmp_path: Path, blocks: bool
+) -> None:
+    flags = [*flags, "--model_name", str(blocks_dir)] if blocks else flags
     with pytest.raises(FloatingPointError, match=r"the loss became (nan|inf) at step \d+; its rows are in .*bad_loss"):
         run(flags, tmp_path, learning_rate=1e30, max_steps=40, eval_steps=1000)
     (file,) = (tmp_path / "job").glob("bad_loss_step*_rank0.json")
@@ -45,7 +60,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(flags: list
         assert "<user>" in prompt
         assert row["answer"].replace(" ", "").startswith("=")
         assert row["answer"].replace(" ", "") == answer.replace(" ", "")
-        assert 0 <= row["t"] <= 1
+        times = row["t"] if blocks else [row["t"]]
+        tokens = re.findall(r"<[a-z]+>|\S", row["text"])
+        assert len(times) == (-(-len(tokens) // 4) if blocks else 1)
+        assert all(0 <= t <= 1 for t in times)
         assert 1 <= row["hidden_tokens"] <= len(answer)
         assert row["loss"] != row["loss"] or abs(row["loss"]) == float("inf")
     assert not list((tmp_path / "job").rglob("*.safetensors"))
@@ -127,11 +145,13 @@ def interrupt(model: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("save_steps", [4, 5])  # with and without steps that are not logged yet (every 2)
+@pytest.mark.parametrize(("save_steps", "blocks"), [(4, False), (5, True)])  # 5: a step is not logged yet (every 2)
 def test_train_loss_counts_all_steps_after_a_resume(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int
+    flags: list[str], blocks_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int, blocks: bool
 ) -> None:
     settings: dict[str, Any] = {"learning_rate": 1e-3, "max_steps": 8, "eval_steps": save_steps, "logging_steps": 2}
+    if blocks:
+        flags = [*flags, "--model_name", str(blocks_dir), "--complementary_masks"]
     whole = run(flags, tmp_path / "whole", **settings)
     with monkeypatch.context() as patch:
         call_at_step(patch, 7, interrupt)

@@ -5,6 +5,7 @@ Run under torchrun, this file is also the process that takes the one optimizer s
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -12,16 +13,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
-from d1.models import load_model, load_tokenizer
+from d1.models import load_model, load_tokenizer, prepare
 from d1.runs.entry import leave
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +32,8 @@ ROWS = 8
 SPLITS_ALONE = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
 SPLITS_OF_TWO = [(4, 1), (2, 2)]
 EOS_PADDINGS: list[int | str] = [1, "batch"]  # rows of 2 to 38 tokens with padding between them, and without
+WAYS = {"full attention": {}, "blocks": {"block_size": 4}, "complementary": {"block_size": 4, "complementary": True}}
+CASES_OF_TWO = [*itertools.product(WAYS.items(), EOS_PADDINGS, SPLITS_OF_TWO)]
 SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty slots
 DEEPSPEED = ["accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--zero_stage"]
 LAUNCHERS = {
@@ -54,17 +59,30 @@ def rows_of_all_lengths(count: int = ROWS) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def test_a_block_causal_model_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    model: Any = load_model(tiny_model_dir)
-    model.config.block_size = 4
-    model.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="has blocks of 4 tokens: it must learn from a noised block beside the clean text"
-    ):
-        dLLMTrainer(model=load_model(tmp_path), args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+def model_of(model_dir: Path, block_size: int | None, dtype: torch.dtype | None = None) -> Any:
+    """The model with the attention of blocks of that size, if any."""
+    config = LlamaConfig.from_pretrained(model_dir)
+    config.block_size = block_size
+    return prepare(LlamaForCausalLM.from_pretrained(model_dir, config=config, dtype=dtype))
 
 
-def make_trainer(model_dir: Path, folder: Path, batch: int, accumulation: int, **options: Any) -> dLLMTrainer:
+def test_noise_for_other_blocks_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    collate = dLLMDataCollator(load_tokenizer(str(tiny_model_dir)), block_size=8)
+    for size in (4, None):
+        with pytest.raises(ValueError, match=rf"for blocks of 8 tokens and this llama has blocks of {size}"):
+            dLLMTrainer(model=model_of(tiny_model_dir, size), args=args, data_collator=collate)
+
+
+def make_trainer(
+    model_dir: Path,
+    folder: Path,
+    batch: int,
+    accumulation: int,
+    block_size: int | None = None,
+    complementary: bool = False,
+    **options: Any,
+) -> dLLMTrainer:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     rows = options.pop("rows", None) or rows_of_all_lengths()
     tokenizer = load_tokenizer(str(model_dir))
@@ -88,9 +106,9 @@ def make_trainer(model_dir: Path, folder: Path, batch: int, accumulation: int, *
         ddp_find_unused_parameters=False,
     )
     return dLLMTrainer(
-        model=load_model(str(model_dir), dtype=torch.float32 if deepspeed else torch.float64),
+        model=model_of(model_dir, block_size, dtype=torch.float32 if deepspeed else torch.float64),
         args=args,
-        data_collator=dLLMDataCollator(tokenizer),
+        data_collator=dLLMDataCollator(tokenizer, block_size=block_size, complementary=complementary),
         train_dataset=dLLMSFTDataset(rows, tokenizer, 64, eos_padding=options.pop("eos_padding", "batch")),
         processing_class=tokenizer,
         **options,
@@ -114,10 +132,11 @@ def found(model_dir: Path, folder: Path) -> tuple[float, dict[str, Tensor]]:
     return loss, {name: before[name] - after[name] for name in before}
 
 
-def brute_force(model_dir: Path, folder: Path, eos_padding: int | str) -> tuple[float, dict[str, Tensor]]:
-    """The formula, row by row without padding: sum of cross-entropy / t' over hidden tokens, over all answer tokens."""
-    model = load_model(str(model_dir), dtype=torch.float64)
-    trainer = make_trainer(model_dir, folder, ROWS, 1, eos_padding=eos_padding)
+def brute_force(model_dir: Path, folder: Path, eos_padding: int | str, **way: Any) -> tuple[float, dict[str, Tensor]]:
+    """The formula, row by row and block by block without padding: sum of cross-entropy / t' over hidden tokens, over
+    all answer tokens. A block is noised behind the clean text before it."""
+    model = model_of(model_dir, way.get("block_size"), dtype=torch.float64)
+    trainer = make_trainer(model_dir, folder, ROWS, 1, eos_padding=eos_padding, **way)
     (batch,) = trainer.get_train_dataloader()
     answers = sum(label != IGNORED for row in batch["labels"].tolist() for label in row)
     total, naive = 0.0, torch.zeros((), dtype=torch.float64)
@@ -125,15 +144,21 @@ def brute_force(model_dir: Path, folder: Path, eos_padding: int | str) -> tuple[
         batch["input_ids"], batch["labels"], batch["attention_mask"], batch["t"], strict=True
     ):
         length = int(visible.sum())
-        logits = model(input_ids=ids[None, :length]).logits[0]
-        probability = (1 - 1e-3) * float(t) + 1e-3
-        for noised, clean, scores in zip(ids[:length].tolist(), labels[:length].tolist(), logits, strict=True):
-            if clean == IGNORED or noised == clean:
-                continue
-            assert noised == 3
-            exponentials = [math.exp(score) for score in scores.tolist()]
-            total += -math.log(exponentials[clean] / sum(exponentials)) / probability / answers
-            naive = naive - scores.log_softmax(-1)[clean] / probability / answers
+        whole = torch.where(labels == IGNORED, ids, labels)
+        size = way.get("block_size", length)
+        times = [float(t)] * length if t.dim() == 0 else t.tolist()
+        for start in range(0, length, size):
+            block = slice(start, min(start + size, length))
+            logits = model(input_ids=torch.cat([whole[:start], ids[block]])[None]).logits[0, start:]
+            assert len(set(times[block])) == 1
+            probability = (1 - 1e-3) * times[start] + 1e-3
+            for noised, clean, scores in zip(ids[block].tolist(), labels[block].tolist(), logits, strict=True):
+                if clean == IGNORED or noised == clean:
+                    continue
+                assert noised == 3
+                exponentials = [math.exp(score) for score in scores.tolist()]
+                total += -math.log(exponentials[clean] / sum(exponentials)) / probability / answers
+                naive = naive - scores.log_softmax(-1)[clean] / probability / answers
     naive.backward()
     return total, {name: cast(Tensor, weight.grad) for name, weight in model.named_parameters()}
 
@@ -148,7 +173,7 @@ def assert_same(
 
 
 def step_in_processes(kind: str, model_dir: Path, folder: Path) -> None:
-    """Two processes of this very file take the step for each kind of EOS padding and split, and save what they find."""
+    """Two processes of this very file take the step in every way, EOS padding and split, and save what they find."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "SFT")])
     done = subprocess.run(
         [sys.executable, "-m", *LAUNCHERS[kind], __file__, kind, str(model_dir), str(folder)],
@@ -161,9 +186,9 @@ def step_in_processes(kind: str, model_dir: Path, folder: Path) -> None:
 
 
 def process(kind: str, model_dir: Path, folder: Path) -> None:
-    for eos_padding, (batch, accumulation) in itertools.product(EOS_PADDINGS, SPLITS_OF_TWO):
-        target = folder / f"{eos_padding}-{batch}"
-        one_step(model_dir, target, batch, accumulation, eos_padding=eos_padding)
+    for (name, way), eos_padding, (batch, accumulation) in CASES_OF_TWO:
+        target = folder / f"{name}-{eos_padding}-{batch}"
+        one_step(model_dir, target, batch, accumulation, eos_padding=eos_padding, **way)
     if kind == "MULTI_CPU":
         one_step(model_dir, folder / "short", 2, 1, rows=rows_of_all_lengths(6))
     trainer = make_trainer(model_dir, folder, 1, 1)
@@ -175,24 +200,76 @@ def process(kind: str, model_dir: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int | str, Any]:
+def expected(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | str], Any]:
     folder = tmp_path_factory.mktemp("brute_force")
-    return {eos_padding: brute_force(tiny_model_dir, folder, eos_padding) for eos_padding in EOS_PADDINGS}
+    return {
+        (name, eos_padding): brute_force(tiny_model_dir, folder, eos_padding, **way)
+        for (name, way), eos_padding in itertools.product(WAYS.items(), EOS_PADDINGS)
+    }
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("eos_padding", EOS_PADDINGS)
 @pytest.mark.parametrize("split", SPLITS_ALONE)
 def test_one_process(
-    tiny_model_dir: Path, tmp_path: Path, expected: Any, split: tuple[int, int], eos_padding: int | str
+    tiny_model_dir: Path, tmp_path: Path, expected: Any, split: tuple[int, int], eos_padding: int | str, way: str
 ) -> None:
-    one_step(tiny_model_dir, tmp_path, *split, eos_padding=eos_padding)
-    assert_same(found(tiny_model_dir, tmp_path), expected[eos_padding])
+    one_step(tiny_model_dir, tmp_path, *split, eos_padding=eos_padding, **WAYS[way])
+    assert_same(found(tiny_model_dir, tmp_path), expected[way, eos_padding])
+
+
+def test_a_block_of_the_whole_row_is_full_attention(tiny_model_dir: Path, tmp_path: Path, expected: Any) -> None:
+    one_step(tiny_model_dir, tmp_path, 4, 2, block_size=64)
+    assert_same(found(tiny_model_dir, tmp_path), expected["full attention", "batch"])
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_blocks_of_one_token_are_left_to_right(tmp_path: Path, lora: bool) -> None:
+    """With everything hidden, the loss and gradient of an autoregressive model: the next token's cross-entropy."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        use_cache=False,
+    )
+    causal: Any = Qwen2ForCausalLM(config).double()
+    blocks = copy.deepcopy(causal)
+    blocks.config.update({"block_size": 1, "predicts_next_token": True})
+    prepare(blocks)
+    if lora:
+        adapter = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        blocks, causal = get_peft_model(blocks, adapter), get_peft_model(causal, adapter)
+        causal.load_state_dict(blocks.state_dict())
+    tokenizer = SimpleNamespace(mask_token_id=3, eos_token_id=2, pad_token_id=0)
+    trainer = dLLMTrainer(
+        model=blocks,
+        args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        data_collator=dLLMDataCollator(cast(Any, tokenizer), block_size=1),
+    )
+    clean = torch.randint(4, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    labels, visible = clean.clone(), torch.ones_like(clean)
+    labels[0, :2] = labels[1, :5] = labels[0, 7:] = IGNORED
+    visible[0, 7:] = 0
+    batch = {"input_ids": torch.where(labels == IGNORED, clean, 3), "labels": labels, "attention_mask": visible}
+    loss = trainer.compute_loss(blocks, batch | {"t": torch.ones(clean.shape)})
+    loss.backward()
+    expected = causal(input_ids=clean, attention_mask=visible, labels=labels).loss
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for (name, weight), same in zip(blocks.named_parameters(), causal.parameters(), strict=True):
+        if weight.requires_grad and not name.endswith("embed_tokens.weight"):  # blocks read masks as well
+            torch.testing.assert_close(weight.grad, same.grad, rtol=1e-6, atol=1e-7)
 
 
 def test_two_processes(tiny_model_dir: Path, tmp_path: Path, expected: Any) -> None:
     step_in_processes("MULTI_CPU", tiny_model_dir, tmp_path)
-    for eos_padding, (batch, _) in itertools.product(EOS_PADDINGS, SPLITS_OF_TWO):
-        assert_same(found(tiny_model_dir, tmp_path / f"{eos_padding}-{batch}"), expected[eos_padding])
+    for (name, _), eos_padding, (batch, _) in CASES_OF_TWO:
+        assert_same(found(tiny_model_dir, tmp_path / f"{name}-{eos_padding}-{batch}"), expected[name, eos_padding])
     for split in SHORT_EPOCH:
         one_step(tiny_model_dir, tmp_path / "alone", *split, rows=rows_of_all_lengths(6))
         assert_same(found(tiny_model_dir, tmp_path / "short"), found(tiny_model_dir, tmp_path / "alone"))
@@ -202,9 +279,9 @@ def test_two_processes(tiny_model_dir: Path, tmp_path: Path, expected: Any) -> N
 def test_two_processes_of_deepspeed(tiny_model_dir: Path, tmp_path: Path, expected: Any, kind: str) -> None:
     pytest.importorskip("deepspeed")
     step_in_processes(kind, tiny_model_dir, tmp_path)
-    for eos_padding, (batch, _) in itertools.product(EOS_PADDINGS, SPLITS_OF_TWO):
-        result = found(tiny_model_dir, tmp_path / f"{eos_padding}-{batch}")
-        assert_same(result, expected[eos_padding], atol=1e-6)  # weights and gradients in fp32
+    for (name, _), eos_padding, (batch, _) in CASES_OF_TWO:
+        result = found(tiny_model_dir, tmp_path / f"{name}-{eos_padding}-{batch}")
+        assert_same(result, expected[name, eos_padding], atol=1e-6)  # weights and gradients in fp32
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ import torch
 from sft_setup import on_gpu
 from sft_train import eos_padding, main, make_parser
 from sft_trainer import dLLMTrainer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from d1.models import load_model, load_tokenizer
+from d1.models.convert import a2d
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 
 SFT = Path(__file__).parents[2] / "SFT"
@@ -88,6 +89,10 @@ def history(folder: Path, name: str) -> list[float]:
     return [entry[name] for entry in log if name in entry]
 
 
+def history_names(folder: Path) -> set[str]:
+    return set().union(*json.loads((folder / "job/trainer_state.json").read_text())["log_history"])
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_model(str(folder)).state_dict()
 
@@ -111,8 +116,8 @@ def test_twenty_steps_lower_the_loss(flags: list[str], tiny_model_dir: Path, tmp
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert list((tmp_path / "job/wandb").glob("offline-run-*"))
     assert (tmp_path / "job/losses.png").stat().st_size > 5000
-    names = set().union(*json.loads((tmp_path / "job/trainer_state.json").read_text())["log_history"])
-    assert {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"} <= names
+    names = {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"}
+    assert names <= history_names(tmp_path)
 
 
 def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
@@ -169,6 +174,25 @@ def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_d
     torch.testing.assert_close(logits(tmp_path / "on/job"), logits(adapter), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("how", [["--full_finetuning"], ["--lora_r", "8", "--complementary_masks"]])
+def test_a_model_made_block_causal_learns(
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path, how: list[str]
+) -> None:
+    torch.manual_seed(0)
+    fields = json.loads((tiny_model_dir / "config.json").read_text())
+    sizes = {name: fields[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "causal")
+    load_tokenizer(str(tiny_model_dir)).save_pretrained(tmp_path / "causal")
+    a2d(str(tmp_path / "causal"), str(tmp_path / "base"), mask_token="<mask>", block_size=4)
+    training = ["--model_name", str(tmp_path / "base"), "--learning_rate", "1e-2", "--max_steps", "20", *how]
+    run([*flags, *training, "--eval_steps", "10"], tmp_path)
+    losses = history(tmp_path, "eval_loss")
+    assert losses[-1] < 0.7 * losses[0]
+    assert len([name for name in history_names(tmp_path) if name.startswith("eval_loss_t")]) == 5
+    assert load_model(str(tmp_path / "job")).config.block_size == 4
+
+
 def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
     """A model that has learned something is ruined by weight decay: the first evaluation is the best."""
     run([*flags, "--max_steps", "20", "--learning_rate", "1e-2", "--full_finetuning"], tmp_path / "good")
@@ -181,6 +205,25 @@ def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
     final = weights(tmp_path / "job")
     assert all(torch.equal(final[name], best[name]) for name in best)
     assert any(not torch.equal(final[name], last[name]) for name in best)
+
+
+def test_a_hub_out_of_reach_costs_nothing_and_an_adapter_gets_a_card(
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT's own card names folders of this machine."""
+    push = ["--max_steps", "2", "--eval_steps", "2", "--push_to_hub", "--hub_model_id", "me/sft", "--lora_r", "2"]
+    run(flags, tmp_path, *push)
+    weights(tmp_path / "job")
+    card = (tmp_path / "job" / "README.md").read_text()
+    assert "| --lora_r | `2` |" in card
+    assert f'load_model("{tiny_model_dir.name}", adapter="me/sft")' in card
+    assert not [path for path in (tmp_path, tiny_model_dir) if str(path) in card]
+    (tmp_path / "job" / "README.md").write_text(f"{card}With results that were added since.\n")
+    run(flags, tmp_path, *push, "--resume")
+    assert (tmp_path / "job" / "README.md").read_text().endswith("added since.\n")
+    failed = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(failed) == 2
+    assert all("is complete, but was not uploaded to me/sft: " in message for message in failed)
 
 
 def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:

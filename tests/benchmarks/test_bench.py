@@ -63,6 +63,15 @@ def test_samplers_race_with_a_peer_that_is_given_the_same_task(tmp_path, capsys)
     assert written["settings"]["peer"] == str(peer)
 
 
+def test_a_block_models_cache_races_what_recomputes_everything(tmp_path, capsys):
+    results = report("blocks", tmp_path)["results"]
+    # Blocks end at 8, 12 and 14 and take 1, 2 and 1 steps; the first step of a block also feeds the block before.
+    tokens = {"recomputed": 4 * 14, "cached": 8 + (8 + 4) + 6}
+    assert {name: row["tokens a row"] for name, row in results.items()} == tokens
+    assert results["cached"]["tokens / recomputed"] == tokens["cached"] / tokens["recomputed"]
+    assert results["cached"]["multiply-adds / recomputed"] < 1 == results["recomputed"]["ratio"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

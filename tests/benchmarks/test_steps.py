@@ -113,10 +113,11 @@ def test_the_bare_passes_run_in_the_trainers_precision(rl, tmp_path, monkeypatch
     assert entered(tuned, monkeypatch, lambda: sft_steps.bare_sft(tuned, clock)) == 2
 
 
-def test_the_published_sft_trainer_has_our_loss(tmp_path):
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_published_sft_trainer_has_our_loss(tmp_path, blocks):
     shape, clock = argparse.Namespace(**SHAPE), Clock()
-    ours = sft_steps.sft_trainer(sft_steps.dLLMTrainer, shape, tmp_path, clock)
-    theirs = sft_steps.sft_trainer(sft_steps.PublishedSFT, shape, tmp_path, clock)
+    ours = sft_steps.sft_trainer(sft_steps.dLLMTrainer, shape, tmp_path, clock, blocks)
+    theirs = sft_steps.sft_trainer(sft_steps.PublishedSFT, shape, tmp_path, clock, blocks)
     ours.train()
     theirs.train()
     assert len(ours.seen) == len(theirs.seen) == 2
@@ -128,7 +129,7 @@ def test_the_published_sft_trainer_has_our_loss(tmp_path):
     assert count_passes(ours.model, lambda: sft_steps.bare_sft(ours, clock)) == 2
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("kind", ["rl", "sft", "sft_blocks"])
 def test_phases_add_up_to_the_whole(kind, tmp_path):
     found = steps.race_steps(kind, argparse.Namespace(**SHAPE), tmp_path)
     assert set(found["results"]) == {"ours", "bare", "published"}

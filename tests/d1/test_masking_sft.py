@@ -33,6 +33,29 @@ def test_padding_does_not_move_the_draw() -> None:
     assert torch.equal(padded[: len(mask)], mask)
 
 
+@pytest.mark.parametrize("mirror", [False, True])
+def test_each_block_has_a_time_of_its_own(mirror: bool) -> None:
+    """Blocks of 1000; the first 5 tokens are a prompt, and behind another prompt of whole blocks all is the same."""
+    behind = torch.cat([torch.zeros(3000, dtype=torch.bool), ANSWER])
+    t, mask = draw_noise(ANSWER, keyed_generator(6), mirror=mirror, block_size=1000)
+    later_t, later = draw_noise(behind, keyed_generator(6), mirror=mirror, block_size=1000)
+    assert torch.equal(later_t[3000:], t)
+    assert torch.equal(later[3000:], mask)
+    assert t.unique().numel() == 5
+    for block in range(4):
+        place = slice(max(5, 1000 * block), 1000 * (block + 1))
+        assert t[place].unique().numel() == 1
+        p = float(noise_level(t[place][0]))
+        assert float(mask[place].float().mean()) == pytest.approx(p, abs=4 * (p * (1 - p) / 990) ** 0.5 + 1e-9)
+
+
+def test_a_block_of_all_tokens_is_drawn_as_none() -> None:
+    t, mask = draw_noise(ANSWER, keyed_generator(7))
+    of_blocks, blocks = draw_noise(ANSWER, keyed_generator(7), block_size=len(ANSWER))
+    assert torch.equal(of_blocks, t.expand(len(ANSWER)))
+    assert torch.equal(blocks, mask)
+
+
 def test_twins_cover_every_answer_token_and_share_next_to_none() -> None:
     for row in range(20):
         t, mask = draw_noise(ANSWER, keyed_generator(3, row))

@@ -31,7 +31,11 @@ SAME_VIEWS = ("cj-grpo", "tracerl", "just-grpo")  # in all updates on a rollout
 OVER_ALL_ROWS = ("stable-drl",)
 ALL_KEPT = {"right_share": None}  # no prompt leaves the loss
 
+ON_BLOCKS = [name for name in METHODS if "block_length" not in METHODS[name].values]  # those that bring no blocks
+MODELS = [("tiny_model_dir", name) for name in METHODS] + [("tiny_block_dir", name) for name in ON_BLOCKS]
+
 every_method = pytest.mark.parametrize("method", METHODS)
+every_method_and_attention = pytest.mark.parametrize(("folder", "method"), MODELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -196,10 +200,11 @@ def padded(batch):
     return batch | more | {"view_noise": F.pad(batch["view_noise"], (5, 0), value=True)}
 
 
-@every_method
-def test_a_rows_scores_and_views_are_its_own(tiny_model_dir, tmp_path, method):
+@every_method_and_attention
+def test_a_rows_scores_and_views_are_its_own(request, tmp_path, folder, method):
     """Alone, in its batch, and with more padding; what stands behind a completion that no sampler saw is not seen."""
-    trainer, batch = first_rollout(tiny_model_dir, tmp_path, method, per_device_train_batch_size=8)
+    model_dir = request.getfixturevalue(folder)
+    trainer, batch = first_rollout(model_dir, tmp_path, method, per_device_train_batch_size=8)
     assert len(set(batch["completion_mask"].sum(1).tolist())) > 2
 
     def scores(batch, update=1):
@@ -212,7 +217,7 @@ def test_a_rows_scores_and_views_are_its_own(tiny_model_dir, tmp_path, method):
     def drawn(batch, first, rows):
         streams = [keyed_generator(7, row) for row in range(8)][first : first + rows]
         random = randomness(streams, keyed_generator(8), first, 8, 2)
-        return draw_updates(sampled_rows(batch), random, trainer.args)
+        return draw_updates(sampled_rows(batch, trainer.model.config), random, trainer.args)
 
     views, views_padded = drawn(batch, 0, 8), drawn(padded(batch), 0, 8)
     assert torch.equal(views["view_weights"], views_padded["view_weights"])
@@ -225,6 +230,19 @@ def test_a_rows_scores_and_views_are_its_own(tiny_model_dir, tmp_path, method):
         assert torch.equal(own["view_weights"][0], views["view_weights"][row, :, :count])
         assert torch.equal(own["view_noise"][0], views["view_noise"][row, :, :count, padding:])
         assert not views["view_weights"][row, :, count:].any()
+
+
+@pytest.mark.parametrize("method", [name for name in ON_BLOCKS if name in REPLAYS])
+def test_replay_over_all_blocks_at_once_gives_what_the_sampler_recorded(tiny_block_dir, tmp_path, method):
+    alone = {"segment_steps": None, "segments": None, "num_views": None}
+    trainer, batch = first_rollout(tiny_block_dir, tmp_path, method, per_device_train_batch_size=8, **alone)
+    views = views_of(batch, 0)
+    assert views.noise.shape[1] <= 4, "more views than a block of four tokens has steps"
+    with torch.no_grad():
+        found = trainer.scores(trainer.model, batch, views).logps
+    scored = views.weights.ne(0).any(1)
+    assert torch.equal(scored.sum(1), batch["completion_mask"].sum(1))
+    torch.testing.assert_close(found, batch["rollout_logps"] * scored, rtol=0, atol=1e-5)
 
 
 @every_method
@@ -268,11 +286,12 @@ def step_alike(trainers):
             )
 
 
-@every_method
-def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(tiny_model_dir, tmp_path, method):
+@every_method_and_attention
+def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, tmp_path, folder, method):
     def trainer(rows, **changes):
         cut = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows, "learning_rate": 0.01}
-        return make_method(tiny_model_dir, tmp_path, method, **(cut | same_mean(method) | changes))
+        model_dir = request.getfixturevalue(folder)
+        return make_method(model_dir, tmp_path, method, **(cut | same_mean(method) | changes))
 
     step_alike(
         [

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_trainer import DiffuGRPOTrainer
-from grpo_plan import passes, plan
+from grpo_plan import most_views, passes, plan
 from trl_bridge import rollout_buffer
 
 from d1.methods import METHODS
@@ -99,17 +99,25 @@ class Counting(DiffuGRPOTrainer):
 # Of these every view scores something, whatever was sampled.
 FIXED = ("d1", "wd1", "spg", "d2", "unigrpo", "stable-drl")
 CASES = [(name, {}) for name in METHODS]
-CASES += [("espo", {"gradient_checkpointing": True}), ("bgpo", {"views_at_once": 16}), ("wd1", {"cfg_scale": 1.0})]
+BLOCKS = [(name, {"blocks": 4}) for name in ("d1", "cj-grpo", "agrpo", "espo")]
+CASES += [
+    *BLOCKS,
+    ("espo", {"gradient_checkpointing": True}),
+    ("bgpo", {"views_at_once": 16}),
+    ("wd1", {"cfg_scale": 1.0}),
+]
 
 
 @pytest.mark.parametrize(("method", "changes"), CASES, ids=lambda value: value if isinstance(value, str) else "")
-def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tmp_path, method, changes):
+def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tiny_block_dir, tmp_path, method, changes):
     values = {**METHODS[method].values, **changes}
+    blocks = values.pop("blocks", None)
+    model_dir = tiny_block_dir if blocks else tiny_model_dir
     mu = min(2, values["num_iterations"])
     settings = {**SHAPE, **values, "method": method, "num_iterations": mu, "max_steps": mu, "right_share": None}
     args = DiffuGRPOConfig(output_dir=str(tmp_path), **settings)
     trainer = Counting(
-        model=load_model(str(tiny_model_dir)),
+        model=load_model(str(model_dir)),
         reward_funcs=lambda completions, **_: [float(i) for i in range(len(completions))],
         args=args,
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "abc"}]}] * ROWS),
@@ -120,7 +128,7 @@ def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tmp_pa
     scored = batch["view_weights"].ne(0).any(-1)
     views = scored.sum().item() / (ROWS * mu) if scored.shape[2] > 1 else 1
     assert trainer.counts == {what: pytest.approx(ROWS * count) for what, count in passes(args, views).items()}
-    most = ESTIMATORS[args.estimator].views(args)
+    most = most_views(args, blocks)
     assert views == most if method in FIXED else 0 < views <= most
     if method == "just-grpo":
         ends = batch["completion_mask"].sum(1)

@@ -95,10 +95,10 @@ def test_without_a_method_all_is_d1s(tmp_path):
         "objective": "trl",
         "estimator": "one_step",
         "max_completion_length": 256,
-        "block_length": 32,
         "diffusion_steps": 128,
         "weight_decay": 0.1,
         "max_grad_norm": 0.2,
     }
     assert {name: getattr(args, name) for name in expected} == expected
+    assert args.sampling_settings().block_length == 32
     assert settings_of("slurm_scripts/sudoku_base.sbatch", tmp_path).run_name == "sudoku_base_mu8"

@@ -16,7 +16,7 @@ import yaml
 from datasets import Dataset
 from diffu_grpo_config import DiffuGRPOConfig
 from peft import LoraConfig, get_peft_model
-from plot_curves import draw, read_run, running_mean, series
+from plot_curves import SHOWN_FILE, draw, read_run, report_page, running_mean, series
 from transformers import AutoTokenizer, TrainerCallback, TrainerState
 from trl import ModelConfig
 
@@ -52,7 +52,6 @@ def test_the_defaults_are_d1s():
         "num_generations": 6,
         "max_completion_length": 256,
         "max_prompt_length": 200,
-        "block_length": 32,
         "diffusion_steps": 128,
         "temperature": 0.9,
         "p_mask_prompt": 0.15,
@@ -62,12 +61,13 @@ def test_the_defaults_are_d1s():
         "disable_dropout": True,
     }
     assert {name: getattr(args, name) for name in expected} == expected
+    assert args.sampling_settings().block_length == 32
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_completion_length": 30}, "must be a multiple of block_length"),
+        ({"max_completion_length": 30, "block_length": 32}, "must be a multiple of block_length"),
         ({"diffusion_steps": 0}, "--diffusion_steps 0"),
         ({"max_completion_length": 128, "diffusion_steps": 3}, "between 4 and 128 steps, got 3"),
         ({"diffusion_steps": 33}, "between 1 and 32 steps, got 33"),
@@ -106,6 +106,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
         ({"model_path": "../SFT/runs/none/merged"}, "there is no model folder ../SFT/runs/none/merged"),
         ({"model_path": "no/such/model"}, "there is no model folder no/such/model"),
         ({"data_file": "no_such.csv"}, "no data file no_such.csv"),
+        ({"dataset": "countdown", "prompt_protocol": "llada"}, "has no prompt protocol 'llada': use one of d1"),
         ({"dataset": "no_such_task.py"}, "no task file"),
     ],
 )
@@ -325,11 +326,24 @@ def test_flags_that_are_gone_say_what_replaced_them(tmp_path, name, replaced_by)
     assert all(re.match(r"\w+", new)[0] in fields for new in diffu_grpo_train.RENAMED.values())
 
 
-def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(tiny_model_dir, tmp_path):
+def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(tiny_model_dir, tmp_path, caplog):
+    """It has a model card, and a hub that is out of reach is one message at the end."""
     once = {"model_path": str(tiny_model_dir), "max_steps": 2, "num_iterations": 2, "save_steps": 2, **TINY}
+    once |= {"push_to_hub": True, "hub_model_id": "me/rl", "method": "wd1"}
     again = {"resume_from_checkpoint": "true", **once}
     run_main(tmp_path, **once)
     folder = tmp_path / "run"
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert said.startswith(f"{folder} is complete, but was not uploaded to me/rl: ")
+    card = (folder / "README.md").read_text()
+    for line in (
+        "| method | diffu-GRPO, `wd1`: wd1, [arXiv 2507.08838]",
+        "| --max_steps | `2` |",
+        "| reward in training |",
+    ):
+        assert line in card
+    assert not [name for name in ("learning_rate", "beta", "bf16", "generation_batch_size") if f"--{name} " in card]
+    assert str(tmp_path) not in card
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     assert run_main(tmp_path, **again) is None
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == files
@@ -362,6 +376,7 @@ def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
         ({"method": "espo"}, {"method": "espo", "num_views": 3}, r"of num_views 2 \(now 3\): continue"),
         ({"beta": 0.0}, {"beta": 0.04}, r"of beta 0.0 \(now 0.04\): continue"),  # no reference was scored
         ({}, {"beta": 0.01, "epsilon": 0.2, "learning_rate": 1.0}, None),
+        ({"prompt_protocol": "llada"}, {}, r"of prompt_protocol llada \(now d1\): continue"),
         ({"method": "tracerl"}, {"method": "tracerl"}, None),
     ],
 )
@@ -435,6 +450,29 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FileNotFoundError, match="holds no run"):
         read_run(tmp_path)
+
+    page = report_page([run], ["<a>"])
+    assert page.count("<figure><svg ") == 4
+    assert "What RL did: &lt;a&gt;</h1>" in page
+    assert "<span>reward</span> <b>0 → 0.5</b>" in page
+    assert "<b>num_iterations</b> 4" in page
+    assert "--report true" in page
+    film = {
+        "title": "",
+        "prompt": "",
+        "note": "",
+        "tokens": ["</script>"],
+        "steps": [0],
+        "logps": [0],
+        "entropies": [0],
+    }
+    kept = {"rollout": 1, "films": dict.fromkeys(("best", "median", "worst"), film)}
+    (run / SHOWN_FILE).write_text(json.dumps({"first": kept, "last": kept | {"rollout": 7}}))
+    page = report_page([run], ["a"])
+    scenes = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert [scene["title"].split(":")[0] for scene in scenes] == ["a"] * 3
+    assert [film["title"] for film in scenes[0]["films"]] == ["rollout 1", "rollout 7"]
+    assert "--report true" not in page
 
 
 def test_the_help_lists_every_group_of_flags():

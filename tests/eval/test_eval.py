@@ -13,8 +13,10 @@ import run_identity
 import torch
 from eval_journal import Journal
 from eval_prompts import Prompt, read_prompts
+from generation_files import read_setups
 from peft import LoraConfig, get_peft_model
 from run_identity import setup_name
+from score_setups import score_setup
 from transformers import BertConfig
 
 import eval as evaluation
@@ -22,6 +24,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import generate, rollout
 from d1.tasks import load_task
+from d1.tasks.protocols import under_protocol
 
 LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")
 
@@ -40,7 +43,7 @@ def texts(results: dict[str, Any]) -> list[tuple[int, str]]:
 
 def prompts(model: Path, *flags: str, task: str = "sudoku") -> list[Prompt]:
     args = evaluation.make_parser().parse_args(["--model_path", str(model), "--dataset", task, *flags])
-    return read_prompts(args, load_task(task), load_tokenizer(str(model)))
+    return read_prompts(args, under_protocol(load_task(task), args.prompt_protocol), load_tokenizer(str(model)))
 
 
 # ---- the file
@@ -335,12 +338,35 @@ def test_an_encoder_is_refused_a_cache_before_its_weights_are_read(tiny_model_di
         evaluate(tmp_path, tmp_path, "--sampler", "cached")
 
 
+def without_blocks(model: Path, output_dir: Path, *flags: str) -> dict[str, Any]:
+    """The generation file and the record's settings of a run that is not told of blocks."""
+    required = ["--model_path", str(model), "--dataset", "sudoku", "--output_dir", str(output_dir), "--limit", "3"]
+    evaluation.main(evaluation.make_parser().parse_args([*required, "--gen_length", "12", *flags]))
+    (record,) = (json.loads(path.read_text()) for path in output_dir.glob("*_record.json"))
+    (results,) = (json.loads(path.read_text()) for path in output_dir.glob("*_generations.json"))
+    assert record["settings"]["block_length"] == record["identity"]["block_length"] == results["block_length"]
+    return results
+
+
+def test_a_block_causal_model_is_sampled_in_its_own_blocks_and_others_in_those_of_d1(
+    tiny_model_dir, tiny_block_dir, tmp_path, monkeypatch
+):
+    own = without_blocks(tiny_block_dir, tmp_path / "own")
+    assert own["block_length"] == 4
+    assert texts(own) == texts(evaluate(tiny_block_dir, tmp_path / "told", "--limit", "3"))  # that it has blocks of 4
+    assert without_blocks(tiny_model_dir, tmp_path / "whole")["block_length"] == 32
+    monkeypatch.setattr(generate_completions, "load_model_for", lambda _: pytest.fail("loaded the model"))
+    with pytest.raises(ValueError, match="has blocks of 4 tokens, so block_length must be 4, not 6"):
+        without_blocks(tiny_block_dir, tmp_path / "other", "--block_length", "6")
+    assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
+
+
 # ---- resuming
 
 
 def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir, tmp_path, monkeypatch):
     first = evaluate(tiny_model_dir, tmp_path, "--limit", "4")
-    monkeypatch.setattr(generate_completions, "load_model", lambda *_, **__: pytest.fail("loaded a model for nothing"))
+    monkeypatch.setattr(generate_completions, "load_model_for", lambda _: pytest.fail("loaded a model for nothing"))
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
     with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):
         evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--temperature", "0.5")
@@ -484,3 +510,50 @@ def test_file_names_tell_setups_apart(tmp_path):
         "math_sft_checkpoint-20_validation_fs2_a-b_128_64"
     )
     assert name("--model_path", "m", "--checkpoint_path", "rl/checkpoint-5") == "math_rl_checkpoint-5_128_64"
+
+
+# ---- prompt protocols
+
+
+def test_a_run_is_named_recorded_and_scored_by_its_prompt_protocol(tiny_model_dir, tmp_path, capsys):
+    row = {"question": "1+1?", "answer": "1+1=2\n#### 2"}
+    for name, count in (("asked", 1), ("shown", 5)):
+        lines = [json.dumps({**row, "question": f"{i}{row['question']} {name}"}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    files = ("--data_file", str(tmp_path / "asked.jsonl"), "--few_shot_file", str(tmp_path / "shown.jsonl"))
+    out = tmp_path / "results"
+    llada = evaluate(tiny_model_dir, out, *files, "--prompt_protocol", "llada", "--few_shot", "4", task="gsm8k")
+    d1 = evaluate(tiny_model_dir, out, *files, task="gsm8k")
+    assert [results["prompt_protocol"] for results in (llada, d1)] == ["llada", "d1"]
+    asked = llada["generations"][0]["prompt_input"]
+    assert asked.count("Question: ") == 5
+    assert "<reasoning>" not in asked
+    assert asked.endswith("Answer:<assistant>")
+    by_default = prompts(tiny_model_dir, *files, "--prompt_protocol", "llada", task="gsm8k")
+    assert [prompt.text for prompt in by_default] == [asked]
+    records = [json.loads(path.read_text()) for path in sorted(out.glob("*_record.json"))]
+    assert [record["settings"]["prompt_protocol"] for record in records] == ["d1", "llada"]
+    assert [record["identity"].get("prompt_protocol") for record in records] == [None, "llada"]
+
+    path = next(out.glob("*_llada_fs4_*_generations.json"))  # the last number counts here, and only here
+    for results, accuracy in ((llada, 100.0), (d1, 0.0)):
+        results["generations"][0] |= {"generations": "It is 2.", "text": "It is 2."}
+        path.write_text(json.dumps(results))
+        setup = next(setup for setup in read_setups(out) if setup.name in path.name)
+        assert score_setup(setup, "strict", {})[0].accuracy == accuracy
+    path.write_text(json.dumps(llada))
+    setup = next(setup for setup in read_setups(out) if setup.name in path.name)
+    assert "d1's prompts" in score_setup(setup, "published", {})[0].errors[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dataset", "countdown"), "countdown has no prompt protocol 'llada': use one of d1"),
+        (("--add_reasoning",), "--add_reasoning belongs to d1's prompts"),
+        (("--dont_use_box",), "--dont_use_box belongs to d1's prompts"),
+    ],
+)
+def test_what_a_prompt_protocol_does_not_go_with_is_refused(tiny_model_dir, tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(tiny_model_dir, tmp_path, "--prompt_protocol", "llada", *flags)

@@ -174,19 +174,20 @@ def test_run_eval_without_gpu_and_model_says_what_to_do():
     assert bash(EVAL / "run_eval.sh", "0,1").returncode == 1
 
 
-def test_run_eval_then_parse(tiny_model_dir, tmp_path):
+def test_run_eval_then_parse(tiny_model_dir, tiny_block_dir, tmp_path):
     (tmp_path / "rows.csv").write_text("Puzzle,Solution\n0234341221434300,1234341221434321\n")
-    done = bash(
-        EVAL / "run_eval.sh",
-        MODEL_PATH=str(tiny_model_dir),
-        TASKS="sudoku",
-        GEN_LENGTHS="12 16",
-        BLOCK_LENGTH="4",
-        OUTPUT_DIR=str(tmp_path),
-        EXTRA=f"--data_file {tmp_path / 'rows.csv'}",
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"python parse_and_get_acc.py {tmp_path}" in done.stdout
+    for model, chosen in ((tiny_model_dir, {"GEN_LENGTHS": "12", "BLOCK_LENGTH": "6"}), (tiny_block_dir, {})):
+        done = bash(
+            EVAL / "run_eval.sh",
+            TASKS="sudoku",
+            OUTPUT_DIR=str(tmp_path),
+            EXTRA=f"--data_file {tmp_path / 'rows.csv'}",
+            **{"MODEL_PATH": str(model), "GEN_LENGTHS": "16"} | chosen,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"python parse_and_get_acc.py {tmp_path}" in done.stdout
+    files = (json.loads(path.read_text()) for path in tmp_path.glob("*_generations.json"))
+    assert {file["gen_length"]: file["block_length"] for file in files} == {12: 6, 16: 4}
     parsed = bash("-c", f"python {EVAL / 'parse_and_get_acc.py'} {tmp_path} --format json")
     rows = json.loads(parsed.stdout)
     assert [(row["gen_length"], row["n"], row["expected"]) for row in rows] == [(12, 1, 1), (16, 1, 1)]

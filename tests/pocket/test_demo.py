@@ -1,6 +1,7 @@
 """The main job in miniature, through its real commands: interrupted, continued, reported."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,11 +12,14 @@ import diffu_grpo_train
 import pytest
 import sft_train
 import task_report
-from demo import GRPO, arms_of, phases_of
+from demo import GRPO, arms_of, base_of, phases_of
+from demo import main as demo
+from demo import make_parser as demo_parser
 from phases import Phase, PhaseError, run_phases
 from recipes import RECIPES
 from report import ARMS, LENGTHS, setup_name, summary
 from rich.console import Console
+from run_identity import setup_name as eval_setup_name
 
 import eval as evaluation_script
 from d1.tasks import load_task
@@ -64,15 +68,48 @@ def test_the_report_has_the_table_the_curves_ten_problems_and_the_seconds(miniat
     assert (miniature / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_links_pages_that_play(miniature):
+    report = (miniature / "report.md").read_text()
+    scenes = {"watch.html": 1, "grpo/report.html": 3, "sft_grpo/report.html": 3, "shuffled/report.html": 3}
+    for name, count in scenes.items():
+        assert f"]({name})" in report
+        data = re.search(r'id="data">(.*?)</script>', (miniature / name).read_text(encoding="utf-8"), re.DOTALL)
+        found = json.loads(data[1])
+        assert [len(scene["films"]) for scene in found] == [2] * count
+    assert [film["title"] for film in found[0]["films"]] == ["rollout 1", "rollout 2"]  # 8 steps, mu = 4
+    assert "](watch.svg)" in report
+    assert (miniature / "watch.svg").read_text().count('class="mask"') == 64
+
+
 def test_the_table_over_seeds_has_each_arm_and_pair(miniature):
     text = summary([miniature])
-    means, seeds, paired = text.split("\n\n")
+    means, seeds, paired, cost = text.split("\n\n")
     assert [line.split(" | ")[0].strip("| ") for line in means.splitlines()[2:]] == list(ARMS.values())
     assert seeds.count("| + SFT + diffu-GRPO (d1) |") == len(LENGTHS)
     table = json.loads((miniature / "table.json").read_text())
     assert f"| base | {table[setup_name('base', 32)]['accuracy']:.1f} ± 0.0 |" in means
     assert all("| seed3 |" in table for table in (seeds, paired))
     assert "| sft_grpo - sft | 32 |" in text
+    assert cost.splitlines()[2] == "|  | 800 | 1160 |"  # 16 steps of 18 + 32 tokens, 20 of 18 + 40
+
+
+def test_the_block_model_goes_through_the_same_phases(tmp_path, monkeypatch):
+    full, block = (phases_of(tmp_path, 0, miniature=False, model=model) for model in ("full", "block"))
+    assert [phase.name for phase in block] == [phase.name for phase in full]
+    for phase, other in zip(full, block, strict=True):
+        assert [str(word).replace("pocket/base", "pocket/block_base") for word in phase.command] == other.command
+    monkeypatch.chdir(ROOT / "eval")
+    command = next(phase.command for phase in block if phase.name == f"base_at_{LENGTHS[0]}")
+    asked = evaluation_script.make_parser().parse_args(command[2:])
+    # What eval.py fills in for itself.
+    asked.diffusion_steps = asked.diffusion_steps or asked.gen_length // 2
+    assert eval_setup_name(asked) == setup_name("base", LENGTHS[0], base_of("sudoku", "block"))
+
+
+def test_the_block_model_is_refused_where_it_has_no_base():
+    for flags in (["--task", "countdown"], ["--split", "validation"]):
+        with pytest.raises(ValueError, match="for Sudoku's test problems alone"):
+            demo(demo_parser().parse_args(["--model", "block", *flags]))
 
 
 @pytest.mark.parametrize("task", GRPO)
@@ -108,6 +145,9 @@ def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(tas
     report = (folder / "report.md").read_text()
     problems = load_task(RECIPES[task].task).load_rows("test")["question"][:10]
     assert all(f"| {problem.replace(chr(10), ' ')} |" in report for problem in problems)
+    assert all(
+        f"]({arm}/report.html)" in report and (folder / arm / "report.html").exists() for arm in ("grpo", "sft_grpo")
+    )
     table = json.loads((folder / "table.json").read_text())
     assert len(table) == len(arms_of(task)) * 2
     flags = ["--runs", str(tmp_path), "--figure", str(tmp_path / "tasks.png")]

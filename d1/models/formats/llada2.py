@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from d1.models.formats.names import key_mapping, rename
-from d1.models.formats.released import check_fixed, join_stacks, one_by_one, renamed_fields
+from d1.models.formats.released import (
+    SAME_IN_MIXTURES,
+    check_fixed,
+    head_sizes,
+    join_stacks,
+    one_by_one,
+    renamed_fields,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,32 +27,15 @@ LLADA2_KEYS = (  # LLaDA2's name -> Glm4Moe's; {} is the number of the layer
     ("model.layers.{}.mlp.gate.expert_bias", "model.layers.{}.mlp.gate.e_score_correction_bias"),
 )
 LLADA2_FIELDS = {  # LLaDA2's config field -> Glm4Moe's
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
+    **SAME_IN_MIXTURES,
     "intermediate_size": "intermediate_size",
     "moe_intermediate_size": "moe_intermediate_size",
-    "num_hidden_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
     "num_experts": "n_routed_experts",
     "num_shared_experts": "n_shared_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
     "n_group": "n_group",
     "topk_group": "topk_group",
     "routed_scaling_factor": "routed_scaling_factor",
-    "norm_topk_prob": "norm_topk_prob",
     "first_k_dense_replace": "first_k_dense_replace",
-    "rms_norm_eps": "rms_norm_eps",
-    "hidden_act": "hidden_act",
-    "max_position_embeddings": "max_position_embeddings",
-    "initializer_range": "initializer_range",
-    "attention_dropout": "attention_dropout",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "mask_token_id": "mask_token_id",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "pad_token_id": "pad_token_id",
 }
 LLADA2_FIXED = {  # the one architecture that was published
     "score_function": (None, "sigmoid"),
@@ -80,9 +70,7 @@ def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
     raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
     if not raw["num_shared_experts"]:
         raise ValueError("this LLaDA2 config asks for layers that are not supported: no shared expert")
-    raw["num_key_value_heads"] = raw.get("num_key_value_heads") or raw.get("num_attention_heads")
-    if "head_dim" not in raw:
-        raw["head_dim"] = raw.get("hidden_size", 0) // (raw.get("num_attention_heads") or 1)
+    raw |= head_sizes(raw)
     rope = {"rope_theta": raw.get("rope_theta", 600000), "partial_rotary_factor": raw.get("partial_rotary_factor", 0.5)}
     fields = {"rope_parameters": {"rope_type": "default", **rope}, "use_qk_norm": True, "num_nextn_predict_layers": 0}
     fields["block_size"] = raw.get("block_size")

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from d1.models.formats.released import check_fixed, renamed_fields
+from d1.models.formats.released import SAME_IN_MIXTURES, check_fixed, head_sizes, renamed_fields
 
 LLADA_MOE_FIELDS = {  # LLaDA-MoE's config field -> Qwen3Moe's
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
+    **SAME_IN_MIXTURES,
     "dense_intermediate_size": "intermediate_size",  # no layer is dense, but the class wants a number
     "expert_intermediate_size": "moe_intermediate_size",
-    "num_hidden_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
     "num_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
-    "norm_topk_prob": "norm_topk_prob",
-    "rms_norm_eps": "rms_norm_eps",
-    "hidden_act": "hidden_act",
-    "max_position_embeddings": "max_position_embeddings",
-    "initializer_range": "initializer_range",
-    "attention_dropout": "attention_dropout",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "mask_token_id": "mask_token_id",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "pad_token_id": "pad_token_id",
 }
 LLADA_MOE_FIXED = {  # the one architecture that was published; -1 and -2 are its code's words for "not set"
     "shared_expert_intermediate_size": (None, 0, -1),
@@ -52,12 +35,10 @@ def qwen3_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
     check_fixed(raw, LLADA_MOE_FIXED, "LLaDA-MoE")
     if any(frequency != 1 for frequency in raw.get("moe_layer_freq") or ()):
         raise ValueError(f"this LLaDA-MoE config asks for dense layers: moe_layer_freq {raw['moe_layer_freq']}")
-    raw = raw | {"num_key_value_heads": raw.get("num_key_value_heads") or raw.get("num_attention_heads")}
+    raw = raw | head_sizes(raw)  # Qwen3Moe would take a missing head_dim to be 128
     raw["norm_topk_prob"] = bool(raw.get("norm_topk_prob"))
     raw["dense_intermediate_size"] = raw.get("dense_intermediate_size") or raw.get("expert_intermediate_size")
     if raw.get("rope_theta") is None:
         raise ValueError("this LLaDA-MoE config.json lacks rope_theta")
-    if raw.get("head_dim") is None:  # which Qwen3Moe would take to be 128
-        raw["head_dim"] = raw.get("hidden_size", 0) // (raw.get("num_attention_heads") or 1)
     fields = renamed_fields(raw, LLADA_MOE_FIELDS, "LLaDA-MoE")
     return fields | {"rope_parameters": {"rope_type": "default", "rope_theta": raw["rope_theta"]}}

@@ -14,6 +14,30 @@ if TYPE_CHECKING:
 
 # What this project may have changed since the model was read; the rest of a released config is written as it was.
 CHANGEABLE = ("vocab_size", "mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+# Config fields that the released mixtures and the classes that run them have under one name.
+SAME_IN_MIXTURES = {
+    name: name
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "rms_norm_eps",
+        "hidden_act",
+        "max_position_embeddings",
+        "initializer_range",
+        "attention_dropout",
+        "tie_word_embeddings",
+        "mask_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
+}
 
 
 def check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], name: str) -> None:
@@ -33,6 +57,16 @@ def renamed_fields(raw: Mapping[str, Any], table: Mapping[str, str], name: str) 
     if absent := [field for field in sizes if raw.get(field) is None]:
         raise ValueError(f"this {name} config.json lacks {', '.join(absent)}")
     return {new: raw[old] for old, new in table.items() if old in raw}
+
+
+def head_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
+    """What a config that leaves them out means by `num_key_value_heads` and `head_dim`; else its own."""
+    heads = raw.get("num_attention_heads")
+    size = raw.get("head_dim")
+    return {
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("hidden_size", 0) // (heads or 1) if size is None else size,
+    }
 
 
 def as_released(config: Any) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 
 from d1.masking import keyed_generator
 from d1.models import load_model, prepare
 from d1.models.attention import (
     ATTENTION,
+    check_blocks,
     count_positions,
     over_blocks,
     over_queries,
@@ -22,6 +23,7 @@ from d1.models.attention import (
 )
 from d1.models.head import body_and_head
 from d1.models.kinds import KINDS
+from d1.models.two_streams import two_stream_states
 from tests.d1.released import BLOCKS, seen_in_blocks, write_released
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]])
@@ -137,6 +139,24 @@ def test_both_limits(kind_dirs, attention):
     assert (logits(with_blocks(folder, 8, attention)) - logits(full)).abs().amax(-1).min() > 1e-4
 
 
+@pytest.mark.parametrize("name", ["sdar", "Fast_dLLM_Qwen"])
+@torch.no_grad()
+def test_flex_attention_sees_the_same(kind_dirs, name):
+    """Without its compiled kernel, which has no backward pass on a CPU and does not build for every shape there."""
+    ids = torch.randint(4, 64, (2, 11), generator=keyed_generator(2))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    found = []
+    for kernel in ("sdpa", "flex_attention"):
+        model: Any = load_model(kind_dirs[name], attn_implementation=kernel, dtype=torch.float32)
+        model.config.block_size = 4
+        with torch.compiler.set_stance("force_eager"):
+            states = body_and_head(model)[0](ids, mask), two_stream_states(model, ids, ids.flip(1), mask)
+        found.append([some[mask.bool()] for some in states])
+    for sdpa, flex in zip(*found, strict=True):
+        torch.testing.assert_close(flex, sdpa, atol=1e-5, rtol=0)
+
+
 @torch.no_grad()
 def test_a_pass_that_reads_the_keys_of_the_blocks_before_it(kind_dirs):
     model: Any = load_model(kind_dirs["sdar"])
@@ -153,8 +173,9 @@ def test_a_pass_that_reads_the_keys_of_the_blocks_before_it(kind_dirs):
 
 
 def test_what_cannot_attend_in_blocks_is_refused(kind_dirs, tmp_path):
-    with pytest.raises(ValueError, match=r"block-causal attention runs under .*, not under flex_attention"):
-        load_model(kind_dirs["sdar"], attn_implementation="flex_attention")
+    flash = Qwen3Config(block_size=4, attn_implementation="flash_attention_2")
+    with pytest.raises(ValueError, match=r"m: block-causal attention runs under .*, not under flash_attention_2"):
+        check_blocks(flash, "m")
     for name in ("gemma3_text", "bert"):
         config: Any = load_model(kind_dirs[name]).config
         config.block_size = 4

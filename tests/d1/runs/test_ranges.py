@@ -115,6 +115,9 @@ COMMANDS: dict[str, tuple[Any, list[str], Callable[[Any], object]]] = {  # parse
     "rl": (diffu_grpo_train.make_parser(), RL, lambda both: diffu_grpo_train.main(*both)),
     "eval": (evaluation.make_parser(), ["--model_path", "none", "--dataset", "sudoku", *BARE], evaluation.main),
     "fit": (tools.make_parser(), ["fit", "--model_path", "none", "--stage", "rl"], tools.main),
+    "chat": (tools.make_parser(), ["chat", "none"], tools.main),
+    "watch": (tools.make_parser(), ["watch", "--model_path", "none", "--prompt", "a"], tools.main),
+    "fill": (tools.make_parser(), ["fill", "none", "[MASK]"], tools.main),
 }
 
 

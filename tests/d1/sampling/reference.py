@@ -1,7 +1,8 @@
 """A slow sampler to hold the library's against: one row alone, one place at a time, Python's own numbers.
 
-It always runs the whole model over the whole text; a cache is keys and values that hooks keep as they were. It is apart
-from `benchmarks/published.py`, the opponent in races, which knows neither caches nor rules and keeps no record.
+It always runs the whole model over the whole text. An approximate cache is keys and values that hooks keep as they
+were, an exact one only a sum of tokens. It is apart from `benchmarks/published.py`, the opponent in races, which knows
+neither caches nor rules and keeps no record.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def sample(
     ids, branches = row.ids, [Frozen(model)] + ([Frozen(model)] if cfg_scale else [])
     cached, parallel = "cached" in settings.sampler, "parallel" in settings.sampler
     shift = int(getattr(model.config, "predicts_next_token", False))
-    start = len(prompt)
+    of_model = getattr(model.config, "block_size", None)
+    start, stored = len(prompt), 0
     for size, steps in blocks_of(len(prompt), settings, model):
         end, scheduled = start + size, 0
         last = end if settings.kv_cache == "dual" else len(ids)
@@ -123,7 +125,12 @@ def sample(
             window = slice(max(0, start - shift), last) if cached and step > 0 else None
             seen = [ids, [MASK] * len(prompt) + ids[len(prompt) :]]
             both = [branch.logits(tokens, window) for branch, tokens in zip(branches, seen, strict=False)]
-            row.tokens += len(branches) * (len(ids) if window is None else window.stop - window.start)
+            fed = len(ids) if window is None else window.stop - window.start
+            if of_model:  # the model's blocks that this one has a part of; its first step also what is not stored
+                begins = start // of_model * of_model
+                fed = min(-(-end // of_model) * of_model, len(ids)) - (begins if step else stored)
+                stored = begins
+            row.tokens += len(branches) * fed
             logits = both[1] + (cfg_scale + 1) * (both[0] - both[1]) if cfg_scale else both[0]
             # One number a word of the vocabulary for each hidden token, left to right, then one a token for its place.
             if temperature:

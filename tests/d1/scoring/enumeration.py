@@ -1,7 +1,8 @@
 """What estimators are held against: every state of completions of at most four tokens, and every draw with its chance.
 
-Models have one or two layers, five ids and fp64. The four rows of `SAMPLED` are a completion as long as its canvas, one
-that ends before it, one that is only an EOS, and one that takes no part; two prompts have padding.
+Models have one or two layers, five ids and fp64; one is block-causal. The four rows of `SAMPLED` are a completion as
+long as its canvas, one that ends before it, one that is only an EOS, and one that takes no part; two prompts have
+padding.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.models import prepare
+from d1.models.kinds import block_size
 from d1.scoring import SampledRows, Views, score
 
 EOS, MASK, CANVAS, PROMPT = 0, 4, 4, 3
@@ -56,8 +58,8 @@ def settings(**fields: Any) -> SimpleNamespace:
 
 
 @cache
-def tiny(layers: int, seed: int = 0, spread: float = 0.7) -> Any:
-    """A model with random weights, normal with standard deviation `spread`."""
+def tiny(layers: int, seed: int = 0, spread: float = 0.7, block: int | None = None) -> Any:
+    """A model with random weights, normal with standard deviation `spread`; `block` makes it block-causal."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=5,
@@ -70,13 +72,20 @@ def tiny(layers: int, seed: int = 0, spread: float = 0.7) -> Any:
         pad_token_id=EOS,
         eos_token_id=EOS,
         initializer_range=spread,
+        block_size=block,
     )
     return prepare(LlamaForCausalLM(config)).double().eval()
 
 
+def every_model() -> list[Any]:
+    """Of one and of two layers, and one with blocks of two tokens, some of which begin in a prompt."""
+    return [tiny(1), tiny(2), tiny(2, block=2)]
+
+
 def some_rows(sampled: SampledRows, which: Any) -> SampledRows:
     """The rows `which`, a slice or a list of numbers."""
-    return SampledRows(**{field.name: getattr(sampled, field.name)[which] for field in fields(sampled)})
+    columns = {field.name: getattr(sampled, field.name) for field in fields(sampled)}
+    return SampledRows(**{name: column if column is None else column[which] for name, column in columns.items()})
 
 
 def subsets(places: Any) -> list[tuple[int, ...]]:
@@ -103,14 +112,30 @@ def quadrature(low: float = 0.0, high: float = 1.0, parts: int = 1, points: int 
 # --- States, one forward pass each -----------------------------------------------------------------------------------
 
 
+def canvas_logits(model: Any, clean: Tensor, noise: Tensor, canvas: int, mask: int = MASK) -> Tensor:
+    """(canvas, vocab) logits of the last tokens of a text `clean` (length,) without padding that `noise` hides some of.
+
+    Of a block-causal model one forward pass a block: hidden are its own tokens and the prompt's, and it ends there.
+    """
+    size, length = block_size(model.config), len(clean)
+    if size is None:
+        return model(input_ids=clean.masked_fill(noise, mask).unsqueeze(0)).logits[0, -canvas:]
+    logits, prompt = [], torch.arange(length) < length - canvas
+    for start in range((length - canvas) // size * size, length, size):
+        hidden = noise & (prompt | (torch.arange(length) >= start))
+        text = clean.masked_fill(hidden, mask)[: start + size]
+        logits.append(model(input_ids=text.unsqueeze(0)).logits[0, start:])
+    return torch.cat(logits)[-canvas:]
+
+
 def state_logps(model: Any, row: int, hidden: Any, sampled: SampledRows = SAMPLED, prompt: Any = ()) -> Tensor:
     """(canvas,) log p of each token of a row in the state that hides the places `hidden` of its canvas, and those of
     its prompt in `prompt`; the prompt without its padding, and the logits of every position."""
     real = sampled.attention_mask[row].bool()
-    ids = torch.cat([sampled.prompt_ids[row], sampled.completion_ids[row]])
-    noise = torch.cat([marked(prompt, len(real)), marked(hidden, len(ids) - len(real))])
-    shown = torch.cat([real, torch.ones(len(ids) - len(real), dtype=torch.bool)])
-    logits = model(input_ids=ids.masked_fill(noise, MASK)[shown].unsqueeze(0)).logits[0, int(real.sum()) :]
+    canvas = len(sampled.completion_ids[row])
+    noise = torch.cat([marked(prompt, len(real))[real], marked(hidden, canvas)])
+    clean = torch.cat([sampled.prompt_ids[row][real], sampled.completion_ids[row]])
+    logits = canvas_logits(model, clean, noise, canvas)
     return logits.log_softmax(-1).gather(-1, sampled.completion_ids[row].unsqueeze(-1)).squeeze(-1)
 
 

@@ -14,6 +14,7 @@ from tests.d1.scoring.enumeration import (
     any_order_bound,
     assert_frequencies,
     assert_same,
+    every_model,
     marked,
     merged,
     quadrature,
@@ -22,7 +23,6 @@ from tests.d1.scoring.enumeration import (
     settings,
     stacked,
     subsets,
-    tiny,
 )
 
 
@@ -57,8 +57,7 @@ def definition(model):
 
 def test_the_mean_over_all_draws_is_the_definition_and_not_the_any_order_bound():
     views = stacked([merged(*all_draws(row)) for row in range(len(LENGTHS))])
-    for layers in (1, 2):
-        model = tiny(layers)
+    for model in every_model():
         found = scores(model, views).logps
         assert_same(model, found, definition(model))
         assert (found.sum(1) - any_order_bound(model).sum(1))[:2].abs().min() > 0.1

@@ -7,6 +7,7 @@ import torch
 from d1.masking import keyed_generator
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness
+from d1.scoring.rollouts import blocks_of
 from tests.d1.scoring.enumeration import (
     CANVAS,
     EOS,
@@ -15,6 +16,7 @@ from tests.d1.scoring.enumeration import (
     PROMPT,
     SAMPLED,
     assert_same,
+    every_model,
     scores,
     settings,
     some_rows,
@@ -38,9 +40,16 @@ def test_the_sum_over_views_is_the_chain_rule_and_nothing_is_random():
     again = ESTIMATORS["left_to_right"].draw(SAMPLED, RANDOM, settings())
     assert torch.equal(views.noise, again.noise)
     assert views.noise.shape[1] == ESTIMATORS["left_to_right"].views(settings())
-    for layers in (1, 2):
-        model = tiny(layers)
+    for model in every_model():
         assert_same(model, scores(model, views).logps, chain_rule(model))
+
+
+def test_a_view_of_a_block_causal_model_asks_for_a_token_of_every_block():
+    model = tiny(2, block=2)
+    sampled = replace(SAMPLED, blocks=blocks_of(SAMPLED.attention_mask, CANVAS, 2))
+    views = ESTIMATORS["left_to_right"].draw(sampled, RANDOM, settings())
+    assert views.noise.shape[1] == 2
+    assert_same(model, scores(model, views).logps, chain_rule(model))
 
 
 def test_probabilities_of_all_completions_sum_to_one():

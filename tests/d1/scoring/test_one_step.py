@@ -15,13 +15,13 @@ from tests.d1.scoring.enumeration import (
     SAMPLED,
     any_order_bound,
     assert_same,
+    every_model,
     marked,
     merged,
     scores,
     stacked,
     state_logps,
     subsets,
-    tiny,
 )
 
 SETTINGS = SimpleNamespace(p_mask_prompt=0.3)
@@ -84,8 +84,7 @@ def test_the_mean_over_all_prompt_masks_is_the_sum_of_tokens_each_revealed_alone
         noise = torch.stack([marked(some, PROMPT) for some in every])
         views = one_step_views(noise, SAMPLED.scored[row].expand(len(every), -1), CANVAS)
         rows.append(merged(torch.tensor(chances[row], dtype=torch.float64), views))
-    for layers in (1, 2):
-        model = tiny(layers)
+    for model in every_model():
         expected = []
         for row, (every, odds) in enumerate(zip(masks, chances, strict=True)):
             each = [state_logps(model, row, range(CANVAS), prompt=some) for some in every]

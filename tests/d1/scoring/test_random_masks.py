@@ -17,6 +17,7 @@ from tests.d1.scoring.enumeration import (
     any_order_bound,
     assert_frequencies,
     assert_same,
+    every_model,
     marked,
     merged,
     quadrature,
@@ -25,7 +26,6 @@ from tests.d1.scoring.enumeration import (
     settings,
     stacked,
     subsets,
-    tiny,
 )
 
 
@@ -60,8 +60,7 @@ def test_the_mean_over_all_draws_is_the_definition_a_fixed_share_of_the_any_orde
     x tokens by L / x, where ESPO's estimate without bias takes (L + 1) / x."""
     views = stacked([merged(*all_draws(row)) for row in range(len(LENGTHS))])
     lengths = torch.tensor(LENGTHS).unsqueeze(1)
-    for layers in (1, 2):
-        model = tiny(layers)
+    for model in every_model():
         found = scores(model, views).logps
         assert_same(model, found, definition(model))
         assert_same(model, found, any_order_bound(model) * lengths / (lengths + 1))

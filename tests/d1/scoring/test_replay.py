@@ -9,10 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.masking import keyed_generator
 from d1.models import prepare
+from d1.models.kinds import block_size
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows
 from d1.scoring.replay import chances, drawn, replay_views, segments_of
-from d1.scoring.rollouts import strata
+from d1.scoring.rollouts import blocks_of, strata
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,
@@ -20,13 +21,13 @@ from tests.d1.scoring.enumeration import (
     SAMPLED,
     assert_frequencies,
     assert_same,
+    every_model,
     merged,
     scores,
     settings,
     some_rows,
     stacked,
     state_logps,
-    tiny,
 )
 
 REPLAY = ESTIMATORS["replay"].draw
@@ -68,7 +69,9 @@ def sample(model, eos_stop=False, **options):
     ids = taken.ids[:, PROMPTS.shape[1] :]
     is_end = torch.isin(ids, torch.tensor(ENDS))
     scored = is_end.cumsum(-1) - is_end.long() == 0
-    return SampledRows(PROMPTS, visible, visible.bool(), ids, scored, taken.reveal_steps, taken.logps, taken.entropies)
+    blocks = blocks_of(visible, LENGTH, block_size(model.config))
+    record = (taken.reveal_steps, taken.logps, taken.entropies, blocks)
+    return SampledRows(PROMPTS, visible, visible.bool(), ids, scored, *record)
 
 
 def replayed(model, sampled, views):
@@ -87,6 +90,8 @@ def test_replayed_log_probs_are_those_the_sampler_recorded(model, sampler, tempe
     expected = sampled.logps * sampled.scored
     views = REPLAY(sampled, randomness(5), settings())
     assert torch.equal((views.weights != 0).sum(1), sampled.scored.long())  # each token once
+    most = 4 if block_size(model.config) else LENGTH  # a view shows a step of every block
+    assert views.noise.shape[1] <= most
     torch.testing.assert_close(replayed(model, sampled, views).logps, expected, rtol=0, atol=1e-5)
     for draw_steps in ("uniform", "entropy"):  # wherever a drawn view scores a token
         views = REPLAY(sampled, randomness(5), settings(num_views=3, draw_steps=draw_steps))
@@ -150,8 +155,7 @@ def trajectory(model, kind):
 def test_the_sum_over_segments_is_the_trajectory(kind):
     views = REPLAY(SAMPLED, randomness(4), settings(**MERGED[kind][0]))
     assert views.noise.shape[1] <= ESTIMATORS["replay"].views(settings(**MERGED[kind][0]))
-    for layers in (1, 2):
-        model = tiny(layers)
+    for model in every_model():
         assert_same(model, scores(model, views).logps, trajectory(model, kind))
 
 
@@ -210,8 +214,7 @@ def test_the_mean_over_all_draws_is_the_trajectory(method):
         some = some_rows(SAMPLED, [row] * len(own))
         views = replay_views(PROMPT, segments[[row]].expand(len(own), -1), picked, weights, some.scored)
         rows.append(merged(torch.tensor(odds, dtype=torch.float64), views))
-    for layers in (1, 2):
-        model = tiny(layers)
+    for model in every_model():
         assert_same(model, scores(model, stacked(rows)).logps, trajectory(model, kind))
 
 

@@ -13,6 +13,7 @@ from d1.models.head import token_entropies, token_logps
 from d1.scoring import Views, mean_field_logps
 from d1.scoring import score as score_views
 from d1.scoring.one_step import one_step_views
+from tests.d1.scoring.enumeration import canvas_logits
 
 MASK = 3
 
@@ -120,13 +121,20 @@ COMPLETIONS = torch.tensor([[20, 21, 22, 23, 2], [24, 2, 0, 0, 0], [25, 26, 27, 
 SCORED = torch.tensor([[True] * 5, [True] * 2 + [False] * 3, [True] * 5])
 
 
+def unpadded(row, hidden):
+    """A row's prompt, completion and masks behind it, and what is hidden there, without padding: (length,) each."""
+    text = torch.cat([PROMPTS[row], COMPLETIONS[row], torch.full((3,), MASK)])
+    real = torch.cat([VISIBLE[row].bool(), torch.ones(8, dtype=torch.bool)])
+    return text[real], hidden[real]
+
+
 def naive(model):
-    """Log-probs and entropies from the logits of every position at once."""
-    canvas = torch.cat([PROMPTS.masked_fill(NOISES & VISIBLE.bool(), MASK), torch.full((3, 8), MASK)], dim=1)
-    logits = model(input_ids=canvas, attention_mask=torch.cat([VISIBLE, torch.ones(3, 8, dtype=torch.long)], 1)).logits
-    logps = logits[:, 6:11].log_softmax(-1)
+    """Log-probs and entropies, a row at a time."""
+    hidden = torch.cat([NOISES, torch.ones(3, 8, dtype=torch.bool)], dim=1)
+    logits = torch.stack([canvas_logits(model, *unpadded(row, hidden[row]), 8, MASK) for row in range(3)])[:, :5]
+    logps = logits.log_softmax(-1)
     chosen = torch.stack([logps[r, k, COMPLETIONS[r, k]] for r in range(3) for k in range(5)]).reshape(3, 5)
-    return chosen * SCORED, torch.distributions.Categorical(logits=logits[:, 6:11]).entropy() * SCORED
+    return chosen * SCORED, torch.distributions.Categorical(logits=logits).entropy() * SCORED
 
 
 def in_chunks(model, scored=SCORED):
@@ -196,7 +204,7 @@ def test_the_head_runs_on_scored_positions_only_and_never_on_more_than_a_chunk(m
     assert backward.positions == [6]  # the last chunk was kept
     assert max(forward.largest, backward.largest) == 6
     with HeadCalls(vocabulary) as unbounded:
-        naive(model)
+        model(input_ids=torch.full((3, 14), MASK))
     assert unbounded.largest == 3 * 14
 
 
@@ -224,11 +232,8 @@ def one_forward_pass_a_token(model, views):
     """The formula, token by token and view by view, without padding: (rows, views, tokens)."""
     total = torch.zeros(views.weights.shape)
     for row, view, token in views.weights.nonzero().tolist():
-        real = VISIBLE[row].bool()
-        canvas = torch.cat([PROMPTS[row][real], COMPLETIONS[row], torch.full((3,), MASK)])
-        hidden = torch.cat([views.noise[row, view, :6][real], views.noise[row, view, 6:]])
-        logits = model(input_ids=canvas.masked_fill(hidden, MASK).unsqueeze(0)).logits[0]
-        total[row, view, token] = logits[int(real.sum()) + token].log_softmax(-1)[COMPLETIONS[row, token]]
+        logits = canvas_logits(model, *unpadded(row, views.noise[row, view]), 8, MASK)
+        total[row, view, token] = logits[token].log_softmax(-1)[COMPLETIONS[row, token]]
     return total
 
 

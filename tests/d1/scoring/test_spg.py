@@ -23,6 +23,7 @@ from tests.d1.scoring.enumeration import (
     any_order_bound,
     assert_frequencies,
     assert_same,
+    every_model,
     marked,
     merged,
     repeated,
@@ -92,8 +93,7 @@ def definition(model, size):
 @pytest.mark.parametrize(("size", "views"), [(2, 1), (2, 2), (3, 1), (4, 1)])
 def test_the_mean_over_all_draws_is_the_definition(size, views):
     drawn = stacked([merged(*all_draws(row, size, views)) for row in range(len(LENGTHS))])
-    for layers in (1, 2):
-        model = tiny(layers)
+    for model in every_model():
         found = scores(model, drawn).logps
         assert_same(model, found, definition(model, size))
         if size == CANVAS:  # one block: the any-order bound, a token

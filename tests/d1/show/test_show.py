@@ -1,4 +1,4 @@
-"""Tables, running means, and the picture of a rollout: each against what is written out by hand."""
+"""Tables, running means, panels, and the puzzle's picture: each against what is written out by hand."""
 
 import math
 import re
@@ -6,16 +6,16 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from d1.show.curves import running_mean
-from d1.show.denoise import COLOURS, colour, denoise_svg
+from d1.show.curves import panel_svg, running_mean
+from d1.show.denoise import denoise_svg
+from d1.show.film import COLOURS, Film
 from d1.show.tables import markdown_table
 
 SVG = "{http://www.w3.org/2000/svg}"
 # Two tokens of four fill the empty cells 1 and 2 of a 2x2 grid; one token no step revealed.
+LOGPS = [math.log(0.05), math.log(0.5), 0.0, math.log(0.99)]
 PICTURE = {
-    "tokens": ["<so>", "b4", "c1", ""],
-    "reveal_steps": [9, 7, 8, -1],
-    "logps": [math.log(0.05), math.log(0.5), 0.0, math.log(0.99)],
+    "film": Film("", "", "", ["<so>", "b4", "c1", ""], [9, 7, 8, -1], LOGPS, [0.0] * 4),
     "givens": ["1", "", "", "3"],
     "places": {1: 1, 2: 2},
 }
@@ -57,15 +57,23 @@ def test_the_picture_stands_alone_and_moves_without_script():
     assert "prefers-reduced-motion" in text
 
 
-@pytest.mark.parametrize(("probability", "place"), [(0.0, 0), (0.19, 0), (0.21, 1), (0.79, 3), (1.0, 4)])
-def test_colours_part_the_unit_interval_equally(probability, place):
-    assert colour(math.log(probability) if probability else -math.inf) == COLOURS[place]
+def test_a_grid_that_is_not_square_is_refused():
+    with pytest.raises(ValueError, match="3 cells is not square"):
+        denoise_svg(**PICTURE | {"givens": ["1"] * 3})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"logps": [0.0]}, "4 tokens, 4 reveal steps and 1 log-probs"), ({"givens": ["1"] * 3}, "3 cells is not square")],
-)
-def test_what_does_not_fit_together_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        denoise_svg(**PICTURE | change)
+def test_panels_of_a_page_share_its_colour_of_text_and_no_names():
+    first, second = (
+        panel_svg(lambda axis: axis.plot([1, 2], [3, 4], label="<b>"), "a & b", name) for name in ("p0", "p1")
+    )
+    for text in (first, second):
+        ET.fromstring(text)
+        assert text.startswith('<svg role="img" aria-label="a &amp; b"')
+        assert "currentColor" in text
+        assert "#000000" not in text
+    names = [set(re.findall(r'\bid="([^"]+)"', text)) for text in (first, second)]
+    assert all(names)
+    assert not names[0] & names[1]
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', first))
+    assert used
+    assert used <= names[0]

@@ -1,0 +1,243 @@
+"""python -m d1 chat MODEL: several turns in the model's chat template, the answers coming into focus."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from d1.runs.entry import MISTAKES, one_line
+from d1.runs.ranges import check_ranges
+from d1.sampling.flags import ALIASES, FLAGS, add_sampling_flags, sampling_settings
+from d1.sampling.settings import check_room
+from d1.show.film import MASK, harmless
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+PIPES = """On a terminal, /help lists what may be typed beside messages. Elsewhere, as in `echo question | python -m d1
+chat MODEL`, each line is a turn, only answers go to stdout, and the status is 1 if one of them failed."""
+HELP = """\
+/settings                  show how answers are sampled
+/settings steps=32 seed=1  change some of it; none stands for the default
+/reset                     forget the conversation
+/exit, or Ctrl-D           end
+Ctrl-C stops an answer. A line that ends in \\ goes on in the next; one that starts with a space is always a message."""
+
+
+@dataclass
+class Chat:
+    """A conversation so far, and what answers it."""
+
+    model: Any
+    tokenizer: Any
+    chosen: dict[str, Any]  # of `FLAGS`
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = PIPES
+    parser.add_argument("model", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="(default: bfloat16 on a GPU)")
+    parser.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
+    parser.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add_sampling_flags(parser.add_argument_group("sampling, also set by /settings"))
+
+
+def run(args: argparse.Namespace) -> None:
+    check_ranges(vars(args), "chat")
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    chat = load(args)
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
+        stream.reconfigure(errors=errors)  # type: ignore[union-attr]
+    if on_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() edits lines with it
+        note(f"{args.model}: /help lists commands, Ctrl-D ends")
+    if not talk(chat, on_terminal):
+        sys.exit(1)
+
+
+def load(args: argparse.Namespace) -> Chat:
+    from transformers.utils.logging import disable_progress_bar
+
+    from d1.models import load_tokenizer
+    from d1.models.load import load_on_device
+    from d1.models.tokenizer import check_chat_template
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    remote = {"trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(args.model, plain_chat_template=args.plain_chat_template, **remote)
+    check_chat_template(tokenizer, args.model)
+    model = load_on_device(args.model, args.dtype, attn_implementation=args.attn_implementation, **remote)
+    chosen = {name: getattr(args, name) for name in FLAGS}
+    sampling_settings(chosen, model.config)
+    return Chat(model, tokenizer, chosen)
+
+
+def talk(chat: Chat, on_terminal: bool) -> bool:
+    """Answers messages until there are no more; returns whether all could be answered."""
+    well = True
+    while True:
+        if_stopped = "/exit or Ctrl-D ends the chat"
+        try:
+            line = read_message("> " if on_terminal else "")
+            if line.strip() == "/exit":
+                return well
+            if line.startswith("/"):
+                note(obey(chat, line))
+            elif line.strip():
+                if_stopped = "stopped: the chat goes on as if you had not asked"
+                with coming_into_focus(chat.tokenizer) if on_terminal else silence() as show:
+                    text = answer(chat, line.strip(), show)
+                sys.stdout.write(harmless(text) + "\n")
+                sys.stdout.flush()
+        except EOFError:
+            if on_terminal:
+                note("")
+            return well
+        except KeyboardInterrupt:
+            if not on_terminal:
+                raise
+            note("\n" + if_stopped)
+        except BrokenPipeError:  # nobody reads the answers
+            raise
+        except MISTAKES as error:
+            well = False
+            note(one_line(error))
+
+
+def read_message(prompt: str) -> str:
+    """A line of stdin, with those that a backslash at its end joins to it; raises EOFError after the last."""
+    lines = [input(prompt)]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input(". " if prompt else ""))
+    return "\n".join(lines)
+
+
+def note(text: str) -> None:
+    """Says something that is no answer."""
+    sys.stderr.write(harmless(text) + "\n")
+    sys.stderr.flush()
+
+
+def obey(chat: Chat, line: str) -> str:
+    """What a command says; raises ValueError for one that there is not, or that changes nothing sensibly."""
+    name, *words = line.split()
+    if name == "/reset":
+        chat.messages.clear()
+        return "the conversation is forgotten"
+    if name == "/help":
+        return HELP
+    if name != "/settings":
+        raise ValueError(f"there is no command {name}: /help lists them, and a space before it makes it a message")
+    chosen = chat.chosen | dict(map(read_setting, words))
+    check_ranges(chosen, "chat")
+    shown = vars(sampling_settings(chosen, chat.model.config)) | {"seed": chosen["seed"]}
+    chat.chosen = chosen
+    return "\n".join(f"{name}={value}" for name, value in shown.items())
+
+
+def read_setting(word: str) -> tuple[str, Any]:
+    """Name and value of "name=value"."""
+    name, equals, value = word.partition("=")
+    name = ALIASES.get(name, name)
+    if name not in FLAGS or not equals:
+        raise ValueError(f"{word} is no setting with its value: write NAME=VALUE; there are {', '.join(FLAGS)}")
+    if value.lower() == "none":
+        return name, FLAGS[name].get("default")
+    try:
+        return name, FLAGS[name].get("type", str)(value)
+    except ValueError:
+        raise ValueError(f"{name} is a number, got {value!r}") from None
+
+
+def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> str:
+    """The model's answer; both join the conversation once it is whole.
+
+    Args:
+        show: called after each forward pass with the ids of the canvas.
+
+    Raises:
+        ValueError: the template or the tokenizer refuses the conversation, or it is too long.
+    """
+    import torch
+
+    from d1.masking import keyed_generator
+    from d1.models.tokenizer import end_ids
+    from d1.sampling import rollout_steps
+
+    messages = [*chat.messages, {"role": "user", "content": question}]
+    sampling = sampling_settings(chat.chosen, chat.model.config)
+    ids = prompt_ids(chat.tokenizer, messages)
+    advice = ": /reset forgets what was said before; or ask for less (/settings gen_length=...)"
+    check_room(chat.model.config, len(ids), sampling.gen_length, advice)
+    prompt = torch.tensor([ids], device=chat.model.device)
+    ends = end_ids(chat.tokenizer)
+    steps = rollout_steps(
+        chat.model,
+        prompt,
+        torch.ones_like(prompt),
+        sampling,
+        mask_token_id=chat.tokenizer.mask_token_id,
+        generator=[keyed_generator(chat.chosen["seed"], len(chat.messages))],
+        eos_token_ids=ends,
+    )
+    canvas: list[int] = []
+    for step in steps:
+        canvas = step.canvas[0, len(ids) :].tolist()
+        show(canvas)
+    length = next((place for place, token in enumerate(canvas) if token in ends), len(canvas))
+    text = str(chat.tokenizer.decode(canvas[:length], skip_special_tokens=True))
+    chat.messages = [*messages, {"role": "assistant", "content": text}]
+    return text
+
+
+def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    from d1.models.tokenizer import encode_prompt, render_prompt
+
+    try:
+        return encode_prompt(tokenizer, render_prompt(tokenizer, messages))
+    except ValueError:
+        raise
+    except Exception as error:  # a template is somebody's program
+        raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+# --- What is seen -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def coming_into_focus(tokenizer: Any) -> Iterator[Callable[[list[int]], object]]:
+    """Shows canvases in one place of the terminal, and clears it at the end."""
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(), auto_refresh=False, transient=True) as live:
+        yield lambda ids: live.update(canvas_text(tokenizer, ids), refresh=True)
+
+
+@contextmanager
+def silence() -> Iterator[Callable[[list[int]], object]]:
+    yield lambda ids: None
+
+
+def canvas_text(tokenizer: Any, ids: list[int]) -> Text:
+    """A canvas as text, its masks dim; special tokens are left out."""
+    from rich.text import Text
+
+    text = Text()
+    for hidden, run_ in groupby(ids, lambda token: token == tokenizer.mask_token_id):
+        some = list(run_)
+        if hidden:
+            text.append(MASK * len(some), "dim")
+        else:
+            text.append(harmless(tokenizer.decode(some, skip_special_tokens=True)))
+    return text

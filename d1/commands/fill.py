@@ -1,0 +1,111 @@
+"""python -m d1 fill MODEL "The capital of [MASK:3] is Paris": placeholders filled in, so many tokens each."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import Any
+
+from d1.runs.ranges import check_ranges
+from d1.sampling.flags import FLAGS, add_sampling_flags
+from d1.sampling.settings import BLOCK_LENGTH, check_room
+
+PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")
+LEFT_OUT = ("gen_length", "kv_cache")  # the text says how many tokens are filled in, and there is no cache here
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
+    parser.add_argument("text", metavar="TEXT", help="[MASK:3] is three tokens, [MASK] one; all else stays as it is")
+    parser.add_argument("--checkpoint_path", help="LoRA adapter to put on the model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="(default: bfloat16 on a GPU)")
+    parser.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    group = parser.add_argument_group("sampling")
+    add_sampling_flags(
+        group,
+        LEFT_OUT,
+        block_length={"help": f"masks filled before the next (default: the model's own blocks, or {BLOCK_LENGTH})"},
+        diffusion_steps={"help": "forward passes (default: one a mask)"},
+        sampler={"help": "exact or parallel: there is no cache here (default: %(default)s)"},
+    )
+    group.add_argument("--order", choices=["left", "right"], default="left", help="from which side (default: left)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the text with its placeholders filled in.
+
+    Raises:
+        ValueError, OSError: an argument, the text or the model makes no sense.
+    """
+    check_ranges(vars(args), "fill")
+    pieces = pieces_of(args.text)
+    import torch
+
+    from d1.masking import keyed_generator
+    from d1.models import load_tokenizer
+    from d1.models.adapters import adapter_chain
+    from d1.models.kinds import native_config
+    from d1.models.load import load_on_device
+    from d1.sampling import fill
+    from d1.sampling.infill import fill_settings
+
+    remote = {"trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(args.checkpoint_path or args.model, **remote)
+    ids, hidden, front, behind = encoded(tokenizer, pieces)
+    names = {name: name for name in FLAGS if name not in (*LEFT_OUT, "seed")} | {"diffusion_steps": "steps"}
+    options = {field: getattr(args, name) for name, field in names.items()}
+    if not args.trust_remote_code:
+        config, _ = native_config(adapter_chain(args.model, args.checkpoint_path)[0])
+        fill_settings(config, sum(hidden), ordered=args.order == "right", **options)
+        check_room(config, len(ids) - sum(hidden), sum(hidden))
+    kernel = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}
+    model = load_on_device(args.model, args.dtype, **kernel, **remote)
+    filled = fill(
+        model,
+        torch.tensor([ids], device=model.device),
+        torch.tensor([hidden], device=model.device),
+        mask_token_id=tokenizer.mask_token_id,
+        order=-torch.arange(len(ids)) if args.order == "right" else None,
+        generator=[keyed_generator(args.seed, device=model.device)],
+        **options,
+    ).ids[0]
+    sys.stdout.write(f"{tokenizer.decode(filled[front : len(ids) - behind])}\n")
+
+
+def pieces_of(text: str) -> list[str | int]:
+    """The text between placeholders, and for each placeholder its number of tokens.
+
+    Raises:
+        ValueError: there is no placeholder, or one that says no number of tokens.
+    """
+    pieces: list[str | int] = []
+    end = 0
+    for found in PLACEHOLDER.finditer(text):
+        count = found[1] or "1"
+        if found[0] == "[MASK:]" or not count.isdecimal() or int(count) < 1:
+            raise ValueError(f"{found[0]} says no number of tokens: write [MASK:3] for three, [MASK] for one")
+        pieces += [text[end : found.start()], int(count)]
+        end = found.end()
+    if not pieces:
+        raise ValueError("the text has no placeholder: write [MASK:3] where three tokens are missing, [MASK] for one")
+    return [piece for piece in [*pieces, text[end:]] if piece != ""]
+
+
+def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bool], int, int]:
+    """Ids and which of them are hidden, in the tokenizer's special tokens, and how many of these stand on either side.
+
+    Pieces are read one by one, so that a placeholder has as many tokens as it says whatever stands beside it.
+    """
+    from d1.models.tokenizer import encode_prompt
+
+    special = list(tokenizer("")["input_ids"])  # [BOS], or [CLS] and [SEP]
+    front = (len(special) + 1) // 2
+    ids, hidden = special[:front], [False] * front
+    for piece in pieces:
+        own = [tokenizer.mask_token_id] * piece if isinstance(piece, int) else encode_prompt(tokenizer, piece)
+        ids += own
+        hidden += [isinstance(piece, int)] * len(own)
+    behind = special[front:]
+    return ids + behind, hidden + [False] * len(behind), front, len(behind)

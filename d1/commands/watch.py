@@ -1,0 +1,178 @@
+"""python -m d1 watch --model_path M --prompt TEXT: a completion coming into focus, in the terminal and as a web page.
+
+    python -m d1 watch --model_path pocket/base --dataset sudoku --index 3 --gen_length 32 --block_length 8
+    python -m d1 watch --model_path pocket/base --dataset sudoku --html watch.html --against sampler=parallel eos_stop
+
+The second shows two runs side by side: --against names what differs, as NAME=VALUE or as the NAME of a switch. So does
+`--against model_path=runs/grpo`, before and after RL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from d1.runs.entry import OneLineParser
+from d1.runs.ranges import check_ranges
+from d1.sampling.flags import add_sampling_flags, sampling_settings
+from d1.sampling.settings import check_room
+from d1.show.film import Film, filmed, piece
+from d1.tasks import SPLITS, TASKS, load_task
+
+OUTPUTS = ("html", "svg", "gif")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    model = parser.add_argument_group("model")
+    model.add_argument("--model_path", "--model_name", required=True, help="folder or hub name, or an adapter's folder")
+    model.add_argument("--checkpoint_path", help="LoRA adapter to put on the model")
+    model.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="(default: bfloat16 on a GPU)")
+    model.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
+    model.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
+    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    asked = parser.add_argument_group("what is asked: a prompt, or a problem of a task")
+    asked.add_argument("--prompt", help="what a user says; the model's chat template is put around it")
+    asked.add_argument("--dataset", help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
+    asked.add_argument("--index", type=int, default=0, help="which problem of the split, from 0")
+    asked.add_argument("--split", choices=SPLITS, default="test")
+    asked.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
+    sampling = parser.add_argument_group("sampling")
+    add_sampling_flags(sampling)
+    sampling.add_argument("--eos_stop", action="store_true", help="leave out the blocks after the completion's end")
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--against", nargs="+", metavar="NAME=VALUE", default=[], help="a second run, with these flags")
+    shown.add_argument("--html", type=Path, help="write a page that plays, to open in any browser")
+    shown.add_argument("--svg", type=Path, help="write an animated picture, for a document")
+    shown.add_argument("--gif", type=Path, help="write one for where no SVG moves")
+    shown.add_argument("--pause", type=float, default=0.08, help="least seconds a step stays in the terminal")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plays one run, or two after each other, and writes what was asked for.
+
+    Raises:
+        ValueError, OSError: an argument, a file or a path makes no sense, before the model is loaded if possible.
+    """
+    runs = [args, *([changed(args)] if args.against else [])]
+    for one in runs:
+        check_arguments(one)
+    from rich.console import Console
+
+    from d1.models.load import load_on_device
+    from d1.runs.console import log_to_console
+    from d1.show.terminal import play
+
+    log_to_console()
+    loaded = functools.cache(load_on_device)  # two runs of one model load it once
+    console, films = Console(), []
+    for one, title in zip(runs, titles(runs), strict=True):
+        record, total = rehearse(one, title, loaded)
+        films.append(play(record(), console, total, args.pause))
+    write(args, films)
+
+
+def changed(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of the second run: those of the first, but for what --against names."""
+    parser = OneLineParser(prog="d1: --against")
+    add_arguments(parser)
+    parser.set_defaults(**vars(args))
+    return parser.parse_args([f"--model_path={args.model_path}", *(f"--{word}" for word in args.against)])
+
+
+def titles(runs: list[argparse.Namespace]) -> list[str]:
+    """What tells the runs apart; of one alone the model's name."""
+    first, *others = (vars(one) for one in runs)
+    names = [name for name in first if name != "against" and any(other[name] != first[name] for other in others)]
+    if not names:
+        return [Path(one.model_path).name or one.model_path for one in runs]
+    return [", ".join(described(name, vars(one)[name]) for name in names) for one in runs]
+
+
+def described(name: str, value: Any) -> str:
+    if name == "model_path":
+        return Path(value).name or str(value)
+    return name if value is True else f"no {name}" if value in (None, False) else f"{name} {value}"
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    check_ranges(vars(args), "watch")
+    if (args.prompt is None) == (args.dataset is None):
+        raise ValueError("d1 watch needs something to answer: --prompt TEXT, or --dataset TASK and --index N")
+    for path in filter(None, (getattr(args, name) for name in OUTPUTS)):
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
+
+
+def messages_of(args: argparse.Namespace) -> list[dict[str, str]]:
+    """The chat that asks for the completion."""
+    if args.prompt is not None:
+        return [{"role": "user", "content": args.prompt}]
+    rows = load_task(args.dataset).load_rows(args.split, args.data_file)
+    if args.index >= len(rows):
+        raise ValueError(f"--index {args.index}: {args.split} has {len(rows)} problems, numbered from 0")
+    return list(rows[args.index]["prompt"])
+
+
+def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -> tuple[Callable[..., Any], int]:
+    """What makes the film of a run, and the most steps that it can take."""
+    import torch
+
+    from d1.masking import keyed_generator
+    from d1.models import load_tokenizer
+    from d1.models.kinds import block_size
+    from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
+    from d1.sampling import rollout_steps
+
+    remote = {"trust_remote_code": args.trust_remote_code}
+    tokenizer: Any = load_tokenizer(
+        args.checkpoint_path or args.model_path, plain_chat_template=args.plain_chat_template, **remote
+    )
+    check_chat_template(tokenizer, args.model_path)
+    text = render_prompt(tokenizer, messages_of(args))
+    ids = torch.tensor([encode_prompt(tokenizer, text)])
+    kernel = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}
+    model = loaded(args.model_path, args.dtype, **kernel, **remote)
+    settings = sampling_settings(vars(args), model.config)
+    check_room(model.config, ids.shape[1], settings.gen_length)
+    blocks = settings.block_length
+    filled = ids.shape[1] % blocks if block_size(model.config) else None  # of the block that the prompt ends in
+    taken = functools.partial(
+        rollout_steps,
+        model,
+        ids.to(model.device),
+        torch.ones_like(ids).to(model.device),
+        settings,
+        mask_token_id=tokenizer.mask_token_id,
+        generator=[keyed_generator(args.seed, args.index, 0)],
+        eos_token_ids=end_ids(tokenizer) if args.eos_stop else None,
+    )
+    said = f"{args.model_path} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}"
+    text_of = functools.partial(piece, tokenizer)
+    return lambda: filmed(taken(), text_of, ids.shape[1], title, text, said), sum(map(len, settings.schedule(filled)))
+
+
+def write(args: argparse.Namespace, films: list[Film]) -> None:
+    """The files that were asked for, named on stderr."""
+    name = f"{Path(args.dataset).stem}, {args.split} problem {args.index}" if args.dataset else str(args.prompt)[:80]
+    for kind in OUTPUTS:
+        path = getattr(args, kind)
+        if path is None:
+            continue
+        if kind == "html":
+            from d1.show.page import film_page
+
+            path.write_text(film_page(name, [("", films)]), encoding="utf-8")
+        elif kind == "svg":
+            from d1.show.flow import film_svg
+
+            path.write_text(film_svg(films), encoding="utf-8")
+        else:
+            from d1.show.flow import film_gif
+
+            path.write_bytes(film_gif(films))
+        sys.stderr.write(f"Written: {path}\n")

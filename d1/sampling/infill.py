@@ -1,0 +1,198 @@
+"""Filling masks anywhere in a text: the rollout's loop on hidden places of any columns, with text on both sides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d1.models.attention import count_positions, require_prepared
+from d1.models.kinds import block_size
+from d1.sampling.blocks import Canvas, Step, fill_block, fill_canvas
+from d1.sampling.caching import Passes
+from d1.sampling.loop import Rollout, check_generator, recorded
+from d1.sampling.predict import Generators, predict
+from d1.sampling.reveal import schedule_of
+from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings
+
+logger = logging.getLogger(__name__)
+
+
+def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Rollout:
+    """Fills the hidden places of texts, each with one token; all other tokens stay, and are seen on both sides.
+
+    The loop is that of `rollout`, which is the case of a text whose end is hidden. A block-causal model sees its own
+    block of a hidden place and the blocks before it, and no text behind: it says so with a warning.
+
+    Args:
+        model: from `d1.models.load_model`, in eval mode.
+        ids: (rows, length); those at hidden places are not looked at.
+        hidden: (rows, length) bool, which tokens to fill in. Rows may hide different numbers of them.
+        attention_mask: (rows, length), 1 at real tokens, padding on any side; None has none.
+        options: of `fill_steps`.
+
+    Returns:
+        The record of every column: `logps` and `entropies` are 0, and `reveal_steps` -1, where nothing was hidden.
+
+    Raises:
+        ValueError: the model is not prepared, or an argument makes no sense, before the first forward pass.
+    """
+    return recorded(fill_steps(model, ids, hidden, attention_mask, **options))
+
+
+def fill_steps(
+    model: Any,
+    ids: Tensor,
+    hidden: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    mask_token_id: int,
+    block_length: int | None = None,
+    steps: int | None = None,
+    order: Tensor | None = None,
+    generator: Generators = None,
+    noise_dtype: torch.dtype = torch.float32,
+    **fields: Any,
+) -> Iterator[Step]:
+    """`fill`, with the same arguments, as one `Step` a forward pass. The canvas is whole when the last is taken.
+
+    Rows are filled in groups, those together that hide as many tokens, in the same blocks.
+
+    Args:
+        block_length: hidden places filled before the next; None is 32. A block-causal model fills the hidden places of
+            one of its own blocks after those of another.
+        steps: forward passes a row, a row of fewer hidden tokens taking one a token; None is one a token for all.
+        order: (length,) or (rows, length) numbers: the hidden places with the lowest are the first block, and so on,
+            ties from left to right. None is left to right; `-torch.arange(length)` is right to left.
+        generator: one for the batch, or one a row, which makes a row's draws independent of its batch.
+        fields: more fields of `SamplingSettings`, but for `gen_length`. In the unconditional branch of guidance all
+            text is hidden. Samplers with a cache are refused.
+
+    Raises:
+        ValueError: as `fill`, at the call and not with the first step.
+    """
+    require_prepared(model)
+    visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
+    check_hidden(ids, hidden, visible, order)
+    own = block_size(model.config)
+    work = []
+    for sizes, rows in groups_of_rows(visible, hidden, own).items():
+        lengths = {"block_length": block_length, "steps": steps}
+        settings = fill_settings(model.config, sum(sizes), ordered=order is not None, **lengths, **fields)
+        check_generator(settings, generator, len(ids), None)
+        work.append((rows, settings, settings.schedule() if own is None else schedule_of(sizes, settings.steps)))
+    if own is not None:
+        warn_of_text_behind(model.config, visible, hidden)
+    places = places_of(hidden, order, work)
+    canvas = Canvas.of(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, places)
+    padded = not bool(visible.all())
+
+    def complete(rows: list[int], settings: SamplingSettings, schedule: list[list[int]]) -> Iterator[Step]:
+        guess = partial(predict, model, settings=settings, mask_token_id=mask_token_id, noise_dtype=noise_dtype)
+        unprompted, source = mask_token_id if settings.cfg_scale else None, Passes(model, None, padded)
+        fill = partial(fill_block, canvas, source, guess, settings, generator=generator, unprompted=unprompted)
+        return fill_canvas(canvas, fill, schedule, [], rows)
+
+    return chain.from_iterable(complete(*group) for group in work)
+
+
+def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor, order: Tensor | None) -> None:
+    """Raises ValueError for places that cannot be filled."""
+    if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
+        raise ValueError(
+            f"ids, hidden and attention_mask must be (rows, length) and hidden of bool, got {tuple(ids.shape)}, "
+            f"{tuple(hidden.shape)} of {hidden.dtype} and {tuple(visible.shape)}"
+        )
+    if order is not None and order.shape not in (hidden.shape, hidden.shape[1:]):
+        raise ValueError(
+            f"order must be (length,) or (rows, length), here {tuple(hidden.shape)}, got {tuple(order.shape)}"
+        )
+    if not hidden.any():
+        raise ValueError("no place is hidden: there is nothing to fill")
+    if (hidden & (visible == 0)).any():
+        raise ValueError("some hidden places are padding: attention_mask must be 1 where a token is filled in")
+
+
+def fill_settings(
+    config: Any,
+    count: int,
+    *,
+    block_length: int | None = None,
+    steps: int | None = None,
+    ordered: bool = False,
+    **fields: Any,
+) -> SamplingSettings:
+    """The settings by which a model of this `config` fills `count` hidden places, the arguments being `fill_steps`'s.
+
+    Args:
+        ordered: whether there is an `order`.
+
+    Raises:
+        ValueError: one makes no sense, alone, for filling, or for the kind of model.
+    """
+    own = block_size(config)
+    settings = SamplingSettings(
+        gen_length=count,
+        block_length=(own or BLOCK_LENGTH) if block_length is None else block_length,
+        steps=count if steps is None else min(steps, count),
+        **fields,
+    )
+    if settings.cache is not None:
+        raise ValueError(
+            f"the sampler {settings.sampler} keeps keys and values beside one block of columns, and hidden places may "
+            "be anywhere: use the sampler exact or parallel"
+        )
+    if own not in (None, settings.block_length):
+        raise ValueError(
+            f"this {config.model_type} has blocks of {own} tokens, whose hidden places are filled together: "
+            f"block_length must be {own} or left out, not {settings.block_length}"
+        )
+    if own is not None and ordered:
+        raise ValueError(
+            f"this {config.model_type} has blocks of {own} tokens, each of which sees those to its left: it fills from "
+            "left to right alone"
+        )
+    return settings
+
+
+def warn_of_text_behind(config: Any, visible: Tensor, hidden: Tensor) -> None:
+    """Says where a block-causal model does not see all of the text."""
+    block = count_positions(visible) // config.block_size
+    first = block.masked_fill(~hidden, block.shape[1]).amin(1, keepdim=True)
+    if (visible.bool() & ~hidden & (block > first)).any():
+        logger.warning(
+            "this %s has blocks of %d tokens and sees none behind a hidden place: text there has no say in what is "
+            "filled in",
+            config.model_type,
+            config.block_size,
+        )
+
+
+def groups_of_rows(visible: Tensor, hidden: Tensor, size: int | None) -> dict[tuple[int, ...], list[int]]:
+    """Rows that share a schedule, by how many tokens they hide: of a block-causal model in each of its blocks that
+    has some, of others in all. Rows that hide none are in no group."""
+    block = count_positions(visible) // size if size else torch.zeros_like(visible)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, (own, places) in enumerate(zip(block.cpu(), hidden.cpu(), strict=True)):
+        if places.any():
+            groups.setdefault(tuple(own[places].unique(return_counts=True)[1].tolist()), []).append(row)
+    return groups
+
+
+def places_of(hidden: Tensor, order: Tensor | None, work: Iterable[tuple[list[int], Any, list[list[int]]]]) -> Tensor:
+    """`Canvas.places`: each row's hidden columns in rising `order`, cut into the blocks of its schedule."""
+    places = torch.zeros(len(hidden), int(hidden.sum(1).max()), dtype=torch.long)
+    ranks = torch.arange(hidden.shape[1]) if order is None else order.cpu()
+    ranks, shown = ranks.expand(hidden.shape), hidden.cpu()
+    for rows, _, schedule in work:
+        for row in rows:
+            columns = shown[row].nonzero().flatten()
+            columns = columns[ranks[row, columns].argsort(stable=True)]
+            blocks = columns.split([sum(reveals) for reveals in schedule])
+            places[row, : len(columns)] = torch.cat([block.sort().values for block in blocks])
+    return places.to(hidden.device)

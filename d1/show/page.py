@@ -1,0 +1,59 @@
+"""Films as one HTML page that stands alone, to play, pause and scrub (`page.html` and `page.js` beside this file).
+
+The page asks nothing of any server. Its security policy lets no script run but its own, so text of a model, which gets
+in as data, stays text.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from d1.show.film import COLOURS, Film, chip, visible
+
+HERE = Path(__file__).parent
+Scene = tuple[str, Sequence[Film]]  # a title, and films to play side by side under one bar
+
+
+def film_page(title: str, scenes: Sequence[Scene], before: str = "") -> str:
+    """The page of some scenes, one below the other; one alone plays at once.
+
+    Args:
+        before: HTML of one's own, above the scenes.
+    """
+    script = (HERE / "page.js").read_text()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    data = json.dumps([{"title": name, "films": [film_data(film) for film in films]} for name, films in scenes])
+    parts = {
+        "TITLE": html.escape(visible(title).replace("\n", " ")),
+        "COLOURS": "".join(f"--q{index}:{colour};" for index, colour in enumerate(COLOURS)),
+        "SCRIPT_HASH": f"sha256-{digest}",
+        "SCRIPT": script,
+        "BEFORE": before,
+        "DATA": data.replace("<", "\\u003c"),  # no text of a model ends the element that holds it
+    }
+    # In one go, so that a text with a marker in it is left alone.
+    return re.sub("@@([A-Z_]+)@@", lambda marker: parts[marker[1]], (HERE / "page.html").read_text())
+
+
+def film_data(film: Film) -> dict[str, Any]:
+    """A film as the page's script takes it: `tokens` are (spaces before it, text, line ends after it)."""
+    return {
+        "title": visible(film.title),
+        "note": visible(film.note),
+        "prompt": "\n".join(visible(line) for line in film.prompt.split("\n")),
+        "tokens": [chip(token) for token in film.tokens],
+        "steps": film.steps,
+        "at": film.shown_by(),
+        "passes": film.passes,
+        "logps": [round(max(logp, -99.0), 3) for logp in film.logps],
+        "entropies": [round(entropy, 3) for entropy in film.entropies],
+        "fed": film.fed,
+        "seconds": [round(seconds, 3) for seconds in film.seconds],
+    }

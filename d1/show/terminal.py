@@ -1,0 +1,89 @@
+"""A film in a terminal: the canvas in place, coming into focus; plain lines where the output is no terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from d1.show.film import FILLED, HIDDEN, MASK, Film, chip, colour, harmless, visible
+
+
+def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0) -> Film:
+    """Shows a film while it is made, and returns it whole.
+
+    Args:
+        films: from `filmed`: the same film, a step longer each time.
+        total: the most steps that it can take.
+        pause: the least seconds that a step stays.
+
+    Raises:
+        ValueError: there is no step to show.
+    """
+    film = None
+    if not console.is_terminal:
+        done = 0
+        for film in films:
+            if film.passes > done:
+                done = film.passes
+                console.out(step_line(film, total), highlight=False)
+        if film is not None:
+            console.out(harmless(film.text), highlight=False)
+    else:
+        with Live(console=console, auto_refresh=False) as live:
+            for film in films:
+                live.update(picture(film, total, console), refresh=True)
+                time.sleep(pause)
+    if film is None:
+        raise ValueError("a film needs at least one step")
+    return film
+
+
+def picture(film: Film, total: int, console: Console) -> RenderableType:
+    """The canvas with its masks, each token in the colour of its confidence, those of the last step underlined. While
+    it has more lines than the terminal, those around the first mask."""
+    canvas = Text(overflow="fold")
+    for place, (token, step) in enumerate(zip(film.tokens, film.steps, strict=True)):
+        gap, label, breaks = chip(token)
+        canvas.append(" " * gap if place else "")
+        if step == HIDDEN:
+            canvas.append(f" {MASK}" if place else MASK, style="dim")
+        elif step == FILLED:
+            canvas.append(label, style="dim")
+        else:
+            last = " underline" if step == film.passes - 1 else ""
+            canvas.append(label, style=f"#1b1f24 on {colour(film.logps[place])}{last}")
+        canvas.append("\n" * breaks)
+    if HIDDEN in film.steps:
+        canvas = around_the_first_mask(canvas, console)
+    said = Text(counts(film, total), no_wrap=True, overflow="ellipsis")
+    return Group(said, Panel(canvas, title=Text(visible(film.title)), title_align="left"))
+
+
+def around_the_first_mask(canvas: Text, console: Console) -> Text:
+    """As many lines as fit into a panel below a line, with the first that holds a mask in their middle."""
+    lines, room = canvas.wrap(console, console.width - 4), max(1, console.height - 4)
+    first = next(index for index, line in enumerate(lines) if MASK in line.plain)
+    start = max(0, min(first - room // 2, len(lines) - room))
+    return Text("\n").join(lines[start : start + room])
+
+
+def counts(film: Film, total: int) -> str:
+    """How far a film is: steps, tokens revealed, tokens through the body, seconds."""
+    shown = sum(step != HIDDEN for step in film.steps)
+    return (
+        f"step {film.passes}/{total}  {shown} of {len(film.tokens)} tokens  "
+        f"{film.fed[-1]:,} through the body  {film.seconds[-1]:.2f} s"
+    )
+
+
+def step_line(film: Film, total: int) -> str:
+    """A line on the last step: where it stands, and what it revealed with which probability."""
+    places = [place for place, step in enumerate(film.steps) if step == film.passes - 1]
+    told = ", ".join(f"{chip(film.tokens[place])[1]} {math.exp(film.logps[place]):.0%}" for place in places)
+    return f"{counts(film, total)}  {told}"

@@ -1,0 +1,65 @@
+"""Ends a run of diffu-GRPO when it has fed so many tokens through the model, so that methods meet on equal terms.
+
+What counts is what `compute_tokens` logs: tokens through the body, forward once and backward twice, of rollouts,
+scoring and updates, over all processes; an evaluation is not counted. It survives a resume.
+
+The learning rate is constant then (`combinations.py`): the policy at any share of the budget is also what a run of that
+budget would have ended with, which a rate that falls towards the end would not allow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+QUARTER = "quarter"  # folder of the model at a quarter of the budget
+
+
+def total_compute(trainer: Any) -> int:
+    """Tokens through the body so far, of all processes."""
+    own = torch.tensor(trainer.compute, device=trainer.accelerator.device)
+    return int(trainer.accelerator.gather(own).sum())
+
+
+def is_spent(checkpoint: str | None, budget: int | None) -> bool:
+    """Whether the run stood at or above its budget when it wrote `checkpoint`."""
+    if checkpoint is None or budget is None:
+        return False
+    counters = [json.loads(file.read_text()) for file in Path(checkpoint).glob("rollout_rank*.json")]
+    return sum(one["compute"] for one in counters) >= budget
+
+
+class StopAtCompute(TrainerCallback):
+    """Saves the model at the first step that reaches a quarter of the budget, in `output_dir/quarter`, and a checkpoint
+    at the first that reaches all of it, which is the last. Comes after `RestoreRollout`, which says what was spent."""
+
+    def __init__(self, trainer: Any, budget: int) -> None:
+        self.trainer, self.budget = trainer, budget
+        self.spent = 0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.spent = total_compute(self.trainer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, self.spent = self.spent, total_compute(self.trainer)
+        if before < self.budget / 4 <= self.spent:  # known to every process alike, as what lies on a disk is not
+            save_aside(self.trainer, Path(args.output_dir) / QUARTER)
+        if self.spent >= self.budget:
+            control.should_log = control.should_save = control.should_training_stop = True
+
+
+def save_aside(trainer: Any, folder: Path) -> None:
+    """Writes the model to `folder`, whole or not at all."""
+    partial = folder.with_name(f".{folder.name}")
+    trainer.save_model(str(partial))
+    trainer.accelerator.wait_for_everyone()
+    if trainer.args.should_save:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    trainer.accelerator.wait_for_everyone()

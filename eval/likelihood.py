@@ -1,0 +1,164 @@
+"""Log-likelihoods of given answers: LLaDA's lower bound of log p(answer | prompt), and whether it is the greedy answer.
+
+For an answer of L tokens the bound is E[L / l x the sum of log p over the hidden tokens], with l uniform on 1..L and
+then l of the L tokens hidden, the prompt never (LLaDA, arXiv 2502.09992, equation 14 and appendix B.5). It is estimated
+from `draws` masks. Of one token there is only one mask, and the estimate is log p itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from d1.masking import keyed_generator
+from d1.models.kinds import block_size
+from d1.sampling import SamplingSettings, rollout_steps
+from d1.scoring import Views, score
+from d1.scoring.elbo import espo_views
+from d1.scoring.rollouts import rotation
+from d1.scoring.views import views_of_canvas
+
+Pair = tuple[list[int], list[int]]  # the ids of a prompt and of an answer
+
+
+def llada_views(length: int, draws: int, generator: Generator, antithetic: bool) -> Views:
+    """The masks of one answer of `length` tokens, on a canvas of as many: (1, views, length) each.
+
+    The counts l of the draws are spread evenly, as in LLaDA's code. Equal masks are one view, their weights added.
+
+    Args:
+        antithetic: half as many draws, each with its opposite, which hides the other tokens. Their counts are ESPO's,
+            uniform on 0..L (arXiv 2512.03759): those of 1..L have no opposite for l = L.
+    """
+    draws = max(draws // 2, 1) if antithetic else draws
+    even = rotation(1, draws, torch.rand((), generator=generator, dtype=torch.float64))
+    ranks = torch.rand(1, draws, length, generator=generator).argsort(dim=-1, stable=True).argsort(-1)
+    clean = torch.zeros(1, 1, 0, dtype=torch.bool)
+    scored = torch.ones(1, length, dtype=torch.bool)
+    if antithetic:
+        views = espo_views(clean, (even * (length + 1)).long(), ranks, scored, antithetic=True)
+    else:
+        counts = 1 + (even * length).long()
+        hidden = ranks < counts.unsqueeze(-1)
+        views = views_of_canvas(clean, hidden, scored, (length / (draws * counts)).unsqueeze(-1).float())
+    hidden, same = views.noise[0].unique(dim=0, return_inverse=True)
+    weights = torch.zeros(hidden.shape).index_add(0, same, views.weights[0])
+    return Views(hidden.unsqueeze(0), weights.unsqueeze(0))
+
+
+def seed_of(pair: Pair) -> int:
+    """A number that depends on the ids of a pair alone, so that its draws depend on nothing else."""
+    return int.from_bytes(hashlib.sha256(json.dumps(pair).encode()).digest()[:8], "big")
+
+
+def by_length(pairs: Sequence[Pair], batch_size: int) -> Iterator[list[int]]:
+    """The places of the pairs, `batch_size` at a time: a batch's answers are equally long, and the longest come first.
+
+    Empty answers are left out.
+    """
+    order = sorted(
+        (i for i, pair in enumerate(pairs) if pair[1]), key=lambda i: [-len(part) for part in pairs[i][::-1]]
+    )
+    while order:
+        length = len(pairs[order[0]][1])
+        same = [i for i in order[:batch_size] if len(pairs[i][1]) == length]
+        yield same
+        order = order[len(same) :]
+
+
+def padded(prompts: Sequence[list[int]], pad_token_id: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask (rows, longest) of prompts, padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids.to(device), mask.to(device)
+
+
+def check_likelihood(config: Any) -> None:
+    """Raises ValueError for a model whose log-likelihood this bound is not."""
+    if size := block_size(config):
+        raise ValueError(
+            f"this {config.model_type} fills blocks of {size} tokens from left to right, and the bound is for models "
+            "that reveal tokens in any order: ask it for tasks that generate"
+        )
+
+
+@torch.no_grad()
+def log_likelihoods(
+    model: Any,
+    pairs: Sequence[Pair],
+    *,
+    mask_token_id: int,
+    pad_token_id: int,
+    draws: int,
+    antithetic: bool = False,
+    seed: int = 0,
+    batch_size: int = 1,
+) -> Iterator[tuple[int, float]]:
+    """The estimated bound for each pair, in nats, as (place, bound), as they are computed.
+
+    In fp32 an estimate depends on `draws`, `antithetic`, `seed` and its own pair, and not on the others.
+
+    Args:
+        model: from `d1.models.load_model`, in eval mode.
+        draws: masks an answer; as many forward passes, or fewer where masks are equal.
+        batch_size: sequences in a forward pass.
+    """
+    yield from ((i, 0.0) for i, (_, answer) in enumerate(pairs) if not answer)
+    for places in by_length(pairs, batch_size):
+        prompts, answers = zip(*(pairs[i] for i in places), strict=True)
+        ids, mask = padded(prompts, pad_token_id, model.device)
+        own = [
+            llada_views(len(answers[0]), draws, keyed_generator(seed, seed_of(pairs[i])), antithetic) for i in places
+        ]
+        views = joined(own, ids.shape[1])
+        scores = score(
+            model,
+            ids,
+            mask,
+            torch.tensor(answers, device=ids.device),
+            Views(views.noise.to(ids.device), views.weights.to(ids.device)),
+            mask_token_id=mask_token_id,
+            gen_length=len(answers[0]),
+            views_at_once=max(batch_size // len(places), 1),
+        )
+        yield from zip(places, scores.logps.double().sum(-1).tolist(), strict=True)
+
+
+def joined(rows: Sequence[Views], prompt: int) -> Views:
+    """The views of several answers as one batch behind prompts of `prompt` tokens; those that a row lacks weigh 0."""
+    most = max(views.noise.shape[1] for views in rows)
+    noise, weights = (
+        torch.cat([torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1])) for part in parts])
+        for parts in zip(*((views.noise, views.weights) for views in rows), strict=True)
+    )
+    return Views(torch.nn.functional.pad(noise, (prompt, 0)), weights)
+
+
+def are_greedy(
+    model: Any, pairs: Sequence[Pair], *, mask_token_id: int, pad_token_id: int, batch_size: int
+) -> Iterator[tuple[int, bool]]:
+    """Whether greedy sampling gives the answer, as (place, bool): on a canvas of its length, one token a step, the most
+    probable first. A batch ends as soon as each of its rows has revealed another token.
+
+    That is LLaDA's own check (`suffix_greedy_prediction` in its evaluation code).
+    """
+    yield from ((i, True) for i, (_, answer) in enumerate(pairs) if not answer)
+    for places in by_length(pairs, batch_size):
+        prompts, answers = zip(*(pairs[i] for i in places), strict=True)
+        ids, mask = padded(prompts, pad_token_id, model.device)
+        wanted = torch.tensor(answers, device=ids.device)
+        length = wanted.shape[1]
+        settings = SamplingSettings(gen_length=length, block_length=length, steps=length)
+        right = torch.ones(len(places), dtype=torch.bool, device=ids.device)
+        for step in rollout_steps(model, ids, mask, settings, mask_token_id=mask_token_id):
+            other = step.ids != wanted[step.rows].gather(1, step.positions - ids.shape[1])
+            right[step.rows] &= ~(other & step.revealed).any(1)
+            if not right.any():
+                break
+        yield from zip(places, right.tolist(), strict=True)

@@ -1,0 +1,192 @@
+"""`python -m d1 chat`, through pipes and through a pseudo-terminal: its answers are `generate`'s, whatever is typed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import torch
+
+from d1.__main__ import main, make_parser
+from d1.commands.chat import canvas_text
+from d1.masking import keyed_generator
+from d1.models import load_model, load_tokenizer
+from d1.sampling import generate
+from d1.show.film import MASK
+
+ROOT = Path(__file__).parents[3]
+POCKET = ["chat", str(ROOT / "pocket" / "base")]
+PUZZLES = ["Solve 0002403020033024", "4010003402003021"]
+SHORT = ["--gen_length", "32", "--block_length", "8"]
+
+
+def conversation(folder: str | Path, questions: list[str], seed: int = 0, **settings: float) -> list[str]:
+    """The answers to some questions, one after another, each by `generate` of all that was said before it."""
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    messages: list[dict[str, str]] = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        mask_id, noise = tokenizer.mask_token_id, [keyed_generator(seed, len(messages) - 1)]
+        ids = generate(model, asked, torch.ones_like(asked), mask_token_id=mask_id, generator=noise, **settings)
+        said = takewhile(lambda token: token not in (0, 2), ids[0, asked.shape[1] :].tolist())  # padding, EOS
+        messages.append({"role": "assistant", "content": tokenizer.decode([*said], skip_special_tokens=True)})
+    return [message["content"] for message in messages[1::2]]
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, text: str | bytes, *flags: str) -> None:
+    """`python -m d1 chat` in this process, with this text on its stdin."""
+    raw = text if isinstance(text, bytes) else text.encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+    main(make_parser().parse_args([*flags]))
+
+
+def test_a_pipe_gets_answers_alone_and_the_conversation_goes_on_after_a_mistake() -> None:
+    """A process as users start it: a refused message has no part in the conversation, and /reset ends it."""
+    first, second = PUZZLES
+    warmer = "/settings steps=none temperature=0.7"
+    lines = [first, "2 + 2", warmer, second, "", "/reset", second, "/exit", "no"]
+    command = [sys.executable, "-m", "d1", *POCKET, *SHORT, "--steps", "8", "--seed", "3"]
+    done = subprocess.run(
+        command, input="\n".join(lines), capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+    canvas = {"gen_length": 32, "block_length": 8}
+    cold = conversation(POCKET[1], [first], seed=3, steps=8, **canvas)[0]
+    assert re.fullmatch(r"<reasoning>.*</answer>", cold)
+    alone = conversation(POCKET[1], [second], seed=3, steps=16, temperature=0.7, **canvas)[0]
+    out = done.stdout.split("\n")
+    assert (out[0], out[2:]) == (cold, [alone, ""])  # between them, the turn that followed the first answer
+    assert done.returncode == 1
+    assert "2 + 2" in done.stderr
+    assert "end the user message with 16 digits" in done.stderr
+    assert "temperature=0.7" in done.stderr
+
+
+@pytest.mark.parametrize("settings", [{"steps": 12}, {"steps": 4, "cfg_scale": 1.5}])
+def test_each_turn_is_sampled_from_all_that_was_said(tiny_model_dir, monkeypatch, capsys, settings) -> None:
+    """On a model whose answers depend on everything before them."""
+    questions, canvas = ["ab", "cd e", "f"], {"gen_length": 12, "block_length": 6, "temperature": 1.0}
+    expected = conversation(tiny_model_dir, questions, seed=1, **canvas, **settings)
+    assert len(set(expected)) == 3
+    flags = [f"--{name}={value}" for name, value in (canvas | settings | {"seed": 1}).items()]
+    piped(monkeypatch, "\n".join(questions), "chat", str(tiny_model_dir), *flags)
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("a" * 300, r"too long: 303 tokens of text and 300 to fill in exceed the model's 512 positions: /reset"),
+        ("/settings steps=301", "300 tokens in 10 blocks need between 10 and 300 steps, got 301"),
+        ("/settings steps=x", "steps is a number, got 'x'"),
+        ("/settings steps=0", r"--diffusion_steps 0 \(must be"),
+        ("/settings sampler=fast", "sampler must be one of exact, "),
+        ("/settings colour=1", "colour=1 is no setting .* gen_length, block_length, "),
+        ("/settings reveal=factor", "would be ignored by the sampler exact"),
+        ("/quit", "no command /quit: /help lists them"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_leaves_stdout_alone(
+    tiny_model_dir, monkeypatch, capsys, line, said
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        piped(monkeypatch, line + "\n", "chat", str(tiny_model_dir), "--gen_length", "300")
+    captured = capsys.readouterr()
+    assert (ended.value.code, captured.out) == (1, "")
+    assert re.fullmatch(f".*{said}.*\n", captured.err)
+
+
+def test_a_broken_template_and_bytes_that_are_no_text_end_a_turn_and_not_the_chat(
+    tiny_model_dir, tmp_path, monkeypatch, capsys
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text("{% if 'x' in messages[-1]['content'] %}{{ 1 + 'x' }}{% endif %}" + template.read_text())
+    with pytest.raises(SystemExit):
+        piped(monkeypatch, b"x\n\xff\xfe\\\nb\nab\n", "chat", str(folder), "--gen_length", "4")
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"the chat template failed: TypeError: .*\n", captured.err)
+    assert len(captured.out.splitlines()) == 2
+
+
+def test_model_text_is_seen_and_not_obeyed(tiny_model_dir, tmp_path, monkeypatch, capsys) -> None:
+    """A vocabulary of escape sequences, of rich's markup and of a mark that turns text around."""
+    hostile = ["\x1b[31m", "\x1b]0;title\x07", "[bold red]", "\r", "\u202e", "\x9b2J", "é👩‍🚀"]
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    words = (folder / "tokenizer.json").read_text()
+    for place in range(8, 56):  # every word that is no special token
+        token = load_tokenizer(tiny_model_dir).convert_ids_to_tokens(place)
+        quoted, bad = (json.dumps(text) for text in (token, f"{hostile[place % 7]}{place}"))
+        words = words.replace(f"{quoted}: {place}", f"{bad}: {place}")
+    (folder / "tokenizer.json").write_text(words)
+    tokenizer = load_tokenizer(folder)
+    ids = [*range(8, 15), tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id]
+    shown = canvas_text(tokenizer, ids)
+    assert shown.plain.count(MASK) == 2
+    assert {str(span.style) for span in shown.spans} == {"dim"}
+    for part in ("⟨1B⟩[31m", "⟨1B⟩]0;title⟨7⟩", "[bold red]", "⟨D⟩", "⟨202E⟩", "⟨9B⟩2J", "é👩‍🚀"):
+        assert part in shown.plain
+    lines = "".join(f"/settings seed={seed}\na\n/reset\n" for seed in range(8))
+    piped(monkeypatch, lines, "chat", str(folder), "--gen_length", "64", "--temperature", "2", "--steps", "8")
+    out = capsys.readouterr().out
+    assert "⟨1B⟩[31m" in out
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out)
+
+
+class Terminal:
+    """A chat on a pseudo-terminal of its own, as its user sees it."""
+
+    def __init__(self, *words: str) -> None:
+        self.process, self.screen = pty.fork()
+        if self.process == 0:
+            os.chdir(ROOT)
+            environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+            os.execve(sys.executable, [sys.executable, "-m", "d1", *words], environment)
+        self.seen = ""
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        """What was written since the last call, up to where it has this text."""
+        until = time.monotonic() + seconds
+        while not (found := re.search(text, self.seen, re.DOTALL)):
+            ready, _, _ = select.select([self.screen], [], [], max(0.0, until - time.monotonic()))
+            assert ready, f"no {text} in {self.seen!r}"
+            self.seen += os.read(self.screen, 65536).decode(errors="replace")
+        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.screen, text.encode())
+
+
+def test_on_a_terminal_an_answer_comes_into_focus_and_ctrl_c_stops_it_and_not_the_chat() -> None:
+    chat = Terminal(*POCKET, "--gen_length", "220", "--steps", "220", "--block_length", "44")
+    chat.wait_for("Ctrl-D ends.*> ")
+    chat.type("\x03")
+    chat.wait_for("/exit or Ctrl-D ends the chat.*> ")
+    chat.type(PUZZLES[1] + "\n")
+    chat.wait_for(MASK)
+    chat.type("\x03")
+    chat.wait_for("stopped: .*> ")
+    chat.type("/settings gen_length=32 block_length=8 steps=8\n")
+    assert "kv_cache=None" in chat.wait_for("seed=0.*> ")
+    chat.type(PUZZLES[0] + "\n")
+    expected = conversation(POCKET[1], PUZZLES[:1], gen_length=32, block_length=8, steps=8)[0]
+    drawn = chat.wait_for(re.escape(expected) + r"\r\n.*> ")
+    frames = [frame.count(MASK) for frame in drawn.split("\x1b[2K") if MASK in frame]
+    assert len(frames) >= 7
+    assert frames == sorted(frames, reverse=True)
+    chat.type("\x04")
+    assert os.waitpid(chat.process, 0)[1] == 0

@@ -1,0 +1,91 @@
+"""`python -m d1 fill` prints the text with its placeholders filled in, and refuses by name what it cannot fill."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from d1.__main__ import main, make_parser
+from d1.commands.fill import encoded, pieces_of
+from d1.masking import keyed_generator
+from d1.models import load_model, load_tokenizer
+from d1.sampling import fill
+from tests.commands import ROOT
+
+POCKET = str(ROOT / "pocket" / "base")
+TEXT = "<reasoning> a1 [MASK:3]b3[MASK] </reasoning>"
+
+
+def printed(capsys, *words):
+    main(make_parser().parse_args(["fill", POCKET, *words]))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("", {}),
+        ("--steps 2 --temperature 0.9 --seed 4 --order right", {"steps": 2, "temperature": 0.9, "right": True}),
+        ("--sampler parallel --reveal entropy --reveal_level 2 --cfg_scale 0.5", {"reveal": "entropy"}),
+    ],
+)
+def test_what_is_printed_is_the_library_s_filling(capsys, words, options):
+    tokenizer, model = load_tokenizer(POCKET), load_model(POCKET)
+    before, between, behind = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("<reasoning> a1 ", "b3", " </reasoning>")
+    )
+    mask = tokenizer.mask_token_id
+    ids = torch.tensor([[*before, mask, mask, mask, *between, mask, *behind]])
+    if options.pop("right", False):
+        options["order"] = -torch.arange(ids.shape[1])
+    if "reveal" in options:
+        options |= {"sampler": "parallel", "reveal_level": 2, "cfg_scale": 0.5}
+    generator = [keyed_generator(4 if "seed" in words else 0)]
+    wanted = fill(model, ids, ids == mask, mask_token_id=mask, generator=generator, **options).ids[0]
+    assert printed(capsys, TEXT, *words.split()) == tokenizer.decode(wanted) + "\n"
+
+
+def test_a_piece_is_read_alone_and_special_tokens_stand_around_the_whole():
+    words = ["<pad>", "[MASK]", "[CLS]", "[SEP]", "a", "b", "ab"]
+    rules = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
+    rules.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    rules.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules, mask_token="[MASK]", pad_token="<pad>")
+    ids, hidden, front, behind = encoded(tokenizer, pieces_of("a[MASK:2]b ab[MASK]"))
+    assert ids == [2, 4, 1, 1, 5, 6, 1, 3]
+    assert hidden == [False, False, True, True, False, False, True, False]
+    assert (front, behind) == (1, 1)
+    assert encoded(tokenizer, pieces_of("[MASK:2]"))[0] == [2, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a1"], "the text has no placeholder: write"),
+        (["a1 [MASK:0]"], r"\[MASK:0\] says no number of tokens"),
+        (["a1 [MASK:]"], r"\[MASK:\] says no number"),
+        (["a1 [MASK:-2] [MASK]"], r"\[MASK:-2\] says no number"),
+        (["Paris [MASK]"], "it has no token for 'Paris'"),
+        (["a1 [MASK:300]"], "1 tokens of text and 300 to fill in exceed the model's 256 positions"),
+        (["a1 [MASK]", "--sampler", "cached"], "use the sampler exact or parallel"),
+        (["a1 [MASK]", "--reveal", "factor"], "would be ignored by the sampler exact"),
+        (["a1 [MASK]", "--steps", "0"], "--diffusion_steps 0 .must be an integer"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused_before_the_model_is_loaded(monkeypatch, words, message):
+    monkeypatch.setattr("d1.models.load.load_on_device", lambda *_, **__: pytest.fail("loaded the model"))
+    with pytest.raises(ValueError, match=message):
+        main(make_parser().parse_args(["fill", POCKET, *words]))
+
+
+def test_a_mistake_takes_one_line():
+    command = [sys.executable, "-m", "d1", "fill", POCKET, "a1 [MASK:x]"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "d1: [MASK:x] says no number of tokens: write [MASK:3] for three, [MASK] for one\n"

@@ -1,0 +1,104 @@
+"""`python -m d1 watch` shows what the sampler does, and writes it down."""
+
+import json
+import re
+
+import pytest
+import torch
+from PIL import Image
+
+from d1.__main__ import main, make_parser
+from d1.masking import keyed_generator
+from d1.models import load_model, load_tokenizer
+from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.sampling import generate
+from d1.tasks import load_task
+from tests.commands import ROOT
+from tests.d1 import released
+
+POCKET = str(ROOT / "pocket" / "base")
+
+
+def watched(*flags: str) -> None:
+    main(make_parser().parse_args(["watch", *flags]))
+
+
+def films(page) -> list[dict]:
+    (scene,) = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)[1])
+    return scene["films"]
+
+
+def test_two_runs_of_a_problem_are_those_of_the_sampler_and_every_file_shows_both(tmp_path, capsys):
+    page, svg, gif = (tmp_path / f"watch.{kind}" for kind in ("html", "svg", "gif"))
+    sampling = ["--gen_length", "32", "--block_length", "8", "--diffusion_steps", "16", "--temperature", "0.7"]
+    problem = ["--dataset", "sudoku", "--index", "3", "--split", "validation", "--seed", "5"]
+    files = ["--html", str(page), "--svg", str(svg), "--gif", str(gif)]
+    watched("--model_path", POCKET, *problem, *sampling, *files, "--against", "sampler=parallel", "eos_stop")
+    printed = capsys.readouterr().out
+    tokenizer = load_tokenizer(POCKET)
+    messages = load_task("sudoku").load_rows("validation")[3]["prompt"]
+    ids = torch.tensor([encode_prompt(tokenizer, render_prompt(tokenizer, messages))])
+    chosen = {"gen_length": 32, "block_length": 8, "steps": 16, "temperature": 0.7, "mask_token_id": 3}
+    seeded = {"generator": [keyed_generator(5, 3, 0)]}
+    expected = generate(load_model(POCKET), ids, torch.ones_like(ids), **chosen, **seeded)[0, ids.shape[1] :]
+    exact, parallel = films(page)
+    assert [label for _, label, _ in exact["tokens"]] == tokenizer.convert_ids_to_tokens(expected.tolist())
+    assert (exact["title"], parallel["title"]) == ("sampler exact, no eos_stop", "sampler parallel, eos_stop")
+    assert exact["passes"] == len(exact["fed"]) == 16 > parallel["passes"]
+    assert exact["fed"][-1] == 16 * (ids.shape[1] + 32)
+    assert svg.read_text().count('class="mask"') == 64
+    assert Image.open(gif).n_frames == 17
+    assert sum(line.startswith("step ") for line in printed.splitlines()) == 16 + parallel["passes"]
+
+
+def test_before_and_after_are_two_models_of_one_prompt(tiny_model_dir, tmp_path):
+    page = tmp_path / "watch.html"
+    flags = ["--model_path", POCKET, "--gen_length", "8", "--html", str(page)]
+    watched(*flags, "--prompt", "0" * 16, "--against", f"model_path={tiny_model_dir}")
+    before, after = films(page)
+    assert (before["title"], after["title"]) == ("base", tiny_model_dir.name)
+    assert before["prompt"] != after["prompt"]  # each in its own chat template
+    assert len(before["tokens"]) == len(after["tokens"]) == 8
+
+
+def test_a_block_causal_model_is_watched_in_blocks_of_its_own(tiny_model_dir, tmp_path, capsys):
+    torch.manual_seed(0)
+    folder = released.write_released(tmp_path / "sdar", "sdar")
+    tokenizer = load_tokenizer(tiny_model_dir)
+    tokenizer.save_pretrained(folder)
+    size, length, page = load_model(folder).config.block_size, 11, tmp_path / "watch.html"
+    watched("--model_path", str(folder), "--prompt", "ab", "--gen_length", str(length), "--html", str(page))
+    (film,) = films(page)
+    assert f"blocks of {size} " in film["note"]
+    prompt = len(encode_prompt(tokenizer, render_prompt(tokenizer, [{"role": "user", "content": "ab"}])))
+    ends = [place for place in range(1, length) if (prompt + place) % size == 0]
+    assert len(ends) > 1
+    assert all(max(film["steps"][:end]) < min(film["steps"][end:]) for end in ends)
+    *_, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
+    assert last.startswith(f"step {film['passes']}/{film['passes']}  {length} of {length} tokens")
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--gen_length", "8"], "--prompt TEXT, or --dataset TASK"),
+        (["--prompt", "a", "--dataset", "sudoku"], "--prompt TEXT, or --dataset TASK"),
+        (["--dataset", "sudoku", "--index", "-1"], "--index -1"),
+        (["--dataset", "sudoku", "--index", "9999"], "--index 9999: test has 512 problems"),
+        (["--prompt", "a", "--html", "no/such/page.html"], "no folder no/such"),
+        (["--prompt", "0" * 16, "--kv_cache", "dual"], "kv_cache='dual' would be ignored"),
+        (["--prompt", "0" * 16, "--gen_length", "500"], "exceed the model's"),
+        (["--prompt", "a", "--against", "gen_length=0"], "--gen_length 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(flags, problem):
+    with pytest.raises((ValueError, OSError), match=re.escape(problem)):
+        watched("--model_path", POCKET, *flags)
+
+
+def test_a_flag_that_does_not_exist_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        watched("--model_path", POCKET, "--prompt", "a", "--against", "samplr=parallel")
+    assert capsys.readouterr().err.splitlines() == [
+        "d1: --against: unrecognized arguments: --samplr=parallel (--help lists what there is)"
+    ]

@@ -1,0 +1,233 @@
+"""A film is what the rollout did: held against the rollout's own record, with every way to look at it."""
+
+import io
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from d1.models import load_model, load_tokenizer
+from d1.sampling import SamplingSettings, rollout, rollout_steps
+from d1.show.film import COLOURS, FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
+from d1.show.flow import COLUMNS, film_gif, film_svg, flow
+from d1.show.page import film_data, film_page
+from d1.show.terminal import play
+
+# What a model could write to do harm where it is shown.
+EVIL = "</script><script>document.title='owned'</script>"
+ANSI = "\x1b[2J\x1b]0;owned\x07"
+TURNED = "\u202eabc\u2028"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def evil_film(title: str = "evil") -> Film:
+    """Three passes over six places, the last of which no pass looked at."""
+    tokens = [EVIL, ANSI, " the", "\n\n", TURNED, "@@DATA@@"]
+    logps = [0.0, math.log(0.5), math.log(0.05), -0.1, -0.1, 0.0]
+    return Film(
+        title, EVIL, ANSI, tokens, [0, 2, 1, 1, 0, FILLED], logps, [0.1 * i for i in range(6)], [9, 18, 27], [1, 2, 3]
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1.0},
+        {"sampler": "parallel", "reveal_level": 0.2},
+        {"sampler": "cached", "cfg_scale": 0.5},
+    ],
+    ids=["exact", "parallel", "cached"],
+)
+def test_a_film_is_the_rollouts_own_record(tiny_model_dir, settings):
+    model, tokenizer = load_model(tiny_model_dir), load_tokenizer(tiny_model_dir)
+    chosen = SamplingSettings(gen_length=12, block_length=4, steps=6, **settings)
+    ids = torch.tensor([[1, 9, 10, 11, 6]])
+    given = (model, ids, torch.ones_like(ids), chosen)
+    ends = list(range(10, 30))  # a third of the vocabulary: some block ends the text
+    options = {"mask_token_id": tokenizer.mask_token_id, "eos_token_ids": ends}
+    sampled = rollout(*given, **options, generator=[torch.Generator().manual_seed(3)])
+    steps = rollout_steps(*given, **options, generator=[torch.Generator().manual_seed(3)])
+    looks = []
+    for film in filmed(steps, lambda token: f"<{token}>", start=5):
+        looks.append([token for token, step in zip(film.tokens, film.steps, strict=True) if step != HIDDEN])
+    assert film.tokens == [f"<{token}>" for token in sampled.ids[0, 5:].tolist()]
+    assert film.steps == sampled.reveal_steps[0].tolist()
+    assert film.logps == sampled.logps[0].tolist()
+    assert film.entropies == sampled.entropies[0].tolist()
+    assert film.passes == len(film.fed) == len(film.seconds) == sampled.passes[0]
+    assert film.fed[-1] == sampled.forward_tokens[0]
+    assert FILLED in film.steps
+    assert film.seconds == sorted(film.seconds)
+    counts = [len(look) for look in looks]
+    assert counts == sorted(counts)
+    assert counts[-2] < counts[-1] == 12  # what the end of the text fills comes last
+    assert max(film.shown_by()) == film.passes
+
+
+@pytest.mark.parametrize(
+    ("words", "decoder", "text"),
+    [
+        (["▁the", "▁cat", "s"], decoders.Metaspace(), " the cats"),
+        (["Ġthe", "Ġcat", "s"], decoders.ByteLevel(), " the cats"),
+        (["the", "cat", "##s"], decoders.WordPiece(), " the cats"),
+        (["the", "cat", "s"], None, " the cat s"),
+    ],
+    ids=["sentencepiece", "bytes", "wordpiece", "words"],
+)
+def test_a_token_keeps_the_space_before_it(words, decoder, text):
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
+    if decoder is not None:
+        backend.decoder = decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert "".join(piece(tokenizer, token) for token in range(3)) == text
+    assert tokenizer.decode([0, 1, 2]).strip() == text.strip()
+
+
+def test_a_token_is_laid_out_as_spaces_text_and_line_ends():
+    assert chip(" the") == (1, "the", 0)
+    assert chip("  ") == (0, "␣␣", 0)
+    assert chip(".\n\n") == (0, ".↵↵", 2)
+    assert chip("") == (0, "", 0)
+
+
+def test_what_acts_on_the_text_around_it_is_shown_by_its_number():
+    assert visible(ANSI) == "⟨1B⟩[2J⟨1B⟩]0;owned⟨7⟩"
+    assert visible(TURNED) == "⟨202E⟩abc⟨2028⟩"
+    assert visible("\r\x85\ud800") == "⟨D⟩⟨85⟩⟨D800⟩"
+    assert harmless("line\n\tand عربي\u200cها\r") == "line\n\tand عربي\u200cها⟨D⟩"
+    assert visible("é 东京 👩\u200d🔬\n") == "é 东京 👩\u200d🔬↵\n"
+
+
+@pytest.mark.parametrize(("probability", "shade"), [(0.0, 0), (0.19, 0), (0.21, 1), (0.79, 3), (1.0, 4)])
+def test_colours_part_the_unit_interval_equally(probability, shade):
+    assert colour(math.log(probability) if probability else -math.inf) == COLOURS[shade]
+
+
+def test_the_page_holds_text_as_data_alone_and_asks_for_nothing():
+    page = film_page(EVIL, [(EVIL, [evil_film(), evil_film("other")])])
+    assert page.count("<script") == 2  # its data and its own
+    assert page.count("</script>") == 2
+    assert "&lt;/script&gt;" in page  # the title
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert data[0]["films"][0] == json.loads(json.dumps(film_data(evil_film())))
+    assert [label for _, label, _ in data[0]["films"][0]["tokens"]][::5] == [EVIL, "@@DATA@@"]
+    assert "\x1b" not in page
+    assert not re.search(r"https?://(?!www\.w3\.org)|\bsrc=|@import|url\(|fetch|XMLHttp|innerHTML", page)
+    assert "default-src 'none'" in page
+
+
+def test_a_page_of_256_tokens_is_small():
+    film = Film("", "p" * 2000, "", ["token \n"] * 256, list(range(256)), [-1.2345] * 256, [1.2345] * 256)
+    film.fed, film.seconds = [100_000] * 256, [1000.123] * 256
+    assert len(film_page("title", [("", [film, film])]).encode()) < 100_000
+
+
+def test_running_text_breaks_where_lines_end():
+    boxes = flow(["To", " find", ":\n\n", "In", " " * 3, "x" * 99, "ab"], columns=10)
+    assert [(box.line, box.column, box.width, box.label) for box in boxes] == [
+        (0, 0, 2, "To"),
+        (0, 3, 4, "find"),
+        (0, 7, 3, ":↵↵"),
+        (2, 0, 2, "In"),
+        (2, 2, 3, "␣␣␣"),
+        (3, 0, 10, "x" * 9 + "…"),
+        (4, 0, 2, "ab"),
+    ]
+    assert all(box.column + box.width <= COLUMNS for box in flow(["wörter "] * 60))
+
+
+def test_a_picture_shows_each_token_in_its_step_and_colour_and_text_as_text():
+    text = film_svg([evil_film(), evil_film("other")])
+    root = ET.fromstring(text)
+    groups = [(one.get("class"), one[0].get("fill"), "".join(one.itertext())) for one in root.iter(f"{SVG}g")]
+    tokens = [group for group in groups if re.fullmatch(r"s\d", group[0])]
+    film = evil_film()
+    assert len(tokens) == 12
+    assert [group[0] for group in tokens[:6]] == ["s1", "s3", "s2", "s2", "s1", "s3"]
+    assert [group[1] for group in tokens[:6]] == [*map(colour, film.logps[:5]), None]
+    assert tokens[1][2] == visible(ANSI)
+    assert not re.search(r"<script|href|url\(|@import|<foreignObject|\son\w+=|\x1b", text)
+
+
+def test_a_gif_has_a_frame_a_step_and_shows_what_was_revealed():
+    image = Image.open(io.BytesIO(film_gif([evil_film()])))
+    assert image.n_frames == 4
+    assert image.info["loop"] == 0
+    shades = []
+    for frame in range(4):
+        image.seek(frame)
+        seen = image.convert("RGB").getcolors(1 << 16)
+        sure = tuple(bytes.fromhex(colour(0.0)[1:]))
+        shades.append(
+            sum(count for count, shade in seen if max(abs(a - b) for a, b in zip(shade, sure, strict=True)) < 9)
+        )
+    assert shades[0] < shades[1] < shades[2] == shades[3]  # the last token is half sure
+
+
+def partial_films(film: Film):
+    """The film as it grew."""
+    whole = (film.tokens, film.steps)
+    for step in range(3):
+        seen = [0 <= at <= step for at in whole[1]]
+        film.tokens = [token if there else "" for token, there in zip(whole[0], seen, strict=True)]
+        film.steps = [at if there else HIDDEN for at, there in zip(whole[1], seen, strict=True)]
+        film.fed, film.seconds = [9, 18, 27][: step + 1], [1.0, 2.0, 3.0][: step + 1]
+        yield film
+    film.tokens, film.steps = whole
+    yield film
+
+
+def test_a_terminal_gets_the_canvas_in_place_and_no_escape_of_the_models():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=60, color_system="truecolor", legacy_windows=False)
+    film = play(partial_films(evil_film()), console, total=4)
+    text = file.getvalue()
+    assert film.steps[-1] == FILLED
+    assert "\x1b[2J" not in text
+    assert "\x1b]0" not in text
+    assert "\x1b[1A" in text  # it moves up to write over itself
+    assert re.search(r"step 3/4 .* 6 of 6 tokens .* 27 through the body .* 3.00 s", text)
+    red, green, blue = bytes.fromhex(colour(math.log(0.5))[1:])
+    assert re.search(rf"48;2;{red};{green};{blue}m⟨1B⟩", text)
+    frames = text.split("╭")
+    assert [frame.count("░") for frame in frames[1:4]] == [4, 2, 1]
+
+
+def test_a_canvas_taller_than_the_terminal_shows_where_the_model_is_at_work():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=40, height=9, legacy_windows=False)
+    steps = [place // 40 for place in range(200)]
+
+    def grown():
+        for done in (1, 3, 5):
+            seen = [step < done for step in steps]
+            tokens = [f" {place:03}" if there else "" for place, there in enumerate(seen)]
+            known = [step if there else HIDDEN for step, there in zip(steps, seen, strict=True)]
+            yield Film("", "", "", tokens, known, [0.0] * 200, [0.0] * 200, [9] * done, [1.0] * done)
+
+    play(grown(), console, total=5)
+    first, second, *_, whole = (re.sub(r"\x1b\[[\d;]*m", "", frame) for frame in file.getvalue().split("step ")[1:])
+    assert re.search(r"039\W*░", first)
+    assert "039" not in second
+    assert "119" in second
+    assert "░" in second
+    assert max(frame.count("\n") for frame in (first, second)) <= 9
+    assert all(f"{place:03}" in whole for place in range(200))
+
+
+def test_what_is_no_terminal_gets_a_line_a_step_and_the_text():
+    file = io.StringIO()
+    play(partial_films(evil_film()), Console(file=file, width=40), total=4)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == f"step 1/4  2 of 6 tokens  9 through the body  1.00 s  {EVIL} 100%, ⟨202E⟩abc⟨2028⟩ 90%"
+    assert lines[1].endswith("the 5%, ↵↵ 90%")
+    assert "\x1b" not in file.getvalue()
+    assert [line.partition("  ")[0] for line in lines[:3]] == ["step 1/4", "step 2/4", "step 3/4"]
+    assert lines[3] == f"{EVIL}{visible(ANSI)} the"

@@ -1,0 +1,37 @@
+"""docs/api.md keeps its word: its pieces run in order, and what they say of their results is so."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import torch
+
+from d1.models import load_model
+from tests.commands import ROOT
+
+PIECES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), re.DOTALL)
+
+
+def test_the_pages_pieces_run_in_order(tmp_path, monkeypatch, capsys) -> None:
+    for room in ("pocket", "SFT", "diffu-grpo"):
+        (tmp_path / room).symlink_to(ROOT / room)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    names: dict = {}
+    seen = []
+    for number, piece in enumerate(PIECES):
+        exec(compile(piece, f"docs/api.md, piece {number + 1}", "exec"), names)
+        seen.append(capsys.readouterr().out)
+    sampled, watched, scored, tuned, reinforced = seen
+    assert re.fullmatch(r"\['<reasoning> .*</answer>', '<reasoning> .*</answer>'\]\n", sampled)
+    assert [line.partition(":")[0] for line in watched.splitlines()] == [f"pass {number}" for number in range(1, 17)]
+    assert "pass 16: 0 still hidden" in watched
+    one_step, given_half = names["one_step"].sum(1), names["given_half"].sum(1)
+    assert torch.all(given_half > one_step), scored  # half of the tokens seen: the rest is surer
+    assert 0 < float(tuned.splitlines()[-1]) < 10
+    (rewards,) = re.findall(r"\[[\d., ]+\]", reinforced)
+    assert len(rewards) > 2
+    trained = load_model("runs/api/model").state_dict()
+    before = load_model("pocket/base").state_dict()
+    assert all(not torch.equal(trained[name], before[name]) for name in before)
