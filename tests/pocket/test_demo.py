@@ -41,7 +41,7 @@ def miniature(tmp_path_factory):
 
 def test_every_arm_is_evaluated_at_both_lengths(miniature):
     table = json.loads((miniature / "table.json").read_text())
-    assert set(table) == {setup_name(arm, length) for arm in ARMS for length in LENGTHS}
+    assert set(table) == {setup_name(miniature, arm, length) for arm in ARMS for length in LENGTHS}
     for row in table.values():
         assert row["n"] == row["expected"] == 16
         assert row["ci_low"] <= row["accuracy"] <= row["ci_high"]
@@ -77,7 +77,7 @@ def test_the_table_over_seeds_has_each_arm_and_pair(miniature):
     assert [line.split(" | ")[0].strip("| ") for line in means.splitlines()[2:]] == list(ARMS.values())
     assert seeds.count("| + SFT + diffu-GRPO (d1) |") == len(LENGTHS)
     table = json.loads((miniature / "table.json").read_text())
-    assert f"| base | {table[setup_name('base', 32)]['accuracy']:.1f} ± 0.0 |" in means
+    assert f"| base | {table[setup_name(miniature, 'base', 32)]['accuracy']:.1f} ± 0.0 |" in means
     assert all("| seed3 |" in table for table in (seeds, paired))
     assert "| sft_grpo - sft | 32 |" in text
     assert cost.splitlines()[2] == "|  | 800 | 1160 |"  # 16 steps of 18 + 32 tokens, 20 of 18 + 40
