@@ -138,7 +138,7 @@ def main(args: argparse.Namespace) -> None:
     phases = phases_of(folder, args.seed, args.miniature, args.task, args.split, args.model)
     seconds = run_phases(phases, folder, args.jobs, console)
     if args.task == "sudoku" and args.split == "test":
-        report = write_report(folder, seconds, console, base_of(args.task, args.model))
+        report = write_report(folder, seconds, console)
     else:
         report = write_task_report(folder, args.task, arms_of(args.task), seconds, console, args.split)
     console.print(f"{time.monotonic() - started:.0f} s. Report: {report}")

@@ -120,8 +120,9 @@ def draw(case: Case, choice: Choice, number: int) -> Views:
 
 
 def some_rows(sampled: SampledRows, which: slice) -> SampledRows:
-    columns: dict[str, Any] = {one.name: getattr(sampled, one.name) for one in fields(sampled)}
-    return SampledRows(**{name: None if value is None else value[which] for name, value in columns.items()})
+    columns = {one.name: getattr(sampled, one.name) for one in fields(sampled)}
+    rows: dict[str, Any] = {name: None if value is None else value[which] for name, value in columns.items()}
+    return SampledRows(**rows)
 
 
 def values_of(case: Case, choice: Choice, views: Views, which: slice) -> tuple[Tensor, int]:

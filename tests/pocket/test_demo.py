@@ -51,7 +51,7 @@ def miniature(tmp_path_factory):
 
 def test_every_arm_is_evaluated_at_both_lengths(miniature):
     table = json.loads((miniature / "table.json").read_text())
-    assert set(table) == {setup_name(arm, length) for arm in ARMS for length in LENGTHS}
+    assert set(table) == {setup_name(miniature, arm, length) for arm in ARMS for length in LENGTHS}
     for row in table.values():
         assert row["n"] == row["expected"] == 16
         assert row["ci_low"] <= row["accuracy"] <= row["ci_high"]
@@ -87,7 +87,7 @@ def test_the_table_over_seeds_has_each_arm_and_pair(miniature):
     assert [line.split(" | ")[0].strip("| ") for line in means.splitlines()[2:]] == list(ARMS.values())
     assert seeds.count("| + SFT + diffu-GRPO (d1) |") == len(LENGTHS)
     table = json.loads((miniature / "table.json").read_text())
-    assert f"| base | {table[setup_name('base', 32)]['accuracy']:.1f} ± 0.0 |" in means
+    assert f"| base | {table[setup_name(miniature, 'base', 32)]['accuracy']:.1f} ± 0.0 |" in means
     assert all("| seed3 |" in table for table in (seeds, paired))
     assert "| sft_grpo - sft | 32 |" in text
     assert cost.splitlines()[2] == "|  | 800 | 1160 |"  # 16 steps of 18 + 32 tokens, 20 of 18 + 40
@@ -103,7 +103,9 @@ def test_the_block_model_goes_through_the_same_phases(tmp_path, monkeypatch):
     asked = evaluation_script.make_parser().parse_args(command[2:])
     # What eval.py fills in for itself.
     asked.diffusion_steps = asked.diffusion_steps or asked.gen_length // 2
-    assert eval_setup_name(asked) == setup_name("base", LENGTHS[0], base_of("sudoku", "block"))
+    (tmp_path / "generations").mkdir()
+    (tmp_path / "generations" / f"{eval_setup_name(asked)}_record.json").touch()
+    assert eval_setup_name(asked) == setup_name(tmp_path, "base", LENGTHS[0])
 
 
 def test_the_block_model_is_refused_where_it_has_no_base():
