@@ -12,7 +12,7 @@ import diffu_grpo_train
 import pytest
 import sft_train
 import task_report
-from demo import GRPO, arms_of, base_of, phases_of
+from demo import GRPO, arms_of, phases_of
 from demo import main as demo
 from demo import make_parser as demo_parser
 from phases import Phase, PhaseError, run_phases
