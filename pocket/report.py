@@ -38,10 +38,15 @@ FINAL = "sft_grpo"  # what `watch` shows beside the base
 EXAMPLES = 10
 
 
+def base_of(folder: Path) -> str:
+    """The folder in pocket/ of the base that a job's folder began with."""
+    blocks = any((folder / "generations").glob("sudoku_block_base_*"))
+    return "block_base" if blocks else "base"
+
+
 def setup_name(folder: Path, arm: str, length: int) -> str:
     """What the generation files of an arm at a length are called in a job's folder; the base goes by its own name."""
-    blocks = arm == "base" and any((folder / "generations").glob("sudoku_block_base_*"))
-    return f"sudoku_{'block_base' if blocks else arm}_{length}_{length // 2}"
+    return f"sudoku_{base_of(folder) if arm == 'base' else arm}_{length}_{length // 2}"
 
 
 def parse(folder: Path, *flags: str) -> Any:
@@ -102,7 +107,7 @@ def write_report(folder: Path, seconds: dict[str, float], console: Console) -> P
 def watch(folder: Path) -> None:
     """Writes watch.html and watch.svg into `folder`: the first validation puzzle, before and after everything."""
     command = [sys.executable, "-m", "d1", "watch", "--dataset", "sudoku", "--split", "validation"]
-    command += ["--gen_length", str(LENGTHS[0]), "--block_length", "8", "--model_path", "pocket/base"]
+    command += ["--gen_length", str(LENGTHS[0]), "--block_length", "8", "--model_path", f"pocket/{base_of(folder)}"]
     command += ["--against", f"model_path={folder.resolve() / FINAL}"]
     for kind in ("html", "svg"):
         command += [f"--{kind}", str(folder.resolve() / f"watch.{kind}")]
