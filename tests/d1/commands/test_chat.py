@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -59,7 +60,7 @@ def test_a_pipe_gets_answers_alone_and_the_conversation_goes_on_after_a_mistake(
     lines = [first, "2 + 2", warmer, second, "", "/reset", second, "/exit", "no"]
     command = [sys.executable, "-m", "d1", *POCKET, *SHORT, "--steps", "8", "--seed", "3"]
     done = subprocess.run(
-        command, input="\n".join(lines), capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        command, input="\n".join(lines), capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
     )
     canvas = {"gen_length": 32, "block_length": 8}
     cold = conversation(POCKET[1], [first], seed=3, steps=8, **canvas)[0]
@@ -152,12 +153,13 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         self.process, self.screen = pty.fork()
         if self.process == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test process that runs beside others ignores Ctrl-C
             os.chdir(ROOT)
             environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
             os.execve(sys.executable, [sys.executable, "-m", "d1", *words], environment)
         self.seen = ""
 
-    def wait_for(self, text: str, seconds: float = 60) -> str:
+    def wait_for(self, text: str, seconds: float = 120) -> str:
         """What was written since the last call, up to where it has this text."""
         until = time.monotonic() + seconds
         while not (found := re.search(text, self.seen, re.DOTALL)):

@@ -149,7 +149,6 @@ def all_states(model: Any, row: int) -> dict[tuple[int, ...], Tensor]:
     return {some: state_logps(model, row, some + behind(row)) for some in subsets(range(LENGTHS[row]))}
 
 
-@cache
 def any_order_bound(model: Any) -> Tensor:
     """(rows, canvas): the sum over x = 1..L of E[log p of hidden tokens] / x, over all sets of x hidden tokens."""
     rows = []
