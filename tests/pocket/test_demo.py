@@ -22,7 +22,6 @@ from rich.console import Console
 from run_identity import setup_name as eval_setup_name
 
 import eval as evaluation_script
-from d1.tasks import load_task
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,8 +144,9 @@ def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(tas
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = (folder / "report.md").read_text()
-    problems = load_task(RECIPES[task].task).load_rows("test")["question"][:10]
-    assert all(f"| {problem.replace(chr(10), ' ')} |" in report for problem in problems)
+    name = f"{task_report.setup_name(task, 'base', RECIPES[task].lengths[-1])}_0_generations.json"
+    problems = json.loads((folder / "generations" / name).read_text())["generations"][:10]
+    assert all(f"| {problem['question'].strip().replace(chr(10), ' ')} |" in report for problem in problems)
     assert all(
         f"]({arm}/report.html)" in report and (folder / arm / "report.html").exists() for arm in ("grpo", "sft_grpo")
     )
