@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,15 @@ def tiny_block_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"block_size": 4}))
     return folder
+
+
+@pytest.fixture
+def method_tables() -> Iterator[None]:
+    """Rows that a test's method file adds to the tables are gone after it."""
+    from choose_method import TABLES
+
+    before = {table: dict(rows) for table, rows in TABLES.items()}
+    yield
+    for table, rows in TABLES.items():
+        rows.clear()
+        rows.update(before[table])

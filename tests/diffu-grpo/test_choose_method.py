@@ -5,7 +5,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from choose_method import TABLES
 from combinations import CONTRADICTIONS, IGNORED
 from diffu_grpo_config import DiffuGRPOConfig
 from diffu_grpo_train import make_parser
@@ -17,17 +16,8 @@ from d1.scoring.one_step import draw
 
 BATCH = 240  # a multiple of every method's completions a prompt
 HERE = {"output_dir": "unused", "per_device_train_batch_size": BATCH, "use_cpu": not torch.cuda.is_available()}
+pytestmark = pytest.mark.usefixtures("method_tables")  # method files add rows
 OURS = ("one_step", "coupled", "elbo", "espo", "random_masks", "spg", "replay", "left_to_right")
-
-
-@pytest.fixture(autouse=True)
-def tables_as_they_were():
-    """Rows that a test's method file adds are gone after it."""
-    before = {table: dict(rows) for table, rows in TABLES.items()}
-    yield
-    for table, rows in TABLES.items():
-        rows.clear()
-        rows.update(before[table])
 
 
 def config(**given) -> DiffuGRPOConfig:
