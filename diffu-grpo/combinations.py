@@ -74,8 +74,8 @@ CONTRADICTIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda s: s.sampling_weight_cap is not None and s.objective in ("bgpo", *BOUNDS),
-        "sampling_weight_cap weighs the tokens of a sum over tokens, and {objective} bounds whole completions: it needs "
-        "--objective trl, clipped_views or reinforce",
+        "sampling_weight_cap weighs the tokens of a sum over tokens, and {objective} bounds whole completions: it "
+        "needs --objective trl, clipped_views or reinforce",
     ),
     (
         lambda s: s.sampling_weight_cap is not None and s.objective == "trl" and s.loss_type == "vespo",
