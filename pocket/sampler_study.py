@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", choices=["test", "validation"], default="test", help="problems to judge on")
     parser.add_argument("--learning_rate", type=float, default=RATE, help="constant")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, in training, a run")
-    parser.add_argument("--points", type=int, default=6, help="models of a run that are judged, at even shares")
+    parser.add_argument("--points", type=int, default=4, help="models of a run that are judged, at even shares")
     parser.add_argument("--limit", type=int, default=0, help="judge on so many problems; default: all")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "fast_rollouts")
     parser.add_argument("--document", type=Path, help="default: docs/fast_rollouts.md; of a limit in the output folder")
