@@ -21,6 +21,7 @@ Line = dict[str, Any]
 EXACT = "exact"
 GOAL = 2.5  # times less compute to exact's final accuracy
 SECONDS, TOKENS = "seconds", "compute_tokens"
+STYLES = ("-", "--", ":", "-.", "x-")  # of `CURES`
 
 
 class Setup(NamedTuple):
@@ -92,7 +93,7 @@ def solved(point: Line) -> np.ndarray:
     return np.array([*map(int, point["right"])], dtype=float)
 
 
-def first_reach(places: Sequence[float], values: Sequence[float], level: float) -> float | None:
+def first_reach(places: np.ndarray, values: np.ndarray, level: float) -> float | None:
     """Where a curve of straight lines first is at `level` or above; None if nowhere."""
     for i, value in enumerate(values):
         if value >= level:
@@ -211,9 +212,8 @@ def draw(results: Results, path: Path) -> None:
     for axis, (task, estimator) in zip(axes, groups, strict=True):
         for setup in results.setups(task, estimator):
             places, values = results.curve(setup, SECONDS, results.lines[setup])
-            style = {"color": f"C{[*SAMPLERS].index(setup.sampler)}"}
-            style |= {"linestyle": ["-", "--", ":", "-.", (0, (1, 3))][[*CURES].index(setup.cure)]}
-            axis.plot(places, 100 * values, label=setup.label, linewidth=1.3, **style)
+            colour, style = f"C{[*SAMPLERS].index(setup.sampler)}", STYLES[[*CURES].index(setup.cure)]
+            axis.plot(places, 100 * values, style, color=colour, label=setup.label, linewidth=1.3)
         axis.set(title=f"{task}, {estimator}", xlabel="processor seconds")
         axis.legend(fontsize="x-small")
     axes[0].set_ylabel("solved, %")

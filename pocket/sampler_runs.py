@@ -147,9 +147,9 @@ def train(run: Run, folder: Path, output_dir: Path) -> tuple[SaveBySeconds, str 
     import diffu_grpo_train
 
     saver = SaveBySeconds(output_dir / "points", run.seconds, run.points)
-    settings = diffu_grpo_train.make_parser().parse_args_and_config(run.flags(folder, output_dir))
+    args, model_args = diffu_grpo_train.make_parser().parse_args_and_config(run.flags(folder, output_dir))
     try:
-        diffu_grpo_train.main(*settings, callbacks=[saver])
+        diffu_grpo_train.main(args, model_args, callbacks=[saver])
     except FloatingPointError as error:
         logger.warning("%s: %s", run.name, error)
         return saver, str(error)
@@ -164,7 +164,9 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
     shutil.rmtree(output_dir, ignore_errors=True)  # of a run that was killed
     judged = BoardRun(run.task, "sft", START, run.seed, run.split, limit=run.limit)
     if run.sampler == START:
-        found = {"points": [evaluate(judged, start_of(folder, run), output_dir / "start") | {"seconds": 0.0}]}
+        found: dict[str, Any] = {
+            "points": [evaluate(judged, start_of(folder, run), output_dir / "start") | {"seconds": 0.0}]
+        }
     else:
         saver, reason = train(run, folder, output_dir)
         compute = {log["step"]: log["compute_tokens"] for log in saver.logs if "compute_tokens" in log}

@@ -47,9 +47,10 @@ def test_runs_come_seed_by_seed_and_each_seed_begins_with_its_start():
 
 
 def test_a_level_is_first_reached_on_a_straight_line_between_points():
-    assert first_reach([0, 10, 20], [0.5, 0.7, 0.6], 0.6) == pytest.approx(5.0)
-    assert first_reach([0, 10, 20], [0.5, 0.7, 0.6], 0.4) == 0
-    assert first_reach([0, 10, 20], [0.5, 0.7, 0.6], 0.8) is None
+    places, values = np.array([0.0, 10.0, 20.0]), np.array([0.5, 0.7, 0.6])
+    assert first_reach(places, values, 0.6) == pytest.approx(5.0)
+    assert first_reach(places, values, 0.4) == 0
+    assert first_reach(places, values, 0.8) is None
 
 
 RIGHT = {  # (sampler, seed) -> what was solved at 5 and at 10 seconds; the start solves two of eight
