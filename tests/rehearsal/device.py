@@ -31,6 +31,7 @@ DEVICE = torch.device("meta")
 HERE = Path(__file__)
 ROOT = HERE.parents[2]
 aten = torch.ops.aten
+INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -125,6 +126,12 @@ class Operations(TorchDispatchMode):
             elif all(ours) and not here:
                 self.wait("a read-back")
             here = isinstance(args[0], Aside) if func is aten.copy_.default else here
+        elif (
+            func in INDEXING
+            and isinstance(args[0], Aside)
+            and not all(index is None or isinstance(index, Aside) for index in args[1])
+        ):
+            self.wait("an index on the CPU, which is uploaded,")
         elif not all(ours):
             raise Misplaced(f"{func} of tensors on {[str(tensor.device) for tensor in tensors]}")
         elif depends_on_data(func, args):
@@ -139,13 +146,17 @@ class Operations(TorchDispatchMode):
 
 
 def is_free(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an upload does not wait: if it is asked not to."""
-    return kwargs.get("non_blocking", False) or (func is aten.copy_.default and len(args) > 2 and args[2])
+    """Whether an upload does not wait: if it is asked not to, or there is nothing to copy."""
+    return (
+        not args[func is aten.copy_.default].numel()
+        or kwargs.get("non_blocking", False)
+        or (func is aten.copy_.default and len(args) > 2 and args[2])
+    )
 
 
 def depends_on_data(func: Any, args: Any) -> bool:
     """Whether the operation gives a number to the host, or a tensor whose shape the host learns from the data."""
-    if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default):
+    if func in INDEXING:
         masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         return masks and (func is aten.index.Tensor or args[2].numel() > 1)  # a single value is filled in where true
     return any(tag in func.tags for tag in WAITING)
