@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ class SampledRows:
     @property
     def gen_length(self) -> int:
         return self.completion_ids.shape[1]
+
+    def to(self, device: torch.device | str) -> SampledRows:
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return SampledRows(**{name: None if column is None else column.to(device) for name, column in columns.items()})
 
 
 def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None) -> Tensor | None:

@@ -1,20 +1,23 @@
 """A device whose data nobody can see: the library runs on it as on a GPU, and each wait for the device is counted.
 
-Its tensors say that they are on the meta device, where there is no data. Their numbers lie aside, on the CPU: an
-operation on such tensors is carried out there and its result is put aside, too, so that a rehearsal computes what a run
-computes. An error is
-- an operation on a tensor of the device and one that was left on the CPU, even a single number;
-- a draw for the device from a generator of another;
-- a wait for the device in a place that is not allowed: a value or a tensor read back to the host, a shape that depends
-  on data (as with a boolean index), or an upload that is not `non_blocking`.
+Its tensors say that they are on the meta device, where tensors have no data. Their numbers lie aside, on the CPU, and
+an operation is carried out there, so that a rehearsal comes to the same numbers as a run. An error is
+- an operation on tensors of the device and others, even a single number that was left on the CPU;
+- a draw on the device with a generator of another;
+- a wait for the device where none is allowed: a tensor or number that is read back to the host, a shape that depends on
+  data (a boolean index, say), or an upload that is not asked to be `non_blocking`.
+
+What it does not know: kernels of a GPU alone (the fused optimizer, flash attention, grouped experts), and other devices
+than one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,15 +31,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import d1.masking
 
 DEVICE = torch.device("meta")
-HERE = Path(__file__)
-ROOT = HERE.parents[2]
-aten = torch.ops.aten
-INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
-WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+ROOT = Path(__file__).parents[2]
+SITE = Path(torch.__file__).parents[1]
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+INDEXING = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+)
+DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Misplaced(RuntimeError):
-    """Tensors or generators of two devices meet in one operation."""
+    """Tensors, or a generator, of two devices in one operation."""
 
 
 class Waits(RuntimeError):
@@ -44,18 +52,17 @@ class Waits(RuntimeError):
 
 
 class Aside(Tensor):
-    """A tensor of the device, whose numbers are `numbers`, on the CPU."""
+    """A tensor of the device; its data are those of `numbers`, on the CPU."""
 
     numbers: Tensor
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # results keep their own type
 
     @staticmethod
     def __new__(cls, numbers: Tensor) -> Aside:
-        layout = {"strides": numbers.stride(), "storage_offset": numbers.storage_offset()}
-        made = Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype, device=DEVICE, **layout)
+        layout = {"strides": numbers.stride(), "storage_offset": numbers.storage_offset(), "dtype": numbers.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, device=DEVICE, **layout)
         made.numbers = numbers
         return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,29 +77,30 @@ class Aside(Tensor):
 
 
 class Generator(torch.Generator):
-    """A generator of the device, with the stream of a CPU's."""
+    """A generator of any device, with a CPU's stream."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         made = super().__new__(cls)
-        made.of = torch.device(device)
+        made.own_device = torch.device(device)
         return made
 
-    def __init__(self, device: Any = "cpu") -> None: ...
+    def __init__(self, device: Any = "cpu") -> None:  # the device is no argument of a CPU's
+        pass
 
     @property
     def device(self) -> torch.device:
-        return self.of
+        return self.own_device
 
 
 class Constructors(TorchFunctionMode):
-    """What does not reach the operations: tensors made of Python's numbers, and where a draw's generator is."""
+    """What operations are not told: of which device a generator is, and Python's numbers on their way to the device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        generator = kwargs.get("generator")
-        if generator is not None and torch.device(kwargs.get("device") or "cpu") != generator.device:
-            raise Misplaced(f"{func.__name__} for {kwargs.get('device', 'cpu')} with a generator of {generator.device}")
-        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu") == DEVICE:
+        device, generator = torch.device(kwargs.get("device") or "cpu"), kwargs.get("generator")
+        if generator is not None and generator.device != device:
+            raise Misplaced(f"{func.__name__} on {device} with a generator of {generator.device}")
+        if func in (torch.tensor, torch.as_tensor) and device == DEVICE and not isinstance(args[0], Tensor):
             return func(*args, **kwargs | {"device": "cpu"}).to(DEVICE)
         if func is Tensor.new_tensor and isinstance(args[0], Aside):
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype} | kwargs).to(DEVICE)
@@ -102,7 +110,7 @@ class Constructors(TorchFunctionMode):
 class Operations(TorchDispatchMode):
     """Carries operations out on the numbers that lie aside, and counts waits by place."""
 
-    def __init__(self, allowed: Mapping[str, str] | None) -> None:
+    def __init__(self, allowed: Container[str] | None) -> None:
         super().__init__()
         self.allowed, self.waits = allowed, Counter[str]()
 
@@ -115,90 +123,68 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        ours = [isinstance(tensor, Aside) for tensor in tensors]
-        target = kwargs.get("device")
-        if not any(ours) and target != DEVICE:
+        ours, target = [tensor for tensor in tensors if isinstance(tensor, Aside)], kwargs.get("device")
+        if not ours and target != DEVICE:
             return func(*args, **kwargs)
-        here = any(ours) if target is None else target == DEVICE  # where the result will be
-        if func in (aten._to_copy.default, aten.copy_.default):
-            if not all(ours) and not is_free(func, args, kwargs):
-                self.wait("an upload")
-            elif all(ours) and not here:
-                self.wait("a read-back")
-            here = isinstance(args[0], Aside) if func is aten.copy_.default else here
-        elif (
-            func in INDEXING
-            and isinstance(args[0], Aside)
-            and not all(index is None or isinstance(index, Aside) for index in args[1])
-        ):
-            self.wait("an index on the CPU, which is uploaded,")
-        elif not all(ours):
-            raise Misplaced(f"{func} of tensors on {[str(tensor.device) for tensor in tensors]}")
+        here = bool(ours) if target is None else target == DEVICE  # is the result on the device?
+        if func in COPIES:
+            here = isinstance(args[0], Aside) if func is torch.ops.aten.copy_.default else here
+            self.copied(here, *args[func is torch.ops.aten.copy_.default :], **kwargs)
+        elif len(ours) < len(tensors):
+            self.misplaced(func, args, tensors)
         elif depends_on_data(func, args):
             self.wait(func)
-        if target is not None:
-            kwargs = kwargs | {"device": torch.device("cpu")}
         given, named = tree_map_only(Aside, lambda tensor: tensor.numbers, (args, kwargs))
-        result = func(*given, **named)
-        if func._schema.is_mutable:
-            return written(func, args, kwargs, result)
-        return tree_map_only(Tensor, Aside, result) if here else result
+        result = func(*given, **(named if target is None else named | {"device": torch.device("cpu")}))
+        written = {id(tensor.numbers): tensor for tensor in ours}  # an operation in place returns what it was given
+        assert all(tensor.shape == tensor.numbers.shape for tensor in ours), func
 
+        def put_aside(made: Tensor) -> Tensor:
+            return written[id(made)] if id(made) in written else Aside(made)
 
-def is_free(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an upload does not wait: if it is asked not to, or there is nothing to copy."""
-    return (
-        not args[func is aten.copy_.default].numel()
-        or kwargs.get("non_blocking", False)
-        or (func is aten.copy_.default and len(args) > 2 and args[2])
-    )
+        return tree_map_only(Tensor, put_aside, result) if here else result
+
+    def copied(self, here: bool, source: Tensor, non_blocking: bool = False, **options: Any) -> None:
+        """Counts a copy from the device or, if it has to wait and copies anything, to it."""
+        if isinstance(source, Aside):
+            if not here:
+                self.wait("a read-back")
+        elif here and source.numel() and not non_blocking:
+            self.wait("an upload")
+
+    def misplaced(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        """An index on the CPU is uploaded, which waits; all else that is not on the device is an error."""
+        indices = [id(index) for index in args[1]] if func in INDEXING else []
+        if not all(isinstance(tensor, Aside) or id(tensor) in indices for tensor in tensors):
+            raise Misplaced(f"{func} of tensors on {', '.join(str(tensor.device) for tensor in tensors)}, in {place()}")
+        self.wait("the upload of an index")
 
 
 def depends_on_data(func: Any, args: Any) -> bool:
-    """Whether the operation gives a number to the host, or a tensor whose shape the host learns from the data."""
-    if func in INDEXING:
+    """Whether the host learns a number, or the shape of a result, from the data."""
+    if func in INDEXING:  # with a single value, a boolean index is filled in where it is true
         masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        return masks and (func is aten.index.Tensor or args[2].numel() > 1)  # a single value is filled in where true
-    return any(tag in func.tags for tag in WAITING)
-
-
-def written(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """What an operation that writes to its arguments returns: these."""
-    if result is None:
-        return None
-    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    targets = [
-        by_name[argument.name]
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    assert len(targets) == 1, func
-    assert targets[0].shape == targets[0].numbers.shape, func
-    return targets[0]
+        return masks and (func is torch.ops.aten.index.Tensor or args[2].numel() != 1)
+    return any(tag in func.tags for tag in DEPENDS_ON_DATA)
 
 
 def place() -> str:
-    """The function that an operation is asked for in, outside PyTorch: its file, and its name."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    """The function that asked for an operation, outside PyTorch and this file: its file, and its name."""
+    frame = inspect.currentframe()
+    while frame := frame.f_back if frame else None:
         path = Path(frame.f_code.co_filename)
-        if path != HERE and "torch" not in path.parts and path.suffix == ".py":
-            name = frame.f_code.co_qualname.replace(".<locals>", "")
-            parts = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else path.parts
-            if "site-packages" in parts:
-                parts = parts[parts.index("site-packages") + 1 :]
-            if parts[0] not in ("usr", "lib"):
-                return f"{'/'.join(parts)} {name}"
-        frame = frame.f_back
-    raise AssertionError("no frame")
+        root = next((root for root in (SITE, ROOT) if path.is_relative_to(root)), None)
+        if root is not None and path != Path(__file__) and not path.is_relative_to(SITE / "torch"):
+            return f"{path.relative_to(root)} {re.sub(r'[.]<[a-z]+>', '', frame.f_code.co_qualname)}"
+    raise AssertionError("nobody asked")
 
 
 @contextlib.contextmanager
-def rehearsal(allowed: Mapping[str, str] | None) -> Iterator[Counter[str]]:
-    """Inside, "meta" is the device of a rehearsal. Gives the waits so far, by place.
+def rehearsal(allowed: Container[str] | None) -> Iterator[Counter[str]]:
+    """Inside, the meta device is that of a rehearsal. Gives the waits so far, by place.
 
     Args:
-        allowed: place -> why the host may wait there.
+        allowed: the places where the host may wait; None: everywhere.
     """
     operations = Operations(allowed)
     with mock.patch.object(d1.masking, "Generator", Generator), Constructors(), operations:
