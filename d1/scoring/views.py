@@ -28,7 +28,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from d1.models.attention import padding_mask, require_prepared
+from d1.models.attention import (
+    count_positions,
+    over_queries,
+    padding_mask,
+    require_prepared,
+    takes_masks_over_queries,
+)
 from d1.models.head import body_and_head, calls_in_step, target_logps
 from d1.models.kinds import block_size
 from d1.models.two_streams import two_stream_states
@@ -169,7 +175,10 @@ def hidden_states(
     """States (rows, n, hidden), the last of which are the canvas', of texts in which `hidden` tokens are masked."""
     noised, again = clean.masked_fill(hidden, mask_token_id), noised_tokens(model, gen_length)
     if not again:
-        return body_and_head(model)[0](noised, visible)
+        if visible is None or not takes_masks_over_queries(model.config):
+            return body_and_head(model)[0](noised, visible)
+        mask = over_queries(visible, visible.shape[1])  # which no pass asks the device about
+        return body_and_head(model)[0](noised, mask, position_ids=count_positions(visible))
     finished = torch.cat([noised[:, :-gen_length], clean[:, -gen_length:]], dim=1)
     return two_stream_states(model, finished, noised[:, -again:], visible)
 

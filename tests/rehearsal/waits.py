@@ -26,8 +26,7 @@ SAMPLING = [
     ),
 ]
 INFILL = [
-    Wait("d1/sampling/infill.py check_hidden", 2, "fill", "is anything hidden, and no padding? before the first pass"),
-    Wait("d1/sampling/infill.py fill_steps", 1, "fill", "is there padding?"),
+    Wait("d1/sampling/infill.py fill_steps", 2, "fill", "what is hidden and what is padding, before the first pass"),
 ]
 SCORING = [
     Wait("d1/models/attention.py padding_mask", 1, "scoring", "is there padding? attention is fastest without a mask"),
