@@ -33,10 +33,22 @@ SCORING = [
     Wait("d1/scoring/views.py score", 1, "scoring", "which views score which tokens, for all its passes"),
     Wait("d1/scoring/rollouts.py SampledRows.to", 1, "column", "views are drawn where the generators are"),
 ]
+LOADING = "transformers/modeling_utils.py PreTrainedModel.to"  # weights are uploaded, once each, before a run
+LOSSES = [
+    Wait("diffu-grpo/objectives.py share", 1, "loss with clipping", "the share of clipped ratios, for the log"),
+    Wait("diffu-grpo/objectives.py stable_drl", 1, "StableDRL loss", "the largest weight, for the log"),
+]
 SFT = [
     Wait("SFT/sft_trainer.py dLLMTrainer.row_losses", 1, "batch", "which tokens are hidden: the head is for these"),
     Wait("SFT/sft_trainer.py dLLMTrainer.check_finite", 1, "batch", "a loss that is not finite ends the run"),
-    Wait("SFT/sft_trainer.py dLLMTrainer.log", 1, "log", "tokens for the log"),
+    Wait("SFT/sft_trainer.py dLLMTrainer.log", 1, "log", "tokens, for the log"),
+    Wait(
+        "transformers/masking_utils.py _ignore_bidirectional_mask_sdpa",
+        1,
+        "batch of full attention",
+        "is there padding?",
+    ),
+    Wait("accelerate/utils/operations.py send_to_device", 4, "batch", "uploads the batch, a column each"),
 ]
 RL = [
     *SAMPLING,
@@ -51,8 +63,10 @@ RL = [
     ),
     Wait("diffu-grpo/update_views.py updates_are_alike", 1, "rollout", "are equal views to be scored once?"),
     Wait("diffu-grpo/update_metrics.py prompt_masked", 1, "rollout", "for the log"),
-    Wait("diffu-grpo/update_metrics.py sampling_gap", 2, "first update", "for the log"),
+    Wait("diffu-grpo/update_metrics.py sampling_gap", 2, "batch of a first update", "for the log"),
     Wait("diffu-grpo/update_metrics.py largest_ratio", 1, "batch", "for the log"),
+    Wait("diffu-grpo/update_metrics.py mean_entropy", 1, "batch with a loss of ours", "for the log"),
+    Wait("diffu-grpo/objectives.py stable_drl", 1, "batch with a loss of ours", "for the log"),
 ]
 # What the libraries beneath ask, in their own code: per batch of an update, for their logs.
 TRANSFORMERS = [
@@ -63,7 +77,7 @@ TRANSFORMERS = [
         "batch",
         "is the loss NaN or infinite, for logging_nan_inf_filter",
     ),
-    Wait("transformers/trainer.py Trainer._maybe_log_save_evaluate", 2, "log", "the loss and the gradient's norm"),
+    Wait("transformers/trainer.py Trainer._maybe_log_save_evaluate", 2, "step", "the loss and the gradient's norm"),
     Wait("transformers/trainer.py Trainer._finalize_training", 1, "run", "the sum of losses"),
 ]
 TRL = [
@@ -81,10 +95,17 @@ TRL = [
         "uploads; rewards' log",
     ),
     Wait("trl/trainer/utils.py shuffle_sequence_dict.permute", 1, "shuffled column", "uploads the order of a shuffle"),
-    Wait("trl/trainer/grpo_trainer.py GRPOTrainer._compute_loss", 2, "batch", "clip ratios, for the log"),
-    Wait("trl/trainer/grpo_trainer.py GRPOTrainer._compute_loss.global_masked_mean", 5, "batch", "means, for the log"),
-    Wait("trl/trainer/utils.py nanmin", 2, "batch", "the lowest clip ratio, for the log"),
-    Wait("trl/trainer/utils.py nanmax", 2, "batch", "the highest clip ratio, for the log"),
+    Wait(
+        "trl/trainer/grpo_trainer.py GRPOTrainer._compute_loss", 2, "batch with TRL's loss", "clip ratios, for the log"
+    ),
+    Wait(
+        "trl/trainer/grpo_trainer.py GRPOTrainer._compute_loss.global_masked_mean",
+        5,
+        "batch with TRL's loss",
+        "means, for the log",
+    ),
+    Wait("trl/trainer/utils.py nanmin", 2, "batch with TRL's loss", "the lowest clip ratio, for the log"),
+    Wait("trl/trainer/utils.py nanmax", 2, "batch with TRL's loss", "the highest clip ratio, for the log"),
 ]
 
 
