@@ -165,7 +165,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 mask_token_id=self.mask_token_id,
                 eos_token_ids=self.eos_token_ids if self.eos_stop else None,
             )
-        self.compute = self.compute + sampled.forward_tokens.sum()
+        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: an evaluation puts it back
         return sampled
 
     def rollout_finished(self, seconds: float) -> None:

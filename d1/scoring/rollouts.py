@@ -41,6 +41,7 @@ class SampledRows:
         return self.completion_ids.shape[1]
 
     def to(self, device: torch.device | str) -> SampledRows:
+        """The same rows on a device."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return SampledRows(**{name: None if column is None else column.to(device) for name, column in columns.items()})
 
