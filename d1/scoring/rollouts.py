@@ -43,7 +43,8 @@ class SampledRows:
     def to(self, device: torch.device | str) -> SampledRows:
         """The same rows on a device."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return SampledRows(**{name: None if column is None else column.to(device) for name, column in columns.items()})
+        there: dict[str, Any] = {name: None if one is None else one.to(device) for name, one in columns.items()}
+        return SampledRows(**there)
 
 
 def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None) -> Tensor | None:
