@@ -48,20 +48,15 @@ def sampling_gap(
     """
     scored, logps = where_scored(inputs), mean_logps(inputs.logps.detach(), inputs)
     gap = (fitted(batch["rollout_logps"], logps.shape[1]) - logps).masked_fill(~scored, 0.0)
-    sums = torch.stack([gap.sum(), gap.abs().sum(), scored.sum()])
-    total, absolute, count = gather(sums).view(-1, 3).sum(0).tolist()
+    sums = {"sampling/logp_difference_mean": gap.sum(), "sampling/logp_difference_abs": gap.abs().sum()}
+    if inputs.sampling_weights is not None and cap is not None:
+        weights = inputs.sampling_weights
+        sums |= {"sampling/weight_mean": (weights * scored).sum()}
+        sums |= {"sampling/weight_capped": ((weights >= cap) & scored).sum()}
+    *totals, count = gather(torch.stack([*sums.values(), scored.sum()])).view(-1, len(sums) + 1).sum(0).tolist()
     largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
-    found = {
-        "sampling/logp_difference_mean": total / max(count, 1),
-        "sampling/logp_difference_abs": absolute / max(count, 1),
-        "sampling/ratio_max": largest,
-    }
-    if inputs.sampling_weights is None or cap is None:
-        return found
-    weights = inputs.sampling_weights
-    sums = torch.stack([(weights * scored).sum(), ((weights >= cap) & scored).sum()])
-    total, capped = gather(sums).view(-1, 2).sum(0).tolist()
-    return found | {"sampling/weight_mean": total / max(count, 1), "sampling/weight_capped": capped / max(count, 1)}
+    means = {name: total / max(count, 1) for name, total in zip(sums, totals, strict=True)}
+    return means | {"sampling/ratio_max": largest}
 
 
 def rows_to_blame(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:

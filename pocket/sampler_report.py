@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-from board_plan import START
+from board_plan import SEEDS, START
 from board_report import percent, points
 from board_statistics import Mean, mean_of
 from pages import reading
@@ -255,6 +255,8 @@ def write_report(lines: Sequence[Line], path: Path) -> str:
     figure = path.with_suffix(".png")
     draw(results, figure)
     text = HEAD.format(seconds=seconds, rate=rate, reading=reading(path), figure=figure.name, goal=GOAL)
+    done, whole = sum(line["run"]["cure"] == NO_CURE for line in own), len(SAMPLERS) * len(ESTIMATORS) * len(SEEDS)
+    text += f"**Partial: {done} of {whole} runs without a cure; rows are of the seeds there are.**\n\n" * (done < whole)
     for task, estimator in results.groups:
         setups = results.setups(task, estimator)
         if setups:

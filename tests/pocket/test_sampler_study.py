@@ -116,6 +116,7 @@ def test_the_page_has_all_that_is_there_and_keeps_what_was_written_by_hand(tmp_p
     assert text.count("They are stable.") == 1
     assert "| parallel | 2 | 75.0 " in text
     assert "1 / 2" in text
+    assert "**Partial: 6 of 24 runs without a cure" in text
     assert page.with_suffix(".png").exists()
 
 
