@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sft_batches import IGNORED, GlobalBatchSampler
+from sft_batches import IGNORED, GlobalBatchSampler, by_row, row_numbers
 from sft_batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from sft_batches import dLLMSFTDataset as dLLMSFTDataset
 from sft_data import preprocess_dataset as preprocess_dataset
@@ -26,7 +26,8 @@ from d1.masking import noise_level
 from d1.models.attention import require_prepared
 from d1.models.head import body_and_head, run_inside, target_logps
 from d1.models.kinds import block_size
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import take_packed_rows
+from d1.models.two_streams import packed_two_stream_states, two_stream_states
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
 from d1.transformers_bridge import TrainerHooks
@@ -54,7 +55,8 @@ class dLLMTrainer(TrainerHooks, Trainer):
             `dLLMDataCollator`.
 
     Raises:
-        ValueError: the model was not prepared (`d1.models.prepare`), or its blocks are not the collator's.
+        ValueError: the model was not prepared (`d1.models.prepare`), its blocks are not the collator's, or the collator
+            packs rows that its attention cannot keep apart.
         FloatingPointError: from `train` or `evaluate`, a loss that is not finite; names the file with its rows. From
             `save_model`, weights that are not finite.
     """
@@ -71,6 +73,8 @@ class dLLMTrainer(TrainerHooks, Trainer):
                 f"the collator draws noise for blocks of {noised} tokens and this {model.config.model_type} has blocks "
                 f"of {size} (None: no blocks): dLLMDataCollator(tokenizer, block_size={size})"
             )
+        if getattr(self.data_collator, "packed", False):
+            take_packed_rows(model)
         if self.args.n_gpu > 1:
             raise ValueError("one process a GPU, please: start with `accelerate launch`, or show it a single GPU")
         if not self.args.average_tokens_across_devices:
@@ -92,12 +96,11 @@ class dLLMTrainer(TrainerHooks, Trainer):
             fill=dataset.eos_padding == "batch",
         )
 
-    def row_losses(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Sum over each row's hidden tokens of cross-entropy / t': (rows,)."""
-        labels = inputs["labels"]
+        labels, rows, t = inputs["labels"], row_numbers(inputs), inputs["t"].double()
         hidden = (inputs["input_ids"] != labels) & (labels != IGNORED)
-        t = inputs["t"].double().view(len(labels), -1)  # one a row, or of a block-causal model one a token
-        weights = 1 / noise_level(t).expand(labels.shape)
+        weights = 1 / noise_level(t if t.dim() == 2 else t[rows])  # of a block-causal model t is one a token
         if not hidden.any():  # score one token with weight 0: every process has to call the head
             hidden[0, 0], weights = True, torch.zeros_like(weights)
 
@@ -106,8 +109,8 @@ class dLLMTrainer(TrainerHooks, Trainer):
             return -target_logps(inner, states, labels[hidden].clamp(min=0))[0]
 
         losses = run_inside(model, hidden_losses)
-        rows = hidden.nonzero()[:, 0]
-        return losses.new_zeros(len(labels)).index_add(0, rows, losses * weights[hidden].to(losses.dtype))
+        sums = losses.new_zeros(len(by_row(inputs, "labels")))
+        return sums.index_add(0, rows[hidden], losses * weights[hidden].to(losses.dtype))
 
     def compute_loss(
         self,
@@ -132,24 +135,26 @@ class dLLMTrainer(TrainerHooks, Trainer):
         """Raises FloatingPointError where the loss is not finite, and writes the rows to blame to a file."""
         if torch.isfinite(loss):
             return
-        labels, visible = inputs["labels"], inputs["attention_mask"].bool()
-        answers, noised = labels != IGNORED, inputs["input_ids"]
-        clean = torch.where(answers, labels, noised)
         tokenizer: Any = self.processing_class
         read = list if tokenizer is None else tokenizer.decode
         model: Any = self.model
-        losses, times, size = row_losses.tolist(), inputs["t"], block_size(model.config)
+        losses, size, rows = row_losses.tolist(), block_size(model.config), []
         bad = ~torch.isfinite(row_losses)
-        rows = [
-            {
-                "text": read(clean[row][visible[row]].tolist()),
-                "answer": read(clean[row][answers[row]].tolist()),
-                "hidden_tokens": int((noised != labels)[row][answers[row]].sum()),
-                "t": (times[row] if size is None else times[row][visible[row]][::size]).tolist(),
-                "loss": losses[row],
-            }
-            for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist()
-        ]
+        names = ("input_ids", "labels", "attention_mask", "t")
+        values = list(zip(*(by_row(inputs, name) for name in names), strict=True))
+        for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist():
+            noised, labels, visible, t = values[row]
+            answers, visible = labels != IGNORED, visible.bool()
+            clean = torch.where(answers, labels, noised)
+            rows.append(
+                {
+                    "text": read(clean[visible].tolist()),
+                    "answer": read(clean[answers].tolist()),
+                    "hidden_tokens": int((noised != labels)[answers].sum()),
+                    "t": (t if size is None else t[visible][::size]).tolist(),
+                    "loss": losses[row],
+                }
+            )
         raise bad_loss(loss.item(), rows, str(self.args.output_dir), self.state.global_step, self.args.process_index)
 
     def prediction_step(
@@ -160,8 +165,8 @@ class dLLMTrainer(TrainerHooks, Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.row_losses(model, inputs)
         self.check_finite(losses.sum(), losses, inputs)
-        answers = (inputs["labels"] != IGNORED).sum(-1)
-        times = inputs["t"].view(len(losses), -1)[:, 0]
+        answers = torch.stack([(labels != IGNORED).sum() for labels in by_row(inputs, "labels")])
+        times = torch.stack([t.flatten()[0] for t in by_row(inputs, "t")])
         return None, torch.stack([losses.double(), answers.double()], dim=1), times
 
     def start_counting(self) -> None:
@@ -191,17 +196,23 @@ class dLLMTrainer(TrainerHooks, Trainer):
         super().save_model(output_dir, _internal_call)
 
 
-def states_of(model: Any, inputs: dict[str, Tensor], hidden: Tensor) -> Tensor:
-    """(n, hidden size): the last states of a batch's `hidden` tokens, row by row, from a forward pass.
+def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:
+    """(n, hidden size): the last states of a batch's `hidden` tokens, row by row, from a forward pass; of packed rows
+    most decoders run their last layer on these alone.
 
     A block-causal model reads the clean rows as well, behind which the noised ones begin with the first block that
     hides anything in any row.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
-    size = block_size(model.config)
-    if size is None:
+    size, lengths = block_size(model.config), inputs.get("lengths")
+    if size is None and lengths is None:
         return body_and_head(model)[0](noised, visible)[hidden]
+    if size is None:
+        texts = [(length, 0) for length in lengths]
+        return body_and_head(model)[0](noised, None, hidden.nonzero()[:, 1][None], segments=texts)[0]
     clean = torch.where(labels == IGNORED, noised, labels)
+    if lengths is not None:
+        return packed_two_stream_states(model, clean, noised, lengths, hidden)
     first = int(hidden.any(0).int().argmax()) // size * size
     return two_stream_states(model, clean, noised[:, first:], visible)[hidden[:, first:]]
 
