@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import AttentionInterface
 
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.adapters import lora_targets
 from d1.models.attention import over_blocks, packed_positions, packed_rule
 from d1.models.head import body_and_head
-from d1.models.packing import take_packed_rows
+from d1.models.packing import place_packed, take_packed_rows
 from d1.models.two_streams import packed_two_stream_states, two_stream_states
 from tests.d1.released import BLOCKS
 
@@ -77,6 +80,33 @@ def test_gradients_through_checkpointed_layers_and_an_adapter(kind_dirs, kind):
     scale = max(gradient.abs().max() for gradient in found[0].values())
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, atol=1e-6 * float(scale), rtol=1e-4)
+
+
+def slow_twin(module, query, key, value, attention_mask, scaling=None, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attention as FlashAttention's `varlen` functions define it by its arguments, a text and a head at a time."""
+    ends, most = kwargs["cu_seq_lens_k"].tolist(), kwargs["max_length_k"]
+    assert attention_mask is None
+    assert ends == kwargs["cu_seq_lens_q"].tolist()
+    assert most == kwargs["max_length_q"] == max(b - a for a, b in itertools.pairwise(ends))
+    shared, out = query.shape[1] // key.shape[1], torch.zeros_like(query)
+    for head in range(query.shape[1]):
+        for a, b in itertools.pairwise(ends):
+            scores = query[0, head, a:b] @ key[0, head // shared, a:b].T * (scaling or query.shape[-1] ** -0.5)
+            out[0, head, a:b] = scores.softmax(-1) @ value[0, head // shared, a:b]
+    return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("kind", ["llada", "Dream", "lladamoe", "gemma", "bert", "roberta"])
+@torch.no_grad()
+def test_flash_attention_is_told_where_texts_end(kind_dirs, kind):
+    """What its kernel would be called with, by each class of models; the kernel itself needs a GPU."""
+    model: Any = load_model(kind_dirs[kind])
+    expected, config = one_by_one(model), model.config
+    flash: Any = SimpleNamespace(config=type(config)(**config.to_dict(), attn_implementation="flash_attention_2"))
+    _, told = place_packed(flash, (), {"input_ids": IDS[None], "segments": TEXTS})
+    AttentionInterface.register("slow_twin", slow_twin)
+    model.set_attn_implementation("slow_twin")
+    torch.testing.assert_close(body_and_head(model)[0](**told)[0], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("size", [None, 4])
