@@ -205,11 +205,11 @@ def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
     size, lengths = block_size(model.config), inputs.get("lengths")
-    if size is None and lengths is None:
-        return body_and_head(model)[0](noised, visible)[hidden]
-    if size is None:
+    if size is None and lengths is not None:
         texts = [(length, 0) for length in lengths]
         return body_and_head(model)[0](noised, None, hidden.nonzero()[:, 1][None], segments=texts)[0]
+    if size is None:
+        return body_and_head(model)[0](noised, visible)[hidden]
     clean = torch.where(labels == IGNORED, noised, labels)
     if lengths is not None:
         return packed_two_stream_states(model, clean, noised, lengths, hidden)

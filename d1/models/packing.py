@@ -64,7 +64,7 @@ def take_packed_rows(model: Any) -> None:
         ValueError: the model's kernel cannot keep texts apart, or the model runs code of its own.
     """
     require_prepared(model)
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if kind_of(inner.config) is OWN_CODE:
         raise ValueError(
             f"this {type(inner).__name__} runs code of its own, which cannot keep the texts of a row apart"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from d1.models.head import body_and_head
-from d1.models.kinds import block_size
 
 
 def two_stream_states(model: Any, clean: Tensor, noised: Tensor, visible: Tensor | None) -> Tensor:
@@ -47,7 +46,7 @@ def packed_two_stream_states(
         clean, noised: (1, tokens) ids of texts of so many tokens each.
         hidden: (1, tokens) bool.
     """
-    size = block_size(model.config)
+    size: int = model.config.block_size
     ids, segments, asked = [], [], []
     for text, copy, mask in zip(*(values[0].split(list(lengths)) for values in (clean, noised, hidden)), strict=True):
         first = int(mask.int().argmax()) // size * size if mask.any() else len(text)
