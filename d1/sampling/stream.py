@@ -195,9 +195,7 @@ def finished(batch: Batch, ends: list[int]) -> list[int]:
 def results(batch: Batch, done: list[int]) -> Rollout:
     rows = torch.tensor(done, device=batch.record.device)
     canvas, (logps, entropies, numbers) = batch.canvas, batch.record[:, rows]
-    return Rollout(
-        canvas.ids[rows], logps, numbers.long(), entropies, canvas.passes[rows], canvas.forward_tokens[rows]
-    )
+    return Rollout(canvas.ids[rows], logps, numbers.long(), entropies, canvas.passes[rows], canvas.forward_tokens[rows])
 
 
 def exchange(
@@ -266,7 +264,7 @@ def take_step(
     hidden = batch.hidden[rows]
     slots = hidden.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
     still = hidden.gather(1, slots)
-    # Behind a block that is shorter than another row's stand places of no use; each is there once, as `at` must have it.
+    # A block that is shorter than another row's is followed by places of no use, all different: `at` writes to each once.
     places = (filled.unsqueeze(1) + slots) % settings.gen_length
     positions = canvas.start + places
     taken = canvas.passes[rows].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The caches of `caching.py` for rows that stand at different blocks: what each row feeds, and what it sees, is its own.
+"""The caches of `caching.py` for rows that are at different blocks: each feeds a part of its own, and sees another.
 
 Rows begin their blocks together. Each feeds as many columns as the longest of them, and a mask hides what a row has no
 part in, where `caching.py` cuts the same columns out of all rows.
@@ -21,7 +21,7 @@ from d1.sampling.caching import check_cacheable, select_rows
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row is, in real tokens from its first one: its prompt ends, and its block starts and ends, before these."""
+    """Where a row is, in real tokens from its first: how many come before its prompt's end, its block's start and end."""
 
     prompt: int
     start: int
