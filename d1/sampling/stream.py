@@ -264,7 +264,7 @@ def take_step(
     hidden = batch.hidden[rows]
     slots = hidden.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
     still = hidden.gather(1, slots)
-    # A block that is shorter than another row's is followed by places of no use, all different: `at` writes to each once.
+    # Behind a block that is shorter than another row's come places of no use, all different: `at` writes to each once.
     places = (filled.unsqueeze(1) + slots) % settings.gen_length
     positions = canvas.start + places
     taken = canvas.passes[rows].unsqueeze(1)

@@ -21,7 +21,7 @@ from d1.sampling.caching import check_cacheable, select_rows
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row is, in real tokens from its first: how many come before its prompt's end, its block's start and end."""
+    """Where a row is: its tokens, without padding, before its prompt's end and before its block's start and end."""
 
     prompt: int
     start: int
