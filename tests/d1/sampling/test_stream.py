@@ -62,3 +62,51 @@ def test_rows_are_those_of_a_fixed_batch(kind_dirs, kind, sampler):
             torch.testing.assert_close(got[name], getattr(expected, name), rtol=0, atol=2e-5)
         early += len(got["passes"].unique()) > 1
     assert early, "no row ended before another: the test shows little"
+
+
+def test_the_batch_is_full_until_no_prompt_is_left_and_no_wider_than_its_prompts(kind_dirs):
+    model = load_model(kind_dirs["llama"])
+    model.get_output_embeddings().weight.data.mul_(4)
+    ids, mask = make_prompts(sorted(WIDTHS * 4, reverse=True), 1)
+    settings = SamplingSettings(12, 4, 12, temperature=0.8, **SAMPLERS[3])
+    fed, working, left = [], {}, list(range(len(ids)))
+
+    def prompts():
+        while left:
+            row = left.pop(0)
+            working[row] = int(mask[row].sum())
+            assert len(working) <= 5, "a prompt was taken before there was room for it"
+            yield ids[row][mask[row].bool()].tolist(), keyed_generator(3, row)
+
+    def count(body, args, kwargs):
+        fed.append(tuple(kwargs["input_ids"].shape))
+        if left:
+            assert fed[-1] == (5, max(working.values()) + 12)
+
+    options = {"mask_token_id": MASK, "eos_token_ids": ENDS}
+    hook = model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+    order = []
+    for numbers, _ in rollout_stream(model, prompts(), settings, batch_size=5, **options):
+        order += numbers
+        for number in numbers:
+            del working[number]
+    assert order != sorted(order) == list(range(len(ids)))
+    full = len(fed)
+    for rows in torch.arange(len(ids)).split(5):
+        own = [keyed_generator(3, row) for row in rows.tolist()]
+        rollout(model, ids[rows], mask[rows], settings, generator=own, **options)
+    hook.remove()
+    assert full < 0.75 * (len(fed) - full)
+
+
+def test_what_makes_no_sense_is_refused(kind_dirs):
+    model = load_model(kind_dirs["sdar"])
+    given = {"batch_size": 2, "mask_token_id": MASK}
+    with pytest.raises(ValueError, match="block_length must be 4, not 3"):
+        rollout_stream(model, [], SamplingSettings(6, 3, 6), **given)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        rollout_stream(model, [], SamplingSettings(8, 4, 8), **given | {"batch_size": 0})
+    asked = [([5], keyed_generator(0)), ([6], None)]
+    with pytest.raises(ValueError, match="prompt 1 of the stream has no generator"):
+        list(rollout_stream(model, asked, SamplingSettings(8, 4, 8, temperature=1.0), **given))
+    assert not list(rollout_stream(model, [], SamplingSettings(8, 4, 8), **given))
