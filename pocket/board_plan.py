@@ -95,7 +95,14 @@ class Run:
     def settings(self, folder: Path, output_dir: Path) -> list[str]:
         """Flags of diffu_grpo_train.py. Logs are one a rollout."""
         task = TASKS[self.task]
-        flags: list[object] = ["--config", "pocket.yaml", "--method", self.method, "--dataset", task.dataset]
+        flags: list[object] = [
+            "--config",
+            ROOT / "diffu-grpo" / "pocket.yaml",
+            "--method",
+            self.method,
+            "--dataset",
+            task.dataset,
+        ]
         flags += [*task.flags, "--model_path", self.start_model(folder), "--output_dir", output_dir]
         flags += ["--seed", self.seed, "--num_generations", 8, "--num_iterations", self.num_iterations]
         flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "constant"]
@@ -120,7 +127,7 @@ class Run:
         """Flags of eval.py for greedy completions of the problems the run is judged on."""
         task = TASKS[self.task]
         # Relative, so that the generation files name no machine's folders.
-        flags: list[object] = ["--model_path", os.path.relpath(model, ROOT / "eval"), "--dataset", task.dataset]
+        flags: list[object] = ["--model_path", os.path.relpath(model), "--dataset", task.dataset]
         flags += ["--split", self.split, "--gen_length", task.length, "--block_length", 8, "--batch_size", 128]
         flags += ["--limit", self.limit] if self.limit else []
         return [*map(str, flags), "--output_dir", str(output_dir)]

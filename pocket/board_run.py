@@ -4,8 +4,8 @@
         --learning_rate 1e-4 --num_iterations 4 --budget 1000000
 
 `leaderboard.py` starts these. The result is one JSON line of `results.jsonl`. Killed, even with -9, and started again,
-it continues: training from its last checkpoint, an evaluation from its last batch. Where a training that outlived its
-parent still runs, it waits for that to end.
+it continues: training from its last checkpoint, an evaluation from its last batch. All of it is one process, which
+saves the seconds of importing what each stage needs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import argparse
 import fcntl
 import hashlib
 import json
-import re
+import logging
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import asdict, fields
@@ -27,12 +26,13 @@ from board_plan import ROOT, START, TASKS, Run
 from board_results import RESULTS, read_results
 from json_lines import append_line
 
-from d1.runs.entry import OneLineParser, RunError, run_script
+from d1.runs.entry import OneLineParser, run_script
 from d1.runs.record import run_record
 from d1.tasks import load_task
 
+logger = logging.getLogger(__name__)
+
 QUARTER = "quarter"  # diffu_grpo_train.py's folder of the model at a quarter of the compute
-NOT_FINITE = re.compile(r"the loss became \S+ at step|the weights are no longer finite")
 KL_PROMPTS = 64
 
 
@@ -46,38 +46,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def start_script(room: str, script: str, flags: list[str], log: Path, lock: Any) -> int:
-    """Runs a script of a stage, which holds `lock` as long as it lives; its status."""
-    command = [sys.executable, script, *flags]
-    with log.open("ab") as file:
-        file.write(f"\n$ {' '.join(command)}\n".encode())
-        file.flush()
-        return subprocess.run(
-            command, cwd=ROOT / room, stdout=file, stderr=file, pass_fds=[lock.fileno()], check=False
-        ).returncode
+def train(run: Run, board: Path, folder: Path) -> bool:
+    """Trains to the budget; False if the loss or the weights became infinite or NaN on the way."""
+    import diffu_grpo_train
 
-
-def train(run: Run, board: Path, folder: Path, lock: Any) -> bool:
-    """Trains to the budget; False if the loss or the weights became infinite or NaN on the way.
-
-    Raises:
-        RunError: it failed in another way.
-    """
-    log = folder / "training.log"
-    if start_script("diffu-grpo", "diffu_grpo_train.py", run.settings(board, folder), log, lock) == 0:
-        return True
-    said = log.read_text(errors="replace").rpartition("\n$ ")[2][-3000:]  # of this start alone
-    if NOT_FINITE.search(said):
+    try:
+        diffu_grpo_train.main(*diffu_grpo_train.make_parser().parse_args_and_config(run.settings(board, folder)))
+    except FloatingPointError as error:
+        logger.warning("%s: %s", run.name, error)
         return False
-    raise RunError(f"{run.name}: training failed, {log} says: {said}")
+    return True
 
 
-def evaluate(run: Run, model: Path, folder: Path, lock: Any) -> dict[str, Any]:
+def evaluate(run: Run, model: Path, folder: Path) -> dict[str, Any]:
     """Whether each problem was solved, as "0110...", in the order of the split."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "evaluation.log"
-    if start_script("eval", "eval.py", run.evaluation(model, folder), log, lock):
-        raise RunError(f"{run.name}: the evaluation failed, {log} says: {log.read_text(errors='replace')[-3000:]}")
+    import eval as evaluation
+
+    evaluation.main(evaluation.make_parser().parse_args(run.evaluation(model, folder)))
     (file,) = folder.glob("*_generations.json")
     problems = sorted(json.loads(file.read_text())["generations"], key=lambda problem: problem["index"])
     task = load_task(TASKS[run.task].dataset)
@@ -119,7 +104,7 @@ def logs_of(folder: Path) -> dict[str, Any]:
 
 
 def kl_to_start(run: Run, model: Path, start: Path) -> float:
-    from completions import divergence  # only now: it takes seconds, and most that read this file need none of it
+    from completions import divergence
 
     from d1.models import load_model, load_tokenizer
 
@@ -129,20 +114,21 @@ def kl_to_start(run: Run, model: Path, start: Path) -> float:
     return divergence(*both, load_tokenizer(str(start)), prompts, task.length)
 
 
-def result_of(run: Run, board: Path, folder: Path, lock: Any) -> dict[str, Any]:
+def result_of(run: Run, board: Path, folder: Path) -> dict[str, Any]:
     start = run.start_model(board)
     if run.method == START:
-        return {"points": {"end": evaluate(run, start, folder / "end", lock)}}
-    finite = train(run, board, folder, lock)
+        return {"points": {"end": evaluate(run, start, folder / "end")}}
+    finite = train(run, board, folder)
     found: dict[str, Any] = {"diverged": not finite} | logs_of(folder)
     points = {"quarter": folder / QUARTER, "end": folder} if run.split == "test" else {"end": folder}
     models = {name: model for name, model in points.items() if finite or (name != "end" and model.exists())}
-    found["points"] = {name: evaluate(run, model, folder / f"at_{name}", lock) for name, model in models.items()}
+    found["points"] = {name: evaluate(run, model, folder / f"at_{name}") for name, model in models.items()}
     found["kl"] = round(kl_to_start(run, folder, start), 5) if finite and run.split == "test" else None
     return found
 
 
 def main(args: argparse.Namespace) -> None:
+    sys.path[:0] = [str(ROOT / room) for room in ("diffu-grpo", "eval")]
     board = args.output_dir.resolve()
     run = Run(**{field.name: getattr(args, field.name) for field in fields(Run)})
     folder = board / run.name
@@ -152,7 +138,7 @@ def main(args: argparse.Namespace) -> None:
         if any(line["run"] == asdict(run) for line in read_results(board)):
             return
         started = time.perf_counter()
-        line = {"run": asdict(run), **result_of(run, board, folder, lock)}
+        line = {"run": asdict(run), **result_of(run, board, folder)}
         line |= {"wall_seconds_of_the_last_start": round(time.perf_counter() - started, 1), "record": run_record()}
         append_line(board / RESULTS, line)
         for checkpoint in folder.glob("checkpoint-*"):
