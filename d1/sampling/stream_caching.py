@@ -116,8 +116,8 @@ class BlockWindows:
         """The next pass is the first of the rows' blocks, `kept` being the first rows' places among those before."""
         self.begin = [row.start // self.size * self.size for row in places]
         self.end = [-(row.end // -self.size) * self.size for row in places]
-        self.shown = [start - row.prompt for row in places]  # columns of padding
-        self.before = [(row, self.stored[row]) for row in kept]
+        self.padding = [start - row.prompt for row in places]  # columns
+        self.before = [(row, self.stored[row]) for row in kept]  # place in the last batch, and tokens stored
         self.opening = True
 
     def of_rows(self, numbers: list[int]) -> Tensor:
@@ -159,11 +159,11 @@ class BlockWindows:
     def open(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The first pass over the rows' blocks, of those that have a cache and of those that have none."""
         device, count, old = ids.device, len(self.begin), len(self.before)
-        last = [min(end, ids.shape[1] - pad) for end, pad in zip(self.end, self.shown, strict=True)]
+        last = [min(end, ids.shape[1] - left) for end, left in zip(self.end, self.padding, strict=True)]
         self.widest = max(end - begin for begin, end in zip(self.begin, last, strict=True))
         stored = [tokens for _, tokens in self.before] + [0] * (count - old)
         begin, end, first = (
-            self.of_rows([number + pad for number, pad in zip(of, self.shown, strict=True)]).to(device)
+            self.of_rows([number + left for number, left in zip(of, self.padding, strict=True)]).to(device)
             for of in (self.begin, last, stored)
         )
         parts = []
