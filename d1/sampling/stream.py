@@ -269,7 +269,7 @@ def take_step(
     positions = canvas.start + places
     taken = canvas.passes[rows].unsqueeze(1)
     found = run_body(canvas, source, rows, positions, unprompted)
-    own = [state.generator for state in states] if settings.draws else None
+    own: Any = [state.generator for state in states] if settings.draws else None
     ids, logps, entropies = guess(found, left, generator=own)
     draw = partial(uniform, logps.shape, own, logps, left)
     chosen = choose(settings, logps, entropies, still, due, draw)

@@ -103,6 +103,9 @@ class BlockWindows:
     """
 
     opened: Tensor  # (branches x rows, 1, hidden), what predicted the block's first hidden token in its opening pass
+    past: DynamicCache  # the part of `finished`, and below of `seen`, whose rows still work on the block
+    known: Tensor
+    window: tuple[Tensor, Tensor]  # the columns (branches x rows, n) of the block, and which of them a row has
 
     def __init__(self, model: Any, branches: int) -> None:
         self.body, _ = body_and_head(model)
@@ -126,7 +129,7 @@ class BlockWindows:
     def keep(self, rows: Tensor) -> None:
         self.past = select_rows(self.past, rows) if self.known.shape[1] else DynamicCache()
         self.known = self.known[rows]
-        self.window = tuple(part[rows] for part in self.window)
+        self.window = self.window[0][rows], self.window[1][rows]
         self.opened = self.opened[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +183,8 @@ class BlockWindows:
             parts.append((rows, past, torch.cat([known, inside[:, :more].long()], dim=1), states, inside.sum(-1)))
         order = torch.cat([rows for rows, *_ in parts]).argsort()
         self.finished, self.seen = joined_caches([(past, seen) for _, past, seen, _, _ in parts], order)
-        states, fed = (torch.cat([part[of] for part in parts])[order] for of in (3, 4))
+        states = torch.cat([states for *_, states, _ in parts])[order]
+        fed = torch.cat([fed for *_, fed in parts])[order]
         self.stored, self.opening = self.begin, False
         self.past, self.known, self.window = self.finished, self.seen, spans(begin, end, self.widest)
         self.opened = states[:, :1]
