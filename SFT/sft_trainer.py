@@ -95,19 +95,20 @@ class dLLMTrainer(TrainerHooks, Trainer):
     def row_losses(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Sum over each row's hidden tokens of cross-entropy / t': (rows,)."""
         labels = inputs["labels"]
-        hidden = (inputs["input_ids"] != labels) & (labels != IGNORED)
+        hidden = ((inputs["input_ids"] != labels) & (labels != IGNORED)).cpu()  # waits for the device, this once
         t = inputs["t"].double().view(len(labels), -1)  # one a row, or of a block-causal model one a token
         weights = 1 / noise_level(t).expand(labels.shape)
         if not hidden.any():  # score one token with weight 0: every process has to call the head
             hidden[0, 0], weights = True, torch.zeros_like(weights)
 
+        rows, columns = places_of(hidden, labels.device)
+
         def hidden_losses(inner: Any) -> Tensor:
             states = states_of(inner, inputs, hidden)
-            return -target_logps(inner, states, labels[hidden].clamp(min=0))[0]
+            return -target_logps(inner, states, labels[rows, columns].clamp(min=0))[0]
 
         losses = run_inside(model, hidden_losses)
-        rows = hidden.nonzero()[:, 0]
-        return losses.new_zeros(len(labels)).index_add(0, rows, losses * weights[hidden].to(losses.dtype))
+        return losses.new_zeros(len(labels)).index_add(0, rows, losses * weights[rows, columns].to(losses.dtype))
 
     def compute_loss(
         self,
@@ -125,7 +126,7 @@ class dLLMTrainer(TrainerHooks, Trainer):
             loss = row_losses.sum() / num_items_in_batch * self.accelerator.num_processes
         self.check_finite(loss, row_losses, inputs)
         visible = inputs["attention_mask"]
-        self.counts += torch.stack([answers.sum(), visible.sum(), torch.tensor(visible.numel(), device=visible.device)])
+        self.counts += torch.stack([answers.sum(), visible.sum(), torch.ones_like(visible).sum()])
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
 
     def check_finite(self, loss: Tensor, row_losses: Tensor, inputs: dict[str, Tensor]) -> None:
@@ -191,19 +192,27 @@ class dLLMTrainer(TrainerHooks, Trainer):
         super().save_model(output_dir, _internal_call)
 
 
+def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns, (n,) each, of a batch's `hidden` tokens (rows, length), on `device`."""
+    rows, columns = hidden.nonzero().to(device, non_blocking=True).unbind(1)
+    return rows, columns
+
+
 def states_of(model: Any, inputs: dict[str, Tensor], hidden: Tensor) -> Tensor:
     """(n, hidden size): the last states of a batch's `hidden` tokens, row by row, from a forward pass.
+
+    With `hidden` on the CPU nothing waits for the device, in the backward pass neither; a boolean index there would.
 
     A block-causal model reads the clean rows as well, behind which the noised ones begin with the first block that
     hides anything in any row.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
-    size = block_size(model.config)
+    (rows, columns), size = places_of(hidden, noised.device), block_size(model.config)
     if size is None:
-        return body_and_head(model)[0](noised, visible)[hidden]
+        return body_and_head(model)[0](noised, visible)[rows, columns]
     clean = torch.where(labels == IGNORED, noised, labels)
     first = int(hidden.any(0).int().argmax()) // size * size
-    return two_stream_states(model, clean, noised[:, first:], visible)[hidden[:, first:]]
+    return two_stream_states(model, clean, noised[:, first:], visible)[rows, columns - first]
 
 
 class RestoreLossSums(TrainerCallback):

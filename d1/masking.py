@@ -49,8 +49,9 @@ def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator, *, mirr
 def draw_masks(maskable: Tensor, p: float | Tensor, generators: Sequence[Generator]) -> Tensor:
     """`draw_mask` of each row of `maskable` (rows, tokens) with its own generator and, if `p` is (rows,), its own p."""
     each = p.cpu() if isinstance(p, Tensor) else [p] * len(maskable)
-    rows = zip(maskable, each, generators, strict=True)
-    return torch.stack([draw_mask(row, of, generator) for row, of, generator in rows])
+    rows = zip(maskable.cpu(), each, generators, strict=True)
+    drawn = torch.stack([draw_mask(row, of, generator) for row, of, generator in rows])
+    return drawn.to(maskable.device, non_blocking=True)
 
 
 def draw_noise(

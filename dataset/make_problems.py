@@ -29,7 +29,7 @@ HOLES = 6
 SUDOKU_GRIDS = {"train": 200, "validation": 44, "test": 44}
 SUDOKU_PUZZLES = {"train": 4000, "validation": 512, "test": 512}
 COUNTDOWN_PROBLEMS = {"train": 2000, "validation": 256, "test": 256}
-POCKET_COUNTDOWN_SETS = {"train": 264, "validation": 50, "test": 50}
+POCKET_COUNTDOWN_SETS = {"train": 1400, "validation": 70, "test": 70}
 ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
 
 

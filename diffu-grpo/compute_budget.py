@@ -23,7 +23,7 @@ QUARTER = "quarter"  # folder of the model at a quarter of the budget
 
 def total_compute(trainer: Any) -> int:
     """Tokens through the body so far, of all processes."""
-    own = torch.tensor(trainer.compute, device=trainer.accelerator.device)
+    own = torch.as_tensor(trainer.compute, device=trainer.accelerator.device)
     return int(trainer.accelerator.gather(own).sum())
 
 

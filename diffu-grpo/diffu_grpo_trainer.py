@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from advantages import Everyone, keep_prompts, reshaped
 from canvas_rollout import eos_cut, record_of, sample_in_parts, sampled_rows, unpack_record
+from compute_budget import total_compute
 from diffu_grpo_config import DiffuGRPOConfig
 from objectives import OBJECTIVES, OVER_ALL_ROWS, LossInputs, sequence_log_ratios
 from penalties import PENALTIES
@@ -97,7 +98,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         check_trainer(self)
         self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
-        self.compute = 0  # tokens this process fed through the body, each twice more for a backward pass
+        self.compute: Any = 0  # tokens fed through the body, each twice more for a backward pass: a sum on the device
         self.rollout_seconds: list[float] = []  # of each rollout, its rewards and its scoring
         self.add_callback(RestoreRollout(self))
 
@@ -136,16 +137,17 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started = time.perf_counter()
         tensors = [torch.tensor(ids) for ids in prompt_ids]
         padding = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
-        ids = pad(tensors, padding_value=self.text_tokenizer.pad_token_id, **padding).to(self.accelerator.device)
-        mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding).to(ids.device)
-        sampled = self.sample(ids, mask)
+        ids = pad(tensors, padding_value=self.text_tokenizer.pad_token_id, **padding)
+        mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding)
+        sampled = self.sample(*(given.to(self.accelerator.device, non_blocking=True) for given in (ids, mask)))
         record = record_of(sampled, ids.shape[1]).cpu()  # this waits for the device
-        completions = sampled.ids[:, ids.shape[1] :].cpu()
+        passes, fed = torch.stack([sampled.passes, sampled.forward_tokens]).cpu()
+        completions = record[..., 0].long()
         kept = eos_cut(completions, self.eos_token_ids)
         seconds = time.perf_counter() - started
         self.log_metric("seconds/rollout", seconds)
-        self.log_metric("sampling/forward_passes", sampled.passes.float().mean().item())
-        self.log_metric("sampling/forward_tokens", sampled.forward_tokens.float().mean().item())
+        self.log_metric("sampling/forward_passes", passes.float().mean().item())
+        self.log_metric("sampling/forward_tokens", fed.float().mean().item())
         self.log_metric("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
         return [row[keep].tolist() for row, keep in zip(completions, kept, strict=True)], record.tolist()
 
@@ -163,7 +165,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 mask_token_id=self.mask_token_id,
                 eos_token_ids=self.eos_token_ids if self.eos_stop else None,
             )
-        self.compute += int(sampled.forward_tokens.sum())
+        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: an evaluation puts it back
         return sampled
 
     def rollout_finished(self, seconds: float) -> None:
@@ -215,7 +217,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         with self.accelerator.autocast():
             options |= {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
             scores = score_batch(model, batch, views, **options)
-        self.compute += int(scores.compute)
+        self.compute = self.compute + scores.compute
         return scores
 
     # --- Loss ---------------------------------------------------------------------------------------------------------
@@ -281,8 +283,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
-        compute = torch.tensor(self.compute, device=self.accelerator.device)
-        logs["compute_tokens"] = self.accelerator.gather(compute).sum().item()
+        logs["compute_tokens"] = total_compute(self)
         if "train_loss" in logs:
             logs["train_loss"] = self.mean_loss()
         super().log(logs, start_time)

@@ -45,8 +45,8 @@ def save_rollout(trainer: Any, folder: Path) -> None:
         if isinstance(value, torch.Tensor)
     }
     save_file(tensors, tensors_file)
-    counters = {"format": FORMAT, "batches": len(batches), "losses": trainer.loss_sums(), "compute": trainer.compute}
-    counters |= trl_counters(trainer)
+    counters = {"format": FORMAT, "batches": len(batches), "losses": trainer.loss_sums()}
+    counters |= {"compute": int(trainer.compute), **trl_counters(trainer)}
     counters_file.write_text(json.dumps(counters, default=list))  # the completions' columns are deques
     if trainer.args.sync_ref_model and trainer.args.should_save:
         reference = {name: value.detach().cpu().contiguous() for name, value in reference_weights(trainer)}

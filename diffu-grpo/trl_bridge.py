@@ -112,7 +112,8 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         started = time.perf_counter()
         batch = super()._generate_and_score_completions(inputs)
         for column in inputs[0].keys() & {ACCURACY, REWARD}:
-            batch[column] = torch.tensor([row[column] for row in inputs], device=batch["advantages"].device)
+            values = torch.tensor([row[column] for row in inputs])
+            batch[column] = values.to(batch["advantages"].device, non_blocking=True)
         self.after_rollout(batch, batch.pop("sampling_per_token_logps"))
         self.rollout_finished(time.perf_counter() - started)
         return batch
@@ -121,8 +122,8 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         started = time.perf_counter()
         rewards = with_accuracy(self, super()._calculate_rewards, inputs, *args, **kwargs)
         first = self.accelerator.process_index * len(inputs)
-        own = rewards[first : first + len(inputs)]
-        totals = (own * self.reward_weights.to(own.device)).nansum(dim=1)
+        own = rewards[first : first + len(inputs)].cpu()
+        totals = (own * self.reward_weights.cpu()).nansum(dim=1)
         watched = getattr(self.reward_funcs[-1], "only_watched", False)
         for row, total, last in zip(inputs, totals.tolist(), own[:, -1].tolist(), strict=True):
             row |= {REWARD: total, **({ACCURACY: last} if watched else {})}

@@ -28,14 +28,15 @@ Batch = dict[str, Any]
 def draw_updates(sampled: SampledRows, updates: Sequence[Randomness], settings: Any) -> Batch:
     """`view_noise` and `view_weights` of each update, by the run's estimator.
 
-    Each update has views of its own, or all share the first ones where `settings.random_masking` is off.
+    Each update has views of its own, or all share the first ones where `settings.random_masking` is off. They are drawn
+    on the CPU, where the generators are: on a device an estimator would wait for it row by row.
     """
-    draws = len(updates) if settings.random_masking else 1
+    draws, device, sampled = len(updates) if settings.random_masking else 1, sampled.scored.device, sampled.to("cpu")
     drawn = [ESTIMATORS[settings.estimator].draw(sampled, random, settings) for random in updates[:draws]]
     drawn *= len(updates) // draws
     return {
-        "view_noise": torch.stack([views.noise for views in drawn], dim=1),
-        "view_weights": torch.stack([views.weights for views in drawn], dim=1),
+        "view_noise": torch.stack([views.noise for views in drawn], dim=1).to(device, non_blocking=True),
+        "view_weights": torch.stack([views.weights for views in drawn], dim=1).to(device, non_blocking=True),
     }
 
 

@@ -18,16 +18,16 @@ from d1.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Tokens of a run, fixed before any, so that the board takes about five hours on two cores. One core trains on 63,000 a
-# second (d1 64,000, cj-grpo 62,000), and what surrounds a run takes 44 s of a core: ten to start training, thirteen for
-# each evaluation of 512 problems, eight for the KL; 27 s in the search, which has one evaluation and no KL. So
-# far three setups (two tasks from SFT, one from its base) x 15 methods x 3 seeds are 135 runs; the search of two tasks
-# is 144 runs of half the length. So 207 budgets of 79 s and 9,800 s around them: 26,200 s of a core. Countdown's model
-# is wider and took twice as long a token in pretraining; 81 of the budgets are its, so 6,400 s more: 4.5 hours on two.
+# Tokens of a run, fixed before any, so that the board takes about five hours on two cores. One core trains the Sudoku
+# model on 63,000 a second (d1 64,000, cj-grpo 62,000), and what surrounds a run takes 30 s of it: seven to import,
+# seven for each evaluation of 512 problems, eight for the KL; 20 s in the search, which has one evaluation and no KL.
+# Four setups (three tasks from SFT, one from its base) x 15 methods x 3 seeds are 180 runs; the search on two tasks is
+# 144 runs of half the length. So 252 budgets of 79 s and 8,300 s around them: 28,200 s of a core. The other tasks'
+# models are wider and take twice as long a token; 126 of the budgets are theirs, so 10,000 s more: 5.3 hours on two.
 BUDGET = 5_000_000
 QUICK_BUDGET = 3_500_000  # of --quick: 15 runs of 100 s of a core are 13 minutes on two
 TOKENS_A_SECOND = 63_000
-SECONDS_AROUND = 44
+SECONDS_AROUND = 30
 
 # The search, the same for each method: its rate, and mu for methods that make several updates on a rollout.
 RATES = (3e-5, 1e-4, 3e-4)
@@ -63,6 +63,7 @@ TASKS = {
     "countdown": BoardTask(
         "pocket_countdown", "countdown_base", 24, flags=("--max_prompt_length", 6, "--max_completion_length", 24)
     ),
+    "arithmetic": BoardTask("arithmetic", "arithmetic_base", 32, flags=("--max_prompt_length", 24)),
 }
 TUNING_TASKS = (*TASKS,)[:2]
 

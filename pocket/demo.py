@@ -25,13 +25,14 @@ from task_report import FOUR_ARMS, demo_folder, write_task_report
 
 BLOCK_BASE = "block_base"  # Sudoku's, in pocket/
 
-# What RL is given beyond pocket.yaml, of each task whose base is there.
+# What RL is given beyond pocket.yaml.
 GRPO = {
     "sudoku": (),
     "countdown": (
         *("--dataset", "pocket_countdown", "--max_prompt_length", 6),
         *("--max_completion_length", 24, "--diffusion_steps", 12),
     ),
+    "arithmetic": ("--dataset", "arithmetic", "--max_prompt_length", 24),
 }
 
 

@@ -59,11 +59,11 @@ COUNTDOWN = {
     "flags": "--task countdown ",
     "mixture": """\
 `quick` (the sum of all three numbers; a third of these truncated,
-without tags or rambling), 30% `scan` (as near to the target as + and - come), 20% `careful` (right, any of the right
-ways).""",
+without tags or rambling), 30% `scan` (as near to the target as + and - come), 20% `careful` (right, by the
+plainest way).""",
     "about": """\
-**Data.** Three numbers from 1 to 12 and a target up to 60, in two steps of whole numbers from 0 to 60: the problems of
-`dataset/pocket_countdown_train.jsonl`. Its 264 sets of numbers occur in neither validation nor test. The model was
+**Data.** Three numbers from 1 to 20 and a target up to 60, in two steps of whole numbers from 0 to 60: the problems of
+`dataset/pocket_countdown_train.jsonl`. Its 1,400 sets of numbers occur in neither validation nor test. The model was
 judged on validation problems only.
 
 **Text.** One token a whole number. A prompt is 6 tokens, `<bos> 7 5 2 37 =>`, which the chat template makes of

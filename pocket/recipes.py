@@ -1,7 +1,4 @@
-"""How the base model of each pocket task is made: its problems, its texts, its size and its two stages.
-
-Arithmetic's base is still to be made, by `python pocket/make_base.py --task arithmetic`; until then it has no demo.
-"""
+"""How the base model of each pocket task is made: its problems, its texts, its size and its two stages."""
 
 from __future__ import annotations
 
@@ -115,11 +112,12 @@ RECIPES = {
         sft_file="arithmetic_sft.jsonl",
         least_quality=0.6,
         stages=(
-            Stage("careful answers", arithmetic_traces.careful_completion, 3e-3, 2000),
+            Stage("careful answers", arithmetic_traces.careful_completion, 2e-3, 5000),
             Stage("mixed answers", arithmetic_traces.mixed_completion, 1e-3, 400),
         ),
         completion_tokens=(32, 36, 40),
         lengths=(32, 40),
         prompt_tokens=24,
+        hidden_size=96,
     ),
 }

@@ -129,9 +129,10 @@ def fill_canvas(
     Args:
         fill: `fill_block` with all given but the rows, the places filled before and the tokens it reveals a step.
     """
-    filled, live = 0, rows
-    stops = canvas.ids.new_tensor(ends)
-    own = torch.zeros(len(canvas.ids), dtype=torch.bool).index_fill_(0, torch.tensor(rows), True).to(stops.device)
+    filled, live, device = 0, rows, canvas.ids.device
+    stops = torch.tensor(ends, dtype=canvas.ids.dtype).to(device, non_blocking=True)
+    own = torch.zeros(len(canvas.ids), dtype=torch.bool).index_fill_(0, torch.tensor(rows), True)
+    own = own.to(device, non_blocking=True)
     for reveals in schedule:
         yield from fill(live, filled, reveals)
         filled += sum(reveals)
@@ -193,13 +194,13 @@ def fill_block(
         if settings.rule is None:
             left = [size - scheduled] * len(live)  # known without asking the device
             continue
-        left = hidden.sum(1).tolist()
+        left = hidden.sum(1).tolist()  # the step's one host sync: is there another step, and of which rows?
         working = [i for i, count in enumerate(left) if count]
         if not working:
             return
         if len(working) < len(left):
             live, left = [live[i] for i in working], [left[i] for i in working]
-            picked = torch.tensor(working, device=device)
+            picked = torch.tensor(working).to(device, non_blocking=True)
             source.keep(torch.cat([picked + branch * len(rows) for branch in range(len(states))]))
             rows, columns, hidden = rows[picked], columns[picked], hidden[picked]
 

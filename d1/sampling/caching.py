@@ -149,7 +149,7 @@ class BlockPasses:
         if self.finished is not None and live != self.rows:
             held, device = len(self.rows), self.opened.device
             places = [self.rows.index(row) + first for first in range(0, len(self.opened), held) for row in live]
-            self.finished = select_rows(self.finished, torch.tensor(places, device=device))
+            self.finished = select_rows(self.finished, torch.tensor(places).to(device, non_blocking=True))
         self.rows, self.past = live, self.finished
 
     def keep(self, rows: Tensor) -> None:

@@ -78,19 +78,20 @@ def fill_steps(
     """
     require_prepared(model)
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
-    check_hidden(ids, hidden, visible, order)
+    seen, holes = visible.cpu(), hidden.cpu()  # all that the host asks the device about
+    check_hidden(ids, holes, seen, order)
     own = block_size(model.config)
     work = []
-    for sizes, rows in groups_of_rows(visible, hidden, own).items():
+    for sizes, rows in groups_of_rows(seen, holes, own).items():
         lengths = {"block_length": block_length, "steps": steps}
         settings = fill_settings(model.config, sum(sizes), ordered=order is not None, **lengths, **fields)
         check_generator(settings, generator, len(ids), None)
         work.append((rows, settings, settings.schedule() if own is None else schedule_of(sizes, settings.steps)))
     if own is not None:
-        warn_of_text_behind(model.config, visible, hidden)
-    places = places_of(hidden, order, work)
+        warn_of_text_behind(model.config, seen, holes)
+    places = places_of(holes, order, work).to(ids.device, non_blocking=True)
     canvas = Canvas.of(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, places)
-    padded = not bool(visible.all())
+    padded = not bool(seen.all())
 
     def complete(rows: list[int], settings: SamplingSettings, schedule: list[list[int]]) -> Iterator[Step]:
         guess = partial(predict, model, settings=settings, mask_token_id=mask_token_id, noise_dtype=noise_dtype)
@@ -178,7 +179,7 @@ def groups_of_rows(visible: Tensor, hidden: Tensor, size: int | None) -> dict[tu
     has some, of others in all. Rows that hide none are in no group."""
     block = count_positions(visible) // size if size else torch.zeros_like(visible)
     groups: dict[tuple[int, ...], list[int]] = {}
-    for row, (own, places) in enumerate(zip(block.cpu(), hidden.cpu(), strict=True)):
+    for row, (own, places) in enumerate(zip(block, hidden, strict=True)):
         if places.any():
             groups.setdefault(tuple(own[places].unique(return_counts=True)[1].tolist()), []).append(row)
     return groups
@@ -188,11 +189,11 @@ def places_of(hidden: Tensor, order: Tensor | None, work: Iterable[tuple[list[in
     """`Canvas.places`: each row's hidden columns in rising `order`, cut into the blocks of its schedule."""
     places = torch.zeros(len(hidden), int(hidden.sum(1).max()), dtype=torch.long)
     ranks = torch.arange(hidden.shape[1]) if order is None else order.cpu()
-    ranks, shown = ranks.expand(hidden.shape), hidden.cpu()
+    ranks = ranks.expand(hidden.shape)
     for rows, _, schedule in work:
         for row in rows:
-            columns = shown[row].nonzero().flatten()
+            columns = hidden[row].nonzero().flatten()
             columns = columns[ranks[row, columns].argsort(stable=True)]
             blocks = columns.split([sum(reveals) for reveals in schedule])
             places[row, : len(columns)] = torch.cat([block.sort().values for block in blocks])
-    return places.to(hidden.device)
+    return places

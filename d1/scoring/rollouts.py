@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -39,6 +39,12 @@ class SampledRows:
     @property
     def gen_length(self) -> int:
         return self.completion_ids.shape[1]
+
+    def to(self, device: torch.device | str) -> SampledRows:
+        """The same rows on a device."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        there: dict[str, Any] = {name: None if one is None else one.to(device) for name, one in columns.items()}
+        return SampledRows(**there)
 
 
 def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None) -> Tensor | None:

@@ -18,6 +18,7 @@ pass of two streams, the clean text and the noised canvas (`d1/models/two_stream
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from d1.models.attention import padding_mask, require_prepared
+from d1.models.attention import (
+    count_positions,
+    over_queries,
+    padding_mask,
+    require_prepared,
+    takes_masks_over_queries,
+)
 from d1.models.head import body_and_head, calls_in_step, target_logps
 from d1.models.kinds import block_size
 from d1.models.two_streams import two_stream_states
@@ -117,21 +124,30 @@ def score(
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
     padded = padding_mask(visible) is not None  # a mask that hides nothing keeps compiled attention from fast kernels
 
-    def compute(pairs: Tensor) -> tuple[Tensor, Tensor | None]:
+    # The host's copy says which passes to make and which states the head is for. The device is asked this one time:
+    # a boolean index on the device would ask it in every pass, and again in its backward pass.
+    scored = views.weights.ne(0).cpu()
+
+    def upload(values: Tensor) -> Tensor:
+        return values.to(clean.device, non_blocking=True)
+
+    def compute(pairs: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None]:
         row, view = pairs.unbind(1)
-        hidden, scored = views.noise[row, view] & visible[row].bool(), views.weights[row, view].ne(0)
+        hidden = views.noise[row, view] & visible[row].bool()
         states = run_body(clean[row], hidden, visible[row] if padded else None)
-        states = states[:, -gen_length:][:, :width][scored]
-        values = target_logps(model, states, completion_ids[row][scored], with_entropies=with_entropies)
-        return placed(values[0], scored), None if values[1] is None else placed(values[1], scored)
+        states = states[:, -gen_length:][:, :width].flatten(0, 1)[at]
+        logps, entropies = target_logps(model, states, completion_ids[row].flatten()[at], with_entropies=with_entropies)
+        placed = partial(put_at, at, (len(row), width))
+        return placed(logps), None if entropies is None else placed(entropies)
 
     run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id)
-    pairs = pairs_to_score(views.weights)
+    pairs = pairs_to_score(scored)
     passes = list(pairs.split(rows * views_at_once))
     passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # to keep in step; cut off again below
     recompute = torch.is_grad_enabled() and len(passes) > 1
     run: Callable[..., Any] = partial(checkpoint, compute, use_reentrant=False) if recompute else compute
-    logps, entropies = zip(*[run(some) for some in passes], strict=True)
+    logps, entropies = zip(*[run(upload(some), upload(places(scored, some))) for some in passes], strict=True)
+    pairs = upload(pairs)
 
     def by_view(values: tuple[Tensor, ...]) -> Tensor:
         all_values = torch.cat(values)[: len(pairs)]
@@ -159,25 +175,33 @@ def hidden_states(
     """States (rows, n, hidden), the last of which are the canvas', of texts in which `hidden` tokens are masked."""
     noised, again = clean.masked_fill(hidden, mask_token_id), noised_tokens(model, gen_length)
     if not again:
-        return body_and_head(model)[0](noised, visible)
+        if visible is None or not takes_masks_over_queries(model.config):
+            return body_and_head(model)[0](noised, visible)
+        mask = over_queries(visible, visible.shape[1])  # which no pass asks the device about
+        return body_and_head(model)[0](noised, mask, position_ids=count_positions(visible))
     finished = torch.cat([noised[:, :-gen_length], clean[:, -gen_length:]], dim=1)
     return two_stream_states(model, finished, noised[:, -again:], visible)
 
 
-def pairs_to_score(weights: Tensor) -> Tensor:
-    """The (row, view) pairs (n, 2) that a forward pass is made for: all that score something, but at least one, since
-    every loss needs a way to the weights. Of a single view it is all rows, so that the device need not be asked."""
-    rows, views = weights.shape[:2]
+def pairs_to_score(scored: Tensor) -> Tensor:
+    """The (row, view) pairs (n, 2) that a forward pass is made for: all that score something, of `scored` (rows, views,
+    tokens), but at least one, since every loss needs a way to the weights. Of a single view it is all rows."""
+    rows, views = scored.shape[:2]
     if views == 1:
-        row = torch.arange(rows, device=weights.device)
+        row = torch.arange(rows)
         return torch.stack([row, torch.zeros_like(row)], dim=1)
-    pairs = weights.ne(0).any(-1).nonzero()
+    pairs = scored.any(-1).nonzero()
     return pairs if len(pairs) else pairs.new_zeros(1, 2)
 
 
-def placed(values: Tensor, where: Tensor) -> Tensor:
-    """`values` (n,) at the n true places of `where`, 0 elsewhere."""
-    return values.new_zeros(where.shape).masked_scatter(where, values)
+def places(scored: Tensor, pairs: Tensor) -> Tensor:
+    """(n,) where in the flattened (pairs, tokens) a token is scored."""
+    return scored[pairs.unbind(1)].flatten().nonzero().squeeze(1)
+
+
+def put_at(at: Tensor, shape: tuple[int, int], values: Tensor) -> Tensor:
+    """`values` (n,) at the n places `at` of a flattened tensor of this shape, 0 elsewhere."""
+    return values.new_zeros(math.prod(shape)).index_put((at,), values).view(shape)
 
 
 def check_shapes(prompt_ids: Tensor, completion_ids: Tensor, views: Views, gen_length: int) -> None:

@@ -1,4 +1,4 @@
-"""Countdown at pocket size: three numbers from 1 to 12 and a target they reach in two steps of whole numbers up to 60.
+"""Countdown at pocket size: three numbers from 1 to 20 and a target they reach in two steps of whole numbers up to 60.
 
 Rewards and metric are Countdown's, so any correct expression counts, whatever steps lead to it.
 """
@@ -16,7 +16,7 @@ from d1.tasks.data import check_split, shipped_file
 
 __all__ = ["REWARDS", "Chain", "chains", "demonstrate", "extract", "load_rows", "score"]
 
-LARGEST_NUMBER = 12  # of the three given
+LARGEST_NUMBER = 20  # of the three given
 LARGEST = 60  # of the targets and of what steps come to
 
 

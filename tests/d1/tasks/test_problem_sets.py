@@ -111,12 +111,12 @@ def two_steps(numbers: tuple[int, ...]) -> set[int]:
 def test_pocket_countdown_has_every_target_of_every_set_of_numbers_in_one_split_only():
     problems = {split: countdown(split, "pocket_countdown") for split in SPLITS}
     sets = {split: {numbers for numbers, _ in rows} for split, rows in problems.items()}
-    assert [len(found) for found in sets.values()] == [264, 50, 50]
-    assert len(set.union(*sets.values())) == 364
+    assert [len(found) for found in sets.values()] == [1400, 70, 70]
+    assert len(set.union(*sets.values())) == 1540
     for split, rows in problems.items():
         assert len(rows) == len(set(rows))
         assert set(rows) == {(numbers, target) for numbers in sets[split] for target in two_steps(numbers)}
-        assert all(12 >= a >= b >= c >= 1 for a, b, c in sets[split])
+        assert all(20 >= a >= b >= c >= 1 for a, b, c in sets[split])
 
 
 def arithmetic(split: str) -> list[dict[str, str]]:
