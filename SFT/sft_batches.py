@@ -160,6 +160,7 @@ class dLLMDataCollator(DefaultDataCollator):
 
     Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere) and
     `attention_mask` (0 on padding), and `t` (rows,); with a `block_size` `t` is that of each token, (rows, length).
+    Packed, the tensors by token are (1, all tokens), the rows one behind the other, and `lengths` lists their tokens.
 
     Args:
         mask_token_id: the tokenizer's if None.
@@ -168,6 +169,7 @@ class dLLMDataCollator(DefaultDataCollator):
         complementary: a training row comes twice, in the second half of the batch with the opposite mask, as LLaDA2
             (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. t is then 1 - t, so that each half on its own has
             the distribution of a plain batch, and the loss over both stays unbiased.
+        packed: the rows of the batch come as one, without padding. Their noise stays the same.
     """
 
     def __init__(
@@ -177,13 +179,14 @@ class dLLMDataCollator(DefaultDataCollator):
         *,
         block_size: int | None = None,
         complementary: bool = False,
+        packed: bool = False,
     ) -> None:
         super().__init__()
-        self.block_size, self.complementary = block_size, complementary
+        self.block_size, self.complementary, self.packed = block_size, complementary, packed
         self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
-    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Tensor]:
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         mirrored = [False] * len(features)
         if self.complementary and features[0]["t"] is None:  # evaluation fixes each row's t, its mirror another row's
             features, mirrored = [*features, *features], [*mirrored, *([True] * len(features))]
@@ -204,9 +207,28 @@ class dLLMDataCollator(DefaultDataCollator):
             t, mask = draw_noise(maskable, generator, mirror=mirror, block_size=self.block_size, **span)
             times.append(t)
             hidden.append(mask)
-        return {
+        batch = {
             "input_ids": clean.masked_fill(torch.stack(hidden), self.mask_token_id),
             "labels": clean.masked_fill(~answer, IGNORED),
             "attention_mask": visible,
             "t": torch.stack(times),
         }
+        if not self.packed:
+            return batch
+        by_token = {name: values for name, values in batch.items() if values.shape == visible.shape}
+        return batch | {name: values[visible.bool()][None] for name, values in by_token.items()} | {"lengths": lengths}
+
+
+def row_numbers(batch: dict[str, Any]) -> Tensor:
+    """The number of the row that each token of a batch is of, shaped as its `input_ids`."""
+    ids, lengths = batch["input_ids"], batch.get("lengths")
+    if lengths is None:
+        return torch.arange(len(ids), device=ids.device).unsqueeze(1).expand(ids.shape)
+    rows = torch.arange(len(lengths), device=ids.device)
+    return rows.repeat_interleave(torch.tensor(lengths, device=ids.device)).unsqueeze(0)
+
+
+def by_row(batch: dict[str, Any], name: str) -> Sequence[Tensor]:
+    """The values of each row of a batch, without those of other rows; with its padding, where it is not packed."""
+    values, lengths = batch[name], batch.get("lengths")
+    return list(values) if lengths is None or values.dim() == 1 else values[0].split(lengths)

@@ -74,6 +74,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--group_by_length", action="store_true", help="batches of rows of like length: less padding")
     add(
+        "--packing",
+        action="store_true",
+        help="the rows of a micro-batch one behind the other as one row, each attending to itself alone: no padding",
+    )
+    add(
         "--complementary_masks",
         action="store_true",
         help="each row twice a batch, once with the opposite mask: every answer token is learned from each time",
@@ -188,11 +193,11 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
         if not args.debugging:
             log_without_account(folder)
     model = sft_setup.prepare_model(args)
-    blocks = block_size(model.config)
+    batches = {"block_size": block_size(model.config), "complementary": args.complementary_masks}
     trainer = dLLMTrainer(
         model=model,
         args=training,
-        data_collator=dLLMDataCollator(tokenizer, block_size=blocks, complementary=args.complementary_masks),
+        data_collator=dLLMDataCollator(tokenizer, **batches, packed=args.packing),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,

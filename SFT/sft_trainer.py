@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sft_batches import IGNORED, GlobalBatchSampler
+from sft_batches import IGNORED, GlobalBatchSampler, by_row, row_numbers
 from sft_batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from sft_batches import dLLMSFTDataset as dLLMSFTDataset
 from sft_data import preprocess_dataset as preprocess_dataset
@@ -26,7 +26,8 @@ from d1.masking import noise_level
 from d1.models.attention import require_prepared
 from d1.models.head import body_and_head, run_inside, target_logps
 from d1.models.kinds import block_size
-from d1.models.two_streams import two_stream_states
+from d1.models.packing import take_packed_rows
+from d1.models.two_streams import packed_two_stream_states, two_stream_states
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
 from d1.transformers_bridge import TrainerHooks
@@ -54,7 +55,8 @@ class dLLMTrainer(TrainerHooks, Trainer):
             `dLLMDataCollator`.
 
     Raises:
-        ValueError: the model was not prepared (`d1.models.prepare`), or its blocks are not the collator's.
+        ValueError: the model was not prepared (`d1.models.prepare`), its blocks are not the collator's, or the collator
+            packs rows that its attention cannot keep apart.
         FloatingPointError: from `train` or `evaluate`, a loss that is not finite; names the file with its rows. From
             `save_model`, weights that are not finite.
     """
@@ -71,6 +73,8 @@ class dLLMTrainer(TrainerHooks, Trainer):
                 f"the collator draws noise for blocks of {noised} tokens and this {model.config.model_type} has blocks "
                 f"of {size} (None: no blocks): dLLMDataCollator(tokenizer, block_size={size})"
             )
+        if getattr(self.data_collator, "packed", False):
+            take_packed_rows(model)
         if self.args.n_gpu > 1:
             raise ValueError("one process a GPU, please: start with `accelerate launch`, or show it a single GPU")
         if not self.args.average_tokens_across_devices:
@@ -92,23 +96,23 @@ class dLLMTrainer(TrainerHooks, Trainer):
             fill=dataset.eos_padding == "batch",
         )
 
-    def row_losses(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Sum over each row's hidden tokens of cross-entropy / t': (rows,)."""
-        labels = inputs["labels"]
+        labels, row_of, t = inputs["labels"], row_numbers(inputs), inputs["t"].double()
         hidden = ((inputs["input_ids"] != labels) & (labels != IGNORED)).cpu()  # waits for the device, this once
-        t = inputs["t"].double().view(len(labels), -1)  # one a row, or of a block-causal model one a token
-        weights = 1 / noise_level(t).expand(labels.shape)
+        weights = 1 / noise_level(t if t.dim() == 2 else t[row_of])  # of a block-causal model t is one a token
         if not hidden.any():  # score one token with weight 0: every process has to call the head
             hidden[0, 0], weights = True, torch.zeros_like(weights)
 
-        rows, columns = places_of(hidden, labels.device)
+        at = places_of(hidden, labels.device)
 
         def hidden_losses(inner: Any) -> Tensor:
             states = states_of(inner, inputs, hidden)
-            return -target_logps(inner, states, labels[rows, columns].clamp(min=0))[0]
+            return -target_logps(inner, states, labels[at].clamp(min=0))[0]
 
         losses = run_inside(model, hidden_losses)
-        return losses.new_zeros(len(labels)).index_add(0, rows, losses * weights[rows, columns].to(losses.dtype))
+        sums = losses.new_zeros(len(by_row(inputs, "labels")))
+        return sums.index_add(0, row_of[at], losses * weights[at].to(losses.dtype))
 
     def compute_loss(
         self,
@@ -133,24 +137,26 @@ class dLLMTrainer(TrainerHooks, Trainer):
         """Raises FloatingPointError where the loss is not finite, and writes the rows to blame to a file."""
         if torch.isfinite(loss):
             return
-        labels, visible = inputs["labels"], inputs["attention_mask"].bool()
-        answers, noised = labels != IGNORED, inputs["input_ids"]
-        clean = torch.where(answers, labels, noised)
         tokenizer: Any = self.processing_class
         read = list if tokenizer is None else tokenizer.decode
         model: Any = self.model
-        losses, times, size = row_losses.tolist(), inputs["t"], block_size(model.config)
+        losses, size, rows = row_losses.tolist(), block_size(model.config), []
         bad = ~torch.isfinite(row_losses)
-        rows = [
-            {
-                "text": read(clean[row][visible[row]].tolist()),
-                "answer": read(clean[row][answers[row]].tolist()),
-                "hidden_tokens": int((noised != labels)[row][answers[row]].sum()),
-                "t": (times[row] if size is None else times[row][visible[row]][::size]).tolist(),
-                "loss": losses[row],
-            }
-            for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist()
-        ]
+        names = ("input_ids", "labels", "attention_mask", "t")
+        values = list(zip(*(by_row(inputs, name) for name in names), strict=True))
+        for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist():
+            noised, labels, visible, t = values[row]
+            answers, visible = labels != IGNORED, visible.bool()
+            clean = torch.where(answers, labels, noised)
+            rows.append(
+                {
+                    "text": read(clean[visible].tolist()),
+                    "answer": read(clean[answers].tolist()),
+                    "hidden_tokens": int((noised != labels)[answers].sum()),
+                    "t": (t if size is None else t[visible][::size]).tolist(),
+                    "loss": losses[row],
+                }
+            )
         raise bad_loss(loss.item(), rows, str(self.args.output_dir), self.state.global_step, self.args.process_index)
 
     def prediction_step(
@@ -161,8 +167,8 @@ class dLLMTrainer(TrainerHooks, Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.row_losses(model, inputs)
         self.check_finite(losses.sum(), losses, inputs)
-        answers = (inputs["labels"] != IGNORED).sum(-1)
-        times = inputs["t"].view(len(losses), -1)[:, 0]
+        answers = torch.stack([(labels != IGNORED).sum() for labels in by_row(inputs, "labels")])
+        times = torch.stack([t.flatten()[0] for t in by_row(inputs, "t")])
         return None, torch.stack([losses.double(), answers.double()], dim=1), times
 
     def start_counting(self) -> None:
@@ -198,8 +204,9 @@ def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def states_of(model: Any, inputs: dict[str, Tensor], hidden: Tensor) -> Tensor:
-    """(n, hidden size): the last states of a batch's `hidden` tokens, row by row, from a forward pass.
+def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:
+    """(n, hidden size): the last states of a batch's `hidden` tokens, row by row, from a forward pass; of packed rows
+    most decoders run their last layer on these alone.
 
     With `hidden` on the CPU nothing waits for the device, in the backward pass neither; a boolean index there would.
 
@@ -207,10 +214,15 @@ def states_of(model: Any, inputs: dict[str, Tensor], hidden: Tensor) -> Tensor:
     hides anything in any row.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
-    (rows, columns), size = places_of(hidden, noised.device), block_size(model.config)
+    (rows, columns), size, lengths = places_of(hidden, noised.device), block_size(model.config), inputs.get("lengths")
+    if size is None and lengths is not None:
+        texts = [(length, 0) for length in lengths]
+        return body_and_head(model)[0](noised, None, columns.unsqueeze(0), segments=texts)[0]
     if size is None:
         return body_and_head(model)[0](noised, visible)[rows, columns]
     clean = torch.where(labels == IGNORED, noised, labels)
+    if lengths is not None:
+        return packed_two_stream_states(model, clean, noised, lengths, hidden)
     first = int(hidden.any(0).int().argmax()) // size * size
     return two_stream_states(model, clean, noised[:, first:], visible)[rows, columns - first]
 

@@ -7,7 +7,7 @@ process, and writes `DIR/<what>_<size>.json` and `.md`.
     blocks    one rollout of a block-causal model: over its cache, and computing everything in each step
     scoring   old log-probs under mu masks; one update (loss and gradients)
     memory    peak bytes of both, measured, beside the formulas, and what these say at LLaDA-8B's size
-    rl, sft, sft_blocks
+    rl, sft, sft_blocks, sft_lengths
               whole optimizer steps of the real trainers by phase (`benchmarks/steps.py`): mu of them, on one rollout
     methods   every RL method: a rollout and its updates, at most mu of them, beside its bare passes
     gpu       LLaDA-8B's shape with LoRA: rollout, scoring, update, compiled and not, with flash attention and without
@@ -244,6 +244,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "rl": race_whole_steps,
     "sft": race_whole_steps,
     "sft_blocks": race_whole_steps,
+    "sft_lengths": race_whole_steps,
     "methods": methods.race_methods,
     "gpu": gpu.race_gpu,
 }
@@ -255,6 +256,7 @@ MATTERS = {  # settings beyond those that matter to all
     "rl": ("block", "steps", "mu"),
     "sft": ("mu",),
     "sft_blocks": ("block", "mu"),
+    "sft_lengths": ("mu",),
     "methods": ("block", "steps", "mu"),
     "gpu": ("block", "steps", "mu", "compile"),
 }
@@ -277,7 +279,7 @@ def check_race(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{args.what}: --rows {args.rows} do not split into equal groups of about 8; try a multiple of 8"
         )
-    if args.what not in ("rl", "sft", "sft_blocks", "methods"):
+    if args.what not in ("rl", "sft", "sft_blocks", "sft_lengths", "methods"):
         return
     if args.size != "pocket" and (args.prompt < 2 or args.length < 8):
         raise ValueError(f"{args.what}: rows need --prompt 2 or more and --length 8 or more, for a word on either side")

@@ -20,6 +20,7 @@ MASK = 3
 SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
     "tiny": (2048, 32, 64, 2, 4),
     "pocket": (128, 64, 192, 4, 4),
+    "8m": (8000, 256, 1024, 6, 8),
     "60m": (26_000, 512, 2048, 8, 8),
     "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary on next to no body: for the memory of logits
     "goal": (126_464, 512, 2048, 8, 8),

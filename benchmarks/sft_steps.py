@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -16,6 +17,7 @@ from transformers import PrinterCallback, TrainingArguments
 
 sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("", "SFT"))
 
+from sft_batches import by_row
 from sft_data import preprocess_dataset
 from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer, states_of
 
@@ -54,28 +56,44 @@ def pocket_job(blocks: bool) -> tuple[Any, Any, list[dict[str, Any]]]:
     return load_model(path), load_tokenizer(path), [json.loads(line) for line in lines]
 
 
-def random_job(args: Any, blocks: bool) -> tuple[Any, Any, list[dict[str, Any]]]:
+def random_job(args: Any, blocks: bool, unlike: bool) -> tuple[Any, Any, list[dict[str, Any]]]:
     """A random model, its tokenizer, and rows with a prompt of `args.prompt` tokens and an answer of a quarter to all
-    of `args.length`."""
+    of `args.length`; `unlike` ones for `args.mu` steps, log-normal around 0.4 of it, as reasoning traces are."""
     model, source = random_model(args.size, block_size=args.block if blocks else None), random.Random(0)
-    vocabulary = model.config.vocab_size
+    vocabulary, most = model.config.vocab_size, args.length - 1
+
+    def words() -> int:
+        if not unlike:
+            return source.randint(args.length // 4, most)
+        return min(max(int(0.4 * args.length * source.lognormvariate(0, 0.7)), 1), most)
+
     rows = [
         {
             "prompt": random_words(args.prompt - 1, vocabulary, source),
-            "completion": random_words(source.randint(args.length // 4, args.length - 1), vocabulary, source),
+            "completion": random_words(words(), vocabulary, source),
         }
-        for _ in range(128)
+        for _ in range(args.rows * args.mu if unlike else 128)
     ]
     return model, word_tokenizer(vocabulary), rows
 
 
-def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock, blocks: bool = False) -> Any:
+def sft_trainer(
+    kind: type[dLLMTrainer],
+    args: Any,
+    folder: Path,
+    clock: Clock,
+    blocks: bool = False,
+    unlike: bool = False,
+    packed: bool = False,
+    grouped: bool = False,
+) -> Any:
     """A trainer whose every `train()` is `args.mu` optimizer steps of `args.rows` rows, watched by `clock`; `blocks`
-    is for a block-causal model."""
-    model, tokenizer, data = pocket_job(blocks) if args.size == "pocket" else random_job(args, blocks)
+    is for a block-causal model. Rows of `unlike` length are padded, not filled with EOS, or `packed` or `grouped`."""
+    job = functools.partial(random_job, args, blocks, unlike)
+    model, tokenizer, data = pocket_job(blocks) if args.size == "pocket" else job()
     max_length = args.prompt + args.length
     rows, _ = preprocess_dataset(Dataset.from_list(data), tokenizer, max_length, 0.0, num_proc=1)
-    padding = "max" if kind is PublishedSFT else "batch"
+    padding: str | int = "max" if kind is PublishedSFT else 1 if unlike else "batch"
     config = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=args.rows,
@@ -93,10 +111,11 @@ def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock, 
     trainer: Any = kind(
         model=model,
         args=config,
-        data_collator=dLLMDataCollator(tokenizer, block_size=block_size(model.config)),
+        data_collator=dLLMDataCollator(tokenizer, block_size=block_size(model.config), packed=packed),
         train_dataset=dLLMSFTDataset(rows, tokenizer, max_length, eos_padding=padding),
         processing_class=tokenizer,
         callbacks=[ClockedTraining(clock)],
+        group_by_length=grouped,
     )
     trainer.remove_callback(PrinterCallback)
     clock.watch(trainer, "get_batch_samples", "batches")
@@ -123,4 +142,17 @@ def bare_sft(trainer: Any, clock: Clock) -> None:
             with trainer.accelerator.autocast():
                 logits = head(states_of(trainer.model, inputs | visible, hidden))
             logits.backward(torch.ones_like(logits))
+            trainer.model.zero_grad()
+
+
+def bare_rows(trainer: Any, clock: Clock) -> None:
+    """`bare_sft` of packed rows, each in a pass of its own."""
+    body, head = body_and_head(trainer.model)
+    with clock.phase("update"):
+        for inputs in trainer.seen[-trainer.args.max_steps :]:
+            for noised, labels in zip(by_row(inputs, "input_ids"), by_row(inputs, "labels"), strict=True):
+                hidden = (noised != labels) & (labels != IGNORED)
+                with trainer.accelerator.autocast():
+                    logits = head(body(noised[None])[0][hidden])
+                logits.backward(torch.ones_like(logits))
             trainer.model.zero_grad()

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.utils import cached_file
 
+PACKED = "packed_"  # before a kernel's name: the same kernel, for rows of several texts
 READ_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them
 
@@ -104,11 +105,17 @@ def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterat
 
 
 def attention_kernel(config: Any) -> str | None:
-    """The kernel that attention runs on: "sdpa", "eager", "flash_attention_2"...
+    """The kernel that attention runs on: "sdpa", "eager", "flash_attention_2"...; the same where it takes packed rows.
 
     Transformers 5.23 keeps it as `_attn_implementation`. To delete once the config has a public name for it.
     """
-    return getattr(config, "_attn_implementation", None)
+    kernel = getattr(config, "_attn_implementation", None)
+    return kernel and kernel.removeprefix(PACKED)
+
+
+def takes_packed_rows(config: Any) -> bool:
+    """Whether attention runs on a kernel that `d1.models.packing` registered."""
+    return (getattr(config, "_attn_implementation", None) or "").startswith(PACKED)
 
 
 def forget_renaming(model: PreTrainedModel) -> None:

@@ -32,7 +32,8 @@ GRPO = {
         *("--dataset", "pocket_countdown", "--max_prompt_length", 6),
         *("--max_completion_length", 24, "--diffusion_steps", 12),
     ),
-    "arithmetic": ("--dataset", "arithmetic", "--max_prompt_length", 24),
+    # At Sudoku's rate, 3e-4, RL sinks below its start within ten rollouts.
+    "arithmetic": ("--dataset", "arithmetic", "--max_prompt_length", 24, "--learning_rate", 1e-4),
 }
 
 

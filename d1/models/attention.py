@@ -6,7 +6,7 @@ is (rows, 1, queries, keys), bool, and says it for each query on its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from transformers import PreTrainedModel
 
 from d1.models.kinds import attention_of, block_size, is_decoder, kind_of, windowed
 from d1.transformers_bridge import attention_kernel
+
+# The texts of a packed row, one behind the other: tokens of each, and how many noised copies of its last follow them.
+Segments = Sequence[tuple[int, int]]
 
 
 def count_positions(mask: Tensor) -> Tensor:
@@ -77,6 +80,35 @@ def block_rule(visible: Tensor, queries: int, size: int, noised: int) -> Callabl
     return sees
 
 
+def packed_rule(segments: Segments, size: int | None, device: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Which key a query sees in a packed row, by their numbers: of its own text alone all or, with a block size, what
+    `over_blocks` lets it see."""
+    counts = torch.tensor([length + noised for length, noised in segments], device=device)
+    text = torch.arange(len(segments), device=device).repeat_interleave(counts)
+    place = packed_positions(segments, device)
+    block = torch.zeros_like(place) if size is None else place // size
+    copied = torch.cat([torch.arange(length + noised) >= length for length, noised in segments]).to(device)
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        before = block[key] + copied[query] <= block[query]
+        beside = copied[query] & (block[key] == block[query])
+        return (text[query] == text[key]) & torch.where(copied[key], beside, before)
+
+    return sees
+
+
+def packed_positions(segments: Segments, device: Any) -> Tensor:
+    """(tokens,) places of a packed row's tokens in their own texts; a copy stands where its original does."""
+    places = [torch.cat([torch.arange(n), torch.arange(n - noised, n)]) for n, noised in segments]
+    return torch.cat(places).to(device)
+
+
+def within_window(length: int, window: int, device: Any) -> Tensor:
+    """The mask (1, 1, length, length) of tokens that see so many on either side, as Transformers' windows do."""
+    place = torch.arange(length, device=device)
+    return ((place[:, None] - place).abs() <= window)[None, None]
+
+
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask over queries as eager attention takes it: 0 at what is seen, to be added to the scores."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
@@ -125,9 +157,11 @@ def see_blocks(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tu
     clean tokens alone (`over_blocks`).
     """
     check_blocks(body.config, type(body).__name__)
+    if "texts" in kwargs:  # of a packed row, which has all it needs
+        return args, kwargs
     noised, size, kernel = kwargs.pop("noised", 0), body.config.block_size, attention_kernel(body.config)
     mask, tokens = kwargs.get("attention_mask"), fed_tokens(args, kwargs)
-    if mask is not None and mask.dim() != 2:
+    if mask is not None and len(mask.shape) != 2:
         return place_tokens(body, args, kwargs)
     queries = tokens.shape[1]
     visible = mask if mask is not None else torch.ones_like(tokens[:, noised:], dtype=torch.long)

@@ -83,6 +83,8 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
         "position_ids": None,
         "attention_mask": None if mask is None else torch.take_along_dim(mask, at.unsqueeze(1), 2),
     }
+    if "texts" in kwargs:
+        kwargs["texts"] = kwargs["texts"].at(positions)
     return (torch.take_along_dim(states, at, 1), *args[1:]), kwargs
 
 

@@ -34,6 +34,7 @@ from d1.models.kinds import (
     kind_of,
     native_config,
 )
+from d1.models.packing import place_packed
 from d1.transformers_bridge import checkpoint_dtype, converting, forget_renaming, needs_copy, reading
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -58,6 +59,7 @@ def prepare(model: Model) -> Model:
     kind, body = kind_of(inner.config), inner.base_model
     attend_both_ways(inner.config, type(inner).__name__)
     attention = attention_of(inner.config)
+    body.register_forward_pre_hook(place_packed, with_kwargs=True)
     body.register_forward_pre_hook(ATTENTION[attention], with_kwargs=True)
     if kind.shift:
         inner.config.predicts_next_token = True

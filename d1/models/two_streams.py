@@ -7,6 +7,7 @@ own; here the noised tokens stand behind the whole clean text, and each sees wha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,3 +32,26 @@ def two_stream_states(model: Any, clean: Tensor, noised: Tensor, visible: Tensor
     length, count = clean.shape[1], noised.shape[1]
     own = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)
     return body_and_head(model)[0](torch.cat([clean, noised], dim=1), visible, own, noised=count)
+
+
+def packed_two_stream_states(
+    model: Any, clean: Tensor, noised: Tensor, lengths: Sequence[int], hidden: Tensor
+) -> Tensor:
+    """`two_stream_states` of a packed row's hidden tokens: (hidden tokens, hidden size), in the row's order.
+
+    Each text's copy follows it, and begins with the first block that hides any.
+
+    Args:
+        model: a prepared block-causal model that takes packed rows (`packing.py`).
+        clean, noised: (1, tokens) ids of texts of so many tokens each.
+        hidden: (1, tokens) bool; on the CPU nothing waits for the device.
+    """
+    size: int = model.config.block_size
+    ids, segments, asked = [], [], []
+    for text, copy, mask in zip(*(values[0].split(list(lengths)) for values in (clean, noised, hidden)), strict=True):
+        first = int(mask.int().argmax()) // size * size if mask.any() else len(text)
+        ids += [text, copy[first:]]
+        asked += [torch.zeros_like(mask), mask[first:]]
+        segments.append((len(text), len(text) - first))
+    at = torch.cat(asked).nonzero().T.to(clean.device, non_blocking=True)
+    return body_and_head(model)[0](torch.cat(ids).unsqueeze(0), None, at, segments=segments)[0]

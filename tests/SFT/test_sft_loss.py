@@ -20,6 +20,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from sft_batches import Slot
 from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
@@ -32,7 +33,10 @@ ROWS = 8
 SPLITS_ALONE = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
 SPLITS_OF_TWO = [(4, 1), (2, 2)]
 EOS_PADDINGS: list[int | str] = [1, "batch"]  # rows of 2 to 38 tokens with padding between them, and without
-WAYS = {"full attention": {}, "blocks": {"block_size": 4}, "complementary": {"block_size": 4, "complementary": True}}
+BLOCKS: dict[str, Any] = {"block_size": 4, "complementary": True}
+WAYS: dict[str, dict[str, Any]] = {"full attention": {}, "blocks": {"block_size": 4}, "complementary": BLOCKS}
+WAYS |= {"packed": {"packed": True}, "packed blocks": BLOCKS | {"packed": True}}
+SAME = {"packed": "full attention", "packed blocks": "complementary"}  # the way without packing
 CASES_OF_TWO = [*itertools.product(WAYS.items(), EOS_PADDINGS, SPLITS_OF_TWO)]
 SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty slots
 DEEPSPEED = ["accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--zero_stage"]
@@ -81,6 +85,7 @@ def make_trainer(
     accumulation: int,
     block_size: int | None = None,
     complementary: bool = False,
+    packed: bool = False,
     **options: Any,
 ) -> dLLMTrainer:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
@@ -108,7 +113,7 @@ def make_trainer(
     return dLLMTrainer(
         model=model_of(model_dir, block_size, dtype=torch.float32 if deepspeed else torch.float64),
         args=args,
-        data_collator=dLLMDataCollator(tokenizer, block_size=block_size, complementary=complementary),
+        data_collator=dLLMDataCollator(tokenizer, block_size=block_size, complementary=complementary, packed=packed),
         train_dataset=dLLMSFTDataset(rows, tokenizer, 64, eos_padding=options.pop("eos_padding", "batch")),
         processing_class=tokenizer,
         **options,
@@ -202,10 +207,12 @@ def process(kind: str, model_dir: Path, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def expected(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | str], Any]:
     folder = tmp_path_factory.mktemp("brute_force")
-    return {
+    found = {
         (name, eos_padding): brute_force(tiny_model_dir, folder, eos_padding, **way)
         for (name, way), eos_padding in itertools.product(WAYS.items(), EOS_PADDINGS)
+        if name not in SAME
     }
+    return found | {(name, padding): found[same, padding] for name, same in SAME.items() for padding in EOS_PADDINGS}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -221,6 +228,45 @@ def test_one_process(
 def test_a_block_of_the_whole_row_is_full_attention(tiny_model_dir: Path, tmp_path: Path, expected: Any) -> None:
     one_step(tiny_model_dir, tmp_path, 4, 2, block_size=64)
     assert_same(found(tiny_model_dir, tmp_path), expected["full attention", "batch"])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("block_size", [None, 4])
+def test_packing_changes_no_loss_and_no_gradient_of_an_adapter(
+    tiny_model_dir: Path, tmp_path: Path, block_size: int | None, attention: str
+) -> None:
+    """In fp32, with a row that hides nothing and an empty slot; and what is said of each evaluation row."""
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    dataset = dLLMSFTDataset(rows_of_all_lengths(), tokenizer, 64, eos_padding=1)
+    held_out = dLLMSFTDataset(rows_of_all_lengths(5), tokenizer, 64, eval=True, eval_draws=3)
+    found = []
+    for packed in (False, True):
+        model = model_of(tiny_model_dir, block_size, torch.float32)
+        model.set_attn_implementation(attention)
+        torch.manual_seed(0)
+        adapter = get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+        trainer = dLLMTrainer(
+            model=adapter.eval(),
+            args=TrainingArguments(
+                str(tmp_path), use_cpu=True, report_to=[], per_device_eval_batch_size=4, remove_unused_columns=False
+            ),
+            data_collator=dLLMDataCollator(tokenizer, block_size=block_size, packed=packed),
+            train_dataset=dataset,
+            eval_dataset=held_out,
+        )
+        slots = [Slot(2, t=0.0), *[Slot(row, epoch=3) for row in range(ROWS)], Slot(-1)]
+        batch = trainer.data_collator(dataset.__getitems__(slots))
+        assert batch["attention_mask"].all() == packed
+        loss, outputs = trainer.compute_loss(adapter, batch, return_outputs=True)
+        loss.backward()
+        gradients = {name: weight.grad for name, weight in adapter.named_parameters() if weight.requires_grad}
+        found.append((loss, outputs["row_losses"], gradients, trainer.evaluate()))
+    plain, packed_ones = found
+    assert plain[1][0] == plain[1][-1] == 0
+    torch.testing.assert_close(packed_ones[:3], plain[:3], rtol=1e-6, atol=1e-6)
+    losses = [{name: value for name, value in metrics[3].items() if "loss" in name} for metrics in found]
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("lora", [False, True])

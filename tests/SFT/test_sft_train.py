@@ -163,6 +163,29 @@ def test_two_processes(flags: list[str], tmp_path: Path, launcher: list[str], ki
     torch.testing.assert_close(logits(tmp_path / "job"), logits(tmp_path / "job/merged"), rtol=0, atol=1e-4)
 
 
+def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: list[str], tmp_path: Path) -> None:
+    """Steps and rates are those of the same batches unpacked; resumed in the middle of an epoch."""
+    step = ["--learning_rate", "1e-3", "--grad_accum_steps", "2", "--logging_steps", "1", "--eos_padding", "1"]
+    step += ["--eval_steps", "3", "--lora_dropout", "0", "--debugging", "--max_steps", "5"]
+    plain, packed, two = tmp_path / "plain", tmp_path / "packed", tmp_path / "two"
+    run([*flags, *step], plain)
+    run([*flags, *step, "--packing"], packed)
+    finish(start(DDP, [*flags, *step, "--packing", "--batch_size", "2"], two, ACCELERATE_USE_CPU="true"), two)
+    for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_loss_t0.0-0.2"):
+        expected = history(plain, name)
+        assert len(expected) >= 2
+        assert history(packed, name) == pytest.approx(expected, rel=1e-4)
+        assert history(two, name) == pytest.approx(expected, rel=1e-4)
+    assert history(packed, "padding_share") == [0] * 5 < history(plain, "padding_share")
+    assert "packed" not in (packed / "job/adapter_config.json").read_text()
+    again = tmp_path / "again"
+    shutil.copytree(packed / "job/checkpoint-3", again / "job/checkpoint-3")
+    run([*flags, *step, "--packing", "--resume"], again)
+    assert history(again, "loss") == history(packed, "loss")
+    found, expected = weights(again / "job"), weights(packed / "job")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
     run(flags, tmp_path, "--max_steps", "3", "--learning_rate", "1e-2", "--merge_at_end", "--gradient_checkpointing")
     adapter, merged = tmp_path / "job", tmp_path / "job/merged"

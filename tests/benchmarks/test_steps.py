@@ -129,6 +129,22 @@ def test_the_published_sft_trainer_has_our_loss(tmp_path, blocks):
     assert count_passes(ours.model, lambda: sft_steps.bare_sft(ours, clock)) == 2
 
 
+def test_rows_of_unlike_length_are_the_same_in_every_way_of_batching(tmp_path):
+    shape = SHAPE | {"length": 40, "rows": 2, "mu": 8}
+    found = steps.race_steps("sft_lengths", argparse.Namespace(**shape), tmp_path)
+    waste = {way: row["tokens computed / real"] for way, row in found["results"].items()}
+    assert waste["packed"] == waste["bare"] == 1 < waste["grouped"] < waste["padded"]
+    trainers = [
+        sft_steps.sft_trainer(sft_steps.dLLMTrainer, argparse.Namespace(**shape), tmp_path, Clock(), unlike=True, **way)
+        for way in ({}, {"grouped": True}, {"packed": True})
+    ]
+    for trainer in trainers:
+        trainer.train()
+    tokens = {sum(int(batch["attention_mask"].sum()) for batch in trainer.seen) for trainer in trainers}
+    assert len(tokens) == 1
+    assert count_passes(trainers[-1].model, lambda: sft_steps.bare_rows(trainers[-1], Clock())) == 2 * 8
+
+
 @pytest.mark.parametrize("kind", ["rl", "sft", "sft_blocks"])
 def test_phases_add_up_to_the_whole(kind, tmp_path):
     found = steps.race_steps(kind, argparse.Namespace(**SHAPE), tmp_path)

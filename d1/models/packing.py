@@ -1,0 +1,181 @@
+"""Rows of several texts, one behind the other without padding, of which each attends to itself alone.
+
+The body of a prepared model takes, beside the ids (1, tokens) of such a row, its `segments`: the tokens of each text,
+and how many noised copies of its last follow them. Flex and flash attention read from a mask or from cumulative lengths
+where texts end. sdpa and eager would score every token against every other and hide most: here they run on one text
+after the other, so that a packed row costs what its texts cost alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from d1.models.attention import (
+    Segments,
+    added,
+    before_in_two_streams,
+    fed_tokens,
+    over_blocks,
+    packed_positions,
+    packed_rule,
+    real_before,
+    require_prepared,
+    within_window,
+)
+from d1.models.kinds import OWN_CODE, block_size, kind_of, windowed
+from d1.transformers_bridge import PACKED, attention_kernel, takes_packed_rows
+
+FULL, WINDOW = "full_attention", "sliding_attention"  # as configs name what a layer attends to
+
+
+class Texts(NamedTuple):
+    """The texts of a packed row as its layers take them."""
+
+    queries: list[int]  # of each text; after `narrow` only those asked for, text by text
+    keys: list[int]
+    masks: dict[str, list[Tensor | None]]  # of each text, by what the layer attends to; None: it sees all of its text
+
+    def at(self, positions: Tensor) -> Texts:
+        """With the queries at `positions` (1, n) of the row alone."""
+        ends = torch.tensor(self.keys, device=positions.device).cumsum(0)
+        text = torch.bucketize(positions[0], ends, right=True)
+        queries = text.bincount(minlength=len(self.keys)).tolist()
+        places = (positions[0] - (ends - ends.diff(prepend=ends.new_zeros(1)))[text]).split(queries)
+        masks = {
+            kind: [None if mask is None else mask[:, :, place] for mask, place in zip(each, places, strict=True)]
+            for kind, each in self.masks.items()
+        }
+        return Texts(queries, self.keys, masks)
+
+
+def take_packed_rows(model: Any) -> None:
+    """Lets the body of a prepared model (or of an adapter on one) take `segments`; all else stays as it was.
+
+    Raises:
+        ValueError: the model's kernel cannot keep texts apart, or the model runs code of its own.
+    """
+    require_prepared(model)
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if kind_of(inner.config) is OWN_CODE:
+        raise ValueError(
+            f"this {type(inner).__name__} runs code of its own, which cannot keep the texts of a row apart"
+        )
+    kernel = attention_kernel(inner.config)
+    if kernel in ("sdpa", "eager"):
+        inner.set_attn_implementation(PACKED + kernel)
+    check_packed(inner.config, type(inner).__name__)
+
+
+def check_packed(config: Any, name: str) -> None:
+    """Raises ValueError for a config whose attention would ignore where the texts of a row end."""
+    kernel = attention_kernel(config) or ""
+    if kernel in ("sdpa", "eager"):
+        if not takes_packed_rows(config):
+            raise ValueError(f"{name}: rows of several texts need d1.models.packing.take_packed_rows(model) first")
+    elif kernel == "flex_attention" and windowed(config):
+        raise ValueError(
+            f"{name}: rows of several texts and layers with a window run under sdpa and eager, not {kernel}"
+        )
+    elif kernel != "flex_attention" and not kernel.startswith("flash_attention"):
+        raise ValueError(f"{name}: rows of several texts run under sdpa, eager, flex and flash attention, not {kernel}")
+
+
+def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the body, before that of its attention: of `segments` makes positions and what the kernel
+    needs to keep texts apart.
+
+    Raises:
+        ValueError: the kernel would ignore it.
+    """
+    segments = kwargs.pop("segments", None)
+    if segments is None:
+        return args, kwargs
+    config, device, size = body.config, fed_tokens(args, kwargs).device, block_size(body.config)
+    check_packed(config, type(body).__name__)
+    kernel, tokens = attention_kernel(config), [length + noised for length, noised in segments]
+    first = config.pad_token_id + 1 if kind_of(config).positions_after_padding else 0
+    kwargs["position_ids"] = packed_positions(segments, device).unsqueeze(0) + first
+    if getattr(config, "predicts_next_token", False):
+        kwargs["token_before"] = packed_before(segments, size, device)
+    if kernel in ("sdpa", "eager"):
+        kwargs["texts"] = Texts(tokens, tokens, text_masks(body, segments, device))
+    elif kernel == "flex_attention":
+        rule, shape = packed_rule(segments, size, device), (1, None, sum(tokens), sum(tokens))
+        kwargs["attention_mask"] = create_block_mask(lambda b, h, q, k: rule(q, k), *shape, device=device)
+    else:
+        ends = torch.tensor([0, *tokens], device=device).cumsum(0).int()
+        kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
+        kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), max(tokens))
+    return args, kwargs
+
+
+def text_masks(body: PreTrainedModel, segments: Segments, device: Any) -> dict[str, list[Tensor | None]]:
+    """Each text's mask under sdpa or eager; None where it sees all of itself."""
+    config, size = body.config, block_size(body.config)
+
+    def as_taken(mask: Tensor) -> Tensor:
+        return mask if attention_kernel(config) == "sdpa" else added(mask, body.dtype)
+
+    def of_blocks(length: int, noised: int) -> Tensor | None:
+        ones = torch.ones(1, length, dtype=torch.long, device=device)
+        return None if size is None else as_taken(over_blocks(ones, length + noised, size, noised))
+
+    masks = {FULL: [of_blocks(*segment) for segment in segments]}
+    if windowed(config):
+        masks[WINDOW] = [as_taken(within_window(length, config.sliding_window, device)) for length, _ in segments]
+    return masks
+
+
+def packed_before(segments: Segments, size: int | None, device: Any) -> Tensor:
+    """(1, tokens) `real_before` within each text of a packed row."""
+    found, start = [], 0
+    for length, noised in segments:
+        ones = torch.ones(1, length, dtype=torch.long, device=device)
+        before = before_in_two_streams(ones, noised, size) if noised and size else real_before(None, ones)
+        found.append(start + before)
+        start += length + noised
+    return torch.cat(found, dim=1)
+
+
+def own_kernel(name: str, module: Any) -> Callable[..., tuple[Tensor, Any]]:
+    """What `module` attends with under sdpa or eager; each model has an eager attention of its own."""
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+    return AttentionInterface()[name]  # type: ignore[no-any-return]
+
+
+def one_by_one(name: str) -> Callable[..., tuple[Tensor, Any]]:
+    """The kernel `name` for packed rows, as Transformers calls it: (rows, heads, tokens, size) each."""
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        texts: Texts | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        kernel = own_kernel(name, module)
+        if texts is None:
+            return kernel(module, query, key, value, attention_mask, **kwargs)
+        own = texts.masks[FULL if kwargs.get("sliding_window") is None else WINDOW]
+        keys, values = key.split(texts.keys, dim=2), value.split(texts.keys, dim=2)
+        parts = zip(query.split(texts.queries, dim=2), keys, values, own, strict=True)
+        return torch.cat([kernel(module, *part, **kwargs)[0] for part in parts if part[0].shape[2]], dim=1), None
+
+    return attend
+
+
+for kernel_name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
+    AttentionInterface.register(PACKED + kernel_name, one_by_one(kernel_name))
+    AttentionMaskInterface.register(PACKED + kernel_name, make_mask)

@@ -1,0 +1,132 @@
+"""Texts in one row against each text alone, for every kind and kernel."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AttentionInterface
+
+from d1.masking import keyed_generator
+from d1.models import load_model
+from d1.models.adapters import lora_targets
+from d1.models.attention import over_blocks, packed_positions, packed_rule
+from d1.models.head import body_and_head
+from d1.models.packing import place_packed, take_packed_rows
+from d1.models.two_streams import packed_two_stream_states, two_stream_states
+from tests.d1.released import BLOCKS
+
+LENGTHS = [11, 1, 18, 6]
+TEXTS = [(length, 0) for length in LENGTHS]
+IDS = torch.randint(4, 64, (sum(LENGTHS),), generator=keyed_generator(0))
+HIDDEN = torch.rand(IDS.shape, generator=keyed_generator(1)) < 0.5
+HIDDEN[-LENGTHS[-1] :] = False  # the last text hides nothing
+NOISED = IDS.masked_fill(HIDDEN, 3)
+WINDOWED = ("gemma2", "gemma3_text", "modernbert")
+
+
+def one_by_one(model: Any) -> Tensor:
+    """(tokens, hidden size) of each text in a pass of its own."""
+    return torch.cat([body_and_head(model)[0](text[None])[0] for text in IDS.split(LENGTHS)])
+
+
+def in_one_row(model: Any, positions: Tensor | None = None) -> Tensor:
+    return body_and_head(model)[0](IDS[None], None, positions, segments=TEXTS)[0]
+
+
+def kernels(kind: str) -> list[str]:
+    return ["eager"] + ["sdpa"] * (kind != "gemma2") + ["flex_attention"] * (kind not in WINDOWED)
+
+
+def test_a_text_is_what_it_is_alone(kind_dirs, kind):
+    """Whole, at chosen positions of the last layer, and with a noised copy behind each text."""
+    for kernel in kernels(kind):
+        model: Any = load_model(kind_dirs[kind], attn_implementation=kernel)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            expected, at = one_by_one(model), HIDDEN.nonzero().T
+            take_packed_rows(model)
+            torch.testing.assert_close(in_one_row(model), expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(in_one_row(model, at), expected[HIDDEN], atol=1e-5, rtol=0)
+            torch.testing.assert_close(one_by_one(model), expected, atol=0, rtol=0)  # plain rows as before
+            if kind in BLOCKS:
+                pairs = zip(IDS.split(LENGTHS), NOISED.split(LENGTHS), strict=True)
+                alone = torch.cat([two_stream_states(model, a[None], b[None], None)[0] for a, b in pairs])[HIDDEN]
+                found = packed_two_stream_states(model, IDS[None], NOISED[None], LENGTHS, HIDDEN[None])
+                torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llada", "Dream", "gemma2", "gemma3_text", "lladamoe", "modernbert", "roberta"])
+def test_gradients_through_checkpointed_layers_and_an_adapter(kind_dirs, kind):
+    found = []
+    for packed in (False, True):
+        torch.manual_seed(0)
+        model: Any = load_model(kind_dirs[kind])
+        adapter = LoraConfig(target_modules=lora_targets(model.config.model_type, "attention"), init_lora_weights=False)
+        model = get_peft_model(model, adapter).train()
+        for dropout in (module for module in model.modules() if isinstance(module, torch.nn.Dropout)):
+            dropout.p = 0.0
+        if packed:
+            model.gradient_checkpointing_enable()
+            take_packed_rows(model)
+        states = in_one_row(model) if packed else one_by_one(model)
+        states.square().sum().backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad})
+    scale = max(gradient.abs().max() for gradient in found[0].values())
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-6 * float(scale), rtol=1e-4)
+
+
+def slow_twin(module, query, key, value, attention_mask, scaling=None, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attention as FlashAttention's `varlen` functions define it by its arguments, a text and a head at a time."""
+    ends, most = kwargs["cu_seq_lens_k"].tolist(), kwargs["max_length_k"]
+    assert attention_mask is None
+    assert ends == kwargs["cu_seq_lens_q"].tolist()
+    assert most == kwargs["max_length_q"] == max(b - a for a, b in itertools.pairwise(ends))
+    shared, out = query.shape[1] // key.shape[1], torch.zeros_like(query)
+    for head in range(query.shape[1]):
+        for a, b in itertools.pairwise(ends):
+            scores = query[0, head, a:b] @ key[0, head // shared, a:b].T * (scaling or query.shape[-1] ** -0.5)
+            out[0, head, a:b] = scores.softmax(-1) @ value[0, head // shared, a:b]
+    return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("kind", ["llada", "Dream", "lladamoe", "gemma", "bert", "roberta"])
+@torch.no_grad()
+def test_flash_attention_is_told_where_texts_end(kind_dirs, kind):
+    """What its kernel would be called with, by each class of models; the kernel itself needs a GPU."""
+    model: Any = load_model(kind_dirs[kind])
+    expected, config = one_by_one(model), model.config
+    flash: Any = SimpleNamespace(config=type(config)(**config.to_dict(), attn_implementation="flash_attention_2"))
+    _, told = place_packed(flash, (), {"input_ids": IDS[None], "segments": TEXTS})
+    AttentionInterface.register("slow_twin", slow_twin)
+    model.set_attn_implementation("slow_twin")
+    torch.testing.assert_close(body_and_head(model)[0](**told)[0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_the_rule_for_flex_attention_is_the_masks_of_the_texts_along_the_diagonal(size):
+    segments = [(9, 5), (1, 0), (6, 6)] if size else [(9, 0), (1, 0), (6, 0)]
+    total = sum(map(sum, segments))
+    place = torch.arange(total)
+    found = packed_rule(segments, size, "cpu")(place[:, None], place)
+    masks = [over_blocks(torch.ones(1, n, dtype=torch.long), n + m, size or 99, m)[0, 0] for n, m in segments]
+    assert torch.equal(found, torch.block_diag(*masks).bool())
+    assert packed_positions([(3, 2), (2, 0)], "cpu").tolist() == [0, 1, 2, 1, 2, 0, 1]
+
+
+def test_what_cannot_keep_texts_apart_is_refused(kind_dirs, tmp_path):
+    model: Any = load_model(kind_dirs["llama"])
+    with pytest.raises(ValueError, match=r"LlamaModel: rows of several texts need .*take_packed_rows\(model\) first"):
+        in_one_row(model)
+    take_packed_rows(model)
+    model.save_pretrained(tmp_path)
+    assert "packed" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    for kind in WINDOWED:
+        with pytest.raises(ValueError, match="layers with a window run under sdpa and eager, not flex_attention"):
+            take_packed_rows(load_model(kind_dirs[kind], attn_implementation="flex_attention"))
