@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.clock import Clock
-from d1.runs.entry import run_script
+from d1.runs.entry import quick_imports, run_script
 
+ROOT = Path(__file__).resolve().parents[1]
 TRAINING = {
     "accelerate:Accelerator.clip_grad_norm_": "optimizer",
     "accelerate.optimizer:AcceleratedOptimizer.step": "optimizer",
@@ -140,7 +140,8 @@ def work(kind: str, out: str, script: str, *flags: str) -> None:
     clock = Clock()
     clock.open, clock.since = [START], (0.0, 0.0)  # from the start of the process
     sys.path[0] = os.getcwd()
-    watch(clock, kind)
+    with quick_imports():  # as the script would have made them
+        watch(clock, kind)
     clock.turn()
     clock.open = [REST]
     watch_imports(clock)
