@@ -21,12 +21,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.clock import Clock
 from d1.runs.entry import quick_imports, run_script
+
+if TYPE_CHECKING:
+    from benchmarks.clock import Clock
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINING = {
@@ -137,10 +139,12 @@ def watch_imports(clock: Clock) -> None:
 
 def work(kind: str, out: str, script: str, *flags: str) -> None:
     """Runs a script of the working folder as `python script flags` does, and writes its processor seconds by row."""
-    clock = Clock()
-    clock.open, clock.since = [START], (0.0, 0.0)  # from the start of the process
     sys.path[0] = os.getcwd()
     with quick_imports():  # as the script would have made them
+        from benchmarks.clock import Clock
+
+        clock = Clock()
+        clock.open, clock.since = [START], (0.0, 0.0)  # from the start of the process
         watch(clock, kind)
     clock.turn()
     clock.open = [REST]
