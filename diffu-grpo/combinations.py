@@ -72,6 +72,16 @@ CONTRADICTIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "gradient_accumulation_steps ({gradient_accumulation_steps}) must be a multiple of steps_per_generation "
         "({steps_per_generation})",
     ),
+    (
+        lambda s: s.sampling_weight_cap is not None and s.objective in ("bgpo", *BOUNDS),
+        "sampling_weight_cap weighs the tokens of a sum over tokens, and {objective} bounds whole completions: it "
+        "needs --objective trl, clipped_views or reinforce",
+    ),
+    (
+        lambda s: s.sampling_weight_cap is not None and s.objective == "trl" and s.loss_type == "vespo",
+        "sampling_weight_cap would weigh each token of vespo, whose own weight is of whole completions: take another "
+        "loss_type",
+    ),
     # How the loss is averaged
     (
         lambda s: s.objective != "trl" and s.loss_type not in MEANS,
@@ -123,9 +133,9 @@ CONTRADICTIONS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     # The states of replay
     (
-        lambda s: replays(s) and (s.cfg_scale > 0 or "cached" in s.sampler),
-        "{estimator} scores tokens in the states the sampler was in, and with guidance or an approximate cache these "
-        "are no states of the model: set --cfg_scale 0 and --sampler exact or parallel",
+        lambda s: replays(s) and s.cfg_scale > 0,
+        "{estimator} scores tokens in the states the sampler was in, and with guidance these are no states of the "
+        "model: set --cfg_scale 0",
     ),
     (
         lambda s: (replays(s) or s.estimator == "left_to_right") and s.p_mask_prompt > 0,

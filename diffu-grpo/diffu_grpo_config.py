@@ -164,6 +164,13 @@ class DiffuGRPOConfig(GRPOConfig):
         default=0.5, metadata={"help": "spg: the upper bound's share where the advantage is < 0."}
     )
     ratio_cap: float = field(default=5.0, metadata={"help": "stable_drl: the largest ratio of a completion."})
+    sampling_weight_cap: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight each token by how much likelier the trained policy finds it than the one that sampled, at "
+            "most by this (truncated importance sampling); unset: no weights."
+        },
+    )
     p_mask_prompt: float = field(default=0.15, metadata={"help": "Probability that a prompt token is masked."})
     random_masking: bool = field(
         default=True, metadata={"help": "A fresh prompt mask for each inner update; false: one mask for all of them."}

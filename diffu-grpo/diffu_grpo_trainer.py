@@ -229,7 +229,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.compare_rows(model)
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
-        inputs = loss_inputs(batch, scores, self.update, micro_batches)
+        inputs = loss_inputs(batch, scores, self.update, micro_batches, args.sampling_weight_cap)
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
         if args.objective == "trl":
@@ -246,7 +246,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
         if self.update == 0:
-            metrics |= sampling_gap(batch, inputs, self.accelerator.gather)
+            metrics |= sampling_gap(batch, inputs, self.accelerator.gather, args.sampling_weight_cap)
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss

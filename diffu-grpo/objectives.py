@@ -29,6 +29,8 @@ class LossInputs:
         tokens: scored tokens of a micro-batch, on average over all of the rollout and all processes.
         log_ratios: (all rows of the rollout,) `sequence_log_ratios` on all processes, of the policy before this update;
             None but for objectives in `OVER_ALL_ROWS`.
+        sampling_weights: (rows, tokens), of each token's part of the policy gradient (`sampling_weights.py`); None
+            where `sampling_weight_cap` is.
     """
 
     view_logps: Tensor
@@ -39,6 +41,7 @@ class LossInputs:
     mask: Tensor
     tokens: Tensor
     log_ratios: Tensor | None = None
+    sampling_weights: Tensor | None = None
 
     @property
     def logps(self) -> Tensor:
@@ -54,6 +57,11 @@ class LossInputs:
     def reference(self) -> Tensor | None:
         """(rows, tokens), those of the reference model."""
         return None if self.view_reference is None else (self.weights * self.view_reference).sum(1)
+
+    @property
+    def counted(self) -> Tensor:
+        """(rows, tokens), what a token counts for: `mask`, with the sampling weights where there are some."""
+        return self.mask if self.sampling_weights is None else self.mask * self.sampling_weights
 
     @property
     def lengths(self) -> Tensor:
@@ -88,7 +96,7 @@ MEANS = ("sum", "grpo", "dr_grpo", "bnpo", "dapo")
 
 def reinforce(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
     """-A log p: the policy gradient, with neither ratio nor clipping (Williams 1992)."""
-    return averaged(-inputs.advantages * (inputs.logps * inputs.mask).sum(-1), inputs, settings), {}
+    return averaged(-inputs.advantages * (inputs.logps * inputs.counted).sum(-1), inputs, settings), {}
 
 
 def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
@@ -113,7 +121,8 @@ def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, 
     ratios = (inputs.view_logps - inputs.view_old).exp()
     gains, clipped = clip(ratios, inputs.advantages[:, None, None], settings)
     scored = (inputs.weights * inputs.mask.unsqueeze(1)) != 0
-    loss = averaged(-(inputs.weights * gains * scored).sum((1, 2)), inputs, settings)
+    counted = inputs.weights * inputs.counted.unsqueeze(1)
+    loss = averaged(-(counted * gains).sum((1, 2)), inputs, settings)
     return loss, {"clip_ratio/region_mean": share(clipped, scored)}
 
 

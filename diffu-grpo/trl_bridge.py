@@ -187,8 +187,10 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         """
         assert entropies is not None
         own = TokenLogps(inputs.logps, fitted(entropies, inputs.mask.shape[1]))
-        logps = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
-        return super()._compute_loss(own, batch | logps)
+        given = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
+        if inputs.sampling_weights is not None:  # TRL takes (rows, tokens), and weighs its KL by no advantage
+            given["advantages"] = inputs.advantages.unsqueeze(1) * inputs.sampling_weights
+        return super()._compute_loss(own, batch | given)
 
     def leave_out_trls_kl(self) -> None:
         """TRL adds no KL from now on, and asks for no reference of its own; `reference()` is still there."""

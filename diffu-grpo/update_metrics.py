@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from objectives import LossInputs
+from sampling_weights import mean_logps, where_scored
 from torch import Tensor
 from update_views import Batch, fitted
 
@@ -34,25 +35,28 @@ def mean_entropy(inputs: LossInputs, entropies: Tensor | None, gather: Callable[
     return total / weight if weight else 0.0
 
 
-def sampling_gap(batch: Batch, inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def sampling_gap(
+    batch: Batch, inputs: LossInputs, gather: Callable[[Tensor], Tensor], cap: float | None = None
+) -> dict[str, float]:
     """How far the policy that sampled is from the one that is trained, before the first inner update.
 
     A token's log-prob is the mean over the views that score it. The mean difference of log-probs estimates the KL from
     the first policy to the second (Schulman's k1). Under d1's estimator it is not zero for the exact sampler either: a
     token is revealed with others in place, and scored alone. Under replay it is.
+
+    With sampling weights also their mean, and the share of tokens that the cap holds back.
     """
-    weights = inputs.weights.sum(1)
-    scored = inputs.mask.bool() & (weights > 0)
-    logps = inputs.logps.detach() / weights.where(scored, 1.0)
+    scored, logps = where_scored(inputs), mean_logps(inputs.logps.detach(), inputs)
     gap = (fitted(batch["rollout_logps"], logps.shape[1]) - logps).masked_fill(~scored, 0.0)
-    sums = torch.stack([gap.sum(), gap.abs().sum(), scored.sum()])
-    total, absolute, count = gather(sums).view(-1, 3).sum(0).tolist()
+    sums = {"sampling/logp_difference_mean": gap.sum(), "sampling/logp_difference_abs": gap.abs().sum()}
+    if inputs.sampling_weights is not None and cap is not None:
+        weights = inputs.sampling_weights
+        sums |= {"sampling/weight_mean": (weights * scored).sum()}
+        sums |= {"sampling/weight_capped": ((weights >= cap) & scored).sum()}
+    *totals, count = gather(torch.stack([*sums.values(), scored.sum()])).view(-1, len(sums) + 1).sum(0).tolist()
     largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
-    return {
-        "sampling/logp_difference_mean": total / max(count, 1),
-        "sampling/logp_difference_abs": absolute / max(count, 1),
-        "sampling/ratio_max": largest,
-    }
+    means = {name: total / max(count, 1) for name, total in zip(sums, totals, strict=True)}
+    return means | {"sampling/ratio_max": largest}
 
 
 def rows_to_blame(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:

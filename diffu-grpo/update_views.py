@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from objectives import LossInputs
+from sampling_weights import truncated_weights
 from torch import Tensor
 
 from d1.models.head import run_inside
@@ -106,13 +108,16 @@ def score_batch(
     )
 
 
-def loss_inputs(batch: Batch, scores: Scores, update: int, parts: int = 1) -> LossInputs:
+def loss_inputs(
+    batch: Batch, scores: Scores, update: int, parts: int = 1, sampling_weight_cap: float | None = None
+) -> LossInputs:
     """What an objective gets of inner update `update`: tensors as wide as the completions of `batch`.
 
     Where no old log-probs are stored, the policy is still the one that sampled.
 
     Args:
         parts: micro-batches of the rollout, over all processes.
+        sampling_weight_cap: of `truncated_weights`; None: no weights.
     """
     width = batch["completion_mask"].shape[1]
 
@@ -120,7 +125,7 @@ def loss_inputs(batch: Batch, scores: Scores, update: int, parts: int = 1) -> Lo
         return fitted(batch[name][:, update], width) if name in batch else None
 
     view_logps, old = fitted(scores.view_logps, width), stored("old_view_logps")
-    return LossInputs(
+    inputs = LossInputs(
         view_logps=view_logps,
         view_old=view_logps.detach() if old is None else old,
         view_reference=stored("ref_view_logps"),
@@ -130,6 +135,10 @@ def loss_inputs(batch: Batch, scores: Scores, update: int, parts: int = 1) -> Lo
         tokens=batch["num_items_in_batch"] / parts,
         log_ratios=batch.get("log_ratios"),
     )
+    if sampling_weight_cap is None:
+        return inputs
+    weights = truncated_weights(fitted(batch["rollout_logps"], width), inputs, sampling_weight_cap)
+    return replace(inputs, sampling_weights=weights)
 
 
 def fitted(values: Tensor, width: int) -> Tensor:

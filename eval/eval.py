@@ -2,7 +2,8 @@
 
 Generates a completion for every problem of a task and writes them as d1's generation files into `--output_dir`;
 `parse_and_get_acc.py` scores them. On several GPUs: `torchrun --nproc_per_node 4 eval.py ...` (or `accelerate launch`).
-A killed run, started again with the same arguments, continues where it stopped.
+A killed run, started again with the same arguments, continues where it stopped. A completion that is done makes room
+for the next problem, so the batch stays full, and all processes take their problems from one queue.
 
 Completions depend neither on the number of processes nor on where a run was interrupted, in any dtype; in float32
 neither on the batch size nor on the other problems. In 16 bits (bfloat16 is the default on a GPU) the rows and the
@@ -97,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Runs the evaluation on this process's share of the problems; rank 0 assembles the files.
+    """Runs the evaluation on what this process takes from the queue of problems; rank 0 assembles the files.
 
     Raises:
         ValueError, FileNotFoundError: an argument, a file or a path makes no sense, before the model is loaded.
@@ -121,7 +122,7 @@ def main(args: argparse.Namespace) -> None:
     config = config_of(args.model_path, args.checkpoint_path, args.trust_remote_code)
     settings = sampling_settings(vars(args), config)
     args.block_length, args.diffusion_steps = settings.block_length, settings.steps  # as files and records name them
-    rank, world = join_processes()
+    rank, _ = join_processes()
     tokenizer = load_tokenizer(
         tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
     )
@@ -133,7 +134,7 @@ def main(args: argparse.Namespace) -> None:
     journal = Journal(args.output_dir, setup_name(args), rank)
     identity = run_identity(args, prompts)
     if from_rank_0(lambda: journal.prepare(identity, args.overwrite)):
-        complete(args, tokenizer, prompts, journal, world)
+        complete(args, tokenizer, prompts, journal)
         if rank == 0:
             results = generation_file(args, task_name(args), prompts, journal.read())
             journal.finish(results, run_settings(args) | {"identity": identity} | run_record())
@@ -148,18 +149,17 @@ def main(args: argparse.Namespace) -> None:
     leave_processes()
 
 
-def complete(args: argparse.Namespace, tokenizer: Any, prompts: list[Prompt], journal: Journal, world: int) -> None:
-    """Generates what the journal lacks, each process its share; returns when all of it is there."""
+def complete(args: argparse.Namespace, tokenizer: Any, prompts: list[Prompt], journal: Journal) -> None:
+    """Generates what the journal lacks, the processes from one queue; returns when all of it is there."""
     with quick_imports():
         from eval_processes import wait_for_all
-        from generate_completions import all_batches, generate_missing
+        from generate_completions import all_parts, generate_missing, unfinished
 
     done = journal.read()
     wait_for_all()  # nobody writes before everybody has read
     if done and journal.rank == 0:
         logger.info("Resuming: %d of %d completions are there", len(done), len(prompts) * args.num_samples)
-    batches = all_batches(prompts, args.num_samples, args.batch_size)
-    generate_missing(args, tokenizer, batches, done, journal, world)
+    generate_missing(args, tokenizer, unfinished(all_parts(args, prompts), done), done, journal)
     wait_for_all()
 
 

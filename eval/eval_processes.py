@@ -1,26 +1,49 @@
-"""The processes of an evaluation: they share the problems out and otherwise only wait for each other."""
+"""The processes of an evaluation: they take problems from one queue and otherwise only wait for each other."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
+STORE: list[dist.Store] = []  # what the processes count in; empty where there is one process
 
 
 def join_processes() -> tuple[int, int]:
     """(rank, number of processes), as torchrun or accelerate started them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may be hours behind another
+        patience = timedelta(days=7)  # a rank may be hours behind another
+        store, rank, _ = next(dist.rendezvous("env://", timeout=patience))
+        STORE[:] = [dist.PrefixStore("eval", store)]
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=world, timeout=patience
+        )
     return int(os.environ.get("RANK", "0")), world
 
 
 def leave_processes() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    STORE.clear()
+
+
+def count_together(name: str, more: int) -> int:
+    """Adds to a count that all processes share, from 0, and returns it."""
+    return STORE[0].add(name, more) if STORE else more
+
+
+def queue_of(items: Sequence[T]) -> Iterator[T]:
+    """`items` in their order, each given to one process only: to whichever asks next. Once a launch."""
+    if not STORE:
+        yield from items
+        return
+    while (number := count_together("taken", 1) - 1) < len(items):
+        yield items[number]
 
 
 def wait_for_all() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from eval_processes import join_processes
 from eval_prompts import Prompt, tokenizer_path
-from generate_completions import Request, generate_batch, load_model_for
+from generate_completions import Request, generate_rows, load_model_for
 from likelihood import Pair, are_greedy, check_likelihood, log_likelihoods, seed_of
 from tqdm import tqdm
 
@@ -135,24 +135,23 @@ class HarnessModel:
         return texts
 
     def sampling_args(self, length: int, temperature: float) -> argparse.Namespace:
-        """The settings of generate_batch for a task that asks for this length and temperature."""
+        """The settings of generate_rows for a task that asks for this length and temperature."""
         of_the_task = {"gen_length": self.args.gen_length or length, "temperature": temperature}
         return argparse.Namespace(**vars(self.args) | of_the_task | {"seed": self.args.draw_seed, "eos_stop": True})
 
     def complete(
         self, rows: list[tuple[int, Request]], args: argparse.Namespace, until: tuple[str, ...]
     ) -> Iterator[tuple[int, str]]:
-        """The text of each row up to its end, batch by batch, the longest prompts first."""
+        """The text of each row up to its end, as it ends, the longest prompts first."""
         check_room(self.model.config, max(len(prompt.ids) for _, (prompt, _) in rows), args.gen_length)
         special = [
             self.tokenizer.convert_tokens_to_ids(stop) for stop in until if stop in self.tokenizer.all_special_tokens
         ]
         ends = torch.tensor([*end_ids(self.tokenizer), *special], device=self.model.device)
         rows = sorted(rows, key=lambda row: -len(row[1][0].ids))
-        for start in range(0, len(rows), self.batch_size):
-            places, batch = zip(*rows[start : start + self.batch_size], strict=True)
-            entries = generate_batch(args, self.model, self.tokenizer, list(batch), ends)
-            yield from ((place, cut(entry["text"], until)) for place, entry in zip(places, entries, strict=True))
+        requests = (request for _, request in rows)
+        for number, entry in generate_rows(args, self.model, self.tokenizer, requests, ends, self.batch_size):
+            yield rows[number][0], cut(entry["text"], until)
 
     # ---- log-likelihoods
 

@@ -19,6 +19,7 @@ from d1.sampling.flags import sampling_settings
 from d1.tasks import TASKS
 
 WHOLE_FILE = 16 << 20  # bytes up to which a weights file is hashed whole
+PART = 4  # batches that a process takes at a time in 16 bits, where rows may end early: their last is not full
 PIECES, PIECE = 256, 1 << 16  # larger ones are hashed in pieces spread over the file
 
 
@@ -52,19 +53,35 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     approximate = {"sampler": chosen} if args.sampler != "exact" else {}
     stop = {"eos_stop": True} if args.eos_stop else {}
     protocol = {"prompt_protocol": args.prompt_protocol} if args.prompt_protocol != "d1" else {}
-    dtype = named_dtype(args.dtype)
     return {
         "weights": [weights_fingerprint(path) for path in (base, *adapters)],
         "problems": len(prompts),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "seed": args.seed,
-        "dtype": str(dtype),
+        "dtype": str(named_dtype(args.dtype)),
         **{name: getattr(args, name) for name in names},
         **approximate,
         **stop,
         **protocol,
-        **(rounding_identity(args) if dtype != torch.float32 else {}),
+        **({} if in_fp32(args) else rounding_identity(args)),
     }
+
+
+def in_fp32(args: argparse.Namespace) -> bool:
+    return named_dtype(args.dtype) == torch.float32
+
+
+def may_end_early(args: argparse.Namespace) -> bool:
+    """Whether one row may take fewer forward passes than another."""
+    return args.eos_stop or sampling_settings(vars(args)).rule is not None
+
+
+def part_size(args: argparse.Namespace) -> int:
+    """Rows that a process takes from the queue at a time: one in fp32, where rows do not depend on those beside them;
+    in 16 bits, as many as share a batch, one after the other."""
+    if in_fp32(args):
+        return 1
+    return args.batch_size * (PART if may_end_early(args) else 1)
 
 
 def rounding_identity(args: argparse.Namespace) -> dict[str, Any]:
@@ -74,6 +91,7 @@ def rounding_identity(args: argparse.Namespace) -> dict[str, Any]:
         "attn_implementation": args.attn_implementation or "default",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "libraries": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        **({"rows_in_turn": part_size(args)} if may_end_early(args) else {}),
     }
 
 

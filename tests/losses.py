@@ -114,8 +114,10 @@ def trl_trainer(model_dir: Any, folder: Any) -> Any:
     return trainer
 
 
-def trl_loss(trainer: Any, inputs: LossInputs, **options: Any) -> tuple[Tensor, dict[str, float]]:
-    """TRL's loss of the weighted sums over views, and what it logs."""
+def trl_loss(
+    trainer: Any, inputs: LossInputs, importance_sampling_ratio: Tensor | None = None, **options: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """TRL's loss of the weighted sums over views, and what it logs; with the weights that TRL gives vLLM's rollouts."""
     for name, value in {"beta": 0.0, "importance_sampling_level": "token", **options}.items():
         setattr(trainer, name, value)
     ones = torch.ones(6, 3, dtype=torch.long)
@@ -126,6 +128,7 @@ def trl_loss(trainer: Any, inputs: LossInputs, **options: Any) -> tuple[Tensor, 
         "completion_mask": inputs.mask,
         "advantages": inputs.advantages,
         "num_items_in_batch": inputs.tokens,
+        "importance_sampling_ratio": importance_sampling_ratio,
     }
     loss = trainer.trl_loss(inputs, torch.zeros_like(inputs.weights[:, 0]), batch)
     trainer.log({})

@@ -100,6 +100,7 @@ RANGES = {
     "eubo_beta": "(0, inf)",
     "eubo_share": "[0, 1]",
     "ratio_cap": "(0, inf)",
+    "sampling_weight_cap": "(0, inf) or None",
     "epsilon": "[0, inf)",
     "epsilon_high": "[0, inf) or None",
     "delta": "(0, inf) or None",

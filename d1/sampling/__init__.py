@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from d1.sampling.loop import rollout as rollout
     from d1.sampling.loop import rollout_steps as rollout_steps
     from d1.sampling.settings import SamplingSettings as SamplingSettings
+    from d1.sampling.stream import rollout_stream as rollout_stream
 
 HOMES = {
     "Rollout": "loop",
@@ -25,5 +26,6 @@ HOMES = {
     "generate": "loop",
     "rollout": "loop",
     "rollout_steps": "loop",
+    "rollout_stream": "stream",
 }
 __getattr__ = lazily(__name__, HOMES)

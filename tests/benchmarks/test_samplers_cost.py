@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import samplers
+from benchmarks import batching, samplers
 from d1.tasks import load_task
 
 
@@ -42,6 +42,20 @@ def test_the_table_holds_every_sampler_and_counts_its_work(tmp_path, capsys):
     for row in results.values():
         assert row["times fewer tokens"] == pytest.approx(exact["tokens"] / row["tokens"])
     assert "| parallel: entropy" in (tmp_path / "samplers_40.md").read_text()
+
+
+def test_a_batch_that_is_kept_full_takes_fewer_passes_for_the_same_tokens(tmp_path, capsys):
+    flags = ["--model_path", str(Path(__file__).parents[2] / "pocket" / "base"), "--problems", "14", "--batch", "3"]
+    batching.main(batching.make_parser().parse_args([*flags, "--gen_length", "16", "--output_dir", str(tmp_path)]))
+    results = json.loads((tmp_path / "batching.json").read_text())["results"]
+    for way in batching.WAYS:
+        fixed, full = (results[f"{way}: {name}"] for name in (batching.FIXED, batching.FULL))
+        assert fixed["tokens fed"] == full["tokens fed"]
+        assert fixed["forward passes"] * fixed["batch in use, %"] == pytest.approx(
+            full["forward passes"] * full["batch in use, %"]
+        )
+        assert full["forward passes"] <= fixed["forward passes"]
+    assert full["forward passes"] < fixed["forward passes"]
 
 
 @pytest.mark.parametrize("flag", ["--repeats", "--batch"])

@@ -398,34 +398,38 @@ def write_sums(path: Path, count: int) -> Path:
     return path
 
 
-def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("sampler", [(), ("--sampler", "parallel", "--reveal_level", "0.1")], ids=str)
+def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model_dir, tmp_path, sampler):
     """Where the rows left over are batched among themselves some do change, so a change would be seen."""
     flags = ("--data_file", str(write_sums(tmp_path / "sums.jsonl", 80)), "--dtype", "bfloat16", "--batch_size", "4")
-    flags += ("--block_length", "8", "--gen_length", "24")
+    flags += ("--block_length", "8", "--gen_length", "24", *sampler)
     whole = evaluate(tiny_model_dir, tmp_path / "whole", *flags, task="gsm8k")
     required = ["--model_path", str(tiny_model_dir), "--dataset", "gsm8k", "--output_dir", str(tmp_path / "parts")]
     args = evaluation.make_parser().parse_args([*required, *flags, "--diffusion_steps", "12"])
     tokenizer = load_tokenizer(str(tiny_model_dir))
     prompts = read_prompts(args, load_task("gsm8k"), tokenizer)
 
-    def generate_by(world: int, batches: list, done: dict) -> Journal:
-        """Each process's share in turn, into the journal of the one setup."""
+    def generate_by(world: int, asked: list[Prompt], done: dict) -> Journal:
+        """What each of the processes took from the queue, one after the other, into the journal of the one setup."""
         journals = [Journal(args.output_dir, setup_name(args), rank) for rank in range(world)]
         assert journals[0].prepare(run_identity.run_identity(args, prompts), overwrite=not done)
-        for journal in journals:
-            generate_completions.generate_missing(args, tokenizer, batches, done, journal, world)
+        parts = generate_completions.unfinished(generate_completions.all_parts(args, asked), done)
+        for rank, journal in enumerate(journals):
+            taken = parts[rank::world]
+            generate_completions.generate_missing(args, tokenizer, parts, done, journal, lambda _, of=taken: of)
         return journals[0]
 
     expected = dict(texts(whole))
-    batches = generate_completions.all_batches(prompts, 1, 4)
+    if sampler:
+        assert len({item["forward_passes"] for item in whole["generations"]}) > 1
     left = [prompt for prompt in prompts if prompt.index % 3]
-    anew = generate_by(1, generate_completions.all_batches(left, 1, 4), {}).read()
+    anew = generate_by(1, left, {}).read()
     assert any(entry["generations"] != expected[index] for (index, _), entry in anew.items())
 
-    kept = {key: entry for key, entry in generate_by(2, batches, {}).read().items() if key[0] % 3 == 0}
+    kept = {key: entry for key, entry in generate_by(2, prompts, {}).read().items() if key[0] % 3 == 0}
     for path in Path(args.output_dir).glob("*.partial/rank_*.jsonl"):
         path.unlink()
-    found = generate_by(3, batches, kept).read()
+    found = generate_by(3, prompts, kept).read()
     assert {key[0] for key in found} == {prompt.index for prompt in left}
     assert {index: entry["generations"] for (index, _), entry in (kept | found).items()} == expected
 

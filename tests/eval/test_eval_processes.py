@@ -27,9 +27,11 @@ ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"
               "--dynamo_backend", "no", "--num_processes")  # fmt: skip
 
 
-def start(processes: int, *arguments: object, launcher: Sequence[str] = TORCHRUN) -> subprocess.Popen[str]:
+def start(
+    processes: int, *arguments: object, launcher: Sequence[str] = TORCHRUN, script: Path = EVAL / "eval.py"
+) -> subprocess.Popen[str]:
     launch = ["-m", *launcher, str(processes)] if processes > 1 else []
-    command = [sys.executable, *launch, str(EVAL / "eval.py"), "--dataset", "sudoku", *LENGTHS, *map(str, arguments)]
+    command = [sys.executable, *launch, str(script), "--dataset", "sudoku", *LENGTHS, *map(str, arguments)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -117,6 +119,52 @@ def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model
     whole = tmp_path / "whole"
     evaluate("--model_path", tiny_model_dir, "--limit", 400, "--output_dir", whole, "--batch_size", 64)
     assert texts(whole) == texts(tmp_path)
+
+
+SLOW_SECOND = f"""
+import os, runpy, sys, time
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+def wait(module, args):
+    if type(module).__name__ == "LlamaModel":
+        time.sleep(0.5)
+
+if os.environ["RANK"] == "1":
+    register_module_forward_pre_hook(wait)
+sys.path.insert(0, {str(EVAL)!r})
+runpy.run_path({str(EVAL / "eval.py")!r}, run_name="__main__")
+"""
+
+
+def test_a_slow_process_takes_fewer_problems_and_a_killed_queue_continues(tiny_model_dir, tmp_path):
+    script = tmp_path / "slow_second.py"
+    script.write_text(SLOW_SECOND)
+    flags = ("--model_path", tiny_model_dir, "--limit", 500, "--batch_size", 4, "--eos_stop")
+    flags += ("--sampler", "parallel", "--reveal_level", 0.1, "--output_dir")
+    process = start(2, *flags, tmp_path / "two", launcher=ACCELERATE, script=script)
+    partial = tmp_path / "two" / f"sudoku_{tiny_model_dir.name}_12_6.partial"
+
+    def written() -> list[int]:
+        """Whole lines in each rank's journal."""
+        paths = [partial / f"rank_{rank}.jsonl" for rank in (0, 1)]
+        return [path.read_bytes().count(b"}\n") if path.exists() else 0 for path in paths]
+
+    deadline = time.monotonic() + 600
+    while (min(written()) < 3 or sum(written()) < 60) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    kill(process)
+    fast, slow = written()
+    assert 0 < slow < fast
+    assert fast + slow < 500, "the run was to be killed half-way"
+    kept = [json.loads(line) for path in partial.glob("rank_*.jsonl") for line in path.read_text().splitlines()[:-1]]
+    assert "500/500" in finish(start(2, *flags, tmp_path / "two", launcher=ACCELERATE))
+    results = {item["index"]: item for item in items(tmp_path / "two")}
+    assert len(items(tmp_path / "two")) == len(results) == 500
+    for entry in kept:
+        assert results[entry["index"]]["seconds"] == entry["seconds"]
+    evaluate(*flags, tmp_path / "one", "--batch_size", 7)
+    for one, two in zip(items(tmp_path / "one"), items(tmp_path / "two"), strict=True):
+        assert {**one, "seconds": 0} == {**two, "seconds": 0}  # all else is the same, down to the passes
 
 
 def test_overwrite_leaves_a_run_that_is_alive_alone(tiny_model_dir, tmp_path):

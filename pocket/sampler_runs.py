@@ -1,0 +1,182 @@
+"""Runs of the study of samplers inside RL: training to a budget of processor seconds, with models saved on the way,
+and the accuracy of each by the exact sampler. All of it happens in the process that asks for it, run after run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from board_plan import ROOT, START, TASKS, sft_folder
+from board_plan import Run as BoardRun
+from board_run import evaluate
+from demo import sft
+from phases import run_phases
+from rich.console import Console
+from transformers import TrainerCallback
+
+from d1.runs.divergence import check_weights
+
+logger = logging.getLogger(__name__)
+
+# Flags of rollouts, and how many blocks the canvas has, where these are not of 8 tokens. Levels are those of
+# benchmarks/samplers.py, which were chosen on validation puzzles.
+SAMPLERS: dict[str, tuple[int | None, tuple[object, ...]]] = {
+    "exact": (None, ()),
+    "parallel": (1, ("--reveal", "entropy", "--reveal_level", 1.75, "--diffusion_steps", 4)),
+    "cached": (None, ("--kv_cache", "dual")),
+    "cached+parallel": (2, ("--kv_cache", "dual", "--reveal", "factor", "--reveal_level", 1.5)),
+}
+# Everything else is d1's: replay scores each token in the state it was revealed in, with the whole prompt in sight.
+ESTIMATORS: dict[str, tuple[object, ...]] = {
+    "one_step": (),
+    "replay": ("--estimator", "replay", "--p_mask_prompt", 0),
+}
+NO_CURE = "none"
+CURES: dict[str, tuple[object, ...]] = {
+    NO_CURE: (),
+    "weights up to 1": ("--sampling_weight_cap", 1),
+    "weights up to 3": ("--sampling_weight_cap", 3),
+    "temperature 0.6": ("--temperature", 0.6),
+    "temperature 1.2": ("--temperature", 1.2),
+}
+RATE = 1e-4
+KEPT = (  # of what a run logs
+    *("step", "compute_tokens", "entropy", "kl", "ratio_max", "grad_norm", "rewards/accuracy/mean", "reward"),
+    *("sampling/logp_difference_mean", "sampling/logp_difference_abs", "sampling/ratio_max"),
+    *("sampling/weight_mean", "sampling/weight_capped", "sampling/forward_passes", "sampling/forward_tokens"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, or, where `sampler` is `START`, the evaluation of what it begins from.
+
+    Attributes:
+        seconds: of the processor, in training.
+        points: models saved and evaluated, at even shares of the seconds.
+        limit: problems it is judged on; 0: all.
+    """
+
+    task: str
+    sampler: str
+    estimator: str
+    cure: str
+    seed: int
+    split: str
+    learning_rate: float
+    seconds: float
+    points: int
+    limit: int = 0
+
+    @property
+    def name(self) -> str:
+        parts = (self.task, self.sampler, self.estimator, self.cure, f"seed{self.seed}", self.split)
+        return "_".join(parts).replace(" ", "-") + f"_{self.learning_rate:g}"
+
+    def flags(self, folder: Path, output_dir: Path) -> list[str]:
+        """Of diffu_grpo_train.py; the callback ends the run, never max_steps."""
+        task = TASKS[self.task]
+        flags: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--dataset", task.dataset, *task.flags]
+        flags += ["--diffusion_steps", task.length // 2, "--seed", self.seed, "--model_path", start_of(folder, self)]
+        flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "constant", "--max_steps", 1_000_000]
+        flags += ["--eval_strategy", "no", "--save_strategy", "no", "--output_dir", output_dir]
+        blocks, own = SAMPLERS[self.sampler]
+        flags += ["--sampler", self.sampler, "--block_length", task.length // blocks if blocks else 8, *own]
+        flags += [*ESTIMATORS[self.estimator], *CURES[self.cure]]
+        return [*map(str, flags)]
+
+
+def start_of(folder: Path, run: Run) -> Path:
+    """The SFT model that a run begins from."""
+    return sft_folder(folder, run.task, run.seed) / "sft"
+
+
+def make_start(folder: Path, run: Run, console: Console) -> None:
+    """SFT of the run's seed, where it is not there yet."""
+    if not (start_of(folder, run) / "model.safetensors").exists():
+        state = sft_folder(folder, run.task, run.seed)
+        run_phases([sft(state, run.seed, miniature=False, task=run.task)], state, 1, console)
+
+
+class SaveBySeconds(TrainerCallback):
+    """Saves the model at the first step at or after each even share of a budget of this process's processor seconds,
+    and ends the run with the last. Saving itself is not counted.
+
+    Attributes:
+        saved: (folder, processor seconds, step) of each model.
+        logs: all that was logged, also of a run that raised.
+    """
+
+    def __init__(self, folder: Path, seconds: float, points: int) -> None:
+        self.folder, self.seconds, self.points = folder, seconds, points
+        self.saved: list[tuple[Path, float, int]] = []
+        self.logs: list[dict[str, Any]] = []
+        self.began = 0.0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.began = time.process_time()
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
+    ) -> None:
+        now = time.process_time()
+        spent = now - self.began
+        if spent < self.seconds * (len(self.saved) + 1) / self.points:
+            return
+        check_weights(model, state.global_step)
+        path = self.folder / f"step{state.global_step}"
+        for part in (model, processing_class):
+            part.save_pretrained(path)
+        self.saved.append((path, spent, state.global_step))
+        control.should_log = True  # the compute up to here
+        control.should_training_stop = spent >= self.seconds or len(self.saved) == self.points
+        self.began += time.process_time() - now
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append({"step": state.global_step, **(logs or {})})
+
+
+def train(run: Run, folder: Path, output_dir: Path) -> tuple[SaveBySeconds, str | None]:
+    """Trains to the budget; returns what was saved, and what stopped the run where it was no longer finite."""
+    import diffu_grpo_train
+
+    saver = SaveBySeconds(output_dir / "points", run.seconds, run.points)
+    args, model_args = diffu_grpo_train.make_parser().parse_args_and_config(run.flags(folder, output_dir))
+    try:
+        diffu_grpo_train.main(args, model_args, callbacks=[saver])
+    except FloatingPointError as error:
+        logger.warning("%s: %s", run.name, error)
+        return saver, str(error)
+    return saver, None
+
+
+def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
+    """The run's points, each with the problems solved as "0110...", and its logs; leaves no files behind."""
+    sys.path[:0] = [str(ROOT / room) for room in ("diffu-grpo", "eval")]
+    make_start(folder, run, console)
+    output_dir = folder / run.name
+    shutil.rmtree(output_dir, ignore_errors=True)  # of a run that was killed
+    judged = BoardRun(run.task, "sft", START, run.seed, run.split, limit=run.limit)
+    if run.sampler == START:
+        found: dict[str, Any] = {
+            "points": [evaluate(judged, start_of(folder, run), output_dir / "start") | {"seconds": 0.0}]
+        }
+    else:
+        saver, reason = train(run, folder, output_dir)
+        compute = {log["step"]: log["compute_tokens"] for log in saver.logs if "compute_tokens" in log}
+        points = [
+            evaluate(judged, model, output_dir / f"at_{step}")
+            | {"seconds": round(spent, 2), "step": step, "compute_tokens": compute[step]}
+            for model, spent, step in saver.saved
+        ]
+        logs = [{key: log[key] for key in KEPT if log.get(key) is not None} for log in saver.logs if "loss" in log]
+        found = {"points": points, "logs": logs, "not_finite": reason}
+    shutil.rmtree(output_dir, ignore_errors=True)
+    gc.collect()
+    return found

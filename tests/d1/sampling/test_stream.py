@@ -1,0 +1,112 @@
+"""Sampling from a stream of prompts: what a fixed batch gives, by fewer passes, with the batch full."""
+
+import pytest
+import torch
+
+from d1.masking import keyed_generator
+from d1.models import load_model
+from d1.sampling import SamplingSettings, rollout, rollout_stream
+from tests.d1.sampling.reference import MASK, SAMPLERS, make_prompts
+
+WIDTHS = [9, 9, 8, 6, 5, 5, 3, 2, 1]
+ENDS = list(range(4, 20))
+FULL = [("llama", sampler) for sampler in SAMPLERS]
+FULL += [("Dream", sampler) for sampler in SAMPLERS if "cached" in sampler["sampler"]]  # speaks of the next token
+FULL += [(kind, SAMPLERS[0]) for kind in ("llada", "Dream", "gemma2", "bert")]
+BLOCKS = [("sdar", sampler) for sampler in SAMPLERS if "cached" not in sampler["sampler"]]
+BLOCKS += [("Fast_dLLM_Qwen", sampler) for sampler in SAMPLERS[0:4:3]]
+CHOICES = [  # length and steps, settings beyond the sampler's, and what the EOS stop looks for
+    ((11, 7), {}, None),
+    ((12, 12), {"temperature": 0.8}, ENDS),
+    ((11, 7), {"temperature": 0.8, "cfg_scale": 0.5}, ENDS),
+    ((12, 6), {"temperature": 0.8, "remasking": "random"}, ENDS),
+]
+
+
+def generators(rows):
+    return [keyed_generator(3, row) for row in range(rows)]
+
+
+def stream(model, ids, mask, settings, batch_size, ends):
+    """Every row's record, as one `rollout` of all rows would give it, and the order in which the rows ended."""
+    prompts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+    taken = zip(prompts, generators(len(prompts)), strict=True)
+    options = {"batch_size": batch_size, "mask_token_id": MASK, "eos_token_ids": ends}
+    found = {}
+    for numbers, part in rollout_stream(model, taken, settings, **options):
+        for place, number in enumerate(numbers):
+            found[number] = {name: values[place] for name, values in vars(part).items()}
+            found[number]["ids"] = found[number]["ids"][part.ids.shape[1] - settings.gen_length :]
+    assert sorted(found) == list(range(len(prompts)))
+    return {name: torch.stack([found[row][name] for row in sorted(found)]) for name in found[0]}, list(found)
+
+
+@pytest.mark.parametrize(("kind", "sampler"), [*FULL, *BLOCKS], ids=str)
+def test_rows_are_those_of_a_fixed_batch(kind_dirs, kind, sampler):
+    model = load_model(kind_dirs[kind])
+    model.get_output_embeddings().weight.data.mul_(4)  # surer, so that rules reveal several tokens
+    own = getattr(model.config, "block_size", None)
+    ids, mask = make_prompts(WIDTHS, 0)
+    early = 0
+    for (length, steps), fields, ends in CHOICES:
+        if fields.get("remasking") and "parallel" in sampler["sampler"]:
+            continue
+        settings = SamplingSettings(length, own or 4, steps, **fields, **sampler)
+        options = {"mask_token_id": MASK, "generator": generators(len(ids)), "eos_token_ids": ends}
+        expected = rollout(model, ids, mask, settings, **options)
+        got, _ = stream(model, ids, mask, settings, 4, ends)
+        assert torch.equal(got["ids"], expected.ids[:, ids.shape[1] :]), settings
+        for name in ("reveal_steps", "passes", "forward_tokens"):
+            assert torch.equal(got[name], getattr(expected, name)), f"{name}: {settings}"
+        for name in ("logps", "entropies"):
+            torch.testing.assert_close(got[name], getattr(expected, name), rtol=0, atol=2e-5)
+        early += len(got["passes"].unique()) > 1
+    assert early, "no row ended before another: the test shows little"
+
+
+def test_the_batch_is_full_until_no_prompt_is_left_and_no_wider_than_its_prompts(kind_dirs):
+    model = load_model(kind_dirs["llama"])
+    model.get_output_embeddings().weight.data.mul_(4)
+    ids, mask = make_prompts(sorted(WIDTHS * 4, reverse=True), 1)
+    settings = SamplingSettings(12, 4, 12, temperature=0.8, **SAMPLERS[3])
+    fed, working, left = [], {}, list(range(len(ids)))
+
+    def prompts():
+        while left:
+            row = left.pop(0)
+            working[row] = int(mask[row].sum())
+            assert len(working) <= 5, "a prompt was taken before there was room for it"
+            yield ids[row][mask[row].bool()].tolist(), keyed_generator(3, row)
+
+    def count(body, args, kwargs):
+        fed.append(tuple(kwargs["input_ids"].shape))
+        if left:
+            assert fed[-1] == (5, max(working.values()) + 12)
+
+    options = {"mask_token_id": MASK, "eos_token_ids": ENDS}
+    hook = model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+    order = []
+    for numbers, _ in rollout_stream(model, prompts(), settings, batch_size=5, **options):
+        order += numbers
+        for number in numbers:
+            del working[number]
+    assert order != sorted(order) == list(range(len(ids)))
+    full = len(fed)
+    for rows in torch.arange(len(ids)).split(5):
+        own = [keyed_generator(3, row) for row in rows.tolist()]
+        rollout(model, ids[rows], mask[rows], settings, generator=own, **options)
+    hook.remove()
+    assert full < 0.75 * (len(fed) - full)
+
+
+def test_what_makes_no_sense_is_refused(kind_dirs):
+    model = load_model(kind_dirs["sdar"])
+    given = {"batch_size": 2, "mask_token_id": MASK}
+    with pytest.raises(ValueError, match="block_length must be 4, not 3"):
+        rollout_stream(model, [], SamplingSettings(6, 3, 6), **given)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        rollout_stream(model, [], SamplingSettings(8, 4, 8), **given | {"batch_size": 0})
+    asked = [([5], keyed_generator(0)), ([6], None)]
+    with pytest.raises(ValueError, match="prompt 1 of the stream has no generator"):
+        list(rollout_stream(model, asked, SamplingSettings(8, 4, 8, temperature=1.0), **given))
+    assert not list(rollout_stream(model, [], SamplingSettings(8, 4, 8), **given))
