@@ -74,7 +74,7 @@ WATCHED = {
         "eval_prompts:read_prompts": "data, templates",
         "d1.models.tokenizer:load_tokenizer": "data, templates",
         "generate_completions:load_model_for": "model",
-        "generate_completions:rollout": "rollout",
+        "generate_completions:generate_missing": "rollout",
         "eval_journal:Journal.append": "checkpoints",
         "eval_journal:Journal.finish": "end",
         "score_setups:score_setup": "end",
