@@ -18,10 +18,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -82,8 +82,10 @@ WATCHED = {
 }
 PASSES = " in passes"  # behind a row's name: the part of it inside passes
 START, REST = "imports, start of Python", "settings, checks, the rest"
-ROWS = (START, REST, "data, templates", "model", "trainer", "training loop", "rollout", "scoring", "rewards", "update")
-ROWS += ("optimizer", "evaluation in training", "logging", "checkpoints", "end", "exit")
+ROWS = (
+    *(START, REST, "data, templates", "model", "trainer", "training loop", "rollout", "scoring", "rewards", "update"),
+    *("optimizer", "evaluation in training", "logging", "checkpoints", "end", "exit"),
+)
 SCRIPTS = {"sft": "sft_train.py", "rl": "diffu_grpo_train.py", "evaluation": "eval.py"}
 WORK = ("rollout", "scoring", "update", "optimizer")  # what a run is for; all else surrounds it
 
@@ -105,7 +107,8 @@ def watch(clock: Clock, kind: str) -> None:
 
 
 def watch_passes(clock: Clock, passing: Callable[[], str]) -> None:
-    llama, head = (importlib.import_module(name) for name in (f"{LLAMA}.modeling_llama", "d1.models.head"))
+    names = f"{LLAMA}.modeling_llama", "d1.models.head"
+    llama, head = (cast("Any", importlib.import_module(name)) for name in names)
     llama.LlamaModel.__call__ = clock.timed(llama.LlamaModel.__call__, passing)
     parts = head.logit_parts
 
@@ -216,9 +219,10 @@ def main(args: argparse.Namespace) -> None:
     }
     whole = {kind: shares(seconds) for kind, seconds in found.items()}
     if len(found) == len(WATCHED):
-        summed = Counter[str]()
+        summed: dict[str, float] = defaultdict(float)
         for kind, seconds in found.items():
-            summed.update({row: value * len(of_kind[kind]) for row, value in seconds.items()})
+            for row, value in seconds.items():
+                summed[row] += value * len(of_kind[kind])
         whole["all of make demo"] = shares(summed)
     report = {"machine": describe(), "settings": {"phases": " ".join(args.only), "miniature": args.miniature}}
     write_report(report | {"processor seconds": table, "shares": whole}, args.output_dir, "whole_runs")
