@@ -55,6 +55,7 @@ def training_arguments(args: argparse.Namespace, folder: Path, fresh: bool) -> T
         metric_for_best_model="eval_loss" if evaluate else None,
         greater_is_better=False if evaluate else None,
         logging_steps=args.logging_steps,
+        logging_nan_inf_filter=False,  # it would wait for the device to look for what ends the run anyway
         restore_callback_states_from_checkpoint=args.early_stop is not None,
         report_to="none" if args.debugging else "wandb",
         ddp_find_unused_parameters=False,

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.entry import OneLineParser, quick_imports, run_script
 from d1.runs.output_dir import check_output_dir, writing
 from d1.runs.ranges import check_ranges
 
@@ -160,20 +160,21 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     check_output_dir(folder)
 
     # Only now, for they take seconds and `--help` needs none of them.
-    import sft_setup
-    from sft_plot import plot_losses
-    from sft_trainer import dLLMDataCollator, dLLMTrainer
-    from transformers import EarlyStoppingCallback, TrainerState, set_seed
+    with quick_imports():
+        import sft_setup
+        from sft_plot import plot_losses
+        from sft_trainer import dLLMDataCollator, dLLMTrainer
+        from transformers import EarlyStoppingCallback, TrainerState, set_seed
 
-    from d1.models import load_tokenizer
-    from d1.models.convert import merge
-    from d1.models.kinds import block_size
-    from d1.models.tokenizer import check_chat_template
-    from d1.runs.checkpoints import checkpoint_to_resume, copy_model, is_finished
-    from d1.runs.console import RunConsole, log_to_console, train_with_console, write_metrics
-    from d1.runs.hub import hold_push, publish
-    from d1.runs.processes import check_processes
-    from d1.runs.record import changed, log_without_account, save_record
+        from d1.models import load_tokenizer
+        from d1.models.convert import merge
+        from d1.models.kinds import block_size
+        from d1.models.tokenizer import check_chat_template
+        from d1.runs.checkpoints import checkpoint_to_resume, copy_model, is_finished
+        from d1.runs.console import RunConsole, log_to_console, train_with_console, write_metrics
+        from d1.runs.hub import hold_push, publish
+        from d1.runs.processes import check_processes
+        from d1.runs.record import changed, log_without_account, save_record
 
     log_to_console()
     sft_setup.check_device(args)

@@ -29,7 +29,8 @@ import update_views
 from diffu_grpo_config import DiffuGRPOConfig
 
 from benchmarks import published
-from benchmarks.clock import Clock, ClockedTraining
+from benchmarks.clock import Clock
+from benchmarks.clocked_training import ClockedTraining
 from benchmarks.random_models import ROOT, random_model
 from benchmarks.words import different_words, random_words, word_tokenizer
 from d1.models import load_model, load_tokenizer

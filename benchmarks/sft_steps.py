@@ -21,7 +21,8 @@ from sft_batches import by_row
 from sft_data import preprocess_dataset
 from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer, states_of
 
-from benchmarks.clock import Clock, ClockedTraining
+from benchmarks.clock import Clock
+from benchmarks.clocked_training import ClockedTraining
 from benchmarks.random_models import ROOT, random_model
 from benchmarks.words import random_words, word_tokenizer
 from d1.masking import noise_level

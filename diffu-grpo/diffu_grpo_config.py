@@ -195,6 +195,9 @@ class DiffuGRPOConfig(GRPOConfig):
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Every trained weight has a part in every loss; DDP need not look for others."}
     )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "A loss that is not finite ends the run; to look for it again would wait."}
+    )
     disable_dropout: bool = field(default=True, metadata={"help": "Without it the first ratio would not be 1."})
     router_aux_loss_coef: float | None = field(
         default=0.0, metadata={"help": "Of a mixture's load balancing; only 0: scores do not ask for router logits."}

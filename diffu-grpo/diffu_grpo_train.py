@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 from trl import ModelConfig, TrlParser
 
-from d1.runs.entry import refuse_flags, run_script
+from d1.runs.entry import quick_imports, refuse_flags, run_script
 from d1.runs.output_dir import check_output_dir, writing
 from d1.runs.ranges import check_ranges
 
@@ -105,7 +105,8 @@ class Parser(TrlParser):
 
 
 def make_parser() -> TrlParser:
-    from diffu_grpo_config import DiffuGRPOConfig
+    with quick_imports():
+        from diffu_grpo_config import DiffuGRPOConfig
 
     return Parser((DiffuGRPOConfig, ModelConfig), prog="diffu_grpo_train.py")
 
@@ -122,25 +123,26 @@ def main(
     check_output_dir(str(args.output_dir))
 
     # Only now, for they take seconds and `--help` needs none of them.
-    import grpo_setup
-    from accelerate import PartialState
-    from compute_budget import StopAtCompute, is_spent
-    from diffu_grpo_trainer import DiffuGRPOTrainer
-    from grpo_checks import check_config, check_model_settings, check_prompts, check_same_run
-    from grpo_plan import plan
-    from rewards import accuracy_of, check_rewards
-    from rollout_state import check_rollout
-    from shown_rollouts import ShowRollouts
+    with quick_imports():
+        import grpo_setup
+        from accelerate import PartialState
+        from compute_budget import StopAtCompute, is_spent
+        from diffu_grpo_trainer import DiffuGRPOTrainer
+        from grpo_checks import check_config, check_model_settings, check_prompts, check_same_run
+        from grpo_plan import plan
+        from rewards import accuracy_of, check_rewards
+        from rollout_state import check_rollout
+        from shown_rollouts import ShowRollouts
 
-    from d1.models import load_tokenizer
-    from d1.models.tokenizer import check_chat_template
-    from d1.runs.checkpoints import checkpoint_to_resume, is_finished
-    from d1.runs.console import RunConsole, log_to_console, train_with_console
-    from d1.runs.hub import hold_push, publish
-    from d1.runs.processes import check_processes
-    from d1.runs.record import log_without_account, save_record
-    from d1.tasks import load_task
-    from d1.tasks.protocols import under_protocol
+        from d1.models import load_tokenizer
+        from d1.models.tokenizer import check_chat_template
+        from d1.runs.checkpoints import checkpoint_to_resume, is_finished
+        from d1.runs.console import RunConsole, log_to_console, train_with_console
+        from d1.runs.hub import hold_push, publish
+        from d1.runs.processes import check_processes
+        from d1.runs.record import log_without_account, save_record
+        from d1.tasks import load_task
+        from d1.tasks.protocols import under_protocol
 
     log_to_console()
     check_processes(args.world_size)

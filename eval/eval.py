@@ -26,7 +26,7 @@ from generation_files import generation_file, read_setups
 from parse_and_get_acc import as_table
 from score_setups import score_setup
 
-from d1.runs.entry import OneLineParser, run_script
+from d1.runs.entry import OneLineParser, quick_imports, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.ranges import check_ranges
 from d1.runs.record import run_record
@@ -107,12 +107,13 @@ def main(args: argparse.Namespace) -> None:
     check_output_dir(args.output_dir)
 
     # Only now, for they take seconds and `--help` needs none of them.
-    from eval_processes import from_rank_0, join_processes, leave_processes
-    from eval_prompts import config_of, read_prompts, tokenizer_path
-    from run_identity import run_identity, setup_name, task_name
+    with quick_imports():
+        from eval_processes import from_rank_0, join_processes, leave_processes
+        from eval_prompts import config_of, read_prompts, tokenizer_path
+        from run_identity import run_identity, setup_name, task_name
 
-    from d1.models import load_tokenizer
-    from d1.models.tokenizer import check_chat_template
+        from d1.models import load_tokenizer
+        from d1.models.tokenizer import check_chat_template
 
     as_d1 = load_task(args.dataset)
     task = under_protocol(as_d1, args.prompt_protocol)
@@ -150,8 +151,9 @@ def main(args: argparse.Namespace) -> None:
 
 def complete(args: argparse.Namespace, tokenizer: Any, prompts: list[Prompt], journal: Journal) -> None:
     """Generates what the journal lacks, the processes from one queue; returns when all of it is there."""
-    from eval_processes import wait_for_all
-    from generate_completions import all_parts, generate_missing, unfinished
+    with quick_imports():
+        from eval_processes import wait_for_all
+        from generate_completions import all_parts, generate_missing, unfinished
 
     done = journal.read()
     wait_for_all()  # nobody writes before everybody has read

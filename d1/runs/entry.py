@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from d1.runs.quiet import silence
@@ -35,6 +37,18 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         refuse_flags(self, message)
+
+
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Inside, imports take a quarter less: Python does not search what they make, which stays, for what could go."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 def run_script(name: str, work: Callable[[], object]) -> NoReturn:
@@ -77,6 +91,7 @@ def leave(status: int = 0) -> NoReturn:
     gloo's threads may outlive the process group and abort the interpreter's shutdown ("terminate called without an
     active exception"), which a launcher takes for a failure. Delete all but `sys.exit` when PyTorch joins them.
     """
+    gc.freeze()  # or the shutdown would search all modules for garbage, for about a second
     torch = sys.modules.get("torch")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or torch is None or torch.cuda.is_available():
         sys.exit(status)

@@ -68,15 +68,10 @@ RL = [
     Wait("diffu-grpo/update_metrics.py mean_entropy", 1, "batch with a loss of ours", "for the log"),
     Wait("diffu-grpo/objectives.py stable_drl", 1, "batch with a loss of ours", "for the log"),
 ]
-# What the libraries beneath ask, in their own code: per batch of an update, for their logs.
+# What the libraries beneath ask, in their own code, for their logs. Both trainers' settings turn off
+# `logging_nan_inf_filter`, two waits a batch.
 TRANSFORMERS = [
     Wait("transformers/trainer.py Trainer._inner_training_loop", 1, "run", "uploads the sum of losses, 0"),
-    Wait(
-        "transformers/trainer.py Trainer._run_epoch",
-        2,
-        "batch",
-        "is the loss NaN or infinite, for logging_nan_inf_filter",
-    ),
     Wait("transformers/trainer.py Trainer._maybe_log_save_evaluate", 2, "step", "the loss and the gradient's norm"),
     Wait("transformers/trainer.py Trainer._finalize_training", 1, "run", "the sum of losses"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from diffu_grpo_train import make_parser as rl_parser
 
 import eval as evaluation
 from d1 import __main__ as tools
-from d1.runs.entry import one_line
+from d1.runs.entry import one_line, quick_imports
 
 ROOT = Path(__file__).parents[3]
 BLOCKED = ("torch", "transformers", "peft", "accelerate", "trl", "matplotlib")
@@ -139,6 +141,23 @@ def test_a_bug_keeps_its_traceback(raised: str) -> None:
 def test_a_number_returned_is_the_status_and_anything_else_is_success() -> None:
     for returned, status in (("3", 3), ("None", 0), ("'trainer'", 0)):
         assert python(f"from d1.runs.entry import *\nrun_script('name', lambda: {returned})").returncode == status
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_imports_are_not_searched_for_garbage_and_what_was_set_is_put_back(collected: bool) -> None:
+    try:
+        gc.enable() if collected else gc.disable()
+        with contextlib.suppress(ImportError), quick_imports():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() is collected
+    finally:
+        gc.enable()
+
+
+def test_the_shutdown_searches_nothing_for_garbage() -> None:
+    code = "import atexit, gc; from d1.runs.entry import run_script; left = lambda: print(len(gc.get_objects()) < 100)"
+    assert python(f"{code}; atexit.register(left); run_script('x', list)").stdout == "True\n"
 
 
 @pytest.mark.parametrize(("fails", "lines"), [("True", 1), ("rank == '1'", 1)])
