@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from diffu_grpo_train import main, make_parser
 from safetensors.torch import load_file, save_file
@@ -54,7 +53,6 @@ def as_own_kind(source: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("method_tables")
 def test_a_method_file_trains_and_goes_on_from_the_middle_of_a_rollout(tiny_model_dir, tmp_path):
     """Two rollouts of two updates here; the last update again, in a process that knows the file by its flag alone."""
     folder, run_flags = tmp_path / "run", {"model_path": tiny_model_dir, "save_steps": 1}

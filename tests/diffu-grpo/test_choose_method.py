@@ -16,7 +16,6 @@ from d1.scoring.one_step import draw
 
 BATCH = 240  # a multiple of every method's completions a prompt
 HERE = {"output_dir": "unused", "per_device_train_batch_size": BATCH, "use_cpu": not torch.cuda.is_available()}
-pytestmark = pytest.mark.usefixtures("method_tables")  # method files add rows
 OURS = ("one_step", "coupled", "elbo", "espo", "random_masks", "spg", "replay", "left_to_right")
 
 
