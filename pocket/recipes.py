@@ -112,8 +112,8 @@ RECIPES = {
         sft_file="arithmetic_sft.jsonl",
         least_quality=0.6,
         stages=(
-            Stage("careful answers", arithmetic_traces.careful_completion, 2e-3, 5000),
-            Stage("mixed answers", arithmetic_traces.mixed_completion, 1e-3, 400),
+            Stage("careful answers", arithmetic_traces.careful_completion, 2e-3, 9000),
+            Stage("mixed answers", arithmetic_traces.mixed_completion, 1e-3, 700),
         ),
         completion_tokens=(32, 36, 40),
         lengths=(32, 40),
