@@ -194,11 +194,11 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
         if not args.debugging:
             log_without_account(folder)
     model = sft_setup.prepare_model(args)
-    batches = {"block_size": block_size(model.config), "complementary": args.complementary_masks}
+    blocks, complementary = block_size(model.config), args.complementary_masks
     trainer = dLLMTrainer(
         model=model,
         args=training,
-        data_collator=dLLMDataCollator(tokenizer, **batches, packed=args.packing),
+        data_collator=dLLMDataCollator(tokenizer, block_size=blocks, complementary=complementary, packed=args.packing),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,

@@ -107,7 +107,7 @@ class dLLMTrainer(TrainerHooks, Trainer):
         at = places_of(hidden, labels.device)
 
         def hidden_losses(inner: Any) -> Tensor:
-            states = states_of(inner, inputs, hidden)
+            states = states_of(inner, inputs, hidden, at)
             return -target_logps(inner, states, labels[at].clamp(min=0))[0]
 
         losses = run_inside(model, hidden_losses)
@@ -204,9 +204,9 @@ def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:
-    """(n, hidden size): the last states of a batch's `hidden` tokens, row by row, from a forward pass; of packed rows
-    most decoders run their last layer on these alone.
+def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+    """(n, hidden size): the last states of a batch's `hidden` tokens, which stand `at` their `places_of`, row by row,
+    from a forward pass; of packed rows most decoders run their last layer on these alone.
 
     With `hidden` on the CPU nothing waits for the device, in the backward pass neither; a boolean index there would.
 
@@ -214,7 +214,7 @@ def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:
     hides anything in any row.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
-    (rows, columns), size, lengths = places_of(hidden, noised.device), block_size(model.config), inputs.get("lengths")
+    (rows, columns), size, lengths = at, block_size(model.config), inputs.get("lengths")
     if size is None and lengths is not None:
         texts = [(length, 0) for length in lengths]
         return body_and_head(model)[0](noised, None, columns.unsqueeze(0), segments=texts)[0]

@@ -19,7 +19,7 @@ sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("", "SFT"))
 
 from sft_batches import by_row
 from sft_data import preprocess_dataset
-from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer, states_of
+from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer, places_of, states_of
 
 from benchmarks.clock import Clock
 from benchmarks.clocked_training import ClockedTraining
@@ -141,7 +141,7 @@ def bare_sft(trainer: Any, clock: Clock) -> None:
             hidden = (inputs["input_ids"] != inputs["labels"]) & (inputs["labels"] != IGNORED)
             visible = {"attention_mask": padding_mask(inputs["attention_mask"])}
             with trainer.accelerator.autocast():
-                logits = head(states_of(trainer.model, inputs | visible, hidden))
+                logits = head(states_of(trainer.model, inputs | visible, hidden, places_of(hidden, hidden.device)))
             logits.backward(torch.ones_like(logits))
             trainer.model.zero_grad()
 

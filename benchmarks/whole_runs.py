@@ -107,7 +107,7 @@ def watch(clock: Clock, kind: str) -> None:
 
 
 def watch_passes(clock: Clock, passing: Callable[[], str]) -> None:
-    names = f"{LLAMA}.modeling_llama", "d1.models.head"
+    names = "transformers.models.llama.modeling_llama", "d1.models.head"  # the pocket model's class
     llama, head = (cast("Any", importlib.import_module(name)) for name in names)
     llama.LlamaModel.__call__ = clock.timed(llama.LlamaModel.__call__, passing)
     parts = head.logit_parts
@@ -122,9 +122,6 @@ def watch_passes(clock: Clock, passing: Callable[[], str]) -> None:
             yield part
 
     head.logit_parts = clocked_parts
-
-
-LLAMA = "transformers.models.llama"  # the pocket model's class
 
 
 def watch_imports(clock: Clock) -> None:

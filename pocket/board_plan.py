@@ -13,10 +13,9 @@ from itertools import product
 from pathlib import Path
 
 from phases import Phase
+from recipes import RECIPES, ROOT
 
 from d1.methods import METHODS
-
-ROOT = Path(__file__).resolve().parents[1]
 
 # Tokens of a run, fixed before any, so that the board takes about five hours on two cores. One core trains the Sudoku
 # model on 63,000 a second (d1 64,000, cj-grpo 62,000), and what surrounds a run takes 30 s of it: seven to import,
@@ -54,16 +53,22 @@ class BoardTask:
     dataset: str
     base: str
     length: int
-    starts: tuple[str, ...] = ("sft",)
-    flags: tuple[object, ...] = ()
+    starts: tuple[str, ...]
+    flags: tuple[object, ...]
+
+
+def board_task(task: str, starts: tuple[str, ...] = ("sft",)) -> BoardTask:
+    """A task of `RECIPES` at the shorter of its lengths."""
+    recipe = RECIPES[task]
+    length = recipe.lengths[0]
+    flags = ("--max_prompt_length", recipe.prompt_tokens, "--max_completion_length", length)
+    return BoardTask(recipe.task, recipe.base, length, starts, flags)
 
 
 TASKS = {
-    "sudoku": BoardTask("sudoku", "base", 32, starts=("sft", "base")),
-    "countdown": BoardTask(
-        "pocket_countdown", "countdown_base", 24, flags=("--max_prompt_length", 6, "--max_completion_length", 24)
-    ),
-    "arithmetic": BoardTask("arithmetic", "arithmetic_base", 32, flags=("--max_prompt_length", 24)),
+    "sudoku": board_task("sudoku", starts=("sft", "base")),
+    "countdown": board_task("countdown"),
+    "arithmetic": board_task("arithmetic"),
 }
 TUNING_TASKS = (*TASKS,)[:2]
 
@@ -96,14 +101,8 @@ class Run:
     def settings(self, folder: Path, output_dir: Path) -> list[str]:
         """Flags of diffu_grpo_train.py. Logs are one a rollout."""
         task = TASKS[self.task]
-        flags: list[object] = [
-            "--config",
-            ROOT / "diffu-grpo" / "pocket.yaml",
-            "--method",
-            self.method,
-            "--dataset",
-            task.dataset,
-        ]
+        flags: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--method", self.method]
+        flags += ["--dataset", task.dataset]
         flags += [*task.flags, "--model_path", self.start_model(folder), "--output_dir", output_dir]
         flags += ["--seed", self.seed, "--num_generations", 8, "--num_iterations", self.num_iterations]
         flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "constant"]

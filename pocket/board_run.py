@@ -46,16 +46,22 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(run: Run, board: Path, folder: Path) -> bool:
-    """Trains to the budget; False if the loss or the weights became infinite or NaN on the way."""
+def find_stages() -> None:
+    """Lets this process import the scripts of RL and evaluation, which stand in folders of their own."""
+    sys.path[:0] = [str(ROOT / room) for room in ("diffu-grpo", "eval")]
+
+
+def train(name: str, flags: list[str], callbacks: list[Any] | None = None) -> str | None:
+    """RL with these flags; what stopped it if the loss or the weights became infinite or NaN on the way."""
     import diffu_grpo_train
 
+    args, model_args = diffu_grpo_train.make_parser().parse_args_and_config(flags)
     try:
-        diffu_grpo_train.main(*diffu_grpo_train.make_parser().parse_args_and_config(run.settings(board, folder)))
+        diffu_grpo_train.main(args, model_args, callbacks=callbacks)
     except FloatingPointError as error:
-        logger.warning("%s: %s", run.name, error)
-        return False
-    return True
+        logger.warning("%s: %s", name, error)
+        return str(error)
+    return None
 
 
 def evaluate(run: Run, model: Path, folder: Path) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def result_of(run: Run, board: Path, folder: Path) -> dict[str, Any]:
     start = run.start_model(board)
     if run.method == START:
         return {"points": {"end": evaluate(run, start, folder / "end")}}
-    finite = train(run, board, folder)
+    finite = train(run.name, run.settings(board, folder)) is None
     found: dict[str, Any] = {"diverged": not finite} | logs_of(folder)
     points = {"quarter": folder / QUARTER, "end": folder} if run.split == "test" else {"end": folder}
     models = {name: model for name, model in points.items() if finite or (name != "end" and model.exists())}
@@ -128,7 +134,7 @@ def result_of(run: Run, board: Path, folder: Path) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> None:
-    sys.path[:0] = [str(ROOT / room) for room in ("diffu-grpo", "eval")]
+    find_stages()
     board = args.output_dir.resolve()
     run = Run(**{field.name: getattr(args, field.name) for field in fields(Run)})
     folder = board / run.name

@@ -4,9 +4,7 @@ and the accuracy of each by the exact sampler. All of it happens in the process 
 from __future__ import annotations
 
 import gc
-import logging
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +12,13 @@ from typing import Any
 
 from board_plan import ROOT, START, TASKS, sft_folder
 from board_plan import Run as BoardRun
-from board_run import evaluate
+from board_run import evaluate, train
 from demo import sft
 from phases import run_phases
 from rich.console import Console
 from transformers import TrainerCallback
 
 from d1.runs.divergence import check_weights
-
-logger = logging.getLogger(__name__)
 
 # Flags of rollouts, and how many blocks the canvas has, where these are not of 8 tokens. Levels are those of
 # benchmarks/samplers.py, which were chosen on validation puzzles.
@@ -142,23 +138,8 @@ class SaveBySeconds(TrainerCallback):
         self.logs.append({"step": state.global_step, **(logs or {})})
 
 
-def train(run: Run, folder: Path, output_dir: Path) -> tuple[SaveBySeconds, str | None]:
-    """Trains to the budget; returns what was saved, and what stopped the run where it was no longer finite."""
-    import diffu_grpo_train
-
-    saver = SaveBySeconds(output_dir / "points", run.seconds, run.points)
-    args, model_args = diffu_grpo_train.make_parser().parse_args_and_config(run.flags(folder, output_dir))
-    try:
-        diffu_grpo_train.main(args, model_args, callbacks=[saver])
-    except FloatingPointError as error:
-        logger.warning("%s: %s", run.name, error)
-        return saver, str(error)
-    return saver, None
-
-
 def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
     """The run's points, each with the problems solved as "0110...", and its logs; leaves no files behind."""
-    sys.path[:0] = [str(ROOT / room) for room in ("diffu-grpo", "eval")]
     make_start(folder, run, console)
     output_dir = folder / run.name
     shutil.rmtree(output_dir, ignore_errors=True)  # of a run that was killed
@@ -168,7 +149,8 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
             "points": [evaluate(judged, start_of(folder, run), output_dir / "start") | {"seconds": 0.0}]
         }
     else:
-        saver, reason = train(run, folder, output_dir)
+        saver = SaveBySeconds(output_dir / "points", run.seconds, run.points)
+        reason = train(run.name, run.flags(folder, output_dir), callbacks=[saver])
         compute = {log["step"]: log["compute_tokens"] for log in saver.logs if "compute_tokens" in log}
         points = [
             evaluate(judged, model, output_dir / f"at_{step}")

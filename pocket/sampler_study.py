@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from board_plan import ROOT, SEEDS, START, TASKS
+from board_run import find_stages
 from json_lines import append_line, read_lines
 from rich.console import Console
 from sampler_report import write_report
@@ -74,8 +75,10 @@ def main(args: argparse.Namespace) -> None:
     console = Console()
     folder = args.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    find_stages()
+    done = [line["run"] for line in read_lines(folder / RESULTS)]
     for run in [] if args.only_report else planned(args):
-        if not any(line["run"] == asdict(run) for line in read_lines(folder / RESULTS)):
+        if asdict(run) not in done:
             console.print(run.name)
             append_line(folder / RESULTS, {"run": asdict(run), **measure(run, folder, console), "record": run_record()})
     path = args.document or (folder / "fast_rollouts.md" if args.limit else DOCUMENT)
