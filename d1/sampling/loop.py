@@ -20,7 +20,7 @@ from torch import Tensor
 
 from d1.models.attention import require_prepared
 from d1.sampling.blocks import Step, check_sampler, fill_block, fill_canvas, groups_of_rows, start_canvas
-from d1.sampling.caching import BlockPasses, Passes, Source
+from d1.sampling.caching import BlockPasses, Source, passes_of
 from d1.sampling.predict import Generators, predict
 from d1.sampling.settings import SamplingSettings
 
@@ -166,7 +166,7 @@ def rollout_steps(
         if after is not None and not recompute:
             source: Source = BlockPasses(model, canvas.start - after)
         else:
-            source = Passes(model, settings.cache, padded)
+            source = passes_of(model, settings.cache, padded, mask_token_id)
         fill = partial(fill_block, canvas, source, guess, settings, generator=generator, unprompted=unprompted)
         schedule = settings.schedule(None if after is None else after % settings.block_length)
         return fill_canvas(canvas, fill, schedule, ends, rows)

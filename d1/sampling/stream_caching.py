@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
 from d1.models.head import body_and_head
-from d1.sampling.caching import check_cacheable, select_rows
+from d1.sampling.caching import DelayedPasses, check_cacheable, select_rows
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,28 @@ class CacheWindows:
         )
         self.past.crop(-self.width)
         return states, fed.sum(-1)
+
+
+class DelayedWindows(DelayedPasses):
+    """`caching.DelayedPasses`: a position may lie in a block of the row that is to come, and is none of this pass."""
+
+    end: Tensor  # (branches x rows, 1), the column behind the row's block
+
+    def __init__(self, model: Any, branches: int, mask_token_id: int) -> None:
+        super().__init__(model, mask_token_id)
+        self.branches = branches
+
+    def enter(self, places: list[Place], kept: list[int], start: int) -> None:  # type: ignore[override]
+        self.past = None
+        self.end = torch.tensor([[start - row.prompt + row.end] for row in places]).repeat(self.branches, 1)
+
+    def keep(self, rows: Tensor) -> None:
+        super().keep(rows)
+        self.end = self.end[rows]
+
+    def hides(self, ids: Tensor, positions: Tensor) -> Tensor:
+        self.end = self.end.to(ids.device, non_blocking=True)
+        return super().hides(ids, positions) & (positions < self.end)
 
 
 class BlockWindows:

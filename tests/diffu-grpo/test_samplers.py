@@ -73,7 +73,7 @@ def trained(trainer):
     [
         ({"sampler": "fast"}, "sampler must be one of exact, cached, parallel"),
         ({"kv_cache": "dual"}, "would be ignored by the sampler exact"),
-        ({"sampler": "cached", "kv_cache": "suffix"}, "prefix, dual"),
+        ({"sampler": "cached", "kv_cache": "suffix"}, "prefix, dual, delayed"),
         ({"sampler": "parallel", "reveal": "margin"}, "threshold, factor, entropy"),
         ({"sampler": "parallel", "reveal_level": -1.0}, "--reveal_level -1.0 "),
         ({"sampler": "parallel", "remasking": "random"}, "needs remasking low_confidence"),

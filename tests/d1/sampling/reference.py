@@ -28,6 +28,8 @@ SAMPLERS: list[dict[str, Any]] = [  # all pairs of what a sampler may cache and 
     {"sampler": "cached+parallel", "kv_cache": "prefix", "reveal": "entropy", "reveal_level": 0.6},
     {"sampler": "cached+parallel", "kv_cache": "dual", "reveal": "threshold", "reveal_level": 0.6},
     {"sampler": "cached+parallel", "kv_cache": "dual", "reveal": "factor", "reveal_level": 1.2},
+    {"sampler": "cached", "kv_cache": "delayed"},
+    {"sampler": "cached+parallel", "kv_cache": "delayed", "reveal": "threshold", "reveal_level": 0.6},
 ]
 
 
@@ -44,10 +46,11 @@ class Row:
 
 
 class Frozen:
-    """Forward passes of one row, always over everything; outside a window, keys and values stay as first recorded."""
+    """Forward passes of one row, always over everything; outside a window, a list of places, keys and values stay as
+    recorded: in the first pass or, with `anew`, in the last one that had them in its window."""
 
-    def __init__(self, model):
-        self.model, self.recorded, self.window = model, {}, None
+    def __init__(self, model, anew=False):
+        self.model, self.recorded, self.window, self.anew = model, {}, None, anew
         self.layers = [layer for name, layer in model.named_modules() if name.endswith(("k_proj", "v_proj"))]
 
     def replace(self, layer, args, output):
@@ -56,6 +59,8 @@ class Frozen:
             return output
         mixed = self.recorded[layer].clone()
         mixed[:, self.window] = output[:, self.window]
+        if self.anew:
+            self.recorded[layer] = mixed
         return mixed
 
     def logits(self, ids, window):
@@ -109,7 +114,8 @@ def sample(
     """The row that `rollout` must give for `prompt` and this generator, whatever else is in the batch."""
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
     row = Row([*prompt, *[MASK] * length], [0.0] * length, [0.0] * length, [-1] * length)
-    ids, branches = row.ids, [Frozen(model)] + ([Frozen(model)] if cfg_scale else [])
+    delayed = settings.kv_cache == "delayed"
+    ids, branches = row.ids, [Frozen(model, delayed) for _ in range(2 if cfg_scale else 1)]
     cached, parallel = "cached" in settings.sampler, "parallel" in settings.sampler
     shift = int(getattr(model.config, "predicts_next_token", False))
     of_model = getattr(model.config, "block_size", None)
@@ -117,15 +123,19 @@ def sample(
     for size, steps in blocks_of(len(prompt), settings, model):
         end, scheduled = start + size, 0
         last = end if settings.kv_cache == "dual" else len(ids)
+        before: list[int] = []
         for step, count in enumerate(parts(size, steps)):
             scheduled += count
             left = [i for i in range(start, end) if ids[i] == MASK]
             if not left:
                 break
-            window = slice(max(0, start - shift), last) if cached and step > 0 else None
+            window = list(range(max(0, start - shift), last)) if cached and step > 0 else None
+            if delayed and step > 0:
+                window = before  # what the last pass hid
+            before = left
             seen = [ids, [MASK] * len(prompt) + ids[len(prompt) :]]
             both = [branch.logits(tokens, window) for branch, tokens in zip(branches, seen, strict=False)]
-            fed = len(ids) if window is None else window.stop - window.start
+            fed = len(ids) if window is None else len(window) + (len(left) if delayed and shift else 0)
             if of_model:  # the model's blocks that this one has a part of; its first step also what is not stored
                 begins = start // of_model * of_model
                 fed = min(-(-end // of_model) * of_model, len(ids)) - (begins if step else stored)

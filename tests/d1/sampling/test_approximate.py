@@ -11,6 +11,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import rollout
 from d1.sampling.reveal import RULES
+from d1.sampling.settings import CACHES
 from tests.d1.sampling.reference import MASK, SAMPLERS, count_by_rule, make_prompts, sharper
 
 LENGTHS = {"mask_token_id": MASK, "gen_length": 12, "block_length": 4, "steps": 6}
@@ -25,7 +26,7 @@ def test_a_cache_renewed_in_every_step_is_exact(model):
     ids, mask = make_prompts([6, 2, 4], 0)
     lengths = {"mask_token_id": MASK, "gen_length": 8, "block_length": 1, "steps": 8}  # each block is one step
     exact = rollout(model, ids, mask, **lengths)
-    for cache in ("prefix", "dual"):
+    for cache in CACHES:
         cached = rollout(model, ids, mask, sampler="cached", kv_cache=cache, **lengths)
         assert torch.equal(cached.ids, exact.ids)
         torch.testing.assert_close(cached.logps, exact.logps, rtol=0, atol=1e-5)
@@ -68,14 +69,19 @@ def test_counts_are_what_the_body_was_fed(model, sampler, cfg_scale):
     lengths = LENGTHS | {"steps": 12 if "parallel" in name else 6, "cfg_scale": cfg_scale}
     got = rollout(model, ids, mask, **lengths, **sampler)
     hook.remove()
-    assert got.forward_tokens.sum() == sum(rows * length for rows, length in fed)
+    all_fed = sum(rows * length for rows, length in fed)
+    if sampler == SAMPLERS[-1]:  # each row's own places, and as many of no use as it has fewer than another
+        assert 0.7 * all_fed < got.forward_tokens.sum() <= all_fed
+    else:
+        assert got.forward_tokens.sum() == all_fed
     assert got.passes.sum() * (2 if cfg_scale else 1) == sum(rows for rows, _ in fed)
     assert got.passes.max() <= lengths["steps"]
     if "parallel" in name:
         assert len(got.passes.unique()) > 1, "no row took fewer passes than another: the test shows nothing"
     if name == "cached":
-        full, window = 18, {"prefix": (12 + 8 + 4), "dual": 3 * 4}[sampler["kv_cache"]]
-        shift = 3 * int(getattr(model.config, "predicts_next_token", False))
+        full, window = 18, {"prefix": (12 + 8 + 4), "dual": 3 * 4, "delayed": 3 * 4}[sampler["kv_cache"]]
+        before = 2 if sampler["kv_cache"] == "delayed" else 1  # of each hidden token, or of the window
+        shift = 3 * before * int(getattr(model.config, "predicts_next_token", False))
         assert got.forward_tokens.tolist() == [(3 * full + window + shift) * (2 if cfg_scale else 1)] * 5
 
 

@@ -32,7 +32,7 @@ NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
         ({"steps": 13}, "between 3 and 12 steps, got 13"),
         ({"remasking": "entropy"}, "remasking must be one of low_confidence, random"),
         ({"sampler": "fast"}, r"sampler must be one of exact, cached, parallel, cached\+parallel, got 'fast'"),
-        ({"sampler": "cached", "kv_cache": "suffix"}, "kv_cache must be one of prefix, dual"),
+        ({"sampler": "cached", "kv_cache": "suffix"}, "kv_cache must be one of prefix, dual, delayed"),
         ({"sampler": "parallel", "reveal": "margin"}, "reveal must be one of threshold, factor, entropy"),
         ({"sampler": "parallel", "remasking": "random"}, "needs remasking low_confidence"),
         ({"kv_cache": "dual"}, "kv_cache='dual' would be ignored by the sampler exact"),
@@ -58,7 +58,7 @@ def test_what_is_not_said_is_the_tables_default():
     assert in_use(sampler="parallel", reveal="factor") == (None, "factor", RULES["factor"][1])
     assert in_use(sampler="parallel", reveal_level=0) == (None, "threshold", 0)
     assert in_use(sampler="cached+parallel") == ("dual", "threshold", RULES["threshold"][1])
-    assert (SAMPLERS, CACHES) == (("exact", "cached", "parallel", "cached+parallel"), ("prefix", "dual"))
+    assert (SAMPLERS, CACHES) == (("exact", "cached", "parallel", "cached+parallel"), ("prefix", "dual", "delayed"))
 
 
 def test_settings_do_not_change():
