@@ -1,7 +1,8 @@
 """python eval.py --model_path PATH --dataset gsm8k [--gen_length 256] [--checkpoint_path ADAPTER] [--add_reasoning]
 
 Generates a completion for every problem of a task and writes them as d1's generation files into `--output_dir`;
-`parse_and_get_acc.py` scores them. On several GPUs: `torchrun --nproc_per_node 4 eval.py ...` (or `accelerate launch`).
+`parse_and_get_acc.py` scores them. Several lengths (`--gen_length 128 256 512`) give a file each and load the model
+once. On several GPUs: `torchrun --nproc_per_node 4 eval.py ...` (or `accelerate launch`).
 A killed run, started again with the same arguments, continues where it stopped. A completion that is done makes room
 for the next problem, so the batch stays full, and all processes take their problems from one queue.
 
@@ -14,10 +15,12 @@ figures). There `--batch_size 1` gives each problem its own completion, whatever
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +72,11 @@ def make_parser() -> argparse.ArgumentParser:
     task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
     task.add_argument("--dont_use_box", action="store_true", help=r"do not ask for the answer in \boxed{}")
     sampling = parser.add_argument_group("sampling")
-    add_sampling_flags(sampling, seed={"help": "of sampling and of the few-shot draw (default: %(default)s)"})
+    add_sampling_flags(
+        sampling,
+        gen_length={"nargs": "+", "default": [128], "help": "tokens of a completion; several: one file each"},
+        seed={"help": "of sampling and of the few-shot draw (default: %(default)s)"},
+    )
     sampling.add_argument("--num_samples", type=int, default=1, help="completions a problem, for pass@k and majority")
     sampling.add_argument(
         "--eos_stop", action="store_true", help="leave out the blocks after a completion's end: same answers, less work"
@@ -98,18 +105,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Runs the evaluation on what this process takes from the queue of problems; rank 0 assembles the files.
+    """Runs the evaluation, length by length, on what this process takes from the queue of problems; rank 0 assembles
+    the files.
 
     Raises:
         ValueError, FileNotFoundError: an argument, a file or a path makes no sense, before the model is loaded.
     """
-    check_ranges(vars(args), "eval")
+    for length in args.gen_length:
+        check_ranges(vars(args) | {"gen_length": length}, "eval")
     check_output_dir(args.output_dir)
 
     # Only now, for they take seconds and `--help` needs none of them.
     with quick_imports():
         from eval_processes import from_rank_0, join_processes, leave_processes
         from eval_prompts import config_of, read_prompts, tokenizer_path
+        from generate_completions import load_model_for
         from run_identity import run_identity, setup_name, task_name
 
         from d1.models import load_tokenizer
@@ -118,38 +128,53 @@ def main(args: argparse.Namespace) -> None:
     as_d1 = load_task(args.dataset)
     task = under_protocol(as_d1, args.prompt_protocol)
     args.few_shot = shots_of(task, args.few_shot)
-    check_arguments(args)
+    for run in runs_of(args):
+        check_arguments(run)
     config = config_of(args.model_path, args.checkpoint_path, args.trust_remote_code)
-    settings = sampling_settings(vars(args), config)
-    args.block_length, args.diffusion_steps = settings.block_length, settings.steps  # as files and records name them
+    runs = runs_of(args, config)
     rank, _ = join_processes()
     tokenizer = load_tokenizer(
         tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
     )
     check_chat_template(tokenizer, args.model_path)
-    prompts = read_prompts(args, task, tokenizer)
-    check_room(config, max(len(prompt.ids) for prompt in prompts), args.gen_length)
-    if args.dont_save:
-        args.output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_"))
-    journal = Journal(args.output_dir, setup_name(args), rank)
-    identity = run_identity(args, prompts)
-    if from_rank_0(lambda: journal.prepare(identity, args.overwrite)):
-        complete(args, tokenizer, prompts, journal)
-        if rank == 0:
-            results = generation_file(args, task_name(args), prompts, journal.read())
-            journal.finish(results, run_settings(args) | {"identity": identity} | run_record())
-    elif rank == 0:
-        logger.info("%s is complete already; --overwrite starts again", journal.results)
+    prompts = read_prompts(runs[0], task, tokenizer)
+    check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
+    output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_")) if args.dont_save else args.output_dir
+    journals = [Journal(output_dir, setup_name(run), rank) for run in runs]
+    identities = [run_identity(run, prompts) for run in runs]
+    prepared = zip(journals, identities, strict=True)
+    missing = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in prepared])
+    model = functools.cache(lambda: load_model_for(args))
+    for run, journal, identity, to_do in zip(runs, journals, identities, missing, strict=True):
+        if to_do:
+            complete(run, model, tokenizer, prompts, journal)
+            if rank == 0:
+                results = generation_file(run, task_name(run), prompts, journal.read())
+                journal.finish(results, run_settings(run) | {"identity": identity} | run_record())
+        elif rank == 0:
+            logger.info("%s is complete already; --overwrite starts again", journal.results)
     if rank == 0:
-        setup = next(setup for setup in read_setups(args.output_dir) if setup.name == journal.setup)
         user_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
-        sys.stdout.write(as_table([score_setup(setup, "strict", user_tasks)[0]]))
+        setups = {setup.name: setup for setup in read_setups(output_dir)}
+        scored = [score_setup(setups[journal.setup], "strict", user_tasks)[0] for journal in journals]
+        sys.stdout.write(as_table(scored))
         if args.dont_save:
-            shutil.rmtree(args.output_dir)
+            shutil.rmtree(output_dir)
     leave_processes()
 
 
-def complete(args: argparse.Namespace, tokenizer: Any, prompts: list[Prompt], journal: Journal) -> None:
+def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse.Namespace]:
+    """The runs that arguments ask for, one a length, with blocks and steps as files and records name them."""
+    runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in dict.fromkeys(args.gen_length)]
+    for run in runs:
+        settings = sampling_settings(vars(run), model_config)
+        run.block_length, run.diffusion_steps = settings.block_length, settings.steps
+    return runs
+
+
+def complete(
+    args: argparse.Namespace, model: Callable[[], Any], tokenizer: Any, prompts: list[Prompt], journal: Journal
+) -> None:
     """Generates what the journal lacks, the processes from one queue; returns when all of it is there."""
     with quick_imports():
         from eval_processes import wait_for_all
@@ -159,7 +184,7 @@ def complete(args: argparse.Namespace, tokenizer: Any, prompts: list[Prompt], jo
     wait_for_all()  # nobody writes before everybody has read
     if done and journal.rank == 0:
         logger.info("Resuming: %d of %d completions are there", len(done), len(prompts) * args.num_samples)
-    generate_missing(args, tokenizer, unfinished(all_parts(args, prompts), done), done, journal)
+    generate_missing(args, model, tokenizer, unfinished(all_parts(args, prompts), done), done, journal)
     wait_for_all()
 
 

@@ -37,12 +37,12 @@ def count_together(name: str, more: int) -> int:
     return STORE[0].add(name, more) if STORE else more
 
 
-def queue_of(items: Sequence[T]) -> Iterator[T]:
-    """`items` in their order, each given to one process only: to whichever asks next. Once a launch."""
+def queue_of(items: Sequence[T], name: str) -> Iterator[T]:
+    """`items` in their order, each given to one process only: to whichever asks next. Once a launch for each name."""
     if not STORE:
         yield from items
         return
-    while (number := count_together("taken", 1) - 1) < len(items):
+    while (number := count_together(f"{name} taken", 1) - 1) < len(items):
         yield items[number]
 
 

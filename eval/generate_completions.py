@@ -53,25 +53,27 @@ def unfinished(parts: list[list[Request]], done: dict[Key, dict[str, Any]]) -> l
 
 def generate_missing(
     args: argparse.Namespace,
+    load: Callable[[], Any],
     tokenizer: Any,
     parts: list[list[Request]],
     done: dict[Key, dict[str, Any]],
     journal: Journal,
-    take: Callable[[list[list[Request]]], Iterable[list[Request]]] = queue_of,
+    take: Callable[[list[list[Request]], str], Iterable[list[Request]]] = queue_of,
 ) -> None:
     """Generates the `parts` that this process gets, and journals what is not `done` of them, each row as it ends.
 
     Args:
-        take: gives this process its parts, the next one when it is asked for.
+        load: gives the model, and is called only if a part is missing.
+        take: gives this process its parts of the setup of that name, the next one when it is asked for.
     """
     if not parts:
         return
-    model = load_model_for(args)
+    model = load()
     check_room(model.config, max(len(prompt.ids) for part in parts for prompt, _ in part), args.gen_length)
     ends = torch.tensor(end_ids(tokenizer), device=model.device)
     generated, passes, rows, started = 0, 0, 0, time.perf_counter()
     missing = sum(key_of(row) not in done for part in parts for row in part)
-    mine = take(parts)
+    mine = take(parts, journal.setup)
     with tqdm(total=missing, desc=journal.setup, unit="problem", disable=journal.rank != 0) as progress:
         for requests in [chain.from_iterable(mine)] if in_fp32(args) else mine:
             for _, entry in generate_rows(args, model, tokenizer, requests, ends, args.batch_size):
@@ -79,7 +81,7 @@ def generate_missing(
                 if (entry["index"], entry["sample"]) in done:
                     continue
                 journal.append(entry)
-                progress.update(count_together("done", 1) - progress.n if STORE else 1)
+                progress.update(count_together(f"{journal.setup} done", 1) - progress.n if STORE else 1)
                 rate = generated / (time.perf_counter() - started)
                 progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes / rows:.1f} forward passes each", refresh=False)
 

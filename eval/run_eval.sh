@@ -37,6 +37,7 @@ MESSAGE
 fi
 
 output_dir=${OUTPUT_DIR:-results/}
+read -r -a lengths <<<"${GEN_LENGTHS:-128 256 512}"
 read -r -a extra <<<"${EXTRA---add_reasoning}"
 launch=(python)
 if ((devices > 1)); then
@@ -47,16 +48,14 @@ for task in ${TASKS:-gsm8k math countdown sudoku}; do
     if [[ -z "${MODEL_PATH:-}" && ($task == countdown || $task == sudoku) ]]; then
         limit=(--limit 256)
     fi
-    for gen_length in ${GEN_LENGTHS:-128 256 512}; do
-        "${launch[@]}" eval.py \
-            --model_path "${MODEL_PATH:-GSAI-ML/LLaDA-8B-Instruct}" \
-            --checkpoint_path "${CHECKPOINT_PATH:-}" \
-            --dataset "$task" \
-            --gen_length "$gen_length" \
-            ${BLOCK_LENGTH:+--block_length "$BLOCK_LENGTH"} \
-            --batch_size "${BATCH_SIZE:-8}" \
-            --output_dir "$output_dir" \
-            "${limit[@]}" "${extra[@]}"
-    done
+    "${launch[@]}" eval.py \
+        --model_path "${MODEL_PATH:-GSAI-ML/LLaDA-8B-Instruct}" \
+        --checkpoint_path "${CHECKPOINT_PATH:-}" \
+        --dataset "$task" \
+        --gen_length "${lengths[@]}" \
+        ${BLOCK_LENGTH:+--block_length "$BLOCK_LENGTH"} \
+        --batch_size "${BATCH_SIZE:-8}" \
+        --output_dir "$output_dir" \
+        "${limit[@]}" "${extra[@]}"
 done
 echo "Now: python parse_and_get_acc.py $output_dir"

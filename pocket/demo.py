@@ -88,25 +88,24 @@ def grpo(
 
 
 def evaluation(
-    name: str,
+    arm: str,
     model: Path,
-    length: int,
+    lengths: tuple[int, ...],
     folder: Path,
     miniature: bool,
     dataset: str = "sudoku",
     split: str = "test",
 ) -> Phase:
-    """Greedy completions of the test (or other) problems at one length."""
+    """Greedy completions of the test (or other) problems at each length."""
     # Relative, so that the generation files name no machine's folders.
     path = os.path.relpath(model, ROOT / "eval")
-    flags = ["--model_path", path, "--dataset", dataset, "--gen_length", length, "--block_length", 8]
+    flags = ["--model_path", path, "--dataset", dataset, "--gen_length", *lengths, "--block_length", 8]
     flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
     flags += ["--split", split] if split != "test" else []
     flags += ["--limit", 16] if miniature else []
-    needs = () if name == "base" else (name,)
-    return Phase(
-        f"{name}_at_{length}", [sys.executable, "eval.py", *map(str, flags)], ROOT / "eval", weight=20, needs=needs
-    )
+    needs = () if arm == "base" else (arm,)
+    command = [sys.executable, "eval.py", *map(str, flags)]
+    return Phase(f"{arm}_evaluated", command, ROOT / "eval", weight=20, needs=needs)
 
 
 def phases_of(
@@ -122,9 +121,7 @@ def phases_of(
     train += [grpo("shuffled", base, folder, seed, miniature, task=task)] if "shuffled" in arms else []
     models = {arm: base if arm == "base" else folder / arm for arm in arms}
     return train + [
-        evaluation(arm, path, length, folder, miniature, recipe.task, split)
-        for arm, path in models.items()
-        for length in recipe.lengths
+        evaluation(arm, path, recipe.lengths, folder, miniature, recipe.task, split) for arm, path in models.items()
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def evaluate(model: Path, output_dir: Path, *flags: str, task: str = "sudoku") -
     arguments = ["--model_path", str(model), "--dataset", task, "--output_dir", str(output_dir), *LENGTHS, *flags]
     args = evaluation.make_parser().parse_args(arguments)
     evaluation.main(args)
-    return json.loads((output_dir / f"{setup_name(args)}_0_generations.json").read_text())
+    (run,) = evaluation.runs_of(args)
+    return json.loads((output_dir / f"{setup_name(run)}_0_generations.json").read_text())
 
 
 def texts(results: dict[str, Any]) -> list[tuple[int, str]]:
@@ -361,6 +363,31 @@ def test_a_block_causal_model_is_sampled_in_its_own_blocks_and_others_in_those_o
     assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
 
 
+def test_several_lengths_give_a_file_each_as_alone_and_load_the_model_once(tiny_model_dir, tmp_path, monkeypatch):
+    required = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--limit", "5", "--block_length", "4"]
+
+    def files(folder: str, *lengths: str) -> dict[str, list[tuple[int, str]]]:
+        flags = [*required, "--output_dir", str(tmp_path / folder), "--gen_length", *lengths]
+        evaluation.main(evaluation.make_parser().parse_args(flags))
+        found = (tmp_path / folder).glob("*_generations.json")
+        return {path.name: texts(json.loads(path.read_text())) for path in found}
+
+    alone = {length: files(length, length) for length in ("8", "12")}
+    loaded: list[str] = []
+    load = generate_completions.load_model_for
+    monkeypatch.setattr(generate_completions, "load_model_for", lambda args: loaded.append("model") or load(args))
+    assert files("8", "8", "12", "8") == alone["8"] | alone["12"]  # where one length is there already
+    assert files("both", "12", "8") == alone["8"] | alone["12"]
+    assert loaded == ["model", "model"]
+    assert files("both", "12", "8") == alone["8"] | alone["12"]
+    assert loaded == ["model", "model"]
+    # One of them is refused before a completion of the other is made.
+    for lengths in (("8", "500"), ("8", "0")):
+        with pytest.raises(ValueError, match=r"exceed the model's 512|out of range: --gen_length 0"):
+            files("refused", *lengths)
+    assert not (tmp_path / "refused").exists()
+
+
 # ---- resuming
 
 
@@ -405,7 +432,7 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
     flags += ("--block_length", "8", "--gen_length", "24", *sampler)
     whole = evaluate(tiny_model_dir, tmp_path / "whole", *flags, task="gsm8k")
     required = ["--model_path", str(tiny_model_dir), "--dataset", "gsm8k", "--output_dir", str(tmp_path / "parts")]
-    args = evaluation.make_parser().parse_args([*required, *flags, "--diffusion_steps", "12"])
+    (args,) = evaluation.runs_of(evaluation.make_parser().parse_args([*required, *flags]))
     tokenizer = load_tokenizer(str(tiny_model_dir))
     prompts = read_prompts(args, load_task("gsm8k"), tokenizer)
 
@@ -416,7 +443,8 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
         parts = generate_completions.unfinished(generate_completions.all_parts(args, asked), done)
         for rank, journal in enumerate(journals):
             taken = parts[rank::world]
-            generate_completions.generate_missing(args, tokenizer, parts, done, journal, lambda _, of=taken: of)
+            model = partial(generate_completions.load_model_for, args)
+            generate_completions.generate_missing(args, model, tokenizer, parts, done, journal, lambda *_, of=taken: of)
         return journals[0]
 
     expected = dict(texts(whole))
@@ -437,7 +465,8 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
 def test_the_identity_holds_what_moves_a_logit_where_that_may_change_a_token(tiny_model_dir):
     def identity(*flags: str) -> dict[str, Any]:
         required = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--diffusion_steps", "64"]
-        return run_identity.run_identity(evaluation.make_parser().parse_args([*required, *flags]), [])
+        (run,) = evaluation.runs_of(evaluation.make_parser().parse_args([*required, *flags]))
+        return run_identity.run_identity(run, [])
 
     in_fp32 = identity("--dtype", "float32")  # that of version 0.1, whose runs resume
     assert list(in_fp32) == [
@@ -505,7 +534,8 @@ def test_bad_settings_are_refused(tiny_model_dir, tmp_path, flags, message):
 def test_file_names_tell_setups_apart(tmp_path):
     def name(*flags: str) -> str:
         required = ["--model_path", "runs/sft/checkpoint-20/", "--dataset", "math", "--diffusion_steps", "64"]
-        return setup_name(evaluation.make_parser().parse_args([*required, *flags]))
+        (run,) = evaluation.runs_of(evaluation.make_parser().parse_args([*required, *flags]))
+        return setup_name(run)
 
     assert name() == "math_sft_checkpoint-20_128_64"
     assert name("--model_path", "runs/sft/merged") == "math_sft_merged_128_64"

@@ -60,7 +60,7 @@ def test_the_report_has_the_table_the_curves_ten_problems_and_the_seconds(miniat
     report = (miniature / "report.md").read_text()
     for title in ARMS.values():
         assert f"| {title} |" in report
-    for name in ("sft", "grpo", "sft_grpo", "shuffled", "sft_grpo_at_40"):
+    for name in ("sft", "grpo", "sft_grpo", "shuffled", "sft_grpo_evaluated"):
         assert f"| {name} |" in report
     puzzles = [line for line in report.splitlines() if line[2:18].isdigit()]
     assert len(puzzles) == 10
@@ -98,13 +98,13 @@ def test_the_block_model_goes_through_the_same_phases(tmp_path, monkeypatch):
     for phase, other in zip(full, block, strict=True):
         assert [str(word).replace("pocket/base", "pocket/block_base") for word in phase.command] == other.command
     monkeypatch.chdir(ROOT / "eval")
-    command = next(phase.command for phase in block if phase.name == f"base_at_{LENGTHS[0]}")
-    asked = evaluation_script.make_parser().parse_args(command[2:])
-    # What eval.py fills in for itself.
-    asked.diffusion_steps = asked.diffusion_steps or asked.gen_length // 2
+    command = next(phase.command for phase in block if phase.name == "base_evaluated")
+    runs = evaluation_script.runs_of(evaluation_script.make_parser().parse_args(command[2:]))
     (tmp_path / "generations").mkdir()
-    (tmp_path / "generations" / f"{eval_setup_name(asked)}_record.json").touch()
-    assert eval_setup_name(asked) == setup_name(tmp_path, "base", LENGTHS[0])
+    for run in runs:
+        (tmp_path / "generations" / f"{eval_setup_name(run)}_record.json").touch()
+    names = [setup_name(tmp_path, "base", length) for length in LENGTHS]
+    assert [eval_setup_name(run) for run in runs] == names
 
 
 def test_the_block_model_is_refused_where_it_has_no_base():
@@ -128,11 +128,10 @@ def test_each_arm_of_a_task_is_trained_and_judged_on_that_task(task, tmp_path, m
     assert given.eos_padding == recipe.lengths[1]
     monkeypatch.chdir(ROOT / "eval")
     for arm in arms_of(task):
-        for length in recipe.lengths:
-            asked = evaluation_script.make_parser().parse_args(phases[f"{arm}_at_{length}"].command[2:])
-            assert (asked.dataset, asked.split, asked.gen_length) == (recipe.task, "test", length)
-            model = ROOT / "pocket" / recipe.base if arm == "base" else tmp_path / arm
-            assert Path(asked.model_path).resolve() == model
+        asked = evaluation_script.make_parser().parse_args(phases[f"{arm}_evaluated"].command[2:])
+        assert (asked.dataset, asked.split, tuple(asked.gen_length)) == (recipe.task, "test", recipe.lengths)
+        model = ROOT / "pocket" / recipe.base if arm == "base" else tmp_path / arm
+        assert Path(asked.model_path).resolve() == model
 
 
 @pytest.mark.parametrize("task", [task for task in GRPO if task != "sudoku"])

@@ -54,7 +54,7 @@ def test_each_run_is_its_method_at_the_budget_and_at_the_rate_and_mu_it_names(me
     assert config.lr_scheduler_type == "constant"
     assert config.max_steps >= 5000  # a step takes a token at the least
     evaluation = eval_parser().parse_args(run.evaluation(tmp_path / "m", tmp_path))
-    assert (evaluation.split, evaluation.gen_length, evaluation.temperature) == ("test", length, 0.0)
+    assert (evaluation.split, evaluation.gen_length, evaluation.temperature) == ("test", [length], 0.0)
 
 
 def test_the_search_is_alike_for_every_method_and_sees_no_test_problem():
