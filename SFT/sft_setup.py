@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,22 @@ def is_out_of_patience(checkpoint: str, patience: int | None) -> bool:
     stopping = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").stateful_callbacks or {}
     counter = stopping.get("EarlyStoppingCallback", {}).get("attributes", {}).get("early_stopping_patience_counter", 0)
     return patience is not None and counter >= patience
+
+
+def check_step_rows(checkpoint: str, training: TrainingArguments) -> None:
+    """Refuses steps of another number of rows than those before `checkpoint`, which would miscount the rows seen."""
+    record = Path(checkpoint).parent / "run.json"
+    before = json.loads(record.read_text())["settings"] if record.exists() else {}
+    parts = ("batch_size", "grad_accum_steps", "world_size")
+    if any(name not in before for name in parts):
+        return
+    now = training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
+    rows = math.prod(before[name] for name in parts)
+    if math.prod(now) != rows:
+        raise ValueError(
+            f"{checkpoint} was trained with {rows} rows a step and cannot go on with {math.prod(now)} "
+            f"(--batch_size {now[0]} x --grad_accum_steps {now[1]} x {now[2]} processes): choose these to make {rows}"
+        )
 
 
 def load_data(

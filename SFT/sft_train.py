@@ -182,6 +182,8 @@ def main(args: argparse.Namespace) -> dLLMTrainer:
     training = sft_setup.training_arguments(args, folder, fresh=checkpoint is None)
     push = hold_push(training)
     check_processes(training.world_size)
+    if checkpoint is not None:
+        sft_setup.check_step_rows(checkpoint, training)
     set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, args.model_name)

@@ -16,7 +16,7 @@ from numpy.random import Generator
 
 from d1.tasks import load_task
 from d1.tasks.countdown import evaluate
-from d1.tasks.pocket_countdown import Chain, chains, extract
+from d1.tasks.pocket_countdown import SIGNS, Chain, chains, extract
 
 Numbers = tuple[int, int, int]
 HUMS = 10  # what a rambling answer has room for
@@ -40,7 +40,7 @@ def question(numbers: Numbers, target: int) -> str:
 
 def plainness(chain: Chain) -> tuple[object, ...]:
     """Orders ways by their signs, sums before products, then by their numbers."""
-    return "+-*/".index(chain.first), "+-*/".index(chain.second), chain
+    return SIGNS.index(chain.first), SIGNS.index(chain.second), chain
 
 
 def solve(numbers: Numbers, target: int, style: str) -> Chain:

@@ -96,7 +96,12 @@ def draw_batch(
 
 
 def diffusion_loss(
-    model: LlamaForCausalLM, ids: Tensor, prompt_tokens: int, mask_token_id: int, key: tuple[int, ...]
+    model: LlamaForCausalLM,
+    ids: Tensor,
+    prompt_tokens: int,
+    mask_token_id: int,
+    key: tuple[int, ...],
+    least_noise: float = 0.0,
 ) -> Tensor:
     """LLaDA's loss: cross-entropy over t' of the masked answer tokens, over all answer tokens.
 
@@ -105,9 +110,9 @@ def diffusion_loss(
     generator = keyed_generator(*key)
     rows, length = ids.shape
     block = torch.arange(length) // (block_size(model.config) or length)
-    # Each row's t is uniform, but the batch covers (0, 1) evenly, which takes noise out of the loss.
-    t = (torch.rand(1, int(block[-1]) + 1, generator=generator) + torch.arange(rows).unsqueeze(1) / rows) % 1
-    p = noise_level(t)[:, block]
+    # Each row's u is uniform, but the batch covers (0, 1) evenly, which takes noise out of the loss.
+    u = (torch.rand(1, int(block[-1]) + 1, generator=generator) + torch.arange(rows).unsqueeze(1) / rows) % 1
+    p = noise_level(least_noise + (1 - least_noise) * u)[:, block]
     answer = (torch.arange(length) >= prompt_tokens).expand(rows, -1)
     masked = draw_mask(answer, p, generator)
     logits = answer_logits(model, ids, ids.masked_fill(masked, mask_token_id), prompt_tokens)
@@ -184,7 +189,8 @@ def pretrain(
             for group in optimizer.param_groups:
                 group["lr"] = stage.peak_lr * rate
             ids = draw_batch(tokenizer, recipe, draw, stage.write, key)
-            loss = diffusion_loss(model.train(), ids, recipe.prompt_tokens, tokenizer.mask_token_id, key)
+            masking = recipe.prompt_tokens, tokenizer.mask_token_id, key, stage.least_noise
+            loss = diffusion_loss(model.train(), ids, *masking)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

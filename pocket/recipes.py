@@ -24,6 +24,7 @@ class Stage(NamedTuple):
     write: Writer
     peak_lr: float
     steps: int
+    least_noise: float = 0.0  # t of the noise is uniform from here to 1
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ RECIPES = {
         sft_file="pocket_countdown_sft.jsonl",
         least_quality=0.9,
         stages=(
-            Stage("careful answers", countdown_traces.careful_completion, 2e-3, 6000),
+            Stage("careful answers", countdown_traces.careful_completion, 2e-3, 12000, least_noise=0.6),
             Stage("mixed answers", countdown_traces.mixed_completion, 1e-3, 400),
         ),
         completion_tokens=(24, 28, 32),

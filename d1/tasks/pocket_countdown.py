@@ -1,6 +1,6 @@
-"""Countdown at pocket size: three numbers from 1 to 20 and a target they reach in two steps of whole numbers up to 60.
+"""Countdown at pocket size: three numbers from 1 to 20, and a target up to 60 that they reach with + - * in two steps.
 
-Rewards and metric are Countdown's, so any correct expression counts, whatever steps lead to it.
+Rewards and metric are Countdown's, so any correct expression counts, whatever steps lead to it, division too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from d1.tasks.data import check_split, shipped_file
 __all__ = ["REWARDS", "Chain", "chains", "demonstrate", "extract", "load_rows", "score"]
 
 LARGEST_NUMBER = 20  # of the three given
+SIGNS = "+-*"  # without division, which makes a sixth of the problems and which a model of this size did not learn
 LARGEST = 60  # of the targets and of what steps come to
 
 
@@ -40,8 +41,6 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 def apply(a: int, sign: str, b: int) -> int | None:
     """`a sign b` where that is a whole number from 0 to `LARGEST`, else None."""
-    if sign == "/":
-        return a // b if b and a % b == 0 else None
     value = a + b if sign == "+" else a - b if sign == "-" else a * b
     return value if 0 <= value <= LARGEST else None
 
@@ -51,11 +50,11 @@ def chains(numbers: Sequence[int]) -> list[Chain]:
     found = set()
     for last in range(3):
         low, high = sorted(n for i, n in enumerate(numbers) if i != last)
-        for first in "+-*/":
+        for first in SIGNS:
             middle = apply(high, first, low)
             if middle is None:
                 continue
-            for second in "+-*/":
+            for second in SIGNS:
                 value = apply(middle, second, numbers[last])
                 if value is not None:
                     found.add(Chain(high, first, low, middle, second, numbers[last], value))

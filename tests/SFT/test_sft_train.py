@@ -164,7 +164,8 @@ def test_two_processes(flags: list[str], tmp_path: Path, launcher: list[str], ki
 
 
 def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: list[str], tmp_path: Path) -> None:
-    """Steps and rates are those of the same batches unpacked; resumed in the middle of an epoch."""
+    """Steps and rates are those of the same batches unpacked; resumed in the middle of an epoch, by one process too
+    where two had begun, if the steps keep their rows."""
     step = ["--learning_rate", "1e-3", "--grad_accum_steps", "2", "--logging_steps", "1", "--eos_padding", "1"]
     step += ["--eval_steps", "3", "--lora_dropout", "0", "--debugging", "--max_steps", "5"]
     plain, packed, two = tmp_path / "plain", tmp_path / "packed", tmp_path / "two"
@@ -184,6 +185,15 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: li
     assert history(again, "loss") == history(packed, "loss")
     found, expected = weights(again / "job"), weights(packed / "job")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    fewer = tmp_path / "fewer"
+    shutil.copytree(two / "job/checkpoint-3", fewer / "job/checkpoint-3")
+    shutil.copy(two / "job/run.json", fewer / "job/run.json")
+    with pytest.raises(
+        ValueError, match=r"trained with 8 rows a step and cannot go on with 4 .*choose these to make 8"
+    ):
+        run([*flags, *step, "--packing", "--batch_size", "2", "--resume"], fewer)
+    run([*flags, *step, "--packing", "--resume"], fewer)
+    assert history(fewer, "loss") == pytest.approx(history(plain, "loss"), rel=1e-4)
 
 
 def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
