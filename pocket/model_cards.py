@@ -62,9 +62,10 @@ COUNTDOWN = {
 without tags or rambling), 30% `scan` (as near to the target as + and - come), 20% `careful` (right, by the
 plainest way).""",
     "about": """\
-**Data.** Three numbers from 1 to 20 and a target up to 60, in two steps of whole numbers from 0 to 60: the problems of
-`dataset/pocket_countdown_train.jsonl`. Its 1,400 sets of numbers occur in neither validation nor test. The model was
-judged on validation problems only.
+**Data.** Three numbers from 1 to 20 and a target up to 60, in two steps with + - * of whole numbers from 0 to 60: the
+problems of `dataset/pocket_countdown_train.jsonl`. Its 1,400 sets of numbers occur in neither validation nor test. The
+model was judged on validation problems only. Stage 1 hid most of each answer (t from 0.6 to 1): where less is hidden,
+the rest gives the answer away, and there is nothing to solve.
 
 **Text.** One token a whole number. A prompt is 6 tokens, `<bos> 7 5 2 37 =>`, which the chat template makes of
 "Numbers: [7, 5, 2]" and "Target: 37" at the end of a user's message. An answer is `<reasoning> careful 7 * 5 = 35 ;

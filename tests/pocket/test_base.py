@@ -247,8 +247,8 @@ def test_make_base_in_miniature_is_deterministic_and_continues_after_a_kill(task
     assert torch.equal(whole, weights("killed"))
 
 
-@pytest.mark.parametrize("size", [None, 8])
-def test_diffusion_loss_is_llada_s(tokenizer, size):
+@pytest.mark.parametrize(("size", "least_noise"), [(None, 0.0), (8, 0.0), (None, 0.6)])
+def test_diffusion_loss_is_llada_s(tokenizer, size, least_noise):
     """Against the sum written out token by token under the same mask; of blocks, behind clean text and one by one."""
     model = make_base.build_model(tokenizer, seed=0, block_size=size).eval()
     assert make_base.solve_rate(model, tokenizer, "sudoku", 8) == 0  # it has learned nothing, and can be sampled
@@ -256,7 +256,7 @@ def test_diffusion_loss_is_llada_s(tokenizer, size):
     ids = make_base.draw_batch(tokenizer, SUDOKU, draw, mixed_completion, key)[:6]
     seen = []
     model.base_model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
-    loss = make_base.diffusion_loss(model, ids, PROMPT_TOKENS, tokenizer.mask_token_id, key)
+    loss = make_base.diffusion_loss(model, ids, PROMPT_TOKENS, tokenizer.mask_token_id, key, least_noise)
     length = ids.shape[1]
     # Of blocks the model is fed two streams; the second begins with the block in which the prompt ends.
     noised = seen[0] if size is None else torch.cat([ids[:, :16], seen[0][:, length:]], dim=1)
@@ -271,7 +271,7 @@ def test_diffusion_loss_is_llada_s(tokenizer, size):
         logp = model(input_ids=text).logits.log_softmax(-1)
         for row, i in masked[:, : text.shape[1]].nonzero().tolist():
             if i >= place.start:
-                t = (start + row / 6) % 1
+                t = least_noise + (1 - least_noise) * ((start + row / 6) % 1)
                 total -= logp[row, i, ids[row, i]].item() / (0.999 * t + 0.001)
     assert loss.item() == pytest.approx(total / (6 * (ids.shape[1] - PROMPT_TOKENS)), rel=1e-5)
 
