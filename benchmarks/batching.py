@@ -20,9 +20,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.fresh_problems import FRESH
 from benchmarks.machine import check_counts, describe, race
 from benchmarks.reports import write_report
-from benchmarks.samplers import fresh_problems
 from d1.models import load_model, load_tokenizer
 from d1.runs.entry import run_script
 from d1.sampling import SamplingSettings, rollout, rollout_stream
@@ -81,7 +81,7 @@ class Counted:
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(args.model_path, device=device), load_tokenizer(args.model_path)
-    rows = fresh_problems(args.problems, args.seed)
+    rows = FRESH["sudoku"](args.problems, args.seed)
     asked = tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False)
     prompts = torch.tensor(asked, device=device)
     results: dict[str, dict[str, float]] = {}

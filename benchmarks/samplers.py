@@ -1,21 +1,22 @@
 """python benchmarks/samplers.py --model_path runs/demo/seed0/sft_grpo [--gen_length 32] [--problems 1000]
 
-What each sampler costs in accuracy and saves in work, on fresh Sudoku puzzles, greedy: exact solves, forward passes and
-tokens fed through the model a problem, processor seconds, compared problem by problem with the exact sampler (length
-/ 2 steps, blocks of 8). Writes `samplers_<gen_length>.json` and `.md` to --output_dir. Set OMP_NUM_THREADS=1.
+What each sampler costs in accuracy and saves in work, on fresh problems of a pocket task, greedy: exact solves, forward
+passes and tokens fed through the model a problem, processor seconds, compared problem by problem with the exact sampler
+(length / 2 steps, blocks of 8). Writes `samplers_<task>_<gen_length>.json` and `.md` to --output_dir. Set
+OMP_NUM_THREADS=1.
 
-The puzzles' solution grids are those of the test split, which no training sees; the puzzles are drawn anew.
+With `--search` the samplers are those on the frontier of a search over blocks, steps, caches, rules and levels on
+validation problems (`sampler_search.py`), among them its choice; also writes the frontier as `.png`.
+
+The problems' grids or numbers are those of the test split, which no training sees; the problems are drawn anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
-import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dataset"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from make_problems import sudoku_puzzles
-
+from benchmarks.fresh_problems import FRESH
 from benchmarks.machine import check_counts, describe, race
 from benchmarks.reports import write_report
+from benchmarks.sampler_search import Tried, choice, frontier, plot, search
 from d1.models import load_model, load_tokenizer
 from d1.runs.entry import run_script
 from d1.sampling import Rollout, rollout
 from d1.show.uncertainty import Z95
 from d1.tasks import load_task
-from d1.tasks.sudoku import solution_grids
 
 BASE = "exact"
+TASKS = {
+    "sudoku": "sudoku",
+    "countdown": "pocket_countdown",
+    "arithmetic": "arithmetic",
+}  # as the demo calls them -> d1
 
 
 def contestants(length: int) -> dict[str, dict[str, Any]]:
@@ -67,18 +71,6 @@ def contestants(length: int) -> dict[str, dict[str, Any]]:
         "cached+parallel: prefix, factor 1.5, one block": whole
         | {"sampler": "cached+parallel", "kv_cache": "prefix", "reveal": "factor", "reveal_level": 1.5},
     }
-
-
-def fresh_problems(count: int, seed: int) -> Any:
-    """Rows of `count` new puzzles on the test split's solution grids."""
-    task = load_task("sudoku")
-    solutions = sorted(set(task.load_rows("test")["ground_truth"]))
-    puzzles = sudoku_puzzles(solutions, count, solution_grids(), random.Random(seed))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "puzzles.csv"
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([("Puzzle", "Solution"), *puzzles])
-        return task.load_rows("test", str(path))
 
 
 def sample(
@@ -111,12 +103,12 @@ def sample(
     ]
 
 
-def solved(rollouts: list[Rollout], tokenizer: Any, width: int, rows: Any) -> list[float]:
-    """1 for each problem whose completion, up to its end, holds the solution."""
+def solved(rollouts: list[Rollout], tokenizer: Any, width: int, rows: Any, task: str = "sudoku") -> list[float]:
+    """1 for each problem whose completion, up to its end, solves it."""
     texts = [
         tokenizer.decode(ids).split(tokenizer.eos_token)[0] for part in rollouts for ids in part.ids[:, width:].tolist()
     ]
-    return [load_task("sudoku").score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)]
+    return [load_task(TASKS[task]).score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)]
 
 
 def with_margin(values: list[float]) -> tuple[float, float]:
@@ -124,27 +116,62 @@ def with_margin(values: list[float]) -> tuple[float, float]:
     return 100 * statistics.fmean(values), 100 * Z95 * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def work_of(parts: list[Rollout]) -> tuple[float, float]:
+    """Forward passes and tokens through the body, a problem."""
+    counts = torch.cat([torch.stack([part.passes, part.forward_tokens]) for part in parts], dim=1).double().mean(1)
+    return counts[0].item(), counts[1].item()
+
+
+def prompts_of(rows: Any, tokenizer: Any, device: str) -> Tensor:
+    """(rows, prompt) ids: all prompts of a pocket task are of one length."""
+    ids = tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False)
+    return torch.tensor(ids, device=device)
+
+
+def found_by_search(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """Exact and, of what the search found no worse than it by more than ten points, the frontier; the choice is named
+    so. Writes the figure."""
+    rows = load_task(TASKS[args.task]).load_rows("validation")
+    rows = rows.select(range(min(args.validation or len(rows), len(rows))))
+    prompts = prompts_of(rows, tokenizer, model.device)
+
+    def judge(options: dict[str, Any], count: int | None) -> Tried:
+        some = rows.select(range(min(count or len(rows), len(rows))))
+        parts = sample(model, tokenizer, prompts[: len(some)], args.gen_length, args.batch, **options)
+        right = solved(parts, tokenizer, prompts.shape[1], some, args.task)
+        return Tried(options, 100 * statistics.fmean(right), work_of(parts)[1])
+
+    exact = judge({"stop": False}, None)
+    tried = search(judge, args.gen_length)
+    chosen = choice(tried, exact)
+    plot(tried, exact, chosen, Path(args.output_dir) / f"{report_name(args)}.png")
+    shown = [one for one in frontier(tried) if one.accuracy >= exact.accuracy - 10]
+    shown += [chosen] if chosen is not None and chosen not in shown else []
+    return {BASE: {"stop": False}} | {
+        f"{'chosen: ' if one is chosen else ''}{one.name}": one.options
+        for one in sorted(shown, key=lambda one: one.tokens)
+    }
+
+
+def report_name(args: argparse.Namespace) -> str:
+    return f"{'frontier' if args.search else 'samplers'}_{args.task}_{args.gen_length}"
+
+
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(args.model_path, device=device), load_tokenizer(args.model_path)
-    rows = fresh_problems(args.problems, args.seed)
-    prompts = torch.tensor(
-        tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False),
-        device=device,
-    )
+    settings = found_by_search(args, model, tokenizer) if args.search else contestants(args.gen_length)
+    rows = FRESH[args.task](args.problems, args.seed)
+    prompts = prompts_of(rows, tokenizer, device)
     sampled: dict[str, list[Rollout]] = {}
 
     def contestant(name: str, options: dict[str, Any]) -> Callable[[], Any]:
         return lambda: sampled.update({name: sample(model, tokenizer, prompts, args.gen_length, args.batch, **options)})
 
-    runs = {name: contestant(name, options) for name, options in contestants(args.gen_length).items()}
+    runs = {name: contestant(name, options) for name, options in settings.items()}
     times = race(runs, args.repeats, base=BASE)
-    right: dict[str, list[float]] = {}
-    work: dict[str, tuple[float, float]] = {}
-    for name, parts in sampled.items():
-        right[name] = solved(parts, tokenizer, prompts.shape[1], rows)
-        counts = torch.cat([torch.stack([part.passes, part.forward_tokens]) for part in parts], dim=1).double().mean(1)
-        work[name] = (counts[0].item(), counts[1].item())
+    right = {name: solved(parts, tokenizer, prompts.shape[1], rows, args.task) for name, parts in sampled.items()}
+    work = {name: work_of(parts) for name, parts in sampled.items()}
     results = {}
     for name in runs:
         accuracy, margin = with_margin(right[name])
@@ -166,11 +193,14 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", "--model_name", required=True, help="a pocket model, e.g. of `make demo`")
+    parser.add_argument("--task", choices=[*TASKS], default="sudoku")
+    parser.add_argument("--search", action="store_true", help="search settings on validation problems first")
+    parser.add_argument("--validation", type=int, help="search on so many of them (default: all)")
     parser.add_argument("--gen_length", type=int, default=32)
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=125, help="problems sampled at once")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
-    parser.add_argument("--seed", type=int, default=0, help="of the puzzles")
+    parser.add_argument("--seed", type=int, default=0, help="of the problems")
     parser.add_argument("--output_dir", default="benchmark_results")
     return parser
 
@@ -180,11 +210,11 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(
             f"need at least 2 problems and a gen_length in blocks of 8, got {args.problems} and {args.gen_length}"
         )
-    check_counts(args, "batch", "repeats")
+    check_counts(args, "batch", "repeats", *(["validation"] if args.validation is not None else []))
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     named = {key: value for key, value in vars(args).items() if key != "output_dir"}
     report = {"machine": describe(), "settings": named, "results": measure(args)}
-    write_report(report, args.output_dir, f"samplers_{args.gen_length}")
+    write_report(report, args.output_dir, report_name(args))
 
 
 if __name__ == "__main__":

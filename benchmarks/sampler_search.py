@@ -1,0 +1,108 @@
+"""The search of `samplers.py --search`, on validation problems: the settings that feed the fewest tokens.
+
+All settings of the grid are tried on a few problems, those near the frontier on all. The choice is the cheapest whose
+accuracy on all of them is at most `SLACK` points below the exact sampler's; it is then judged on problems of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from d1.sampling.settings import CACHES
+
+LEVELS = {
+    "threshold": (0.5, 0.6, 0.7, 0.8, 0.9, 0.95),
+    "factor": (1.0, 1.5, 2.0, 2.5, 3.0, 4.0),
+    "entropy": (0.3, 1.0, 1.75, 2.5, 3.0, 4.0),
+}
+STEPS = (2, 3, 4, 6)  # at most so many a block
+FEW = 128  # problems of the first round
+NEAR = 5.0  # points below the frontier that are tried on all problems
+SLACK = 1.0
+
+
+class Tried(NamedTuple):
+    """Settings, the share of problems solved in percent, and tokens fed a problem."""
+
+    options: dict[str, Any]
+    accuracy: float
+    tokens: float
+
+    @property
+    def name(self) -> str:
+        options = self.options
+        cache = f"{options['kv_cache']}, " if "kv_cache" in options else ""
+        return (
+            f"{options['sampler']}: {cache}{options['reveal']} {options['reveal_level']:g}, blocks of "
+            f"{options['block']}, at most {options['steps']} steps"
+        )
+
+
+def grid(length: int) -> list[dict[str, Any]]:
+    """Blocks, steps, caches, rules and levels, as options of `samplers.sample`."""
+    found = []
+    for block, steps, cache, (rule, levels) in product(
+        (8, length // 2, length), STEPS, (None, *CACHES), LEVELS.items()
+    ):
+        sampler = {"sampler": "parallel"} if cache is None else {"sampler": "cached+parallel", "kv_cache": cache}
+        found += [
+            {"block": block, "steps": steps * length // block, **sampler, "reveal": rule, "reveal_level": level}
+            for level in levels
+        ]
+    return found
+
+
+def frontier(tried: Iterable[Tried]) -> list[Tried]:
+    """Those that no other beats in accuracy with as few tokens, the cheapest first."""
+    best: list[Tried] = []
+    for one in sorted(tried, key=lambda one: (one.tokens, -one.accuracy)):
+        if not best or one.accuracy > best[-1].accuracy:
+            best.append(one)
+    return best
+
+
+def near(tried: Sequence[Tried]) -> list[dict[str, Any]]:
+    """The settings within `NEAR` points of what the frontier has for as many tokens."""
+    best = frontier(tried)
+    reached = [max((at.accuracy for at in best if at.tokens <= one.tokens), default=0.0) for one in tried]
+    return [one.options for one, top in zip(tried, reached, strict=True) if one.accuracy >= top - NEAR]
+
+
+def search(judge: Callable[[dict[str, Any], int | None], Tried], length: int) -> list[Tried]:
+    """All that was tried on all problems. `judge(options, problems)` tries settings on the first so many, or on all."""
+    first = [judge(options, FEW) for options in tqdm(grid(length), desc=f"all settings, {FEW} problems")]
+    return [judge(options, None) for options in tqdm(near(first), desc="those near the frontier, all problems")]
+
+
+def choice(tried: Sequence[Tried], exact: Tried) -> Tried | None:
+    """The cheapest that is as good as exact, to `SLACK` points; None if none is."""
+    good = [one for one in tried if one.accuracy >= exact.accuracy - SLACK]
+    return min(good, key=lambda one: one.tokens, default=None)
+
+
+def plot(tried: Sequence[Tried], exact: Tried, chosen: Tried | None, path: Path) -> None:
+    """Accuracy against tokens: all that was tried on all problems, the frontier, exact and the choice."""
+    from d1.show.curves import plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for cache in (None, *CACHES):
+        some = [one for one in tried if one.options.get("kv_cache") == cache]
+        label = f"{cache} cache" if cache else "no cache"
+        axes.scatter([one.tokens for one in some], [one.accuracy for one in some], s=10, alpha=0.6, label=label)
+    best = frontier(tried)
+    axes.step([at.tokens for at in best], [at.accuracy for at in best], where="post", color="black", lw=1)
+    axes.scatter([exact.tokens], [exact.accuracy], marker="*", s=120, color="black", label="exact, length / 2 steps")
+    if chosen is not None:
+        marks: dict[str, Any] = {"s": 90, "facecolors": "none", "edgecolors": "black", "label": f"chosen: {chosen.name}"}
+        axes.scatter([chosen.tokens], [chosen.accuracy], **marks)
+    axes.set_xscale("log")
+    axes.set(xlabel="tokens through the body a problem", ylabel="validation problems solved, %")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
