@@ -96,10 +96,10 @@ def plot(tried: Sequence[Tried], exact: Tried, chosen: Tried | None, path: Path)
         axes.scatter([one.tokens for one in some], [one.accuracy for one in some], s=10, alpha=0.6, label=label)
     best = frontier(tried)
     axes.step([at.tokens for at in best], [at.accuracy for at in best], where="post", color="black", lw=1)
-    axes.scatter([exact.tokens], [exact.accuracy], marker="*", s=120, color="black", label="exact, length / 2 steps")
+    axes.scatter([exact.tokens], [exact.accuracy], marker="*", s=120, color="black", label="exact")
     if chosen is not None:
-        marks: dict[str, Any] = {"s": 90, "facecolors": "none", "edgecolors": "black", "label": f"chosen: {chosen.name}"}
-        axes.scatter([chosen.tokens], [chosen.accuracy], **marks)
+        label = f"chosen: {chosen.name}"
+        axes.scatter([chosen.tokens], [chosen.accuracy], s=90, facecolors="none", edgecolors="black", label=label)
     axes.set_xscale("log")
     axes.set(xlabel="tokens through the body a problem", ylabel="validation problems solved, %")
     axes.legend(fontsize=7)
