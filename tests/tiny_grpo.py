@@ -117,10 +117,13 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
 
 
 def train_a_little(model_dir, folder, method):
-    """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second."""
+    """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second.
+    "d1+weights" is d1 with `sampling_weight_cap`, under which most tokens have a weight of their own."""
+    method, _, weighted = method.partition("+")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     options = {"per_device_train_batch_size": 12 // processes, "max_steps": 3, "learning_rate": 0.01}
     options |= {"ddp_backend": "gloo"} if processes > 1 else {}
+    options |= {"sampling_weight_cap": 1.5} if weighted else {}
     trainer = make_method(model_dir, folder, method, **options, **same_mean(method))
     trainer.train()
     return trainer

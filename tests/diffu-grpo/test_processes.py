@@ -151,9 +151,10 @@ def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_mode
 
 
 # Methods that ask other processes for different things: weights of all rows; advantages of a group, in two ways; which
-# prompts are kept, and how many tokens; draws spread over all rows.
-FEW = ("stable-drl", "wd1", "espo", "tracerl", "agrpo")
+# prompts are kept, and how many tokens; draws spread over all rows; a sampler's log-probs.
+FEW = ("stable-drl", "wd1", "espo", "tracerl", "agrpo", "d1+weights")
 AGREE = ("reward", "kl", "ratio_max", "weight_max", "prompts_kept", "sampling/logp_difference_abs")
+AGREE += ("sampling/weight_mean", "sampling/weight_capped")
 
 
 @pytest.mark.parametrize(
