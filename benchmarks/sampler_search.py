@@ -16,11 +16,11 @@ from tqdm import tqdm
 from d1.sampling.settings import CACHES
 
 LEVELS = {
-    "threshold": (0.5, 0.6, 0.7, 0.8, 0.9, 0.95),
-    "factor": (1.0, 1.5, 2.0, 2.5, 3.0, 4.0),
-    "entropy": (0.3, 1.0, 1.75, 2.5, 3.0, 4.0),
+    "threshold": (0.5, 0.7, 0.8, 0.9),
+    "factor": (1.5, 2.0, 2.5, 3.0),
+    "entropy": (1.0, 1.75, 2.5, 3.0),
 }
-STEPS = (2, 3, 4, 6)  # at most so many a block
+STEPS = (2, 3, 4)  # at most so many a block
 FEW = 128  # problems of the first round
 NEAR = 5.0  # points below the frontier that are tried on all problems
 SLACK = 1.0

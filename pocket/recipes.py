@@ -96,7 +96,7 @@ RECIPES = {
         least_quality=0.9,
         stages=(
             Stage("careful answers", countdown_traces.careful_completion, 2e-3, 12000, least_noise=0.6),
-            Stage("mixed answers", countdown_traces.mixed_completion, 1e-3, 400),
+            Stage("mixed answers", countdown_traces.mixed_completion, 1e-3, 3000, least_noise=0.6),
         ),
         completion_tokens=(24, 28, 32),
         lengths=(24, 32),
