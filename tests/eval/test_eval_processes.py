@@ -57,7 +57,9 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def items(folder: Path) -> list[dict]:
-    return json.loads(next(folder.glob("*_generations.json")).read_text())["generations"]
+    """The problems of all generation files of a folder."""
+    files = sorted(folder.glob("*_generations.json"))
+    return [item for file in files for item in json.loads(file.read_text())["generations"]]
 
 
 def texts(folder: Path) -> list[tuple]:
@@ -65,12 +67,13 @@ def texts(folder: Path) -> list[tuple]:
 
 
 def test_one_and_three_processes_say_the_same(tiny_model_dir, tmp_path):
-    flags = ("--model_path", tiny_model_dir, "--limit", 10, "--output_dir")
+    flags = ("--model_path", tiny_model_dir, "--limit", 10, "--gen_length", 12, 8, "--output_dir")
     out = finish(start(3, *flags, tmp_path / "three", "--batch_size", 1))
-    assert out.count("10/10") == 1
+    assert out.count("10/10") == 2
     record = json.loads(next((tmp_path / "three").glob("*_record.json")).read_text())
     assert record["processes"] == 3
     finish(start(1, *flags, tmp_path / "one", "--batch_size", 7))
+    assert len(texts(tmp_path / "one")) == 20
     assert texts(tmp_path / "one") == texts(tmp_path / "three")
     assert {path.name for path in (tmp_path / "three").iterdir()} == {
         path.name for path in (tmp_path / "one").iterdir()
@@ -230,15 +233,15 @@ def test_run_eval_then_parse(tiny_model_dir, tiny_block_dir, tmp_path):
             TASKS="sudoku",
             OUTPUT_DIR=str(tmp_path),
             EXTRA=f"--data_file {tmp_path / 'rows.csv'}",
-            **{"MODEL_PATH": str(model), "GEN_LENGTHS": "16"} | chosen,
+            **{"MODEL_PATH": str(model), "GEN_LENGTHS": "16 8"} | chosen,
         )
         assert done.returncode == 0, done.stderr
         assert f"python parse_and_get_acc.py {tmp_path}" in done.stdout
     files = (json.loads(path.read_text()) for path in tmp_path.glob("*_generations.json"))
-    assert {file["gen_length"]: file["block_length"] for file in files} == {12: 6, 16: 4}
+    assert {file["gen_length"]: file["block_length"] for file in files} == {12: 6, 16: 4, 8: 4}
     parsed = bash("-c", f"python {EVAL / 'parse_and_get_acc.py'} {tmp_path} --format json")
     rows = json.loads(parsed.stdout)
-    assert sorted((row["gen_length"], row["n"], row["expected"]) for row in rows) == [(12, 1, 1), (16, 1, 1)]
+    assert sorted((row["gen_length"], row["n"], row["expected"]) for row in rows) == [(8, 1, 1), (12, 1, 1), (16, 1, 1)]
 
 
 def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_model_dir, tmp_path):
