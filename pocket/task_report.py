@@ -18,6 +18,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from board_statistics import mean_of
 from recipes import RECIPES, ROOT
 from report import ARMS, EXAMPLES, PAIRS, accuracies, cell, parse
 from rich.console import Console
@@ -49,21 +51,30 @@ def pairs_of(arms: Sequence[str]) -> list[tuple[str, str]]:
     return [(a, b) for a, b in PAIRS if a in arms and b in arms]
 
 
+def solved(folder: Path, task: str, name: str) -> np.ndarray:
+    """(problems,) 1 where a setup's completion solves the problem, in the order of the split."""
+    module = load_task(RECIPES[task].task)
+    answered = json.loads((folder / "generations" / f"{name}_0_generations.json").read_text())["generations"]
+    answered.sort(key=lambda one: one["index"])
+    return np.array([module.score(one["text"], one)["accuracy"] for one in answered])
+
+
 def differences(folders: Sequence[Path], task: str, arms: Sequence[str], split: str = "test") -> str:
-    """Paired by problem, each seed's difference in points; the largest p of their exact sign tests; in how many seeds
-    the two intervals do not touch."""
+    """Paired by problem, each seed's difference in points; their mean with its 95% interval over seeds and problems;
+    the largest p of the seeds' exact sign tests; in how many seeds the two arms' own intervals do not touch."""
     rows = []
     tables = [accuracies(folder) for folder in folders]
     for (a, b), length in product(pairs_of(arms), RECIPES[task].lengths):
         names = setup_name(task, a, length, split), setup_name(task, b, length, split)
         results = [parse(folder, "--compare", *names) for folder in folders]
-        gains = [result["difference"] for result in results]
+        before, after = (np.stack([solved(folder, task, name) for folder in folders]) for name in names)
+        mean = mean_of(100 * (after - before))
         apart = sum(table[names[1]]["ci_low"] > table[names[0]]["ci_high"] for table in tables)
-        ends = [f"{statistics.mean(gains):+.1f}", f"{max(r['p_value'] for r in results):.1g}"]
-        row = [f"{b} - {a}", str(length), *(f"{gain:+.1f}" for gain in gains), *ends, f"{apart}/{len(folders)}"]
-        rows.append(row)
+        gains = [f"{result['difference']:+.1f}" for result in results]
+        ends = [f"{mean.value:+.1f} [{mean.low:+.1f}, {mean.high:+.1f}]", f"{max(r['p_value'] for r in results):.1g}"]
+        rows.append([f"{b} - {a}", str(length), *gains, *ends, f"{apart}/{len(folders)}"])
     header = [f"{task}: paired difference, points", "length", *(folder.name for folder in folders)]
-    return markdown_table([*header, "mean", "largest p", "intervals apart"], rows)
+    return markdown_table([*header, "mean [95% interval]", "largest p", "intervals apart"], rows)
 
 
 def examples(folder: Path, task: str, arms: Sequence[str], split: str = "test") -> str:

@@ -159,6 +159,9 @@ def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(tas
         found = [table[task_report.setup_name(task, arm, length)]["accuracy"] for arm in task_report.FOUR_ARMS]
         line = " | ".join([f"{task}, length {length}", *(f"{value:.1f} ± 0.0" for value in found), "1"])
         assert f"| {line} |\n" in shown
+    gains = re.findall(r"\| \w+ - \w+ \| \d+ \| ([+-][\d.]+) \| ([+-][\d.]+) \[", shown)
+    assert len(gains) == 8
+    assert all(of_parser == mean for of_parser, mean in gains)  # one by the parser's marks, one by the task's score
     assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
 
 
