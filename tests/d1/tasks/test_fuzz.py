@@ -70,6 +70,6 @@ def test_ten_thousand_texts(text):
 def test_ten_megabytes_take_less_than_a_second(name, piece):
     text = "<answer>" + piece * (10_000_000 // len(piece))
     task = load_task(name)
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: whatever else the machine is doing
     assert task.score(text, ROWS[name])["accuracy"] == 0.0
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
