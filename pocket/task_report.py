@@ -158,7 +158,8 @@ def draw(tables: dict[str, list[Accuracies]], path: Path) -> None:
         axis.set(title=task, ylim=(0, 100))
         axis.set_xticks(range(len(lengths)), [f"length {n}" for n in lengths])
     axes[0].set_ylabel("solved, % of test problems")
-    axes[0].legend(fontsize="small")
+    ncols = len(FOUR_ARMS) if len(tables) > 1 else 2
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=ncols, fontsize="small")
     save_figure(figure, path)
 
 
