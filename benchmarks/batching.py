@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.fresh_problems import FRESH
 from benchmarks.machine import check_counts, describe, race
 from benchmarks.reports import write_report
+from benchmarks.samplers import prompts_of
 from d1.models import load_model, load_tokenizer
 from d1.runs.entry import run_script
 from d1.sampling import SamplingSettings, rollout, rollout_stream
@@ -82,8 +83,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(args.model_path, device=device), load_tokenizer(args.model_path)
     rows = FRESH["sudoku"](args.problems, args.seed)
-    asked = tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False)
-    prompts = torch.tensor(asked, device=device)
+    prompts = prompts_of(rows, tokenizer, device)
     results: dict[str, dict[str, float]] = {}
     for way, (block, word, sampler) in WAYS.items():
         settings = SamplingSettings(args.gen_length, block, args.gen_length // 2, sampler=sampler)

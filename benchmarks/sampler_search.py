@@ -87,9 +87,9 @@ def choice(tried: Sequence[Tried], exact: Tried) -> Tried | None:
 
 def plot(tried: Sequence[Tried], exact: Tried, chosen: Tried | None, path: Path) -> None:
     """Accuracy against tokens: all that was tried on all problems, the frontier, exact and the choice."""
-    from d1.show.curves import plt
+    from d1.show.curves import panels, save_figure
 
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure, (axes,) = panels(1, 1, size=(7, 4.5))
     for cache in (None, *CACHES):
         some = [one for one in tried if one.options.get("kv_cache") == cache]
         label = f"{cache} cache" if cache else "no cache"
@@ -103,6 +103,4 @@ def plot(tried: Sequence[Tried], exact: Tried, chosen: Tried | None, path: Path)
     axes.set_xscale("log")
     axes.set(xlabel="tokens through the body a problem", ylabel="validation problems solved, %")
     axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path)

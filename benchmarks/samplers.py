@@ -24,7 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pocket"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from recipes import RECIPES
 
 from benchmarks.fresh_problems import FRESH
 from benchmarks.machine import check_counts, describe, race
@@ -37,11 +40,6 @@ from d1.show.uncertainty import Z95
 from d1.tasks import load_task
 
 BASE = "exact"
-TASKS = {
-    "sudoku": "sudoku",
-    "countdown": "pocket_countdown",
-    "arithmetic": "arithmetic",
-}  # as the demo calls them -> d1
 
 
 def contestants(length: int) -> dict[str, dict[str, Any]]:
@@ -108,7 +106,7 @@ def solved(rollouts: list[Rollout], tokenizer: Any, width: int, rows: Any, task:
     texts = [
         tokenizer.decode(ids).split(tokenizer.eos_token)[0] for part in rollouts for ids in part.ids[:, width:].tolist()
     ]
-    return [load_task(TASKS[task]).score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)]
+    return [load_task(RECIPES[task].task).score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)]
 
 
 def with_margin(values: list[float]) -> tuple[float, float]:
@@ -131,7 +129,7 @@ def prompts_of(rows: Any, tokenizer: Any, device: str) -> Tensor:
 def found_by_search(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
     """Exact and, of what the search found no worse than it by more than ten points, the frontier; the choice is named
     so. Writes the figure."""
-    rows = load_task(TASKS[args.task]).load_rows("validation")
+    rows = load_task(RECIPES[args.task].task).load_rows("validation")
     rows = rows.select(range(min(args.validation or len(rows), len(rows))))
     prompts = prompts_of(rows, tokenizer, model.device)
 
@@ -193,7 +191,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", "--model_name", required=True, help="a pocket model, e.g. of `make demo`")
-    parser.add_argument("--task", choices=[*TASKS], default="sudoku")
+    parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--search", action="store_true", help="search settings on validation problems first")
     parser.add_argument("--validation", type=int, help="search on so many of them (default: all)")
     parser.add_argument("--gen_length", type=int, default=32)

@@ -64,11 +64,12 @@ def differences(folders: Sequence[Path], task: str, arms: Sequence[str], split: 
     the largest p of the seeds' exact sign tests; in how many seeds the two arms' own intervals do not touch."""
     rows = []
     tables = [accuracies(folder) for folder in folders]
+    every = [setup_name(task, arm, length, split) for arm in arms for length in RECIPES[task].lengths]
+    right = {name: np.stack([solved(folder, task, name) for folder in folders]) for name in every}
     for (a, b), length in product(pairs_of(arms), RECIPES[task].lengths):
         names = setup_name(task, a, length, split), setup_name(task, b, length, split)
         results = [parse(folder, "--compare", *names) for folder in folders]
-        before, after = (np.stack([solved(folder, task, name) for folder in folders]) for name in names)
-        mean = mean_of(100 * (after - before))
+        mean = mean_of(100 * (right[names[1]] - right[names[0]]))
         apart = sum(table[names[1]]["ci_low"] > table[names[0]]["ci_high"] for table in tables)
         gains = [f"{result['difference']:+.1f}" for result in results]
         ends = [f"{mean.value:+.1f} [{mean.low:+.1f}, {mean.high:+.1f}]", f"{max(r['p_value'] for r in results):.1g}"]

@@ -15,6 +15,7 @@ Where it is block-causal, the cache is exact: nothing before a block sees it (BD
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any, Protocol
 
@@ -57,6 +58,21 @@ class Source(Protocol):
         how many tokens each row fed to get them; padding does not count."""
 
 
+def mask_over(visible: Tensor, queries: int, per_query: bool) -> Tensor:
+    """The mask of so many queries that see the keys `visible` (rows, keys): over queries, or over keys as it is."""
+    return over_queries(visible, queries) if per_query else visible
+
+
+def first_pass(
+    body: Callable[..., Tensor], ids: Tensor, visible: Tensor, positions: Tensor, per_query: bool
+) -> tuple[Tensor, DynamicCache]:
+    """The states at `positions` from a pass over everything, and the keys and values of all columns."""
+    past = DynamicCache()
+    options = {"position_ids": count_positions(visible)} if per_query else {}
+    mask = mask_over(visible, ids.shape[1], per_query)
+    return body(ids, mask, positions, past_key_values=past, **options), past
+
+
 class Passes:
     """A `Source` of any model: passes over everything, or with an approximate cache.
 
@@ -87,9 +103,7 @@ class Passes:
 
     def mask(self, visible: Tensor, queries: int) -> Tensor | None:
         """The attention mask of so many queries that see the keys `visible` (rows, keys)."""
-        if not self.per_query:
-            return visible if self.padded else None
-        return over_queries(visible, queries)
+        return mask_over(visible, queries, self.per_query) if self.padded else None
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         length = ids.shape[1]
@@ -152,15 +166,10 @@ class DelayedPasses:
         """Which of the `positions` hide a token of the row's block: a row that hides fewer than another has more."""
         return ids.gather(1, positions) == self.mask_token_id
 
-    def mask(self, visible: Tensor, queries: int) -> Tensor:
-        return over_queries(visible, queries) if self.per_query else visible
-
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.hides(ids, positions)
         if self.past is None:
-            self.past, length = DynamicCache(), ids.shape[1]
-            options = {"position_ids": count_positions(visible)} if self.per_query else {}
-            states = self.body(ids, self.mask(visible, length), positions, past_key_values=self.past, **options)
+            states, self.past = first_pass(self.body, ids, visible, positions, self.per_query)
             fed = visible.sum(-1)
         else:
             states = self.feed(self.past, ids, visible, positions)
@@ -185,7 +194,7 @@ class DelayedPasses:
             at = columns.shape[1] + torch.arange(positions.shape[1], device=ids.device).expand_as(positions)
         states = self.body(
             ids.gather(1, queries),
-            self.mask(torch.cat(keys, dim=1), queries.shape[1]),
+            mask_over(torch.cat(keys, dim=1), queries.shape[1], self.per_query),
             at,
             position_ids=count_positions(visible).gather(1, queries),
             past_key_values=past,

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
+from d1.models.attention import count_positions, takes_masks_over_queries
 from d1.models.head import body_and_head
-from d1.sampling.caching import DelayedPasses, check_cacheable, select_rows
+from d1.sampling.caching import DelayedPasses, check_cacheable, first_pass, mask_over, select_rows
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,13 @@ class CacheWindows:
         self.past.batch_select_indices(rows)
         self.first, self.end = self.first[rows], self.end[rows]
 
-    def mask(self, visible: Tensor, queries: int) -> Tensor:
-        return over_queries(visible, queries) if self.per_query else visible
-
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         length = ids.shape[1]
         if self.past is None:
             self.width = int((self.end.clamp(max=length) - self.first).max())  # on the host still
             self.first, self.end = (of.to(ids.device, non_blocking=True) for of in (self.first, self.end))
-            self.past = DynamicCache()
-            options = {"position_ids": count_positions(visible)} if self.per_query else {}
-            mask = self.mask(visible, length)
-            return self.body(ids, mask, positions, past_key_values=self.past, **options), visible.sum(-1)
+            states, self.past = first_pass(self.body, ids, visible, positions, self.per_query)
+            return states, visible.sum(-1)
         columns, inside = spans(self.first, self.end.clamp(max=length), self.width)
         columns = columns.clamp(max=length - 1)
         fed = visible.gather(1, columns) * inside
@@ -86,7 +81,7 @@ class CacheWindows:
         window = (everywhere >= self.first.unsqueeze(1)) & (everywhere < self.end.unsqueeze(1))
         states = self.body(
             ids.gather(1, columns),
-            self.mask(torch.cat([visible.masked_fill(window, 0), fed], dim=1), self.width),
+            mask_over(torch.cat([visible.masked_fill(window, 0), fed], dim=1), self.width, self.per_query),
             (positions - self.first.unsqueeze(1)).clamp(0, self.width - 1),
             position_ids=count_positions(visible).gather(1, columns),
             past_key_values=self.past,
