@@ -20,7 +20,7 @@ LEVELS = {
     "factor": (1.5, 2.0, 2.5, 3.0),
     "entropy": (1.0, 1.75, 2.5, 3.0),
 }
-STEPS = (2, 3, 4)  # at most so many a block
+STEPS = (2, 3, 4, 8)  # at most so many a block
 FEW = 128  # problems of the first round
 NEAR = 5.0  # points below the frontier that are tried on all problems
 SLACK = 1.0

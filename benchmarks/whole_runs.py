@@ -1,7 +1,8 @@
 """python benchmarks/whole_runs.py [--only sft rl evaluation] [--output_dir DIR]
 
 Where the processor seconds of whole phases of `make demo` go: SFT, RL and one evaluation of the base model, each by its
-entry point with the demo's own flags, in a process that clocks itself from its start to its end.
+entry point with the demo's own flags, in a fork that clocks itself from its start to its end. The imports that the
+phases share are made once, and are part of "all of make demo".
 
 Of what a phase does, "in passes" is inside the transformer's forward passes, with its head, and inside backward passes.
 """
@@ -9,11 +10,13 @@ Of what a phase does, "in passes" is inside the transformer's forward passes, wi
 from __future__ import annotations
 
 import argparse
+import atexit
 import builtins
 import functools
 import importlib
 import json
 import os
+import resource
 import runpy
 import subprocess
 import sys
@@ -81,10 +84,10 @@ WATCHED = {
     },
 }
 PASSES = " in passes"  # behind a row's name: the part of it inside passes
-START, REST = "imports, start of Python", "settings, checks, the rest"
+START, REST, EXIT = "imports, start", "settings, checks, the rest", "exit"
 ROWS = (
     *(START, REST, "data, templates", "model", "trainer", "training loop", "rollout", "scoring", "rewards", "update"),
-    *("optimizer", "evaluation in training", "logging", "checkpoints", "end", "exit"),
+    *("optimizer", "evaluation in training", "logging", "checkpoints", "end", EXIT),
 )
 SCRIPTS = {"sft": "sft_train.py", "rl": "diffu_grpo_train.py", "evaluation": "eval.py"}
 WORK = ("rollout", "scoring", "update", "optimizer")  # what a run is for; all else surrounds it
@@ -149,33 +152,41 @@ def work(kind: str, out: str, script: str, *flags: str) -> None:
     clock.turn()
     clock.open = [REST]
     watch_imports(clock)
+    atexit.register(end, clock, Path(out))  # what the script registers runs before
     sys.argv = [script, *flags]
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
         clock.turn()
-        Path(out).write_text(json.dumps(clock.cpu))
+        clock.open = [EXIT]
+
+
+def end(clock: Clock, out: Path) -> None:
+    clock.turn()
+    out.write_text(json.dumps(clock.cpu))
+
+
+def shared_imports() -> float:
+    """Processor seconds of the fork server's imports."""
+    from warm_processes import ENVIRONMENT, IMPORTED
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", f"import {', '.join(IMPORTED)}"], env=os.environ | ENVIRONMENT, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def measure(kind: str, phase: Any, folder: Path) -> dict[str, float]:
     """Processor seconds of a phase's process, by row; with `PASSES` behind a row's name, those inside passes."""
-    from phases import ONE_THREAD
+    from warm_processes import start
 
-    out = folder / f"{kind}.json"
+    out, log = folder / f"{kind}.json", folder / f"{kind}.log"
     script = [str(part) for part in phase.command[1:]]
-    with (folder / f"{kind}.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", kind, str(out), *script],
-            cwd=phase.folder,
-            env=os.environ | ONE_THREAD,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        _, status, used = os.wait4(process.pid, 0)
-    if status:
-        raise RuntimeError(f"{kind} failed:\n{(folder / f'{kind}.log').read_text()[-3000:]}")
-    seconds = json.loads(out.read_text())
-    return seconds | {"exit": used.ru_utime + used.ru_stime - sum(seconds.values())}
+    process = start([sys.executable, __file__, "--worker", kind, str(out), *script], phase.folder, log)
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{kind} failed:\n{log.read_text()[-3000:]}")
+    return json.loads(out.read_text())
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
@@ -216,7 +227,7 @@ def main(args: argparse.Namespace) -> None:
     }
     whole = {kind: shares(seconds) for kind, seconds in found.items()}
     if len(found) == len(WATCHED):
-        summed: dict[str, float] = defaultdict(float)
+        summed: dict[str, float] = defaultdict(float, {START: shared_imports()})
         for kind, seconds in found.items():
             for row, value in seconds.items():
                 summed[row] += value * len(of_kind[kind])

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -93,10 +94,17 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     # --- TRL's private methods ----------------------------------------------------------------------------------------
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, Any]:
-        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        # A group's rows ask the same, and a template takes longer than all else around a small model's rollout.
+        groups = [(prompt, len(list(rows))) for prompt, rows in groupby(prompts)]
+
+        def for_each_row(values: list) -> list:
+            return [value for value, (_, rows) in zip(values, groups, strict=True) for _ in range(rows)]
+
+        prompt_ids, images, fields = super()._tokenize_prompts([prompt for prompt, _ in groups])
         if images is not None:
             raise ValueError("images are not supported: masked diffusion language models take text")
-        return self.tokenized(prompt_ids), images, fields
+        fields = {name: for_each_row(values) for name, values in fields.items()}
+        return self.tokenized(for_each_row(prompt_ids)), images, fields
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any

@@ -5,30 +5,29 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from warm_processes import start, stop
 
 PERCENT = re.compile(r"(\d+)%\|")  # tqdm's bar, which every entry point writes to its log
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass
 class Phase:
-    """One command. `weight` is its share of the work (seconds on a laptop core); `needs` names phases before it."""
+    """A command [python, script, *flags]. `weight` is its share of the work (seconds on a laptop core); `needs` names
+    phases before it."""
 
     name: str
     command: Sequence[str]
     folder: Path
     weight: float
     needs: Sequence[str] = ()
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 class PhaseError(RuntimeError):
@@ -47,7 +46,7 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     state = _State(state_dir / "phases.json", phases)
-    running: dict[str, tuple[subprocess.Popen, float]] = {}
+    running: dict[str, tuple[BaseProcess, float]] = {}
     with _progress(console) as progress:
         bar = progress.add_task("all", total=sum(phase.weight for phase in phases))
         try:
@@ -59,11 +58,11 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
                 time.sleep(0.1)
                 for name in list(running):
                     process, started = running[name]
-                    if process.poll() is None:
+                    if process.exitcode is None:
                         continue
                     del running[name]
-                    state.add(name, time.monotonic() - started, done=process.returncode == 0)
-                    if process.returncode:
+                    state.add(name, time.monotonic() - started, done=process.exitcode == 0)
+                    if process.exitcode:
                         raise PhaseError(f"{name} failed:\n{_tail(state_dir / f'{name}.log', 3000)}")
                     console.print(f"  {name:<28} {state.seconds[name]:6.0f} s")
                 fractions = {name: _fraction(state_dir / f"{name}.log") for name in running}
@@ -71,7 +70,7 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
                 progress.update(bar, completed=done, description=", ".join(running) or "all")
         finally:
             for name, (process, started) in running.items():
-                _stop(process)
+                stop(process)
                 state.add(name, time.monotonic() - started, done=False)
     return {phase.name: state.seconds[phase.name] for phase in phases}
 
@@ -106,29 +105,11 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False), console=console)
 
 
-def _start(phase: Phase, state_dir: Path) -> subprocess.Popen:
-    with open(state_dir / f"{phase.name}.log", "ab") as log:
-        log.write(f"\n$ {' '.join(map(str, phase.command))}\n".encode())
-        log.flush()
-        return subprocess.Popen(
-            [str(part) for part in phase.command],
-            cwd=phase.folder,
-            env={**os.environ, **ONE_THREAD, **phase.environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches this process only, which then stops the others in order
-        )
-
-
-def _stop(process: subprocess.Popen) -> None:
-    for kill, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
-        if process.poll() is None:
-            os.killpg(process.pid, kill)
-            try:
-                process.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
+def _start(phase: Phase, state_dir: Path) -> BaseProcess:
+    log = state_dir / f"{phase.name}.log"
+    with open(log, "ab") as file:
+        file.write(f"\n$ {' '.join(map(str, phase.command))}\n".encode())
+    return start(phase.command, phase.folder, log)
 
 
 def _tail(log: Path, size: int) -> str:

@@ -165,11 +165,12 @@ def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(tas
     assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
 
 
-def phase(name, code, **settings):
-    return Phase(name, [sys.executable, "-c", code], ROOT, weight=1, **settings)
-
-
 def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):
+    def phase(name, code, **settings):
+        script = tmp_path / f"{name}.py"
+        script.write_text(code)
+        return Phase(name, [sys.executable, str(script)], ROOT, weight=1, **settings)
+
     log = tmp_path / "order"
     write = f"open({str(log)!r}, 'a').write"
     good = [phase("b", f"{write}('b')", needs=("a",)), phase("a", f"{write}('a')")]
@@ -177,6 +178,8 @@ def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):
     run_phases(good, tmp_path / "state", 2, Console(quiet=True))
     assert log.read_text() == "ab"
     with pytest.raises(PhaseError, match="made with other commands"):
-        run_phases([phase("a", "pass")], tmp_path / "state", 1, Console(quiet=True))
+        run_phases(
+            [Phase("a", [sys.executable, "other.py"], ROOT, weight=1)], tmp_path / "state", 1, Console(quiet=True)
+        )
     with pytest.raises(PhaseError, match=r"(?s)bad failed.*no such luck"):
         run_phases([phase("bad", "raise SystemExit('no such luck')")], tmp_path / "other", 1, Console(quiet=True))
