@@ -21,8 +21,11 @@ class ClockedTraining(TrainerCallback):
         inner = getattr(optimizer, "optimizer", optimizer)
         if inner is not self.hooked:
             self.hooked, step = inner, contextlib.ExitStack()
-            inner.register_step_pre_hook(lambda *_: step.enter_context(self.clock.phase("optimizer")))
-            inner.register_step_post_hook(lambda *_: step.close())
+            if hasattr(inner, "register_step_pre_hook"):
+                inner.register_step_pre_hook(lambda *_: step.enter_context(self.clock.phase("optimizer")))
+                inner.register_step_post_hook(lambda *_: step.close())
+            else:  # DeepSpeed's
+                self.clock.watch(inner, "step", "optimizer")
         self.clock.turn()
         self.clock.open.append("trainer")
 

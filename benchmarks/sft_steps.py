@@ -87,28 +87,31 @@ def sft_trainer(
     unlike: bool = False,
     packed: bool = False,
     grouped: bool = False,
+    **changes: Any,
 ) -> Any:
     """A trainer whose every `train()` is `args.mu` optimizer steps of `args.rows` rows, watched by `clock`; `blocks`
-    is for a block-causal model. Rows of `unlike` length are padded, not filled with EOS, or `packed` or `grouped`."""
+    is for a block-causal model. Rows of `unlike` length are padded, not filled with EOS, or `packed` or `grouped`.
+    `changes` are arguments of `TrainingArguments` in place of those of the benchmark."""
     job = functools.partial(random_job, args, blocks, unlike)
     model, tokenizer, data = pocket_job(blocks) if args.size == "pocket" else job()
     max_length = args.prompt + args.length
     rows, _ = preprocess_dataset(Dataset.from_list(data), tokenizer, max_length, 0.0, num_proc=1)
     padding: str | int = "max" if kind is PublishedSFT else 1 if unlike else "batch"
-    config = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=args.rows,
-        max_steps=args.mu,
-        learning_rate=1e-6,
-        weight_decay=0.1,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available(),
-        logging_steps=args.mu,
-        save_strategy="no",
-        report_to="none",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-    )
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": args.rows,
+        "max_steps": args.mu,
+        "learning_rate": 1e-6,
+        "weight_decay": 0.1,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": torch.cuda.is_available(),
+        "logging_steps": args.mu,
+        "save_strategy": "no",
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        **changes,
+    }
+    config = TrainingArguments(output_dir=str(folder), **settings)
     trainer: Any = kind(
         model=model,
         args=config,

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import bench, gpu, methods, published, results, scaling
+from benchmarks import bench, gpu, methods, processes, published, results, scaling
 from benchmarks.machine import multiply_adds, peak_bytes, race
 from benchmarks.random_models import MASK, ROOT, SIZES, random_model, random_prompts, scoring_inputs, update
 from benchmarks.reports import as_markdown
@@ -297,15 +297,21 @@ def test_growth_is_measured_at_every_value_and_fitted(monkeypatch):
     assert [len(found[name]["measured"]) for name in ("mu", "vocabulary")] == [2, 2]
 
 
-@pytest.mark.slow
-def test_processes_train_together(monkeypatch):
-    monkeypatch.setattr(scaling, "PROCESSES", {"one": (1, 4), "two": (2, 2)})
-    settings = {"size": "tiny", "prompt": 6, "length": 8, "block": 4, "steps": 4, "mu": 2}
-    rows = scaling.run_processes(1, settings)
-    assert [rows[name]["processes"] for name in ("one", "two")] == [1, 2]
-    assert rows["one"]["efficiency"] == 1
-    assert all(0.1 < row["peak GiB a process"] < 10 for row in rows.values())
-    assert rows["two"]["efficiency"] == pytest.approx(rows["one"]["whole"] / 2 / rows["two"]["whole"])
+@pytest.mark.parametrize("job", ["rl", pytest.param("sft", marks=pytest.mark.slow)])
+def test_pairs_and_strangers_are_compared_with_one_alone(job, monkeypatch):
+    of_two = ["DDP, half the rows"] if job == "rl" else ["DDP", "ZeRO-2", "ZeRO-3"]
+    ways = {name: processes.WAYS[name] for name in ("alone", processes.STRANGERS, *of_two)}
+    monkeypatch.setattr(processes, "WAYS", ways)
+    shape = {"rows": 4, "prompt": 6, "length": 8, "block": 4, "steps": 4, "mu": 2}
+    found = processes.compare({"job": job, "size": "tiny", "repeats": 1} | shape)
+    assert [row["processes"] for row in found.values()] == [1, 2, *(2 for _ in of_two)]
+    assert found["alone"]["over alone"] == found[processes.STRANGERS][f"over {processes.STRANGERS}"] == 1
+    for name, row in found.items():
+        assert row["whole"] == pytest.approx(sum(row[part] for part in (*processes.PHASES, "the rest")))
+        assert min(row["update"], row["optimizer"]) > 0
+        assert (min(row["rollout"], row["scoring"]) > 0) == (job == "rl")
+        share = 0.5 if "half" in name else 1
+        assert row["over alone"] == pytest.approx(row["whole"] / found["alone"]["whole"] / share)
 
 
 TEXT = """Words.

@@ -1,0 +1,181 @@
+"""python benchmarks/processes.py [--jobs rl sft] [--size 60m] [--repeats 3] [--output_dir DIR]
+
+Where the time between one process and two goes. Both trainers, all weights trained, each process with as many rows:
+alone, as two that know nothing of each other, and as two that train together under DDP, ZeRO-2 and ZeRO-3 (launched
+by Accelerate with the shipped configs, in fp32). What two strangers lose to each other are shared caches, memory and
+clock rates; what a pair loses beyond them is communication and waiting. Every number is of one rollout with its mu
+updates, or of mu SFT updates: wall seconds of the first process, the median of the rounds after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.machine import check_counts, describe
+from benchmarks.random_models import ROOT, SIZES
+from benchmarks.reports import write_report
+from d1.runs.entry import leave, run_script
+
+if TYPE_CHECKING:
+    from benchmarks.clock import Clock
+
+PYTHON = (sys.executable,)
+LAUNCH = (*PYTHON, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0")
+PAIR = ("--num_processes", "2")
+STRANGERS = "two strangers"
+# Name -> the commands that run at once, and the share of its rows that a process has.
+WAYS: dict[str, tuple[list[tuple[object, ...]], float]] = {
+    "alone": ([PYTHON], 1),
+    STRANGERS: ([PYTHON, PYTHON], 1),
+    "DDP": ([(*LAUNCH, "--config_file", ROOT / "launch" / "ddp.yaml", *PAIR)], 1),
+    "DDP, half the rows": ([(*LAUNCH, "--config_file", ROOT / "launch" / "ddp.yaml", *PAIR)], 0.5),
+    "ZeRO-2": ([(*LAUNCH, "--config_file", ROOT / "diffu-grpo" / "accelerate.yaml", *PAIR)], 1),
+    "ZeRO-3": ([(*LAUNCH, "--config_file", ROOT / "launch" / "zero3.yaml", *PAIR)], 1),
+}
+JOBS: dict[str, dict[str, int]] = {
+    "rl": {"rows": 4, "prompt": 32, "length": 32, "block": 16, "steps": 16, "mu": 2},
+    "sft": {"rows": 4, "prompt": 32, "length": 96, "block": 16, "steps": 0, "mu": 4},
+}
+PHASES = ("rollout", "scoring", "update", "optimizer")
+
+
+def run(way: str, settings: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Seconds by phase of the first process."""
+    commands, share = WAYS[way]
+    started = []
+    for place, command in enumerate(commands):
+        mine = {"place": place, "of": len(commands), "folder": str(folder), "rows": int(settings["rows"] * share)}
+        # A GPU of its own for each stranger; a launcher shares them out itself.
+        own = {"CUDA_VISIBLE_DEVICES": str(place)} if len(commands) > 1 and torch.cuda.is_available() else {}
+        flags = (__file__, "--worker", json.dumps(settings | mine))
+        env = os.environ | {"PYTHONWARNINGS": "ignore"} | own
+        started.append(subprocess.Popen([*map(str, command), *flags], env=env))
+    if any([process.wait() for process in started]):
+        raise RuntimeError(f"{way} failed; what it said stands above")
+    return json.loads((folder / "seconds.json").read_text())
+
+
+def compare(settings: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """A row for each of `WAYS`: processes, seconds in all and by phase, and seconds over those alone, and over those of
+    strangers (for half the rows each, of half as long)."""
+    found: dict[str, dict[str, float]] = {}
+    for way, (commands, _) in WAYS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = run(way, settings, Path(folder))
+        expected = len(commands) if len(commands) > 1 else 2 if "launch" in " ".join(map(str, commands[0])) else 1
+        if (together := int(seconds.pop("world_size")) * len(commands)) != expected:
+            raise RuntimeError(f"{way}: {expected} processes were to train, not {together}")
+        memory = seconds.pop("peak GB a process")
+        row = {"processes": float(together), "whole": sum(seconds.values())}
+        row |= {phase: seconds.get(phase, 0.0) for phase in PHASES}
+        row["the rest"] = row["whole"] - sum(row[phase] for phase in PHASES)
+        row["peak GB a process"] = memory
+        found[way] = row
+    for way, row in found.items():
+        for other in ("alone", STRANGERS):
+            row[f"over {other}"] = row["whole"] / (WAYS[way][1] * found[other]["whole"])
+    return found
+
+
+def work(settings: dict[str, Any]) -> None:
+    """One process: a warm-up and `repeats` rounds. The first writes the median seconds of each phase."""
+    from benchmarks.clock import Clock
+
+    args, clock, folder = argparse.Namespace(**settings), Clock(), Path(settings["folder"])
+    changes: dict[str, Any] = {"use_cpu": not torch.cuda.is_available(), "bf16": False}
+    if "WORLD_SIZE" in os.environ and not torch.cuda.is_available():
+        changes["ddp_backend"] = "gloo"
+    trainer = make_trainer(args, folder / f"{args.place}-{os.environ.get('RANK', '0')}", clock, changes)
+    rounds = rounds_of(trainer, args, clock)
+    if args.place == 0 and trainer.accelerator.is_main_process:
+        medians = {phase: statistics.median(seconds.get(phase, 0.0) for seconds in rounds) for phase in rounds[0]}
+        from update_metrics import peak_memory_gb  # `rl_steps` has put its folder on the path
+
+        written = medians | {"world_size": trainer.accelerator.num_processes, "peak GB a process": peak_memory_gb()}
+        (folder / "seconds.json").write_text(json.dumps(written))
+    trainer.accelerator.end_training()
+    leave()
+
+
+def make_trainer(args: argparse.Namespace, output_dir: Path, clock: Clock, changes: dict[str, Any]) -> Any:
+    if args.job == "rl":
+        from benchmarks.rl_steps import rl_trainer
+
+        return rl_trainer(args, output_dir, clock, **changes)
+    from benchmarks.sft_steps import dLLMTrainer, sft_trainer
+
+    return sft_trainer(dLLMTrainer, args, output_dir, clock, **changes)
+
+
+def rounds_of(trainer: Any, args: argparse.Namespace, clock: Clock) -> list[dict[str, float]]:
+    """Trains the warm-up and the rounds without a stop, strangers from the same moment on; seconds of each round."""
+    from transformers import TrainerCallback
+
+    from benchmarks.rl_steps import train_rl
+
+    rounds: list[dict[str, float]] = []
+    mu = args.mu
+
+    class Rounds(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step % mu:
+                return
+            clock.turn()
+            rounds.append(dict(clock.wall))
+            clock.wall.clear()
+
+    def meet() -> None:
+        folder = Path(args.folder)
+        (folder / f"ready{args.place}").touch()
+        while len(list(folder.glob("ready*"))) < args.of:
+            time.sleep(0.01)
+
+    trainer.add_callback(Rounds())
+    trainer.args.max_steps = args.mu * (args.repeats + 1)
+    meet()
+    if args.job == "rl":
+        train_rl(trainer, "ours", clock)
+    else:
+        trainer.train()
+    return rounds[1:]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="+", choices=[*JOBS], default=[*JOBS])
+    parser.add_argument("--size", choices=[name for name in SIZES if name != "pocket"], default="60m")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds after the first")
+    parser.add_argument("--output_dir", default="benchmark_results")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # a process of `run`, its settings as json
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.worker:
+        return work(json.loads(args.worker))
+    check_counts(args, "repeats")
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        raise ValueError("two processes need two GPUs; CUDA_VISIBLE_DEVICES= measures on the processor")
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    named = {"jobs": " ".join(args.jobs), "size": args.size, "repeats": args.repeats}
+    report: dict[str, Any] = {"machine": describe(), "settings": named}
+    for job in args.jobs:
+        report[f"{job}, wall seconds"] = compare({"job": job, "size": args.size, "repeats": args.repeats} | JOBS[job])
+    write_report(report, args.output_dir, "processes")
+
+
+if __name__ == "__main__":
+    run_script("processes.py", lambda: main(make_parser().parse_args()))
