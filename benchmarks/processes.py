@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,18 +32,26 @@ from d1.runs.entry import leave, run_script
 if TYPE_CHECKING:
     from benchmarks.clock import Clock
 
-PYTHON = (sys.executable,)
-LAUNCH = (*PYTHON, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0")
-PAIR = ("--num_processes", "2")
+LAUNCH = ("-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0")
+
+
+class Way(NamedTuple):
+    """How processes train: so many runs of their own at once, each of so many processes that train together."""
+
+    runs: int
+    together: int
+    share: float = 1  # of its rows that a process has
+    config: str = ""  # Accelerate's
+
+
 STRANGERS = "two strangers"
-# Name -> the commands that run at once, and the share of its rows that a process has.
-WAYS: dict[str, tuple[list[tuple[object, ...]], float]] = {
-    "alone": ([PYTHON], 1),
-    STRANGERS: ([PYTHON, PYTHON], 1),
-    "DDP": ([(*LAUNCH, "--config_file", ROOT / "launch" / "ddp.yaml", *PAIR)], 1),
-    "DDP, half the rows": ([(*LAUNCH, "--config_file", ROOT / "launch" / "ddp.yaml", *PAIR)], 0.5),
-    "ZeRO-2": ([(*LAUNCH, "--config_file", ROOT / "diffu-grpo" / "accelerate.yaml", *PAIR)], 1),
-    "ZeRO-3": ([(*LAUNCH, "--config_file", ROOT / "launch" / "zero3.yaml", *PAIR)], 1),
+WAYS = {
+    "alone": Way(1, 1),
+    STRANGERS: Way(2, 1),
+    "DDP": Way(1, 2, config="launch/ddp.yaml"),
+    "DDP, half the rows": Way(1, 2, 0.5, config="launch/ddp.yaml"),
+    "ZeRO-2": Way(1, 2, config="diffu-grpo/accelerate.yaml"),
+    "ZeRO-3": Way(1, 2, config="launch/zero3.yaml"),
 }
 JOBS: dict[str, dict[str, int]] = {
     "rl": {"rows": 4, "prompt": 32, "length": 32, "block": 16, "steps": 16, "mu": 2},
@@ -52,19 +60,24 @@ JOBS: dict[str, dict[str, int]] = {
 PHASES = ("rollout", "scoring", "update", "optimizer")
 
 
-def run(way: str, settings: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Seconds by phase of the first process."""
-    commands, share = WAYS[way]
+def command(way: Way) -> list[str]:
+    """Of one run, up to the script."""
+    launch = [*LAUNCH, "--config_file", str(ROOT / way.config), "--num_processes", str(way.together)]
+    return [sys.executable, *(launch if way.together > 1 else [])]
+
+
+def measure(way: Way, settings: dict[str, Any], folder: Path) -> dict[str, float]:
+    """What the first process wrote: seconds by phase, memory and the number of processes."""
     started = []
-    for place, command in enumerate(commands):
-        mine = {"place": place, "of": len(commands), "folder": str(folder), "rows": int(settings["rows"] * share)}
+    for place in range(way.runs):
+        mine = {"place": place, "runs": way.runs, "folder": str(folder), "rows": int(settings["rows"] * way.share)}
         # A GPU of its own for each stranger; a launcher shares them out itself.
-        own = {"CUDA_VISIBLE_DEVICES": str(place)} if len(commands) > 1 and torch.cuda.is_available() else {}
+        own = {"CUDA_VISIBLE_DEVICES": str(place)} if way.runs > 1 and torch.cuda.is_available() else {}
         flags = (__file__, "--worker", json.dumps(settings | mine))
         env = os.environ | {"PYTHONWARNINGS": "ignore"} | own
-        started.append(subprocess.Popen([*map(str, command), *flags], env=env))
+        started.append(subprocess.Popen([*command(way), *flags], env=env))
     if any([process.wait() for process in started]):
-        raise RuntimeError(f"{way} failed; what it said stands above")
+        raise RuntimeError("a process failed; what it said stands above")
     return json.loads((folder / "seconds.json").read_text())
 
 
@@ -72,21 +85,20 @@ def compare(settings: dict[str, Any]) -> dict[str, dict[str, float]]:
     """A row for each of `WAYS`: processes, seconds in all and by phase, and seconds over those alone, and over those of
     strangers (for half the rows each, of half as long)."""
     found: dict[str, dict[str, float]] = {}
-    for way, (commands, _) in WAYS.items():
+    for name, way in WAYS.items():
         with tempfile.TemporaryDirectory() as folder:
-            seconds = run(way, settings, Path(folder))
-        expected = len(commands) if len(commands) > 1 else 2 if "launch" in " ".join(map(str, commands[0])) else 1
-        if (together := int(seconds.pop("world_size")) * len(commands)) != expected:
-            raise RuntimeError(f"{way}: {expected} processes were to train, not {together}")
+            seconds = measure(way, settings, Path(folder))
+        if (together := seconds.pop("world_size")) != way.together:
+            raise RuntimeError(f"{name}: {way.together} processes were to train together, not {together}")
         memory = seconds.pop("peak GB a process")
-        row = {"processes": float(together), "whole": sum(seconds.values())}
+        row = {"processes": float(way.runs * way.together), "whole": sum(seconds.values())}
         row |= {phase: seconds.get(phase, 0.0) for phase in PHASES}
         row["the rest"] = row["whole"] - sum(row[phase] for phase in PHASES)
         row["peak GB a process"] = memory
-        found[way] = row
-    for way, row in found.items():
+        found[name] = row
+    for name, row in found.items():
         for other in ("alone", STRANGERS):
-            row[f"over {other}"] = row["whole"] / (WAYS[way][1] * found[other]["whole"])
+            row[f"over {other}"] = row["whole"] / (WAYS[name].share * found[other]["whole"])
     return found
 
 
@@ -140,7 +152,7 @@ def rounds_of(trainer: Any, args: argparse.Namespace, clock: Clock) -> list[dict
     def meet() -> None:
         folder = Path(args.folder)
         (folder / f"ready{args.place}").touch()
-        while len(list(folder.glob("ready*"))) < args.of:
+        while len(list(folder.glob("ready*"))) < args.runs:
             time.sleep(0.01)
 
     trainer.add_callback(Rounds())
@@ -159,7 +171,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=[name for name in SIZES if name != "pocket"], default="60m")
     parser.add_argument("--repeats", type=int, default=3, help="rounds after the first")
     parser.add_argument("--output_dir", default="benchmark_results")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # a process of `run`, its settings as json
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # a process of `measure`, its settings as json
     return parser
 
 
