@@ -58,6 +58,8 @@ def contestants(length: int) -> dict[str, dict[str, Any]]:
         "parallel: threshold 0.9": {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.9},
         "parallel: factor 1": {"sampler": "parallel", "reveal": "factor", "reveal_level": 1.0},
         "parallel: entropy 0.3": {"sampler": "parallel", "reveal": "entropy", "reveal_level": 0.3},
+        "parallel: threshold 0.8, one block, at most 2 steps": whole
+        | {"steps": 2, "sampler": "parallel", "reveal": "threshold", "reveal_level": 0.8},
         "parallel: threshold 0.8, one block, at most 4 steps": whole
         | {"steps": 4, "sampler": "parallel", "reveal": "threshold", "reveal_level": 0.8},
         "parallel: factor 2, one block, at most 4 steps": whole
