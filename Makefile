@@ -2,7 +2,7 @@
 #                      TASK=countdown is another task than Sudoku
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
 # make leaderboard     every RL method at the same compute, five hours; ARGS=--quick: fifteen minutes
-# make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; eighteen minutes
+# make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; sixteen minutes
 # make lint            ruff and mypy
 # make clean           remove the environment and what tools left behind; never runs/ or results
 # Needs Python 3.11 or newer and, for the tests, a C++ compiler; all else goes into .venv: 2 GB, more with CUDA.

@@ -2,7 +2,7 @@
 
 Runs the commands of `RESULTS.md`, one after the other on one thread, and puts the tables they write into it: each
 command stands above a comment that names its table, a file of `benchmark_results/`. `--only` runs those that contain
-TEXT. Commands for a GPU run only where there is one, and all others run without it. All of it takes 18 minutes on
+TEXT. Commands for a GPU run only where there is one, and all others run without it. All of it takes 16 minutes on
 two idle cores. Each table is written as soon as it is made: a command that fails stops the run and loses none.
 """
 
