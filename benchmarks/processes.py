@@ -58,6 +58,7 @@ JOBS: dict[str, dict[str, int]] = {
     "sft": {"rows": 4, "prompt": 32, "length": 96, "block": 16, "steps": 0, "mu": 4},
 }
 PHASES = ("rollout", "scoring", "update", "optimizer")
+PATIENCE = 600  # seconds that a run waits for the other
 
 
 def command(way: Way) -> list[str]:
@@ -150,9 +151,11 @@ def rounds_of(trainer: Any, args: argparse.Namespace, clock: Clock) -> list[dict
             clock.wall.clear()
 
     def meet() -> None:
-        folder = Path(args.folder)
+        folder, started = Path(args.folder), time.monotonic()
         (folder / f"ready{args.place}").touch()
         while len(list(folder.glob("ready*"))) < args.runs:
+            if time.monotonic() - started > PATIENCE:
+                raise TimeoutError(f"the other run was not ready within {PATIENCE} s")
             time.sleep(0.01)
 
     trainer.add_callback(Rounds())
