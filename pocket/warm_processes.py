@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -28,7 +29,7 @@ ENVIRONMENT = {
 }
 IMPORTED = (
     *("trl.trainer.grpo_trainer", "transformers.models.llama.modeling_llama", "matplotlib.pyplot"),
-    *("d1.tasks", "d1.scoring"),
+    *("d1.models.load", "d1.sampling.stream", "d1.scoring.views"),
 )
 
 
@@ -65,6 +66,7 @@ def _small_and_quiet() -> Iterator[None]:
 
 
 def _run(arguments: list[str], folder: str, log: str, environment: dict[str, str]) -> None:
+    gc.freeze()  # a search for garbage, which the trainers order, need not go through all that is imported
     os.setsid()  # Ctrl-C reaches whoever started this alone, who then stops it in order
     with open(log, "ab") as file:
         for stream in (1, 2):
