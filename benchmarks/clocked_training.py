@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from transformers import TrainerCallback
@@ -20,12 +19,8 @@ class ClockedTraining(TrainerCallback):
     def on_train_begin(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
         inner = getattr(optimizer, "optimizer", optimizer)
         if inner is not self.hooked:
-            self.hooked, step = inner, contextlib.ExitStack()
-            if hasattr(inner, "register_step_pre_hook"):
-                inner.register_step_pre_hook(lambda *_: step.enter_context(self.clock.phase("optimizer")))
-                inner.register_step_post_hook(lambda *_: step.close())
-            else:  # DeepSpeed's
-                self.clock.watch(inner, "step", "optimizer")
+            self.hooked = inner
+            self.clock.watch(inner, "step", "optimizer")
         self.clock.turn()
         self.clock.open.append("trainer")
 

@@ -67,8 +67,8 @@ def command(way: Way) -> list[str]:
     return [sys.executable, *(launch if way.together > 1 else [])]
 
 
-def measure(way: Way, settings: dict[str, Any], folder: Path) -> dict[str, float]:
-    """What the first process wrote: seconds by phase, memory and the number of processes."""
+def measure(way: Way, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the first process wrote (`work`)."""
     started = []
     for place in range(way.runs):
         mine = {"place": place, "runs": way.runs, "folder": str(folder), "rows": int(settings["rows"] * way.share)}
@@ -79,7 +79,7 @@ def measure(way: Way, settings: dict[str, Any], folder: Path) -> dict[str, float
         started.append(subprocess.Popen([*command(way), *flags], env=env))
     if any([process.wait() for process in started]):
         raise RuntimeError("a process failed; what it said stands above")
-    return json.loads((folder / "seconds.json").read_text())
+    return json.loads((folder / "written.json").read_text())
 
 
 def compare(settings: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -88,15 +88,14 @@ def compare(settings: dict[str, Any]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, way in WAYS.items():
         with tempfile.TemporaryDirectory() as folder:
-            seconds = measure(way, settings, Path(folder))
-        if (together := seconds.pop("world_size")) != way.together:
-            raise RuntimeError(f"{name}: {way.together} processes were to train together, not {together}")
-        memory = seconds.pop("peak GB a process")
+            written = measure(way, settings, Path(folder))
+        if written["together"] != way.together:
+            raise RuntimeError(f"{name}: {way.together} processes were to train together, not {written['together']}")
+        seconds = written["seconds"]
         row = {"processes": float(way.runs * way.together), "whole": sum(seconds.values())}
         row |= {phase: seconds.get(phase, 0.0) for phase in PHASES}
         row["the rest"] = row["whole"] - sum(row[phase] for phase in PHASES)
-        row["peak GB a process"] = memory
-        found[name] = row
+        found[name] = row | {"peak GiB a process": written["peak GiB"]}
     for name, row in found.items():
         for other in ("alone", STRANGERS):
             row[f"over {other}"] = row["whole"] / (WAYS[name].share * found[other]["whole"])
@@ -104,21 +103,22 @@ def compare(settings: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def work(settings: dict[str, Any]) -> None:
-    """One process: a warm-up and `repeats` rounds. The first writes the median seconds of each phase."""
+    """One process: a warm-up and `repeats` rounds. The first writes the median seconds of each phase, how many trained
+    together, and its peak memory."""
     from benchmarks.clock import Clock
 
     args, clock, folder = argparse.Namespace(**settings), Clock(), Path(settings["folder"])
-    changes: dict[str, Any] = {"use_cpu": not torch.cuda.is_available(), "bf16": False}
+    changes: dict[str, Any] = {"bf16": False}
     if "WORLD_SIZE" in os.environ and not torch.cuda.is_available():
         changes["ddp_backend"] = "gloo"
     trainer = make_trainer(args, folder / f"{args.place}-{os.environ.get('RANK', '0')}", clock, changes)
     rounds = rounds_of(trainer, args, clock)
     if args.place == 0 and trainer.accelerator.is_main_process:
-        medians = {phase: statistics.median(seconds.get(phase, 0.0) for seconds in rounds) for phase in rounds[0]}
         from update_metrics import peak_memory_gb  # `rl_steps` has put its folder on the path
 
-        written = medians | {"world_size": trainer.accelerator.num_processes, "peak GB a process": peak_memory_gb()}
-        (folder / "seconds.json").write_text(json.dumps(written))
+        medians = {phase: statistics.median(seconds[phase] for seconds in rounds) for phase in rounds[0]}
+        written = {"seconds": medians, "together": trainer.accelerator.num_processes, "peak GiB": peak_memory_gb()}
+        (folder / "written.json").write_text(json.dumps(written))
     trainer.accelerator.end_training()
     leave()
 

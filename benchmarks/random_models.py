@@ -21,8 +21,8 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
     "tiny": (2048, 32, 64, 2, 4),
     "pocket": (128, 64, 192, 4, 4),
     "8m": (8000, 256, 1024, 6, 8),
-    "60m": (26_000, 512, 2048, 8, 8),
     "38m": (4000, 512, 2048, 8, 8),  # about a sixteenth of it in the head, as of LLaDA-8B
+    "60m": (26_000, 512, 2048, 8, 8),
     "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary on next to no body: for the memory of logits
     "goal": (126_464, 512, 2048, 8, 8),
     "llada": (126_464, 4096, 12_288, 32, 32),  # LLaDA-8B

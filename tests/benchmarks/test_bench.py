@@ -309,6 +309,7 @@ def test_pairs_and_strangers_are_compared_with_one_alone(job, monkeypatch):
     for name, row in found.items():
         assert row["whole"] == pytest.approx(sum(row[part] for part in (*processes.PHASES, "the rest")))
         assert min(row["update"], row["optimizer"]) > 0
+        assert 0.1 < row["peak GiB a process"] < 10
         assert (min(row["rollout"], row["scoring"]) > 0) == (job == "rl")
         share = 0.5 if "half" in name else 1
         assert row["over alone"] == pytest.approx(row["whole"] / found["alone"]["whole"] / share)
