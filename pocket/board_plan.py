@@ -37,6 +37,19 @@ SEEDS = (0, 1, 2)
 START = "none"  # the method of a start itself
 COMPLETIONS = 64  # a rollout, in groups of eight
 
+# What makes d1 and the others differ, one choice at a time: d1 at its own rate and mu with this choice of theirs.
+CHANGED = "d1"
+CHANGES: dict[str, tuple[object, ...]] = {
+    "the prompt in sight": ("--p_mask_prompt", 0),
+    "random masks": ("--estimator", "random_masks", "--objective", "clipped_views", "--p_mask_prompt", 0),
+    "replay, eight steps a view": ("--estimator", "replay", "--segment_steps", 8, "--p_mask_prompt", 0),
+    "replay, every step": ("--estimator", "replay", "--p_mask_prompt", 0),
+    "advantages over their spread": ("--scale_rewards", "group"),
+    "prompts partly solved": ("--right_share", 0.2, 0.8),
+    "clip 0.2": ("--epsilon", 0.2),
+    "no KL": ("--beta", 0),
+}
+
 
 @dataclass(frozen=True)
 class BoardTask:
@@ -86,10 +99,12 @@ class Run:
     num_iterations: int = 0
     budget: int = 0  # compute_tokens
     limit: int = 0  # problems; 0: all
+    change: str = ""  # one of `CHANGES`
 
     @property
     def name(self) -> str:
-        parts: list[object] = [self.split, self.task, self.start, self.method, f"seed{self.seed}"]
+        method = "_".join([self.method, *self.change.replace(",", "").split()])
+        parts: list[object] = [self.split, self.task, self.start, method, f"seed{self.seed}"]
         if self.method != START:
             parts += [f"rate{self.learning_rate:g}", f"mu{self.num_iterations}", self.budget]
         return "_".join(map(str, [*parts, *([f"first{self.limit}"] if self.limit else [])]))
@@ -111,6 +126,7 @@ class Run:
             flags += ["--diffusion_steps", task.length // 2]
         # Each step takes a token at the least, so the budget ends the run and never max_steps.
         flags += ["--max_compute_tokens", self.budget, "--max_steps", self.budget]
+        flags += CHANGES[self.change] if self.change else []
         flags += ["--resume_from_checkpoint", "true", "--eval_strategy", "no"]
         return [*map(str, flags), "--logging_steps", str(self.num_iterations), "--save_steps", "40"]
 
@@ -175,6 +191,17 @@ def board_runs(
         if start in starts
         for method in methods
         if method in settings
+    ]
+
+
+def change_runs(settings: Mapping[str, tuple[float, int]], budget: int, seeds: Sequence[int] = SEEDS) -> list[Run]:
+    """d1 with one of `CHANGES`, from SFT, on the tasks of the search, once d1's own (rate, mu) is known."""
+    return [
+        Run(task, "sft", CHANGED, seed, "test", *settings[CHANGED], budget, change=change)
+        for seed in seeds
+        for task in TUNING_TASKS
+        for change in CHANGES
+        if CHANGED in settings
     ]
 
 

@@ -9,8 +9,9 @@ from statistics import fmean
 
 import numpy as np
 from board_plan import MUS, RATES, START, TUNING_TASKS, Run
-from board_results import Line, Setup, differences, grid, methods_of, scores_at, table
-from board_statistics import Mean, holm, mean_of
+from board_reasons import changes_table, correlations_table
+from board_results import Line, Setup, differences, grid, lines_of, methods_of, scores_at, table
+from board_statistics import Mean, holm, mean_of, percent, points
 from pages import reading
 
 from d1.methods import METHODS
@@ -27,6 +28,7 @@ class Board:
     Attributes:
         runs, starts: of the board; `results` has those that are done.
         search: those of the search that are done, of `searched`.
+        changes: runs of d1 with one choice changed that are done, of `changed`.
         settings: method -> (rate, mu).
         planned: runs of the whole board, also of methods whose search is not done.
     """
@@ -35,10 +37,12 @@ class Board:
     starts: Sequence[Run]
     results: Mapping[Run, Line]
     search: Mapping[Run, Line]
+    changes: Mapping[Run, Line]
     settings: Mapping[str, tuple[float, int]]
     planned: int
     budget: int
     searched: int
+    changed: int
 
     @property
     def setups(self) -> list[Setup]:
@@ -47,15 +51,6 @@ class Board:
     @property
     def done(self) -> int:
         return sum(run.method != START for run in self.results)
-
-
-def percent(mean: Mean) -> str:
-    low, high = max(0.0, mean.low), min(1.0, mean.high)
-    return f"{100 * mean.value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def points(mean: Mean) -> str:
-    return f"{100 * mean.value:+.1f} [{100 * mean.low:+.1f}, {100 * mean.high:+.1f}]"
 
 
 def compared(board: Board) -> dict[tuple[Setup, str], Mean]:
@@ -80,7 +75,7 @@ def setup_table(board: Board, setup: Setup, against: Mapping[tuple[Setup, str], 
     rows = [start_row(board, setup)] if scores_at(board.results, setup, START, "end") else []
     for method in sorted(ends, key=lambda method: -ends[method].mean()):
         quarter = table(scores_at(board.results, setup, method, "quarter"))
-        lines = lines_of(board, setup, method)
+        lines = lines_of(board.results, setup, method)
         difference = against.get((setup, method))
         kls = [line["kl"] for line in lines if line["kl"] is not None]
         rows.append(
@@ -105,10 +100,6 @@ def setup_table(board: Board, setup: Setup, against: Mapping[tuple[Setup, str], 
 def start_row(board: Board, setup: Setup) -> list[str]:
     own = scores_at(board.results, setup, START, "end")
     return ["the start itself", "", percent(mean_of(table(own))), *[""] * 8]
-
-
-def lines_of(board: Board, setup: Setup, method: str) -> list[Line]:
-    return [line for run, line in board.results.items() if (run.task, run.start, run.method) == (*setup, method)]
 
 
 def settings_table(board: Board) -> str:
@@ -137,7 +128,7 @@ def draw(board: Board, path: Path) -> None:
         for number, setup in enumerate(board.setups):
             colour = f"C{number}"
             for name, style in ((REFERENCE, ":"), (method, "-")):
-                places, values = mean_curve([line["curve"] for line in lines_of(board, setup, name)])
+                places, values = mean_curve([line["curve"] for line in lines_of(board.results, setup, name)])
                 label = f"{setup.task} from {setup.start}" if name == method else None
                 axis.plot(places, values, style, color=colour, linewidth=1, label=label)
             for place, point in ((0.25, "quarter"), (1.0, "end")):
@@ -171,10 +162,9 @@ def write_report(board: Board, path: Path) -> str:
     figure = path.with_suffix(".png")
     draw(board, figure)
     against = compared(board)
-    partial = board.done < board.planned
     text = "# Which method is best at the same compute?\n\n"
     text += "Written by `python pocket/leaderboard.py`; results are lines of `results.jsonl` in its output folder.\n\n"
-    if partial:
+    if board.done < board.planned:
         text += f"**Partial: {board.done} of {board.planned} runs are done.** Rows are of the seeds that are there.\n\n"
     text += f"""Every run has the same compute, {board.budget:,} tokens through the body: forward once, backward
 twice, rollouts included, evaluations not. Rollouts are 64 completions in groups of eight, the rate is constant, and all
@@ -186,7 +176,9 @@ other programs share the machine, the processor's are the ones to compare.\n\n""
     for setup in board.setups:
         text += f"## {setup.task} from {setup.start}\n\n{setup_table(board, setup, against)}\n"
     text += f"![Accuracy against compute, a panel a method]({figure.name})\n\nLines: sampled completions of training"
-    text += " problems, mean over seeds, d1's dotted. Points: test problems, greedy.\n\n## Settings\n\n"
+    text += (
+        f" problems, mean over seeds, d1's dotted. Points: test problems, greedy.\n\n{reasons(board)}## Settings\n\n"
+    )
     if board.searched:
         rates, mus = ", ".join(f"{rate:g}" for rate in RATES), " and ".join(map(str, MUS))
         text += f"""Searched alike for each method: rates {rates} and, where the paper makes several updates on a
@@ -199,3 +191,25 @@ figures are percent solved there. A method of one update has half as many tries.
     text += f"## What it means\n\n{reading(path)}\n"
     path.write_text(text)
     return f"{board.done} of {board.planned} runs are done. Tables: {path}"
+
+
+def reasons(board: Board) -> str:
+    text = ""
+    if len(board.setups) > 1:
+        text += f"""## What goes with a high place
+
+Spearman's rank correlation over methods of the accuracy at the end with a run's rollouts, updates and KL, and with the
+accuracy in the other setups; p-values as they are.
+
+{correlations_table(board.results, board.setups)}\n"""
+    if board.changes:
+        partial = (
+            "" if len(board.changes) == board.changed else f" **Partial: {len(board.changes)} of {board.changed}.**"
+        )
+        text += f"""## One choice at a time
+
+{REFERENCE} at its own rate and mu and the same compute, with one of its choices changed to what other methods have.
+Differences are paired by seed and problem; the p-values are Holm's over this table.{partial}
+
+{changes_table(board.results, board.changes)}\n"""
+    return text

@@ -82,6 +82,10 @@ def methods_of(results: Mapping[Run, Line], setup: Setup) -> list[str]:
     return [*dict.fromkeys(here)]
 
 
+def lines_of(results: Mapping[Run, Line], setup: Setup, method: str) -> list[Line]:
+    return [line for run, line in results.items() if (run.task, run.start, run.method) == (*setup, method)]
+
+
 def grid(results: Mapping[Run, Line], method: str) -> dict[tuple[float, int], dict[str, float]]:
     """(rate, mu) -> task -> share of validation problems solved; a run that did not stay finite solved none."""
     found: dict[tuple[float, int], dict[str, float]] = {}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from board_plan import ROOT, START, TASKS, Run
-from board_results import RESULTS, read_results
+from board_results import RESULTS, read_results, results_of
 from json_lines import append_line
 
 from d1.runs.entry import OneLineParser, run_script
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     for field in fields(Run):
         kind = {"int": int, "float": float, "str": str}[str(field.type)]
         parser.add_argument(f"--{field.name}", type=kind, required=field.name in ("task", "start", "method", "seed"))
-    parser.set_defaults(split="test", learning_rate=0.0, num_iterations=0, budget=0, limit=0)
+    parser.set_defaults(split="test", learning_rate=0.0, num_iterations=0, budget=0, limit=0, change="")
     return parser
 
 
@@ -141,7 +141,7 @@ def main(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if any(line["run"] == asdict(run) for line in read_results(board)):
+        if results_of(read_results(board), [run]):
             return
         started = time.perf_counter()
         line = {"run": asdict(run), **result_of(run, board, folder)}

@@ -102,3 +102,32 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted
+
+
+class Correlation(NamedTuple):
+    value: float
+    p: float
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> Correlation | None:
+    """Spearman's (1904) of (n,) values each, equals sharing their mean rank, and its two-sided p-value by Student's
+    distribution; None where all of one are equal."""
+    ranks = [(one[:, None] > one).sum(1) + (one[:, None] == one).sum(1) / 2 for one in (a, b)]
+    if min(rank.std() for rank in ranks) == 0:
+        return None
+    value = float(np.corrcoef(*ranks)[0, 1])
+    if 1 - value**2 < 1e-12:
+        return Correlation(value, 0.0)
+    freedom = len(a) - 2
+    return Correlation(value, t_tail(abs(value) * math.sqrt(freedom / (1 - value**2)), freedom))
+
+
+def percent(mean: Mean) -> str:
+    """Of shares: "71.2 [68.0, 74.4]"."""
+    low, high = max(0.0, mean.low), min(1.0, mean.high)
+    return f"{100 * mean.value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def points(mean: Mean) -> str:
+    """Of differences of shares: "+3.1 [-0.2, +6.4]"."""
+    return f"{100 * mean.value:+.1f} [{100 * mean.low:+.1f}, {100 * mean.high:+.1f}]"

@@ -4,8 +4,9 @@
     python pocket/leaderboard.py --quick               # about fifteen minutes: one task, one seed, nothing searched
     python pocket/leaderboard.py --only_report         # the tables of what is there
 
-Three stages: SFT; the search of each method's rate and mu on validation problems; the board on test problems. Results
-are lines of `results.jsonl` in the output folder. Killed, even with -9? The same command continues.
+Four stages: SFT; the search of each method's rate and mu on validation problems; the board on test problems; d1 with
+one of its choices changed at a time. Results are lines of `results.jsonl` in the output folder. Killed, even with -9?
+The same command continues.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from board_plan import (
     TASKS,
     Run,
     board_runs,
+    change_runs,
     sft_folder,
     sft_name,
     start_runs,
@@ -80,10 +82,21 @@ def searched(args: argparse.Namespace) -> list[Run]:
     return [] if args.quick else tuning_runs(args.methods, args.budget, args.limit)
 
 
+def settings_of(args: argparse.Namespace) -> dict[str, tuple[float, int]]:
+    """Method -> (rate, mu). Without its search a method is not on the board yet."""
+    search = searched(args)
+    return untuned(args.methods) if args.quick else tuned(results_of(read_results(args.output_dir), search), search)
+
+
+def changed(args: argparse.Namespace) -> list[Run]:
+    """Runs of d1 with one choice changed."""
+    whole = not args.quick and not args.limit and "sft" in args.starts
+    return change_runs(settings_of(args), args.budget, args.seeds) if whole else []
+
+
 def board(args: argparse.Namespace) -> Board:
-    """What is to be run and what is there of it. Without its search a method is not on the board yet."""
-    lines, search = read_results(args.output_dir), searched(args)
-    settings = untuned(args.methods) if args.quick else tuned(results_of(lines, search), search)
+    """What is to be run and what is there of it."""
+    lines, search, settings = read_results(args.output_dir), searched(args), settings_of(args)
     runs = board_runs(args.methods, settings, args.budget, args.seeds, args.starts, args.tasks, args.limit)
     starts = start_runs(runs)
     results = results_of(lines, [*runs, *starts])
@@ -94,10 +107,12 @@ def board(args: argparse.Namespace) -> Board:
         starts=starts,
         results=results,
         search=results_of(lines, search),
+        changes=results_of(lines, changed(args)),
         settings=settings,
         planned=planned,
         budget=args.budget,
         searched=len(search),
+        changed=len(changed(args)),
     )
 
 
@@ -127,6 +142,9 @@ def main(args: argparse.Namespace) -> None:
             found = board(args)
             console.print(f"The board: {len(found.runs)} runs of {args.budget:,} tokens")
             run_all([*found.starts, *found.runs], args, console)
+            if changes := changed(args):
+                console.print(f"One choice of d1 at a time: {len(changes)} runs")
+                run_all(changes, args, console)
     except PhaseError as error:
         raise RunError(f"{error} The same command continues from here.") from error
     finally:

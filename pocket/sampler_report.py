@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from board_plan import SEEDS, START
-from board_report import percent, points
-from board_statistics import Mean, mean_of
+from board_statistics import Mean, mean_of, percent, points
 from pages import reading
 from sampler_runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
 

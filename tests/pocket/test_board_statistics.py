@@ -5,7 +5,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 import pytest
-from board_statistics import holm, mean_of, t_quantile, t_tail, variance_of_mean
+from board_statistics import holm, mean_of, rank_correlation, t_quantile, t_tail, variance_of_mean
 
 
 def written_out(scores):
@@ -80,3 +80,14 @@ def test_holms_rule_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_spearmans_correlation_by_hand():
+    a, b = np.array([1.0, 2, 3, 4, 5]), np.array([2.0, 1, 4, 3, 5])
+    found = rank_correlation(a, b)  # squared differences of ranks sum to 4
+    assert found.value == pytest.approx(1 - 6 * 4 / (5 * 24))
+    assert found.p == pytest.approx(0.104088, abs=1e-6)  # t = 2.3094 with three degrees of freedom
+    ties = rank_correlation(np.array([1.0, 2, 2, 3]), np.array([10.0, 40, 30, 90]))
+    assert ties.value == pytest.approx(np.corrcoef([1, 2.5, 2.5, 4], [1, 3, 2, 4])[0, 1])
+    assert rank_correlation(np.ones(4), np.arange(4.0)) is None
+    assert rank_correlation(a, np.exp(-a)) == (pytest.approx(-1), 0.0)

@@ -9,6 +9,7 @@ import torch
 from estimator_measures import (
     CHOICES,
     PAIRS,
+    SETTINGS,
     TRAJECTORY,
     Case,
     Choice,
@@ -18,7 +19,8 @@ from estimator_measures import (
     measure,
     noise_of,
 )
-from estimator_study import advantages_of, make_case, signal_to_noise
+from estimator_report import CHOICE_OF, signal_to_noise, write_report
+from estimator_study import advantages_of, make_case
 
 from d1.methods import METHODS
 from d1.scoring import ESTIMATORS
@@ -144,6 +146,42 @@ def test_every_estimator_and_the_settings_of_every_method_are_among_the_choices(
     assert {choice.estimator for choice in CHOICES} == {*ESTIMATORS}
     assert len({(choice.name, choice.views) for choice in CHOICES}) == len(CHOICES)
     assert {method.values["estimator"] for method in METHODS.values()} <= {choice.estimator for choice in CHOICES}
+
+
+def test_a_methods_estimator_is_a_choice_with_the_methods_own_settings():
+    """But for replay, whose choices count views where d2 and TraceRL count the 16 steps of these completions."""
+    assert METHODS.keys() - CHOICE_OF.keys() == {"just-grpo"}
+    by_name = {(choice.name, choice.views): choice for choice in CHOICES}
+    for method, place in CHOICE_OF.items():
+        choice, values = by_name[place], METHODS[method].values
+        assert choice.estimator == values["estimator"]
+        expected = {name: values.get(name, default) for name, default in SETTINGS.items()}
+        if method == "d2":  # one of 16 segments, each a step
+            expected["segments"] = None
+        if method == "tracerl":  # eight of 16 steps a segment
+            expected |= {"segments": 2, "segment_steps": None}
+        assert SETTINGS | choice.settings == expected
+
+
+def test_the_page_says_how_well_an_estimator_predicts_the_leaderboard(tmp_path):
+    cosines = {"d1": 0.1, "espo": 0.2, "agrpo": 0.3, "cj-grpo": 0.4, "d2": 0.5}
+    common = {"of": {"model": "sudoku: SFT", "groups": 2, "group": 2}, "tokens_of_rollout": 10, "tokens_of_update": 5}
+    names = ("bias_to_bound", "bias_to_trajectory", "deviation", "signal", "between", "bound", "trajectory")
+    names += ("long_cosine_to_bound", "long_cosine_to_trajectory", "bound_error", "gradient_error")
+    common |= dict.fromkeys(names, 1.0) | {"within": 1.0}
+    lines = []
+    for method, value in cosines.items():
+        name, views = CHOICE_OF[method]
+        own = {"name": name, "views": views, "cosine_to_bound": value, "cosine_to_trajectory": -value}
+        lines.append({**common, **own})
+    page = tmp_path / "estimators.md"
+    write_report(lines, page, {"sudoku": dict(zip(cosines, (0.5, 0.7, 0.6, 0.8, 0.9), strict=True)), "countdown": {}})
+    text = page.read_text()
+    assert "| d2 | replay, drawn evenly, 1 | 90.0 | 0.50 | -0.50 | 1.00 | 0.50 |" in text
+    assert "| rank correlation |  |  | +0.90 (p 0.037) | -0.90 (p 0.037) |  |  |" in text
+    assert "### countdown" not in text
+    write_report(lines, page, {"sudoku": {}})
+    assert "Does it predict" not in page.read_text()
 
 
 def test_completions_are_those_of_rl():

@@ -12,7 +12,22 @@ from pathlib import Path
 import leaderboard
 import numpy as np
 import pytest
-from board_plan import MUS, RATES, START, TASKS, Run, board_runs, start_runs, tuning_runs, untuned, updates_of
+from board_plan import (
+    CHANGES,
+    MUS,
+    RATES,
+    START,
+    TASKS,
+    TUNING_TASKS,
+    Run,
+    board_runs,
+    change_runs,
+    start_runs,
+    tuning_runs,
+    untuned,
+    updates_of,
+)
+from board_reasons import changes_table, correlations_table
 from board_report import Board, compared, setup_table, write_report
 from board_results import RESULTS, Setup, check_problems, read_results, results_of, tuned
 from board_run import logs_of
@@ -78,6 +93,27 @@ def test_the_board_has_every_method_start_and_seed_once():
     assert {run.method for run in own} == {START}
 
 
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_d1_but_for_one_choice_that_another_method_has(change, tmp_path):
+    (run,) = (one for one in change_runs({"d1": (3e-5, 4)}, 1000, [1]) if (one.task, one.change) == ("sudoku", change))
+    assert (run.split, run.seed, run.learning_rate, run.num_iterations, run.budget) == ("test", 1, 3e-5, 4, 1000)
+    changed, plain = (
+        make_parser().parse_args_and_config(one.settings(tmp_path, tmp_path / "out"))[0]
+        for one in (run, replace(run, change=""))
+    )
+    unlike = {name for name, value in vars(plain).items() if getattr(changed, name) != value} - {"distributed_state"}
+    assert unlike
+    rows = [vars(plain) | row.values for row in METHODS.values()]
+    assert any(all(row[name] == getattr(changed, name) for name in unlike) for row in rows)
+
+
+def test_changes_are_tried_where_rates_are_searched_and_have_names_of_their_own():
+    runs = change_runs({"d1": (3e-5, 4)}, 1000)
+    assert len({run.name for run in runs}) == len(runs) == len(CHANGES) * len(TUNING_TASKS) * 3
+    assert not {run.name for run in runs} & {run.name for run in board_runs(["d1"], {"d1": (3e-5, 4)}, 1000)}
+    assert change_runs({"espo": (3e-5, 4)}, 1000) == []
+
+
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +171,7 @@ def test_a_methods_search_chooses_once_all_of_it_is_there():
 
 
 def make_board(results, planned=6):
-    return Board([*results], [], results, {}, untuned(["d1", "espo", "wd1"]), planned, 1000, 0)
+    return Board([*results], [], results, {}, {}, untuned(["d1", "espo", "wd1"]), planned, 1000, 0, 2)
 
 
 RIGHT = {  # two seeds, eight problems; the third method diverged on its second seed
@@ -185,6 +221,33 @@ def test_the_page_says_that_it_is_partial_and_keeps_what_was_written_by_hand(tmp
     untouched = tmp_path / "none.md"
     assert "No run of the board" in write_report(make_board({}), untouched)
     assert not untouched.exists()
+
+
+def test_a_change_is_compared_with_d1_by_seed_and_problem():
+    board, change = small_board(), "no KL"
+    rights = ["00111011", "11111011"]
+    changes = {run_of("d1", seed, change=change): right for seed, right in enumerate(rights)}
+    changes = {run: line_of(run, right) for run, right in changes.items()}
+    (row,) = [line.split(" | ") for line in changes_table(board.results, changes).splitlines()[2:]]
+    assert row[0] == "| no KL"
+    assert row[1].startswith("75.0 ")  # twelve of sixteen
+    assert row[2].startswith("+18.8 ")  # d1 has nine
+    assert setup_table(board, SUDOKU, compared(board)) == setup_table(
+        replace(board, changes=changes), SUDOKU, compared(board)
+    )
+
+
+def test_correlations_are_of_ranks_over_methods():
+    methods = ["a", "b", "c", "d", "e"]
+    results = {}
+    for place, method in enumerate(methods):
+        right = "1" * (place + 1) + "0" * (7 - place)
+        results[run_of(method)] = line_of(run_of(method), right, rollouts=place**3, updates=-place, kl=None)
+        other = run_of(method, task="countdown")
+        results[other] = line_of(other, right[::-1], rollouts=5, updates=[1, 0, 2, 3, 4][place])
+    first, second = correlations_table(results, [SUDOKU, Setup("countdown", "sft")]).splitlines()[2:]
+    assert first == "| sudoku from sft | +1.00 (p 0) | -1.00 (p 0) |  |  | +1.00 (p 0) |"
+    assert second.startswith("| countdown from sft |  | +0.90 (p 0.037) |  | +1.00 (p 0) | ")
 
 
 def test_what_a_run_spent_is_the_sum_of_its_logs(tmp_path):
