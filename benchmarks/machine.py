@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from d1.runs.record import cpu_model
+
 
 def describe() -> dict[str, Any]:
     """The machine: processor model, cores, threads, GPU."""
-    model = platform.processor()
-    if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    machine = {"processor": model, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    machine = {"processor": cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     machine |= {"PyTorch": torch.__version__}
     return machine | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 

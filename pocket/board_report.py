@@ -162,6 +162,7 @@ def write_report(board: Board, path: Path) -> str:
     figure = path.with_suffix(".png")
     draw(board, figure)
     against = compared(board)
+    processors = sorted({line["record"]["cpu"]["model"] for line in board.results.values()})
     text = "# Which method is best at the same compute?\n\n"
     text += "Written by `python pocket/leaderboard.py`; results are lines of `results.jsonl` in its output folder.\n\n"
     if board.done < board.planned:
@@ -171,14 +172,16 @@ twice, rollouts included, evaluations not. Rollouts are 64 completions in groups
 else is as the method's row of `METHODS` has it. Solved in percent of the test problems, greedy, with 95% intervals over
 seeds and problems. Differences to {REFERENCE} are paired by seed and problem; their p-values are corrected for their
 number ({len(against)}) by Holm's rule. KL: nats a token of the last model to its start, along its own completions. A
-run whose loss or weights were no longer finite has diverged and solves nothing. Seconds are those of training; where
-other programs share the machine, the processor's are the ones to compare.\n\n"""
+run whose loss or weights were no longer finite has diverged and solves nothing. Seconds are those of training, a core
+a run ({"; ".join(processors)}); where other programs share the machine, the processor's are the ones to
+compare.\n\n"""
     for setup in board.setups:
         text += f"## {setup.task} from {setup.start}\n\n{setup_table(board, setup, against)}\n"
-    text += f"![Accuracy against compute, a panel a method]({figure.name})\n\nLines: sampled completions of training"
-    text += (
-        f" problems, mean over seeds, d1's dotted. Points: test problems, greedy.\n\n{reasons(board)}## Settings\n\n"
-    )
+    text += f"""![Accuracy against compute, a panel a method]({figure.name})
+
+Lines: sampled completions of training problems, mean over seeds, d1's dotted. Points: test problems, greedy.
+
+{reasons(board)}## Settings\n\n"""
     if board.searched:
         rates, mus = ", ".join(f"{rate:g}" for rate in RATES), " and ".join(map(str, MUS))
         text += f"""Searched alike for each method: rates {rates} and, where the paper makes several updates on a

@@ -33,6 +33,14 @@ def log_without_account(folder: str | Path) -> None:
         os.environ["WANDB_MODE"] = "offline"
 
 
+def cpu_model() -> str:
+    """As the system names it: "AMD EPYC 7763 64-Core Processor"; only the kind where it gives no name."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
 def run_record() -> dict[str, Any]:
     """Versions and hardware, to be saved beside results."""
     versions = {}
@@ -46,7 +54,7 @@ def run_record() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "gpus": gpus,
-        "cpu": {"machine": platform.machine(), "cores": os.cpu_count()},
+        "cpu": {"machine": platform.machine(), "model": cpu_model(), "cores": os.cpu_count()},
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
 

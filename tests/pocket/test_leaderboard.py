@@ -122,6 +122,7 @@ def line_of(run, right, quarter=None, **changes):
     points |= {} if quarter is None else {"quarter": {"right": quarter, "problems": "p"}}
     found = {"run": asdict(run), "points": points, "diverged": right is None and run.method != START, "kl": 0.01}
     found |= {"rollouts": 3, "seconds": 5.0, "processor_seconds": 4.0, "peak_memory_gb": 0.5, "curve": []}
+    found |= {"record": {"cpu": {"model": "abacus"}}}
     return found | changes
 
 
@@ -217,6 +218,7 @@ def test_the_page_says_that_it_is_partial_and_keeps_what_was_written_by_hand(tmp
     text = page.read_text()
     assert "**Partial: 6 of 9 runs are done.**" in text
     assert text.count("ESPO is ahead.") == 1
+    assert "a core\na run (abacus)" in text
     assert (tmp_path / "leaderboard.png").exists()
     untouched = tmp_path / "none.md"
     assert "No run of the board" in write_report(make_board({}), untouched)
