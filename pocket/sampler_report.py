@@ -214,7 +214,7 @@ def draw(results: Results, path: Path) -> None:
     for axis, (task, estimator) in zip(axes, groups, strict=True):
         for setup in results.setups(task, estimator):
             places, values = results.curve(setup, SECONDS, results.lines[setup])
-            colour, style = f"C{[*SAMPLERS].index(setup.sampler)}", STYLES[[*CURES].index(setup.cure)]
+            colour, style = f"C{SAMPLERS.index(setup.sampler)}", STYLES[[*CURES].index(setup.cure)]
             axis.plot(places, 100 * values, style, color=colour, label=setup.label, linewidth=1.3)
         axis.set(title=f"{task}, {estimator}", xlabel="processor seconds")
         axis.legend(fontsize="x-small")
@@ -257,7 +257,8 @@ def write_report(lines: Sequence[Line], path: Path) -> str:
     figure = path.with_suffix(".png")
     draw(results, figure)
     text = HEAD.format(seconds=seconds, rate=rate, reading=reading(path), figure=figure.name, goal=GOAL)
-    done, whole = sum(line["run"]["cure"] == NO_CURE for line in own), len(SAMPLERS) * len(ESTIMATORS) * len(SEEDS)
+    done = sum(line["run"]["cure"] == NO_CURE for line in own)
+    whole = len({line["run"]["task"] for line in own}) * len(SAMPLERS) * len(ESTIMATORS) * len(SEEDS)
     text += f"**Partial: {done} of {whole} runs without a cure; rows are of the seeds there are.**\n\n" * (done < whole)
     for task, estimator in results.groups:
         setups = results.setups(task, estimator)

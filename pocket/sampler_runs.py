@@ -20,14 +20,22 @@ from transformers import TrainerCallback
 
 from d1.runs.divergence import check_weights
 
-# Flags of rollouts, and how many blocks the canvas has, where these are not of 8 tokens. Levels are those of
-# benchmarks/samplers.py, which were chosen on validation puzzles.
-SAMPLERS: dict[str, tuple[int | None, tuple[object, ...]]] = {
+# Flags of rollouts, and how many blocks the canvas has, where these are not of 8 tokens. Levels were chosen on
+# validation problems by benchmarks/samplers.py; Countdown has Sudoku's.
+EXACT: dict[str, tuple[int | None, tuple[object, ...]]] = {
     "exact": (None, ()),
-    "parallel": (1, ("--reveal", "entropy", "--reveal_level", 1.75, "--diffusion_steps", 4)),
     "cached": (None, ("--kv_cache", "dual")),
+}
+OF_SUDOKU = EXACT | {
+    "parallel": (1, ("--reveal", "entropy", "--reveal_level", 1.75, "--diffusion_steps", 4)),
     "cached+parallel": (2, ("--kv_cache", "dual", "--reveal", "factor", "--reveal_level", 1.5)),
 }
+OF_ARITHMETIC = EXACT | {
+    "parallel": (1, ("--reveal", "threshold", "--reveal_level", 0.9, "--diffusion_steps", 8)),
+    "cached+parallel": (2, ("--kv_cache", "dual", "--reveal", "threshold", "--reveal_level", 0.8)),
+}
+LEVELS = {"sudoku": OF_SUDOKU, "countdown": OF_SUDOKU, "arithmetic": OF_ARITHMETIC}
+SAMPLERS = ("exact", "parallel", "cached", "cached+parallel")
 # Everything else is d1's: replay scores each token in the state it was revealed in, with the whole prompt in sight.
 ESTIMATORS: dict[str, tuple[object, ...]] = {
     "one_step": (),
@@ -82,7 +90,7 @@ class Run:
         flags += ["--diffusion_steps", task.length // 2, "--seed", self.seed, "--model_path", start_of(folder, self)]
         flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "constant", "--max_steps", 1_000_000]
         flags += ["--eval_strategy", "no", "--save_strategy", "no", "--output_dir", output_dir]
-        blocks, own = SAMPLERS[self.sampler]
+        blocks, own = LEVELS[self.task][self.sampler]
         flags += ["--sampler", self.sampler, "--block_length", task.length // blocks if blocks else 8, *own]
         flags += [*ESTIMATORS[self.estimator], *CURES[self.cure]]
         return [*map(str, flags)]
