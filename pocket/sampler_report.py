@@ -2,158 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
 
-import numpy as np
 from board_plan import SEEDS, START
-from board_statistics import Mean, mean_of, percent, points
+from board_statistics import percent, points
 from pages import reading
+from sampler_outcomes import GOAL, SECONDS, Line, Results, Setup, of_largest_budget, outcome, solved
 from sampler_runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
 
 from d1.show.curves import panels, save_figure
 from d1.show.tables import markdown_table
 
-Line = dict[str, Any]
-EXACT = "exact"
-GOAL = 2.5  # times less compute to exact's final accuracy
-SECONDS, TOKENS = "seconds", "compute_tokens"
 STYLES = ("-", "--", ":", "-.", "x-")  # of `CURES`
-
-
-class Setup(NamedTuple):
-    """What runs of several seeds have in common."""
-
-    task: str
-    estimator: str
-    sampler: str
-    cure: str
-
-    @property
-    def label(self) -> str:
-        return self.sampler if self.cure == NO_CURE else f"{self.sampler}, {self.cure}"
-
-
-class Results:
-    """The lines of one split at one rate and budget, the last of each run, by setup and seed."""
-
-    def __init__(self, lines: Iterable[Line]) -> None:
-        self.starts: dict[tuple[str, int], np.ndarray] = {}
-        self.lines: dict[Setup, dict[int, Line]] = {}
-        for line in lines:
-            run = line["run"]
-            if run["sampler"] == START:
-                self.starts[run["task"], run["seed"]] = solved(line["points"][0])
-            else:
-                setup = Setup(run["task"], run["estimator"], run["sampler"], run["cure"])
-                self.lines.setdefault(setup, {})[run["seed"]] = line
-
-    def setups(self, task: str, estimator: str) -> list[Setup]:
-        own = [Setup(task, estimator, sampler, cure) for cure in CURES for sampler in SAMPLERS]
-        return [setup for setup in own if setup in self.lines]
-
-    @property
-    def groups(self) -> list[tuple[str, str]]:
-        """Task and estimator of those runs that can be compared."""
-        return [(task, one) for task in dict.fromkeys(s.task for s in self.lines) for one in ESTIMATORS]
-
-    def finals(self, setup: Setup) -> dict[int, np.ndarray]:
-        """Seed -> (problems,) 1 where solved at the end; a run that did not stay finite has solved nothing."""
-        found = {}
-        for seed, line in self.lines.get(setup, {}).items():
-            start = self.starts[setup.task, seed]
-            found[seed] = np.zeros_like(start) if line["not_finite"] else solved(line["points"][-1])
-        return found
-
-    def curve(self, setup: Setup, of: str, seeds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds or tokens, and the mean over seeds of the accuracy there: straight lines between points, and after
-        its last point a run stays where it is."""
-        kept = []
-        for seed in seeds:
-            line = self.lines[setup][seed]
-            places = [0.0, *(point[of] for point in line["points"])]
-            values = [self.starts[setup.task, seed], *map(solved, line["points"])]
-            kept.append((places, [value.mean() for value in values]))
-        grid = np.unique(np.concatenate([places for places, _ in kept]))
-        return grid, np.mean([np.interp(grid, *one) for one in kept], axis=0)
-
-    def logged(self, setup: Setup, name: str, last: bool) -> float | None:
-        """The mean over runs of the first, or last, three logs that have a metric."""
-        found = []
-        for line in self.lines[setup].values():
-            values = [log[name] for log in line["logs"] if name in log]
-            found += [fmean(values[-3:] if last else values[:3])] if values else []
-        return fmean(found) if found else None
-
-
-def solved(point: Line) -> np.ndarray:
-    return np.array([*map(int, point["right"])], dtype=float)
-
-
-def first_reach(places: np.ndarray, values: np.ndarray, level: float) -> float | None:
-    """Where a curve of straight lines first is at `level` or above; None if nowhere."""
-    for i, value in enumerate(values):
-        if value >= level:
-            if i == 0:
-                return float(places[0])
-            return float(np.interp(level, [values[i - 1], value], [places[i - 1], places[i]]))
-    return None
-
-
-def paired(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> Mean:
-    """b - a, of the seeds that both have."""
-    return mean_of(np.stack([b[seed] - a[seed] for seed in sorted(a.keys() & b.keys())]))
-
-
-class Outcome(NamedTuple):
-    """A setup beside the exact sampler, of the seeds that both have. Spent is (seconds, tokens) to a level."""
-
-    final: Mean
-    to_start: Mean
-    to_exact: Mean | None
-    near: list[float | None]  # to 95% of exact's final accuracy
-    whole: list[float | None]  # to all of it
-    less: list[float | None]  # exact's own `whole` over this one's
-    diverged: str
-    seeds: int
-
-    @property
-    def meets(self) -> bool:
-        """Whether both seconds and tokens were cut as far as the goal says, without a loss beyond the interval."""
-        loss = self.to_exact is not None and self.to_exact.high < 0
-        cut = all(times is not None and times >= GOAL for times in self.less)
-        return cut and not loss and self.seeds == len(SEEDS)
-
-
-def outcome(results: Results, setup: Setup) -> Outcome:
-    exact = setup._replace(sampler=EXACT, cure=NO_CURE)
-    own, reference = results.finals(setup), results.finals(exact)
-    starts = {seed: results.starts[setup.task, seed] for seed in own}
-    shared = sorted(own.keys() & reference.keys())
-    near: list[float | None] = []
-    whole: list[float | None] = []
-    less: list[float | None] = []
-    for of in (SECONDS, TOKENS) if shared else ():
-        level = float(np.mean([reference[seed].mean() for seed in shared]))
-        mine, theirs = results.curve(setup, of, shared), results.curve(exact, of, shared)
-        near.append(first_reach(*mine, 0.95 * level))
-        whole.append(first_reach(*mine, level))
-        spent, exact_spent = whole[-1], first_reach(*theirs, level)
-        less.append(exact_spent / spent if spent and exact_spent else None)
-    to_start = paired(starts, own)
-    bad = sum(bool(line["not_finite"]) for line in results.lines[setup].values())
-    return Outcome(
-        final=mean_of(np.stack([own[seed] for seed in sorted(own)])),
-        to_start=to_start,
-        to_exact=paired(reference, own) if shared and setup != exact else None,
-        near=near or [None, None],
-        whole=whole or [None, None],
-        less=less or [None, None],
-        diverged=f"{bad} / {len(own)}" + (", below the start" if to_start.high < 0 else ""),
-        seeds=len(shared),
-    )
 
 
 def shown(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
@@ -222,16 +84,6 @@ def draw(results: Results, path: Path) -> None:
     save_figure(figure, path)
 
 
-def budgets(lines: Sequence[Line]) -> dict[tuple[str, float, float], list[Line]]:
-    """(split, rate, seconds) -> the lines of trainings, in their order."""
-    found: dict[tuple[str, float, float], list[Line]] = {}
-    for line in lines:
-        run = line["run"]
-        if run["sampler"] != START:
-            found.setdefault((run["split"], run["learning_rate"], run["seconds"]), []).append(line)
-    return found
-
-
 def validation_table(lines: Sequence[Line]) -> str:
     """What was looked at before the study."""
     rows = []
@@ -246,24 +98,24 @@ def validation_table(lines: Sequence[Line]) -> str:
 
 
 def write_report(lines: Sequence[Line], path: Path) -> str:
-    """Writes the page, and the figure beside it, of the budget with the most runs; returns what to say about it."""
-    on_test = {key: own for key, own in budgets(lines).items() if key[0] == "test"}
-    if not on_test:
+    """Writes the page, and the figure beside it, of each task's budget with the most runs; returns what to say."""
+    by_task = of_largest_budget(lines)
+    if not by_task:
         return "No run on the test split is done yet."
-    (_, rate, seconds), own = max(on_test.items(), key=lambda item: len(item[1]))
+    own = [line for task in by_task.values() for line in task]
     starts = [line for line in lines if line["run"]["sampler"] == START and line["run"]["split"] == "test"]
     results = Results([*starts, *own])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = path.with_suffix(".png")
     draw(results, figure)
-    text = HEAD.format(seconds=seconds, rate=rate, reading=reading(path), figure=figure.name, goal=GOAL)
-    done = sum(line["run"]["cure"] == NO_CURE for line in own)
-    whole = len({line["run"]["task"] for line in own}) * len(SAMPLERS) * len(ESTIMATORS) * len(SEEDS)
-    text += f"**Partial: {done} of {whole} runs without a cure; rows are of the seeds there are.**\n\n" * (done < whole)
-    for task, estimator in results.groups:
-        setups = results.setups(task, estimator)
-        if setups:
-            text += f"## {task}, {estimator}\n\n{outcomes_table(results, setups)}\n{inside_table(results, setups)}\n"
+    text = HEAD.format(reading=reading(path), figure=figure.name, goal=GOAL)
+    for task, lines_of_task in by_task.items():
+        text += task_heading(task, lines_of_task)
+        for estimator in ESTIMATORS:
+            if setups := results.setups(task, estimator):
+                text += (
+                    f"### {task}, {estimator}\n\n{outcomes_table(results, setups)}\n{inside_table(results, setups)}\n"
+                )
     met = [setup for group in results.groups for setup in results.setups(*group) if outcome(results, setup).meets]
     named = "; ".join(f"{setup.task}, {setup.estimator}: {setup.label}" for setup in met) or "none"
     text += f"Of setups with {len(SEEDS)} seeds, those that cut seconds and tokens by {GOAL} without a loss beyond the "
@@ -273,13 +125,24 @@ def write_report(lines: Sequence[Line], path: Path) -> str:
     return f"{len(own)} runs are done. Tables: {path}"
 
 
+def task_heading(task: str, lines: Sequence[Line]) -> str:
+    """Which runs a task's tables are of."""
+    run = lines[0]["run"]
+    text = (
+        f"## {task}\n\nRuns of {run['seconds']:g} processor seconds at a constant rate of {run['learning_rate']:g}.\n\n"
+    )
+    done, whole = sum(line["run"]["cure"] == NO_CURE for line in lines), len(SAMPLERS) * len(ESTIMATORS) * len(SEEDS)
+    partial = f"**Partial: {done} of {whole} runs without a cure; rows are of the seeds there are.**\n\n"
+    return text + partial * (done < whole)
+
+
 HEAD = """# Fast samplers inside online RL
 
-Written by `python pocket/sampler_study.py`. From SFT, every run trains for {seconds:g} seconds of one core at a
-constant rate of {rate:g}, with the other settings of pocket.yaml, and samples its rollouts with another sampler. Every
-model is judged by the **exact** sampler, greedy, on the test problems. `one_step` is d1's estimator; `replay` scores
-each token in the state it was revealed in, all else being d1's, so that estimators alone differ. Levels of samplers are
-those of `benchmarks/samplers.py`.
+Written by `python pocket/sampler_study.py`. From SFT, all runs of a task train for the same seconds of one core, with
+the settings of pocket.yaml, and sample their rollouts with different samplers. Every model is judged by the **exact**
+sampler, greedy, on the test problems. `one_step` is d1's estimator; `replay` scores each token in the state it was
+revealed in, all else being d1's, so that estimators alone differ. Levels of samplers were chosen on validation problems
+by `benchmarks/samplers.py`.
 
 {reading}
 

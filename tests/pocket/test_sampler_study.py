@@ -11,7 +11,8 @@ from board_plan import START, TASKS
 from board_statistics import mean_of
 from diffu_grpo_train import make_parser as rl_parser
 from json_lines import read_lines
-from sampler_report import Results, Setup, first_reach, outcome, write_report
+from sampler_outcomes import Results, Setup, first_reach, of_largest_budget, outcome
+from sampler_report import write_report
 from sampler_runs import CURES, ESTIMATORS, NO_CURE, RATE, SAMPLERS, Run
 from sampler_study import RESULTS, main, make_parser, planned
 
@@ -105,11 +106,22 @@ def test_outcomes_are_paired_with_the_exact_sampler_and_a_diverged_run_solves_no
     assert of["cached"].whole == [None, None]
 
 
+def test_each_task_shows_the_budget_with_the_most_runs():
+    short = [run_of(seed=seed) for seed in (0, 1)]
+    long = [run_of(seed=0, seconds=60.0), run_of(seed=0, task="arithmetic", seconds=60.0)]
+    left_out = [run_of(START), run_of(split="validation")]
+    found = of_largest_budget({"run": asdict(run)} for run in [*long, *short, *left_out])
+    own = {"sudoku": short, "arithmetic": long[1:]}
+    assert found == {task: [{"run": asdict(run)} for run in runs] for task, runs in own.items()}
+
+
 def test_the_page_has_all_that_is_there_and_keeps_what_was_written_by_hand(tmp_path):
     page = tmp_path / "fast.md"
     assert "No run" in write_report(lines()[:2], page)
     assert not page.exists()
-    assert write_report(lines(), page).startswith("6 runs are done")
+    looked_at = {"run": asdict(run_of(split="validation")), "points": [{"right": "11110000", "seconds": 9.9}]}
+    assert write_report([*lines(), looked_at], page).startswith("6 runs are done")
+    assert "| sudoku | one_step | exact | 0 | 0.0001 | 50.0 at 10 s |" in page.read_text()
     page.write_text(page.read_text().replace("Nothing has been read out of it yet.", "They are stable."))
     write_report(lines(), page)
     text = page.read_text()
