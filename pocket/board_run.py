@@ -18,6 +18,7 @@ import logging
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,11 @@ def train(name: str, flags: list[str], callbacks: list[Any] | None = None) -> st
     return None
 
 
-def evaluate(run: Run, model: Path, folder: Path) -> dict[str, Any]:
-    """Whether each problem was solved, as "0110...", in the order of the split."""
+def evaluate(run: Run, model: Path, folder: Path, more_flags: Sequence[str] = ()) -> dict[str, Any]:
+    """Whether each problem was solved, as "0110...", in the order of the split; `more_flags` are eval.py's."""
     import eval as evaluation
 
-    evaluation.main(evaluation.make_parser().parse_args(run.evaluation(model, folder)))
+    evaluation.main(evaluation.make_parser().parse_args([*run.evaluation(model, folder), *more_flags]))
     (file,) = folder.glob("*_generations.json")
     problems = sorted(json.loads(file.read_text())["generations"], key=lambda problem: problem["index"])
     task = load_task(TASKS[run.task].dataset)

@@ -73,6 +73,11 @@ class Results:
         grid = np.unique(np.concatenate([places for places, _ in kept]))
         return grid, np.mean([np.interp(grid, *one) for one in kept], axis=0)
 
+    def own(self, setup: Setup) -> float | None:
+        """The share that its last models solve by the run's own sampler, greedy."""
+        found = [line["own"] for line in self.lines[setup].values() if line.get("own")]
+        return fmean(solved(point).mean() for point in found) if found else None
+
     def logged(self, setup: Setup, name: str, last: bool) -> float | None:
         """The mean over runs of the first, or last, three logs that have a metric."""
         found = []

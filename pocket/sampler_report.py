@@ -15,7 +15,7 @@ from sampler_runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
 from d1.show.curves import panels, save_figure
 from d1.show.tables import markdown_table
 
-STYLES = ("-", "--", ":", "-.", "x-")  # of `CURES`
+STYLES = ("-", "--", ":", "-.", "x-", "o-")  # of `CURES`
 
 
 def shown(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
@@ -32,6 +32,7 @@ def outcomes_table(results: Results, setups: Sequence[Setup]) -> str:
                 setup.label,
                 str(len(results.lines[setup])),
                 percent(found.final),
+                shown(results.own(setup), scale=0.01),
                 points(found.to_start),
                 points(found.to_exact) if found.to_exact else "",
                 found.diverged,
@@ -40,7 +41,8 @@ def outcomes_table(results: Results, setups: Sequence[Setup]) -> str:
                 f"{shown(less_s)}, {shown(less_t)}" if less_s is not None else "",
             ]
         )
-    header = ["sampler", "seeds", "final", "less start's", "less exact's", "diverged", "to 95%", "to 100%", "cut by"]
+    header = ["sampler", "seeds", "final", "by its own", "less start's", "less exact's", "diverged"]
+    header += ["to 95%", "to 100%", "cut by"]
     return markdown_table(header, rows)
 
 
@@ -149,6 +151,7 @@ by `benchmarks/samplers.py`.
 ![Solved by the exact sampler against processor seconds]({figure})
 
 - final: percent solved at the end, with 95% intervals over seeds and problems; differences are paired by both.
+- by its own: percent that the last model solves, greedy, by the sampler of its own rollouts.
 - diverged: runs whose loss or weights were no longer finite; "below the start" where the final accuracy is, by more
   than the interval.
 - to 95%, to 100%: processor seconds, and millions of tokens through the body (backward counted twice), at which the

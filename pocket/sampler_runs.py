@@ -8,7 +8,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from board_plan import ROOT, START, TASKS, sft_folder
 from board_plan import Run as BoardRun
@@ -20,19 +20,30 @@ from transformers import TrainerCallback
 
 from d1.runs.divergence import check_weights
 
-# Flags of rollouts, and how many blocks the canvas has, where these are not of 8 tokens. Levels were chosen on
-# validation problems by benchmarks/samplers.py; Countdown has Sudoku's.
-EXACT: dict[str, tuple[int | None, tuple[object, ...]]] = {
-    "exact": (None, ()),
-    "cached": (None, ("--kv_cache", "dual")),
-}
+
+class Level(NamedTuple):
+    """How far a sampler goes.
+
+    Attributes:
+        flags: of rollouts.
+        blocks: of the canvas; None: of 8 tokens.
+        steps: at most so many; None: one for two tokens.
+    """
+
+    flags: tuple[object, ...] = ()
+    blocks: int | None = None
+    steps: int | None = None
+
+
+# Levels were chosen on validation problems by benchmarks/samplers.py; Countdown has Sudoku's.
+EXACT = {"exact": Level(), "cached": Level(("--kv_cache", "dual"))}
 OF_SUDOKU = EXACT | {
-    "parallel": (1, ("--reveal", "entropy", "--reveal_level", 1.75, "--diffusion_steps", 4)),
-    "cached+parallel": (2, ("--kv_cache", "dual", "--reveal", "factor", "--reveal_level", 1.5)),
+    "parallel": Level(("--reveal", "entropy", "--reveal_level", 1.75), blocks=1, steps=4),
+    "cached+parallel": Level(("--kv_cache", "dual", "--reveal", "factor", "--reveal_level", 1.5), blocks=2),
 }
 OF_ARITHMETIC = EXACT | {
-    "parallel": (1, ("--reveal", "threshold", "--reveal_level", 0.9, "--diffusion_steps", 8)),
-    "cached+parallel": (2, ("--kv_cache", "dual", "--reveal", "threshold", "--reveal_level", 0.8)),
+    "parallel": Level(("--reveal", "threshold", "--reveal_level", 0.9), blocks=1, steps=8),
+    "cached+parallel": Level(("--kv_cache", "dual", "--reveal", "threshold", "--reveal_level", 0.8), blocks=2),
 }
 LEVELS = {"sudoku": OF_SUDOKU, "countdown": OF_SUDOKU, "arithmetic": OF_ARITHMETIC}
 SAMPLERS = ("exact", "parallel", "cached", "cached+parallel")
@@ -42,12 +53,14 @@ ESTIMATORS: dict[str, tuple[object, ...]] = {
     "replay": ("--estimator", "replay", "--p_mask_prompt", 0),
 }
 NO_CURE = "none"
+SHORT_BLOCKS = "blocks of 8"  # and a step for two tokens at most, as the exact sampler has
 CURES: dict[str, tuple[object, ...]] = {
     NO_CURE: (),
     "weights up to 1": ("--sampling_weight_cap", 1),
     "weights up to 3": ("--sampling_weight_cap", 3),
     "temperature 0.6": ("--temperature", 0.6),
     "temperature 1.2": ("--temperature", 1.2),
+    SHORT_BLOCKS: (),
 }
 RATE = 1e-4
 KEPT = (  # of what a run logs
@@ -83,16 +96,25 @@ class Run:
         parts = (self.task, self.sampler, self.estimator, self.cure, f"seed{self.seed}", self.split)
         return "_".join(parts).replace(" ", "-") + f"_{self.learning_rate:g}"
 
+    @property
+    def sampling(self) -> list[str]:
+        """Flags of RL's rollouts, and of eval.py."""
+        task, level = TASKS[self.task], LEVELS[self.task][self.sampler]
+        if self.cure == SHORT_BLOCKS:
+            level = Level(level.flags)
+        flags: list[object] = ["--sampler", self.sampler, *level.flags]
+        flags += ["--diffusion_steps", level.steps or task.length // 2]
+        flags += ["--block_length", task.length // level.blocks if level.blocks else 8]
+        return [*map(str, flags)]
+
     def flags(self, folder: Path, output_dir: Path) -> list[str]:
         """Of diffu_grpo_train.py; the callback ends the run, never max_steps."""
         task = TASKS[self.task]
         flags: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--dataset", task.dataset, *task.flags]
-        flags += ["--diffusion_steps", task.length // 2, "--seed", self.seed, "--model_path", start_of(folder, self)]
+        flags += ["--seed", self.seed, "--model_path", start_of(folder, self)]
         flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "constant", "--max_steps", 1_000_000]
         flags += ["--eval_strategy", "no", "--save_strategy", "no", "--output_dir", output_dir]
-        blocks, own = LEVELS[self.task][self.sampler]
-        flags += ["--sampler", self.sampler, "--block_length", task.length // blocks if blocks else 8, *own]
-        flags += [*ESTIMATORS[self.estimator], *CURES[self.cure]]
+        flags += [*self.sampling, *ESTIMATORS[self.estimator], *CURES[self.cure]]
         return [*map(str, flags)]
 
 
@@ -147,7 +169,8 @@ class SaveBySeconds(TrainerCallback):
 
 
 def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
-    """The run's points, each with the problems solved as "0110...", and its logs; leaves no files behind."""
+    """The run's points, each with the problems solved as "0110...", those that its last model solves by the run's own
+    sampler, and its logs; leaves no files behind."""
     make_start(folder, run, console)
     output_dir = folder / run.name
     shutil.rmtree(output_dir, ignore_errors=True)  # of a run that was killed
@@ -165,8 +188,11 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
             | {"seconds": round(spent, 2), "step": step, "compute_tokens": compute[step]}
             for model, spent, step in saver.saved
         ]
+        found = {"own": None}
+        if saver.saved and run.sampler != "exact":
+            found["own"] = evaluate(judged, saver.saved[-1][0], output_dir / "own", run.sampling)
         logs = [{key: log[key] for key in KEPT if log.get(key) is not None} for log in saver.logs if "loss" in log]
-        found = {"points": points, "logs": logs, "not_finite": reason}
+        found |= {"points": points, "logs": logs, "not_finite": reason}
     shutil.rmtree(output_dir, ignore_errors=True)
     gc.collect()
     return found

@@ -1,6 +1,7 @@
 """The study of samplers inside RL: what its runs are, what its tables say, and all of it in miniature."""
 
 import json
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from diffu_grpo_train import make_parser as rl_parser
 from json_lines import read_lines
 from sampler_outcomes import Results, Setup, first_reach, of_largest_budget, outcome
 from sampler_report import write_report
-from sampler_runs import CURES, ESTIMATORS, NO_CURE, RATE, SAMPLERS, Run
+from sampler_runs import CURES, ESTIMATORS, LEVELS, NO_CURE, RATE, SAMPLERS, SHORT_BLOCKS, Level, Run
 from sampler_study import RESULTS, main, make_parser, planned
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,10 @@ def test_runs_differ_from_d1_by_sampler_estimator_and_cure_alone(sampler, estima
         assert config.temperature == (float(cure.split()[-1]) if "temperature" in cure else 0.9)
         assert config.sampling_weight_cap == (float(cure.split()[-1]) if "weights" in cure else None)
         assert config.lr_scheduler_type == "constant"
+        level = LEVELS[task][sampler] if cure != SHORT_BLOCKS else Level()
+        length = config.max_completion_length
+        assert config.block_length == (length // level.blocks if level.blocks else 8)
+        assert config.diffusion_steps == (level.steps or length // 2)
 
 
 def test_runs_come_seed_by_seed_and_each_seed_begins_with_its_start():
@@ -76,9 +81,8 @@ def lines():
         ]
         log = {"step": 1, "entropy": 0.5, "rewards/accuracy/mean": 0.25, "sampling/logp_difference_abs": 0.125}
         reason = None if len(rights) == 2 else "the loss became nan"
-        found.append(
-            {"run": asdict(run_of(sampler, seed=seed)), "points": points, "logs": [log] * 4, "not_finite": reason}
-        )
+        found.append({"run": asdict(run_of(sampler, seed=seed)), "points": points, "logs": [log] * 4})
+        found[-1] |= {"not_finite": reason, "own": {"right": "11100000"} if sampler == "parallel" else None}
     return found
 
 
@@ -126,7 +130,7 @@ def test_the_page_has_all_that_is_there_and_keeps_what_was_written_by_hand(tmp_p
     write_report(lines(), page)
     text = page.read_text()
     assert text.count("They are stable.") == 1
-    assert "| parallel | 2 | 75.0 " in text
+    assert re.search(r"\| parallel \| 2 \| 75.0 \[[^]]*\] \| 37.5 \| ", text)
     assert "1 / 2" in text
     assert "**Partial: 6 of 24 runs without a cure" in text
     assert page.with_suffix(".png").exists()
@@ -147,6 +151,7 @@ def test_a_miniature_that_was_cut_off_goes_on_with_the_run_that_is_missing(tmp_p
     assert 0 < first["compute_tokens"] < last["compute_tokens"]
     assert len(last["right"]) == 8
     assert 0 < found[1]["logs"][0]["sampling/weight_mean"] <= 3
+    assert len(found[1]["own"]["right"]) == 8
     assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "sudoku_sft0"]
     text = (tmp_path / "fast_rollouts.md").read_text()
     assert "cached, weights up to 3" in text
