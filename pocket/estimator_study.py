@@ -11,6 +11,7 @@ same command continues.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def target_of(case: Case, args: argparse.Namespace, file: Path) -> Target:
 
 def identity(args: argparse.Namespace, name: str, path: Path) -> dict[str, Any]:
     """What a model's results are results of."""
-    return {"model": name, "path": str(path)} | {key: getattr(args, key) for key in ("groups", "group", "draws")}
+    settings = {key: getattr(args, key) for key in ("groups", "group", "draws")}
+    return {"model": name, "path": os.path.relpath(path, ROOT), **settings}
 
 
 def study(args: argparse.Namespace, task: str, name: str, path: Path, console: Console) -> None:
