@@ -4,8 +4,10 @@ and the accuracy of each by the exact sampler. All of it happens in the process 
 from __future__ import annotations
 
 import gc
+import itertools
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from phases import run_phases
 from rich.console import Console
 from transformers import TrainerCallback
 
+from d1.methods import METHODS
 from d1.runs.divergence import check_weights
 
 
@@ -47,10 +50,23 @@ OF_ARITHMETIC = EXACT | {
 }
 LEVELS = {"sudoku": OF_SUDOKU, "countdown": OF_SUDOKU, "arithmetic": OF_ARITHMETIC}
 SAMPLERS = ("exact", "parallel", "cached", "cached+parallel")
-# Everything else is d1's: replay scores each token in the state it was revealed in, with the whole prompt in sight.
+
+
+def flags_of(values: Mapping[str, Any]) -> tuple[object, ...]:
+    pairs = [(f"--{name}", *(value if isinstance(value, list) else [value])) for name, value in values.items()]
+    return tuple(itertools.chain(*pairs))
+
+
+# TraceRL's values, on which a rollout is most of the cost. Its views are eight steps each, which here are two; with
+# samplers that take fewer steps they are to stay two.
+TRACERL = {name: value for name, value in METHODS["tracerl"].values.items() if name != "segment_steps"} | {
+    "segments": 2
+}
+# All else is d1's: replay scores each token in the state it was revealed in, with the whole prompt in sight.
 ESTIMATORS: dict[str, tuple[object, ...]] = {
     "one_step": (),
     "replay": ("--estimator", "replay", "--p_mask_prompt", 0),
+    "tracerl": flags_of({**TRACERL, "segments": 2}),
 }
 NO_CURE = "none"
 SHORT_BLOCKS = "blocks of 8"  # and a step for two tokens at most, as the exact sampler has
@@ -114,7 +130,7 @@ class Run:
         flags += ["--seed", self.seed, "--model_path", start_of(folder, self)]
         flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "constant", "--max_steps", 1_000_000]
         flags += ["--eval_strategy", "no", "--save_strategy", "no", "--output_dir", output_dir]
-        flags += [*self.sampling, *ESTIMATORS[self.estimator], *CURES[self.cure]]
+        flags += [*ESTIMATORS[self.estimator], *self.sampling, *CURES[self.cure]]
         return [*map(str, flags)]
 
 

@@ -17,6 +17,8 @@ from sampler_report import write_report
 from sampler_runs import CURES, ESTIMATORS, LEVELS, NO_CURE, RATE, SAMPLERS, SHORT_BLOCKS, Level, Run
 from sampler_study import RESULTS, main, make_parser, planned
 
+from d1.methods import METHODS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,13 +30,21 @@ def run_of(sampler="exact", cure=NO_CURE, seed=0, estimator="one_step", task="su
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_runs_differ_from_d1_by_sampler_estimator_and_cure_alone(sampler, estimator, task, tmp_path):
+def test_runs_differ_from_d1_or_tracerl_by_sampler_estimator_and_cure_alone(sampler, estimator, task, tmp_path):
     parser = rl_parser()
+    method = (
+        METHODS["tracerl" if estimator == "tracerl" else "d1"].values
+        | {
+            "one_step": {"num_iterations": 4},
+            "replay": {"num_iterations": 4, "estimator": "replay", "p_mask_prompt": 0},
+            "tracerl": {"segment_steps": None, "segments": 2},
+        }[estimator]
+    )
     for cure in CURES:
         run = run_of(sampler, cure, estimator=estimator, task=task)
         config, _ = parser.parse_args_and_config(run.flags(tmp_path, tmp_path / "out"))
-        assert (config.method, config.loss_type, config.beta, config.num_iterations) == ("d1", "bnpo", 0.04, 4)
-        assert (config.estimator, config.sampler) == (estimator, sampler)
+        assert {name: getattr(config, name) for name in method} == method
+        assert config.sampler == sampler
         assert config.max_completion_length == TASKS[task].length
         assert config.temperature == (float(cure.split()[-1]) if "temperature" in cure else 0.9)
         assert config.sampling_weight_cap == (float(cure.split()[-1]) if "weights" in cure else None)
@@ -47,8 +57,8 @@ def test_runs_differ_from_d1_by_sampler_estimator_and_cure_alone(sampler, estima
 
 def test_runs_come_seed_by_seed_and_each_seed_begins_with_its_start():
     runs = planned(make_parser().parse_args(["--seeds", "0", "1"]))
-    assert [run.seed for run in runs] == [0] * 9 + [1] * 9
-    assert [number for number, run in enumerate(runs) if run.sampler == START] == [0, 9]
+    assert [run.seed for run in runs] == [0] * 13 + [1] * 13
+    assert [number for number, run in enumerate(runs) if run.sampler == START] == [0, 13]
     assert len({run.name for run in runs}) == len(runs)
 
 
@@ -132,7 +142,7 @@ def test_the_page_has_all_that_is_there_and_keeps_what_was_written_by_hand(tmp_p
     assert text.count("They are stable.") == 1
     assert re.search(r"\| parallel \| 2 \| 75.0 \[[^]]*\] \| 37.5 \| ", text)
     assert "1 / 2" in text
-    assert "**Partial: 6 of 24 runs without a cure" in text
+    assert "**Partial: 6 of 36 runs without a cure" in text
     assert page.with_suffix(".png").exists()
 
 
