@@ -127,7 +127,7 @@ def draw(board: Board, path: Path) -> None:
     for axis, method in zip(axes, methods, strict=False):
         for number, setup in enumerate(board.setups):
             colour = f"C{number}"
-            for name, style in ((REFERENCE, ":"), (method, "-")):
+            for name, style in {REFERENCE: ":", method: "-"}.items():
                 places, values = mean_curve([line["curve"] for line in lines_of(board.results, setup, name)])
                 label = f"{setup.task} from {setup.start}" if name == method else None
                 axis.plot(places, values, style, color=colour, linewidth=1, label=label)
@@ -138,7 +138,7 @@ def draw(board: Board, path: Path) -> None:
         axis.set(title=method, ylim=(0, 1))
     for axis in axes[len(methods) :]:
         axis.set_axis_off()
-    axes[0].legend(fontsize="x-small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(board.setups))
     figure.supxlabel("compute, millions of tokens")
     figure.supylabel("solved")
     save_figure(figure, path)

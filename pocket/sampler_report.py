@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +16,7 @@ from sampler_runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
 from d1.show.curves import panels, save_figure
 from d1.show.tables import markdown_table
 
-STYLES = ("-", "--", ":", "-.", "x-", "o-")  # of `CURES`
+STYLES = ("-", ":", "-.", "x-", "+-", "o--")  # of `CURES`
 
 
 def shown(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
@@ -72,17 +73,20 @@ def inside_table(results: Results, setups: Sequence[Setup]) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """A panel a task and estimator: accuracy against processor seconds, cures dashed in their sampler's colour."""
-    groups = [group for group in results.groups if results.setups(*group)]
-    figure, axes = panels(1, len(groups), size=(5.6 * len(groups), 4.0), share_y=True)
-    for axis, (task, estimator) in zip(axes, groups, strict=True):
+    """A row a task and a column an estimator: accuracy against processor seconds, cures in their sampler's colour."""
+    tasks = list(dict.fromkeys(setup.task for setup in results.lines))
+    figure, axes = panels(len(tasks), len(ESTIMATORS), size=(4.8 * len(ESTIMATORS), 3.4 * len(tasks)), share_y=True)
+    shown_lines = {}
+    for axis, (task, estimator) in zip(axes, product(tasks, ESTIMATORS), strict=True):
         for setup in results.setups(task, estimator):
             places, values = results.curve(setup, SECONDS, results.lines[setup])
             colour, style = f"C{SAMPLERS.index(setup.sampler)}", STYLES[[*CURES].index(setup.cure)]
-            axis.plot(places, 100 * values, style, color=colour, label=setup.label, linewidth=1.3)
-        axis.set(title=f"{task}, {estimator}", xlabel="processor seconds")
-        axis.legend(fontsize="x-small")
-    axes[0].set_ylabel("solved, %")
+            (shown_lines[setup.label],) = axis.plot(places, 100 * values, style, color=colour, linewidth=1.3)
+        axis.set(title=f"{task}, {estimator}")
+        axis.set_visible(bool(results.setups(task, estimator)))
+    figure.legend(shown_lines.values(), shown_lines, loc="outside right upper", fontsize="small")
+    figure.supxlabel("processor seconds")
+    figure.supylabel("solved, %")
     save_figure(figure, path)
 
 
