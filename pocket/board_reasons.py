@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
@@ -13,7 +13,12 @@ from board_statistics import holm, mean_of, percent, points, rank_correlation
 from d1.show.tables import markdown_table
 
 FEWEST = 5  # methods that a correlation over them is given for
-QUANTITIES = ("rollouts", "updates", "kl")
+QUANTITIES: dict[str, Callable[[Line], float | None]] = {
+    "rate": lambda line: line["run"]["learning_rate"],
+    "rollouts": lambda line: line["rollouts"],
+    "updates": lambda line: line["updates"],
+    "KL": lambda line: line["kl"],
+}
 
 
 def changes_table(results: Mapping[Run, Line], changes: Mapping[Run, Line]) -> str:
@@ -51,19 +56,18 @@ def correlations_table(results: Mapping[Run, Line], setups: Sequence[Setup]) -> 
     rows = []
     for setup, own in ends.items():
         row = [f"{setup.task} from {setup.start}"]
-        for quantity in QUANTITIES:
-            row.append(correlation(own, quantities_of(results, setup, quantity)))
+        row += [correlation(own, quantities_of(results, setup, of)) for of in QUANTITIES.values()]
         row += [correlation(own, other) if other is not own else "" for other in ends.values()]
         rows.append(row)
     names = [f"{setup.task} from {setup.start}" for setup in setups]
-    return markdown_table(["accuracy, with", *(q.replace("kl", "KL") for q in QUANTITIES), *names], rows)
+    return markdown_table(["accuracy, with", *QUANTITIES, *names], rows)
 
 
-def quantities_of(results: Mapping[Run, Line], setup: Setup, quantity: str) -> dict[str, float]:
+def quantities_of(results: Mapping[Run, Line], setup: Setup, of: Callable[[Line], float | None]) -> dict[str, float]:
     """Method -> the mean over its runs, of those that have a value."""
     found: dict[str, float] = {}
     for method in methods_of(results, setup):
-        values = [line[quantity] for line in lines_of(results, setup, method) if line[quantity] is not None]
+        values = [value for line in lines_of(results, setup, method) if (value := of(line)) is not None]
         found |= {method: fmean(values)} if values else {}
     return found
 

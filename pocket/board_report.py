@@ -201,8 +201,8 @@ def reasons(board: Board) -> str:
     if len(board.setups) > 1:
         text += f"""## What goes with a high place
 
-Spearman's rank correlation over methods of the accuracy at the end with a run's rollouts, updates and KL, and with the
-accuracy in the other setups; p-values as they are.
+Spearman's rank correlation over methods of the accuracy at the end with the tuned rate, a run's rollouts, updates and
+KL, and with the accuracy in the other setups; p-values as they are.
 
 {correlations_table(board.results, board.setups)}\n"""
     if board.changes:

@@ -13,12 +13,12 @@ import leaderboard
 import numpy as np
 import pytest
 from board_plan import (
+    CHANGE_TASKS,
     CHANGES,
     MUS,
     RATES,
     START,
     TASKS,
-    TUNING_TASKS,
     Run,
     board_runs,
     change_runs,
@@ -103,13 +103,15 @@ def test_a_change_is_d1_but_for_one_choice_that_another_method_has(change, tmp_p
     )
     unlike = {name for name, value in vars(plain).items() if getattr(changed, name) != value} - {"distributed_state"}
     assert unlike
-    rows = [vars(plain) | row.values for row in METHODS.values()]
+    others = [*(row.values for row in METHODS.values()), *({"learning_rate": rate} for rate in RATES)]
+    rows = [vars(plain) | other for other in others]
     assert any(all(row[name] == getattr(changed, name) for name in unlike) for row in rows)
 
 
-def test_changes_are_tried_where_rates_are_searched_and_have_names_of_their_own():
+def test_changes_are_tried_from_sft_and_have_names_of_their_own():
     runs = change_runs({"d1": (3e-5, 4)}, 1000)
-    assert len({run.name for run in runs}) == len(runs) == len(CHANGES) * len(TUNING_TASKS) * 3
+    assert len({run.name for run in runs}) == len(runs) == len(CHANGES) * len(CHANGE_TASKS) * 3
+    assert {run.start for run in runs} == {"sft"}
     assert not {run.name for run in runs} & {run.name for run in board_runs(["d1"], {"d1": (3e-5, 4)}, 1000)}
     assert change_runs({"espo": (3e-5, 4)}, 1000) == []
 
@@ -248,8 +250,8 @@ def test_correlations_are_of_ranks_over_methods():
         other = run_of(method, task="countdown")
         results[other] = line_of(other, right[::-1], rollouts=5, updates=[1, 0, 2, 3, 4][place])
     first, second = correlations_table(results, [SUDOKU, Setup("countdown", "sft")]).splitlines()[2:]
-    assert first == "| sudoku from sft | +1.00 (p 0) | -1.00 (p 0) |  |  | +1.00 (p 0) |"
-    assert second.startswith("| countdown from sft |  | +0.90 (p 0.037) |  | +1.00 (p 0) | ")
+    assert first == "| sudoku from sft |  | +1.00 (p 0) | -1.00 (p 0) |  |  | +1.00 (p 0) |"
+    assert second.startswith("| countdown from sft |  |  | +0.90 (p 0.037) |  | +1.00 (p 0) | ")
 
 
 def test_what_a_run_spent_is_the_sum_of_its_logs(tmp_path):
