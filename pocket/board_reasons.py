@@ -55,12 +55,11 @@ def correlations_table(results: Mapping[Run, Line], setups: Sequence[Setup]) -> 
     ends = {setup: ends_of(results, setup) for setup in setups}
     rows = []
     for setup, own in ends.items():
-        row = [f"{setup.task} from {setup.start}"]
+        row = [setup.label]
         row += [correlation(own, quantities_of(results, setup, of)) for of in QUANTITIES.values()]
         row += [correlation(own, other) if other is not own else "" for other in ends.values()]
         rows.append(row)
-    names = [f"{setup.task} from {setup.start}" for setup in setups]
-    return markdown_table(["accuracy, with", *QUANTITIES, *names], rows)
+    return markdown_table(["accuracy, with", *QUANTITIES, *(setup.label for setup in setups)], rows)
 
 
 def quantities_of(results: Mapping[Run, Line], setup: Setup, of: Callable[[Line], float | None]) -> dict[str, float]:

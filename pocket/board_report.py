@@ -42,7 +42,7 @@ class Board:
     planned: int
     budget: int
     searched: int
-    changed: int
+    changed: Sequence[Run]
 
     @property
     def setups(self) -> list[Setup]:
@@ -129,7 +129,7 @@ def draw(board: Board, path: Path) -> None:
             colour = f"C{number}"
             for name, style in {REFERENCE: ":", method: "-"}.items():
                 places, values = mean_curve([line["curve"] for line in lines_of(board.results, setup, name)])
-                label = f"{setup.task} from {setup.start}" if name == method else None
+                label = setup.label if name == method else None
                 axis.plot(places, values, style, color=colour, linewidth=1, label=label)
             for place, point in ((0.25, "quarter"), (1.0, "end")):
                 scores = scores_at(board.results, setup, method, point)
@@ -176,7 +176,7 @@ run whose loss or weights were no longer finite has diverged and solves nothing.
 a run ({"; ".join(processors)}); where other programs share the machine, the processor's are the ones to
 compare.\n\n"""
     for setup in board.setups:
-        text += f"## {setup.task} from {setup.start}\n\n{setup_table(board, setup, against)}\n"
+        text += f"## {setup.label}\n\n{setup_table(board, setup, against)}\n"
     text += f"""![Accuracy against compute, a panel a method]({figure.name})
 
 Lines: sampled completions of training problems, mean over seeds, d1's dotted. Points: test problems, greedy.
@@ -206,9 +206,8 @@ KL, and with the accuracy in the other setups; p-values as they are.
 
 {correlations_table(board.results, board.setups)}\n"""
     if board.changes:
-        partial = (
-            "" if len(board.changes) == board.changed else f" **Partial: {len(board.changes)} of {board.changed}.**"
-        )
+        done, planned = len(board.changes), len(board.changed)
+        partial = f" **Partial: {done} of {planned}.**" * (done < planned)
         text += f"""## One choice at a time
 
 {REFERENCE} at its own rate and mu and the same compute, with one of its choices changed to what other methods have.

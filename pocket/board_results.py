@@ -22,6 +22,10 @@ class Setup(NamedTuple):
     task: str
     start: str
 
+    @property
+    def label(self) -> str:
+        return f"{self.task} from {self.start}"
+
 
 def read_results(folder: Path) -> list[Line]:
     """The results of a board, the last of each run."""
@@ -51,7 +55,7 @@ def problems_of(results: Mapping[Run, Line], setup: Setup) -> int:
     for run, line in results.items():
         if (run.task, run.start) == setup and line["points"]:
             return len(next(iter(line["points"].values()))["right"])
-    raise ValueError(f"no run on {setup.task} from {setup.start} has been evaluated yet")
+    raise ValueError(f"no run on {setup.label} has been evaluated yet")
 
 
 def check_problems(results: Mapping[Run, Line]) -> None:

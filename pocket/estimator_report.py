@@ -148,13 +148,12 @@ def prediction(by_model: dict[str, list[Line]], accuracies: Mapping[str, Mapping
 def prediction_table(found: Mapping[str, Line], ends: Mapping[str, float]) -> str:
     """One row a method, the best first, and a last one of correlations."""
     values = {title: {method: of(line) for method, line in found.items()} for title, of in PREDICTORS.items()}
-    known = {title: {m: value for m, value in column.items() if value is not None} for title, column in values.items()}
     rows = [
         [method, "{}, {}".format(*CHOICE_OF[method]), f"{100 * ends[method]:.1f}"]
         + [two_digits(column[method]) for column in values.values()]
         for method in sorted(found, key=lambda method: -ends[method])
     ]
-    rows.append(["rank correlation", "", "", *(correlation(ends, column) for column in known.values())])
+    rows.append(["rank correlation", "", "", *(correlation(ends, column) for column in values.values())])
     return markdown_table(["method", "estimator, views", "leaderboard, %", *PREDICTORS], rows)
 
 

@@ -82,23 +82,14 @@ def searched(args: argparse.Namespace) -> list[Run]:
     return [] if args.quick else tuning_runs(args.methods, args.budget, args.limit)
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, tuple[float, int]]:
-    """Method -> (rate, mu). Without its search a method is not on the board yet."""
-    search = searched(args)
-    return untuned(args.methods) if args.quick else tuned(results_of(read_results(args.output_dir), search), search)
-
-
-def changed(args: argparse.Namespace) -> list[Run]:
-    """Runs of d1 with one choice changed."""
-    whole = not args.quick and not args.limit and "sft" in args.starts
-    return change_runs(settings_of(args), args.budget, args.seeds) if whole else []
-
-
 def board(args: argparse.Namespace) -> Board:
-    """What is to be run and what is there of it."""
-    lines, search, settings = read_results(args.output_dir), searched(args), settings_of(args)
+    """What is to be run and what is there of it. Without its search a method is not on the board yet."""
+    lines, search = read_results(args.output_dir), searched(args)
+    settings = untuned(args.methods) if args.quick else tuned(results_of(lines, search), search)
     runs = board_runs(args.methods, settings, args.budget, args.seeds, args.starts, args.tasks, args.limit)
     starts = start_runs(runs)
+    with_changes = not args.quick and not args.limit and "sft" in args.starts
+    changed = change_runs(settings, args.budget, args.seeds) if with_changes else []
     results = results_of(lines, [*runs, *starts])
     check_problems(results)
     planned = len(args.methods) * len(args.seeds) * sum(len({*TASKS[t].starts} & {*args.starts}) for t in args.tasks)
@@ -107,12 +98,12 @@ def board(args: argparse.Namespace) -> Board:
         starts=starts,
         results=results,
         search=results_of(lines, search),
-        changes=results_of(lines, changed(args)),
+        changes=results_of(lines, changed),
         settings=settings,
         planned=planned,
         budget=args.budget,
         searched=len(search),
-        changed=len(changed(args)),
+        changed=changed,
     )
 
 
@@ -142,9 +133,9 @@ def main(args: argparse.Namespace) -> None:
             found = board(args)
             console.print(f"The board: {len(found.runs)} runs of {args.budget:,} tokens")
             run_all([*found.starts, *found.runs], args, console)
-            if changes := changed(args):
-                console.print(f"One choice of d1 at a time: {len(changes)} runs")
-                run_all(changes, args, console)
+            if found.changed:
+                console.print(f"One choice of d1 at a time: {len(found.changed)} runs")
+                run_all([*found.changed], args, console)
     except PhaseError as error:
         raise RunError(f"{error} The same command continues from here.") from error
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -74,10 +73,10 @@ def inside_table(results: Results, setups: Sequence[Setup]) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """A row a task and a column an estimator: accuracy against processor seconds, cures in their sampler's colour."""
-    tasks = list(dict.fromkeys(setup.task for setup in results.lines))
-    figure, axes = panels(len(tasks), len(ESTIMATORS), size=(4.8 * len(ESTIMATORS), 3.4 * len(tasks)), share_y=True)
+    columns, rows = len(ESTIMATORS), len(results.groups) // len(ESTIMATORS)
+    figure, axes = panels(rows, columns, size=(4.8 * columns, 3.4 * rows), share_y=True)
     shown_lines = {}
-    for axis, (task, estimator) in zip(axes, product(tasks, ESTIMATORS), strict=True):
+    for axis, (task, estimator) in zip(axes, results.groups, strict=True):
         for setup in results.setups(task, estimator):
             places, values = results.curve(setup, SECONDS, results.lines[setup])
             colour, style = f"C{SAMPLERS.index(setup.sampler)}", STYLES[[*CURES].index(setup.cure)]

@@ -39,12 +39,12 @@ class Level(NamedTuple):
 
 
 # Levels were chosen on validation problems by benchmarks/samplers.py; Countdown has Sudoku's.
-EXACT = {"exact": Level(), "cached": Level(("--kv_cache", "dual"))}
-OF_SUDOKU = EXACT | {
+OF_ANY_TASK = {"exact": Level(), "cached": Level(("--kv_cache", "dual"))}
+OF_SUDOKU = OF_ANY_TASK | {
     "parallel": Level(("--reveal", "entropy", "--reveal_level", 1.75), blocks=1, steps=4),
     "cached+parallel": Level(("--kv_cache", "dual", "--reveal", "factor", "--reveal_level", 1.5), blocks=2),
 }
-OF_ARITHMETIC = EXACT | {
+OF_ARITHMETIC = OF_ANY_TASK | {
     "parallel": Level(("--reveal", "threshold", "--reveal_level", 0.9), blocks=1, steps=8),
     "cached+parallel": Level(("--kv_cache", "dual", "--reveal", "threshold", "--reveal_level", 0.8), blocks=2),
 }
@@ -59,9 +59,7 @@ def flags_of(values: Mapping[str, Any]) -> tuple[object, ...]:
 
 # TraceRL's values, on which a rollout is most of the cost. Its views are eight steps each, which here are two; with
 # samplers that take fewer steps they are to stay two.
-TRACERL = {name: value for name, value in METHODS["tracerl"].values.items() if name != "segment_steps"} | {
-    "segments": 2
-}
+TRACERL = {name: value for name, value in METHODS["tracerl"].values.items() if name != "segment_steps"}
 # All else is d1's: replay scores each token in the state it was revealed in, with the whole prompt in sight.
 ESTIMATORS: dict[str, tuple[object, ...]] = {
     "one_step": (),
@@ -204,11 +202,11 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
             | {"seconds": round(spent, 2), "step": step, "compute_tokens": compute[step]}
             for model, spent, step in saver.saved
         ]
-        found = {"own": None}
+        own = None
         if saver.saved and run.sampler != "exact":
-            found["own"] = evaluate(judged, saver.saved[-1][0], output_dir / "own", run.sampling)
+            own = evaluate(judged, saver.saved[-1][0], output_dir / "own", run.sampling)
         logs = [{key: log[key] for key in KEPT if log.get(key) is not None} for log in saver.logs if "loss" in log]
-        found |= {"points": points, "logs": logs, "not_finite": reason}
+        found = {"points": points, "own": own, "logs": logs, "not_finite": reason}
     shutil.rmtree(output_dir, ignore_errors=True)
     gc.collect()
     return found

@@ -174,7 +174,7 @@ def test_a_methods_search_chooses_once_all_of_it_is_there():
 
 
 def make_board(results, planned=6):
-    return Board([*results], [], results, {}, {}, untuned(["d1", "espo", "wd1"]), planned, 1000, 0, 2)
+    return Board([*results], [], results, {}, {}, untuned(["d1", "espo", "wd1"]), planned, 1000, 0, [])
 
 
 RIGHT = {  # two seeds, eight problems; the third method diverged on its second seed
