@@ -10,6 +10,7 @@ budget would have ended with, which a rate that falls towards the end would not 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -52,6 +53,12 @@ class StopAtCompute(TrainerCallback):
             save_aside(self.trainer, Path(args.output_dir) / QUARTER)
         if self.spent >= self.budget:
             control.should_log = control.should_save = control.should_training_stop = True
+
+    def last_step(self, state: Any) -> int:
+        """At which the budget will be spent, at what a step has cost so far."""
+        if not self.spent:
+            return int(state.max_steps)
+        return min(math.ceil(state.global_step * self.budget / self.spent), int(state.max_steps))
 
 
 def save_aside(trainer: Any, folder: Path) -> None:

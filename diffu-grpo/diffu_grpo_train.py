@@ -194,10 +194,12 @@ def main(
     )
     if args.report:
         trainer.add_callback(ShowRollouts(trainer))
-    if args.max_compute_tokens:
-        trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
     cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
     console = RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
+    if args.max_compute_tokens:
+        stop = StopAtCompute(trainer, args.max_compute_tokens)
+        trainer.add_callback(stop)
+        console.last_step = stop.last_step
     train_with_console(trainer, console, checkpoint)
     with writing(str(args.output_dir)):
         trainer.save_model(args.output_dir)

@@ -43,10 +43,8 @@ CHANGES: dict[str, tuple[object, ...]] = {
     "the prompt in sight": ("--p_mask_prompt", 0),
     "random masks": ("--estimator", "random_masks", "--objective", "clipped_views", "--p_mask_prompt", 0),
     "replay, eight steps a view": ("--estimator", "replay", "--segment_steps", 8, "--p_mask_prompt", 0),
-    "replay, every step": ("--estimator", "replay", "--p_mask_prompt", 0),
     "advantages over their spread": ("--scale_rewards", "group"),
     "prompts partly solved": ("--right_share", 0.2, 0.8),
-    "clip 0.2": ("--epsilon", 0.2),
     "no KL": ("--beta", 0),
     "a rate of 1e-4": ("--learning_rate", 1e-4),
 }

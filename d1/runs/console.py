@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -94,10 +94,14 @@ class RunConsole(TrainerCallback):
     Args:
         rollout_seconds: of each rollout so far; the trainer appends to it.
         rollouts_a_step: rollouts an optimizer step takes, on average.
+
+    Attributes:
+        last_step: the step at which the run will end; another function where something ends it before `max_steps`.
     """
 
     def __init__(self, rollout_seconds: Sequence[float] = (), rollouts_a_step: float = 0.0) -> None:
         self.rollout_seconds, self.rollouts_a_step = rollout_seconds, rollouts_a_step
+        self.last_step: Callable[[TrainerState], int] = lambda state: state.max_steps
         self.bar: tqdm | None = None
         self.started = self.last_log = time.perf_counter()
         self.first_step = self.evaluated = 0
@@ -120,6 +124,7 @@ class RunConsole(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
+            self.bar.total = self.last_step(state)
             self.bar.update(state.global_step - self.bar.n)
 
     def on_prediction_step(
@@ -142,7 +147,8 @@ class RunConsole(TrainerCallback):
         with writing(self.path), self.path.open("a") as file:
             file.write(json_line(state.log_history[-1]))
         now = time.perf_counter()
-        parts = [f"step {state.global_step}/{state.max_steps}", summary(logs or {}), f"{now - self.last_log:.1f} s"]
+        step = f"step {state.global_step}/{self.last_step(state)}"
+        parts = [step, summary(logs or {}), f"{now - self.last_log:.1f} s"]
         self.last_log = now
         if state.global_step > self.first_step:
             parts.append(f"{timedelta(seconds=round(self.seconds_left(state)))} left")
@@ -154,7 +160,7 @@ class RunConsole(TrainerCallback):
         steps = state.global_step - self.first_step
         spent = time.perf_counter() - self.started - sum(self.rollout_seconds)
         rollout = sum(self.rollout_seconds) / max(len(self.rollout_seconds), 1)
-        return (state.max_steps - state.global_step) * (spent / steps + self.rollouts_a_step * rollout)
+        return (self.last_step(state) - state.global_step) * (spent / steps + self.rollouts_a_step * rollout)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.close()

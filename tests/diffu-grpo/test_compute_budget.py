@@ -85,3 +85,19 @@ def test_processes_spend_one_budget_together(tmp_path):
     assert not is_spent(str(tmp_path), 101)
     gathered = SimpleNamespace(device="cpu", gather=lambda own: torch.stack([own, torch.tensor(30)]))
     assert total_compute(SimpleNamespace(compute=70, accelerator=gathered)) == 100
+
+
+def test_progress_is_to_the_step_that_spends_the_budget():
+    """Three steps took 25 tokens of 100: all take twelve, or as many as max_steps allows."""
+    stop = StopAtCompute(None, 100)
+    state = SimpleNamespace(global_step=0, max_steps=1000)
+    assert stop.last_step(state) == 1000
+    state.global_step, stop.spent = 3, 25
+    assert stop.last_step(state) == 12
+    stop.spent = 23  # 13.04 steps: the fourteenth spends what is left
+    assert stop.last_step(state) == 14
+    state.max_steps = 10
+    assert stop.last_step(state) == 10
+    stop.spent, state.global_step = 101, 13
+    state.max_steps = 1000
+    assert stop.last_step(state) == 13

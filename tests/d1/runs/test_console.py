@@ -107,6 +107,8 @@ def test_time_left_counts_rollouts_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     state = TrainerState()
     state.global_step, state.max_steps = 2, 12
     assert console.seconds_left(state) == pytest.approx(10 * 2 + 2 * 20)
+    console.last_step = lambda state: 7
+    assert console.seconds_left(state) == pytest.approx(5 * 2 + 1 * 20)
 
 
 def test_a_line_has_what_the_stage_logs() -> None:
