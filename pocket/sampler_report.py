@@ -136,7 +136,8 @@ def task_heading(task: str, lines: Sequence[Line]) -> str:
     text = (
         f"## {task}\n\nRuns of {run['seconds']:g} processor seconds at a constant rate of {run['learning_rate']:g}.\n\n"
     )
-    done, whole = sum(line["run"]["cure"] == NO_CURE for line in lines), len(SAMPLERS) * len(ESTIMATORS) * len(SEEDS)
+    runs = [line["run"] for line in lines if line["run"]["cure"] == NO_CURE]
+    done, whole = len(runs), len(SAMPLERS) * len({run["estimator"] for run in runs}) * len(SEEDS)
     partial = f"**Partial: {done} of {whole} runs without a cure; rows are of the seeds there are.**\n\n"
     return text + partial * (done < whole)
 

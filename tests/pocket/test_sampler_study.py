@@ -142,7 +142,7 @@ def test_the_page_has_all_that_is_there_and_keeps_what_was_written_by_hand(tmp_p
     assert text.count("They are stable.") == 1
     assert re.search(r"\| parallel \| 2 \| 75.0 \[[^]]*\] \| 37.5 \| ", text)
     assert "1 / 2" in text
-    assert "**Partial: 6 of 36 runs without a cure" in text
+    assert "**Partial: 6 of 12 runs without a cure" in text
     assert page.with_suffix(".png").exists()
 
 
