@@ -17,16 +17,15 @@ from recipes import RECIPES, ROOT
 
 from d1.methods import METHODS
 
-# Tokens of a run, fixed before any, so that the board takes about five hours on two cores. One core trains the Sudoku
-# model on 63,000 a second (d1 64,000, cj-grpo 62,000), and what surrounds a run takes 30 s of it: seven to import,
-# seven for each evaluation of 512 problems, eight for the KL; 20 s in the search, which has one evaluation and no KL.
-# Four setups (three tasks from SFT, one from its base) x 15 methods x 3 seeds are 180 runs; the search on two tasks is
-# 144 runs of half the length. So 252 budgets of 79 s and 8,300 s around them: 28,200 s of a core. The other tasks'
-# models are wider and take twice as long a token; 126 of the budgets are theirs, so 10,000 s more: 5.3 hours on two.
+# Tokens of a run, fixed before any, so that the board takes about five hours on two cores. On one of a Xeon's a run
+# trains for 65 s on Sudoku, 110 s on Countdown and 105 s on word problems, whose models are wider; 14 to 23 s go around
+# it: two evaluations of 512 problems, the KL, and saving. So the board, 90 runs on Sudoku and 45 on each of the others,
+# takes 18,500 s of a core; the search, 72 runs of half the length on each of two tasks, 8,500 s; d1 with one choice
+# changed, 18 runs on each of two tasks, 3,700 s. That is 4.3 hours on two cores.
 BUDGET = 5_000_000
-QUICK_BUDGET = 3_500_000  # of --quick: 15 runs of 100 s of a core are 13 minutes on two
-TOKENS_A_SECOND = 63_000
-SECONDS_AROUND = 30
+QUICK_BUDGET = 3_500_000  # of --quick: 15 runs of 60 s of a core are eight minutes on two
+TOKENS_A_SECOND = 58_000  # for a job's progress, as is the next
+SECONDS_AROUND = 16
 
 # The search, the same for each method: its rate, and mu for methods that make several updates on a rollout.
 RATES = (3e-5, 1e-4, 3e-4)
@@ -45,7 +44,6 @@ CHANGES: dict[str, tuple[object, ...]] = {
     "replay, eight steps a view": ("--estimator", "replay", "--segment_steps", 8, "--p_mask_prompt", 0),
     "advantages over their spread": ("--scale_rewards", "group"),
     "prompts partly solved": ("--right_share", 0.2, 0.8),
-    "no KL": ("--beta", 0),
     "a rate of 1e-4": ("--learning_rate", 1e-4),
 }
 CHANGE_TASKS = ("sudoku", "arithmetic")  # on Countdown methods differ too little for a choice to show
