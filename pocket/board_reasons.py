@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 from board_plan import CHANGED, Run
 from board_results import Line, Setup, differences, lines_of, methods_of, scores_at, table
-from board_statistics import holm, mean_of, percent, points, rank_correlation
+from board_statistics import holm, mean_of, percent, points, pooled_seeds, rank_correlation
 
 from d1.show.tables import markdown_table
 
@@ -24,17 +24,22 @@ QUANTITIES: dict[str, Callable[[Line], float | None]] = {
 def changes_table(results: Mapping[Run, Line], changes: Mapping[Run, Line]) -> str:
     """One row a change: d1's accuracy with it, less d1's, by task, paired by seed and problem; Holm's p over all."""
     setups = [*dict.fromkeys(Setup(run.task, run.start) for run in changes)]
+    names = [*dict.fromkeys(run.change for run in changes)]
     ends, gains = {}, {}
-    for change in dict.fromkeys(run.change for run in changes):
-        own = {run: line for run, line in changes.items() if run.change == change}
-        for setup in setups:
-            scores = scores_at(own, setup, CHANGED, "end")
-            gain = differences(scores_at(results, setup, CHANGED, "end"), scores)
+    for setup in setups:
+        unchanged = scores_at(results, setup, CHANGED, "end")
+        by_name = {
+            name: scores_at({run: line for run, line in changes.items() if run.change == name}, setup, CHANGED, "end")
+            for name in names
+        }
+        of_seeds = pooled_seeds([unchanged, *filter(None, by_name.values())])
+        for name, scores in by_name.items():
+            gain = differences(unchanged, scores)
             if gain is not None:
-                ends[change, setup], gains[change, setup] = mean_of(table(scores)), mean_of(gain)
+                ends[name, setup], gains[name, setup] = mean_of(table(scores)), mean_of(gain, of_seeds)
     corrected = dict(zip(gains, holm([mean.p for mean in gains.values()]), strict=True))
     rows = []
-    for change in dict.fromkeys(change for change, _ in gains):
+    for change in names:
         row = [change]
         for setup in setups:
             key = (change, setup)

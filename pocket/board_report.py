@@ -11,7 +11,7 @@ import numpy as np
 from board_plan import MUS, RATES, START, TUNING_TASKS, Run
 from board_reasons import changes_table, correlations_table
 from board_results import Line, Setup, differences, grid, lines_of, methods_of, scores_at, table
-from board_statistics import Mean, holm, mean_of, percent, points
+from board_statistics import Mean, holm, mean_of, percent, points, pooled_seeds
 from pages import reading
 
 from d1.methods import METHODS
@@ -58,11 +58,12 @@ def compared(board: Board) -> dict[tuple[Setup, str], Mean]:
     of the board."""
     found: dict[tuple[Setup, str], Mean] = {}
     for setup in board.setups:
-        reference = scores_at(board.results, setup, REFERENCE, "end")
-        for method in methods_of(board.results, setup):
-            difference = differences(reference, scores_at(board.results, setup, method, "end"))
+        ends = {method: scores_at(board.results, setup, method, "end") for method in methods_of(board.results, setup)}
+        of_seeds = pooled_seeds([*ends.values()])
+        for method, scores in ends.items():
+            difference = differences(ends.get(REFERENCE, {}), scores)
             if method != REFERENCE and difference is not None:
-                found[setup, method] = mean_of(difference)
+                found[setup, method] = mean_of(difference, of_seeds)
     corrected = holm([mean.p for mean in found.values()])
     return {key: mean._replace(p=p) for (key, mean), p in zip(found.items(), corrected, strict=True)}
 
@@ -170,11 +171,11 @@ def write_report(board: Board, path: Path) -> str:
     text += f"""Every run has the same compute, {board.budget:,} tokens through the body: forward once, backward
 twice, rollouts included, evaluations not. Rollouts are 64 completions in groups of eight, the rate is constant, and all
 else is as the method's row of `METHODS` has it. Solved in percent of the test problems, greedy, with 95% intervals over
-seeds and problems. Differences to {REFERENCE} are paired by seed and problem; their p-values are corrected for their
-number ({len(against)}) by Holm's rule. KL: nats a token of the last model to its start, along its own completions. A
-run whose loss or weights were no longer finite has diverged and solves nothing. Seconds are those of training, a core
-a run ({"; ".join(processors)}); where other programs share the machine, the processor's are the ones to
-compare.\n\n"""
+seeds and problems. Differences to {REFERENCE} are paired by seed and problem; how far they vary by seed is estimated
+of all methods of a table together; their p-values are corrected for their number ({len(against)}) by Holm's rule. KL:
+nats a token of the last model to its start, along its own completions. A run whose loss or weights were no longer
+finite has diverged and solves nothing. Seconds are those of training, a core a run ({"; ".join(processors)});
+where other programs share the machine, the processor's are the ones to compare.\n\n"""
     for setup in board.setups:
         text += f"## {setup.label}\n\n{setup_table(board, setup, against)}\n"
     text += f"""![Accuracy against compute, a panel a method]({figure.name})

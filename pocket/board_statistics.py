@@ -5,13 +5,17 @@ together: the crossed design with random effects and one observation a cell (Sea
 4). The variance of its mean is (M_s + M_p - M_e) / (seeds x problems), M the mean squares of seeds, problems and the
 rest, with Satterthwaite's degrees of freedom. Where seeds differ no more than chance lets them, M_s < M_e, the problems
 alone count, and so the other way round. A table of one seed has an interval over problems alone.
+
+Three seeds say little about how far seeds vary. Where a table is the difference of two methods, M_s can be that of all
+methods together: twice the mean square of the interaction of methods and seeds, which has many more degrees of freedom.
+It takes seeds to vary alike for all methods, on average.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +32,17 @@ class Mean(NamedTuple):
     p: float
 
 
-def mean_of(scores: np.ndarray) -> Mean:
-    """The mean of a table (seeds, problems) of scores, or of differences of scores."""
+class Square(NamedTuple):
+    """A mean square and its degrees of freedom."""
+
+    value: float
+    freedom: float
+
+
+def mean_of(scores: np.ndarray, of_seeds: Square | None = None) -> Mean:
+    """The mean of a table (seeds, problems) of scores, or of differences of scores; `of_seeds` in place of its own."""
     value = float(scores.mean())
-    variance, freedom = variance_of_mean(scores)
+    variance, freedom = variance_of_mean(scores, of_seeds)
     if variance <= 1e-18:  # all alike: there is nothing to estimate it from
         return Mean(value, value, value, 1.0 if abs(value) < 1e-12 else 0.0)
     error = math.sqrt(variance)
@@ -39,29 +50,40 @@ def mean_of(scores: np.ndarray) -> Mean:
     return Mean(value, value - half, value + half, t_tail(abs(value) / error, freedom))
 
 
-def variance_of_mean(scores: np.ndarray) -> tuple[float, float]:
+def variance_of_mean(scores: np.ndarray, of_seeds: Square | None = None) -> tuple[float, float]:
     """The variance of the mean of a table (seeds, problems), and its degrees of freedom."""
     seeds, problems = scores.shape
     if problems < 2:
         raise ValueError(f"an interval needs two problems, got a table of {seeds} seeds x {problems} problems")
     total = scores.mean()
     by_problem, by_seed = scores.mean(0) - total, scores.mean(1) - total
-    of_problems = seeds * float((by_problem**2).sum()) / (problems - 1)
+    of_problems = Square(seeds * float((by_problem**2).sum()) / (problems - 1), problems - 1)
     if seeds == 1:
-        return of_problems / problems, problems - 1
-    of_seeds = problems * float((by_seed**2).sum()) / (seeds - 1)
+        return of_problems.value / problems, of_problems.freedom
+    own = Square(problems * float((by_seed**2).sum()) / (seeds - 1), seeds - 1)
     rest = scores - total - by_problem - by_seed[:, None]
-    of_rest = float((rest**2).sum()) / ((seeds - 1) * (problems - 1))
-    squares = [(of_seeds, seeds - 1), (of_problems, problems - 1)]
-    counted = [(square, freedom) for square, freedom in squares if square > of_rest]
+    freedom = (seeds - 1) * (problems - 1)
+    of_rest = Square(float((rest**2).sum()) / freedom, freedom)
+    counted = [square for square in (of_seeds or own, of_problems) if square.value > of_rest.value]
     if len(counted) == 2:
-        counted.append((-of_rest, (seeds - 1) * (problems - 1)))
-    counted = counted or [(of_rest, (seeds - 1) * (problems - 1))]
-    both = sum(square for square, _ in counted)
+        counted.append(Square(-of_rest.value, freedom))
+    counted = counted or [of_rest]
+    both = sum(square.value for square in counted)
     if both <= 0:
         return 0.0, 1.0
-    freedom = both**2 / sum(square**2 / of for square, of in counted)
-    return both / (seeds * problems), freedom
+    return both / (seeds * problems), both**2 / sum(square.value**2 / square.freedom for square in counted)
+
+
+def pooled_seeds(methods: Sequence[Mapping[int, np.ndarray]]) -> Square | None:
+    """M_s of a difference of two of these methods (seed -> scores of problems), estimated of all of them, on the seeds
+    that all have; None if that is one. Of two methods it is their difference's own."""
+    shared = sorted(set.intersection(*(set(scores) for scores in methods))) if methods else []
+    if len(methods) < 2 or len(shared) < 2:
+        return None
+    means = np.array([[scores[seed].mean() for seed in shared] for scores in methods])
+    rest = means - means.mean(0) - means.mean(1, keepdims=True) + means.mean()
+    freedom = (len(methods) - 1) * (len(shared) - 1)
+    return Square(2 * len(methods[0][shared[0]]) * float((rest**2).sum()) / freedom, freedom)
 
 
 def t_tail(t: float, freedom: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from board_plan import SEEDS, START
-from board_statistics import Mean, mean_of
+from board_statistics import Mean, Square, mean_of, pooled_seeds
 from sampler_runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
 
 Line = dict[str, Any]
@@ -101,9 +101,9 @@ def first_reach(places: np.ndarray, values: np.ndarray, level: float) -> float |
     return None
 
 
-def paired(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> Mean:
+def paired(a: dict[int, np.ndarray], b: dict[int, np.ndarray], of_seeds: Square | None = None) -> Mean:
     """b - a, of the seeds that both have."""
-    return mean_of(np.stack([b[seed] - a[seed] for seed in sorted(a.keys() & b.keys())]))
+    return mean_of(np.stack([b[seed] - a[seed] for seed in sorted(a.keys() & b.keys())]), of_seeds)
 
 
 class Outcome(NamedTuple):
@@ -142,11 +142,12 @@ def outcome(results: Results, setup: Setup) -> Outcome:
         spent, exact_spent = whole[-1], first_reach(*theirs, level)
         less.append(exact_spent / spent if spent and exact_spent else None)
     to_start = paired(starts, own)
+    of_seeds = pooled_seeds([results.finals(one) for one in results.setups(setup.task, setup.estimator)])
     bad = sum(bool(line["not_finite"]) for line in results.lines[setup].values())
     return Outcome(
         final=mean_of(np.stack([own[seed] for seed in sorted(own)])),
         to_start=to_start,
-        to_exact=paired(reference, own) if shared and setup != exact else None,
+        to_exact=paired(reference, own, of_seeds) if shared and setup != exact else None,
         near=near or [None, None],
         whole=whole or [None, None],
         less=less or [None, None],

@@ -5,7 +5,16 @@ from statistics import fmean, stdev
 
 import numpy as np
 import pytest
-from board_statistics import holm, mean_of, rank_correlation, t_quantile, t_tail, variance_of_mean
+from board_statistics import (
+    Square,
+    holm,
+    mean_of,
+    pooled_seeds,
+    rank_correlation,
+    t_quantile,
+    t_tail,
+    variance_of_mean,
+)
 
 
 def written_out(scores):
@@ -73,6 +82,49 @@ def test_an_interval_holds_the_true_mean_of_seeds_and_problems_as_often_as_it_sa
         found = mean_of(5.0 + 0.2 * seeds + problems + generator.normal(size=(3, 60)))
         held += found.low < 5.0 < found.high
     assert 0.93 < held / 400 <= 0.995
+
+
+def test_the_seeds_of_many_methods_are_the_mean_of_those_of_all_their_pairs():
+    """Each pair's own M_s, written out; of two methods that is the estimate itself. Seeds that one method lacks do not
+    count."""
+    generator = np.random.default_rng(5)
+    methods = [{seed: generator.normal(size=30) for seed in (0, 1, 2)} for _ in range(4)]
+    methods[3][7] = generator.normal(size=30)
+
+    def own(a, b):
+        return written_out([[float(value) for value in b[seed] - a[seed]] for seed in (0, 1, 2)])[0]
+
+    pairs = [own(a, b) for place, a in enumerate(methods) for b in methods[:place]]
+    found = pooled_seeds(methods)
+    assert found == (pytest.approx(fmean(pairs), rel=1e-12), 3 * 2)
+    assert pooled_seeds(methods[:2]) == (pytest.approx(own(*methods[:2]), rel=1e-12), 2)
+    assert pooled_seeds([{0: methods[0][0]}, methods[1]]) is None
+    assert pooled_seeds(methods[:1]) is None
+    difference = np.stack([methods[1][seed] - methods[0][seed] for seed in (0, 1, 2)])
+    own_square = Square(own(*methods[:2]), 2)
+    assert variance_of_mean(difference, own_square) == pytest.approx(variance_of_mean(difference), rel=1e-12)
+    wide = Square(9.0, 6)
+    _, of_problems, rest = written_out(difference.tolist())
+    assert variance_of_mean(difference, wide)[0] == pytest.approx((9 + max(of_problems - rest, 0)) / 90, rel=1e-12)
+
+
+def test_an_interval_with_the_seeds_of_all_methods_is_as_often_right_and_shorter():
+    generator = np.random.default_rng(1)
+    held, lengths = 0, []
+    for trial in range(400):
+        problems, seeds = generator.normal(size=60), generator.normal(size=3)
+        methods = [
+            {s: problems + seeds[s] + 0.5 * generator.normal() + generator.normal(size=60) for s in range(3)}
+            for _ in range(8)
+        ]
+        difference = np.stack([methods[1][seed] - methods[0][seed] for seed in range(3)])
+        found = mean_of(difference, pooled_seeds(methods))
+        held += found.low < 0.0 < found.high
+        if trial < 50:
+            alone = mean_of(difference)
+            lengths.append((found.high - found.low, alone.high - alone.low))
+    assert 0.925 < held / 400 < 0.975
+    assert np.median(lengths, axis=0)[0] < 0.7 * np.median(lengths, axis=0)[1]
 
 
 def test_holms_rule_by_hand():

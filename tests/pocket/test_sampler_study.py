@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from board_plan import START, TASKS
-from board_statistics import mean_of
+from board_statistics import mean_of, pooled_seeds
 from diffu_grpo_train import make_parser as rl_parser
 from json_lines import read_lines
 from sampler_outcomes import Results, Setup, first_reach, of_largest_budget, outcome
@@ -106,9 +106,14 @@ def test_outcomes_are_paired_with_the_exact_sampler_and_a_diverged_run_solves_no
     assert of["exact"].final.value == 10 / 16
     ends = {
         sampler: np.array([[int(one) for one in right] for right in rows])
-        for sampler, rows in (("exact", ["11110000", "11111100"]), ("parallel", ["11111000", "11111110"]))
+        for sampler, rows in (
+            ("exact", ["11110000", "11111100"]),
+            ("parallel", ["11111000", "11111110"]),
+            ("cached", ["10000000", "00000000"]),
+        )
     }
-    assert of["parallel"].to_exact == mean_of(ends["parallel"] - ends["exact"])
+    of_seeds = pooled_seeds([dict(enumerate(rows)) for rows in ends.values()])
+    assert of["parallel"].to_exact == mean_of(ends["parallel"] - ends["exact"], of_seeds)
     # Exact's mean curve is 2, 3 and 5 of eight: it is at its end at 10 s; the parallel one's 2, 5 and 6, at 5 s.
     assert of["exact"].whole == [10.0, 200.0]
     assert of["parallel"].whole == [5.0, 100.0]
