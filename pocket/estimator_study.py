@@ -1,6 +1,6 @@
 """What each estimator of log-probabilities does to the policy gradient of pocket models, by its number of views.
 
-    python pocket/estimator_study.py                  # docs/estimators.md and its figure
+    python pocket/estimator_study.py                  # half an hour of a core; docs/estimators.md and its figure
     python pocket/estimator_study.py --tasks sudoku --models runs/demo/seed0/sft_grpo --output_dir runs/mine
     python pocket/estimator_study.py --only_report    # the tables of what is there
 
