@@ -172,7 +172,7 @@ def write_report(board: Board, path: Path) -> str:
 twice, rollouts included, evaluations not. Rollouts are 64 completions in groups of eight, the rate is constant, and all
 else is as the method's row of `METHODS` has it. Solved in percent of the test problems, greedy, with 95% intervals over
 seeds and problems. Differences to {REFERENCE} are paired by seed and problem; how far they vary by seed is estimated
-of all methods of a table together; their p-values are corrected for their number ({len(against)}) by Holm's rule. KL:
+from all methods of a table together; their p-values are corrected for their number ({len(against)}) by Holm's rule. KL:
 nats a token of the last model to its start, along its own completions. A run whose loss or weights were no longer
 finite has diverged and solves nothing. Seconds are those of training, a core a run ({"; ".join(processors)});
 where other programs share the machine, the processor's are the ones to compare.\n\n"""

@@ -75,8 +75,8 @@ def variance_of_mean(scores: np.ndarray, of_seeds: Square | None = None) -> tupl
 
 
 def pooled_seeds(methods: Sequence[Mapping[int, np.ndarray]]) -> Square | None:
-    """M_s of a difference of two of these methods (seed -> scores of problems), estimated of all of them, on the seeds
-    that all have; None if that is one. Of two methods it is their difference's own."""
+    """M_s of a difference of two of these methods (seed -> scores of problems), estimated from all of them and from the
+    seeds that all have; None if there are fewer than two. Of two methods it is their difference's own."""
     shared = sorted(set.intersection(*(set(scores) for scores in methods))) if methods else []
     if len(methods) < 2 or len(shared) < 2:
         return None

@@ -155,7 +155,7 @@ completion. Levels of samplers were chosen on validation problems by `benchmarks
 ![Solved by the exact sampler against processor seconds]({figure})
 
 - final: percent solved at the end, with 95% intervals over seeds and problems; differences are paired by both. How far
-  those to exact vary by seed is estimated of all rows of a table together.
+  those to exact vary by seed is estimated from all rows of a table together.
 - by its own: percent that the last model solves, greedy, by the sampler of its own rollouts.
 - diverged: runs whose loss or weights were no longer finite; "below the start" where the final accuracy is, by more
   than the interval.
