@@ -1,7 +1,7 @@
 """Which RL method is best at the same compute? Every method of `d1/methods.py` on every pocket task.
 
     make leaderboard                                   # about five hours on two cores; docs/leaderboard.md
-    python pocket/leaderboard.py --quick               # seven minutes on two cores: one task, one seed, nothing searched
+    python pocket/leaderboard.py --quick               # seven minutes: one task, one seed, nothing searched
     python pocket/leaderboard.py --only_report         # the tables of what is there
 
 Four stages: SFT; the search of each method's rate and mu on validation problems; the board on test problems; d1 with
