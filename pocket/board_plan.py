@@ -23,7 +23,7 @@ from d1.methods import METHODS
 # takes 18,500 s of a core; the search, 72 runs of half the length on each of two tasks, 8,500 s; d1 with one choice
 # changed, 18 runs on each of two tasks, 3,700 s. That is 4.3 hours on two cores.
 BUDGET = 5_000_000
-QUICK_BUDGET = 3_500_000  # of --quick: 15 runs of 60 s of a core are eight minutes on two
+QUICK_BUDGET = 3_500_000  # of --quick: 15 runs of 51 s of a core are seven minutes on two
 TOKENS_A_SECOND = 58_000  # for a job's progress, as is the next
 SECONDS_AROUND = 16
 

@@ -7,8 +7,8 @@ from statistics import fmean
 
 import numpy as np
 from board_plan import CHANGED, Run
-from board_results import Line, Setup, differences, lines_of, methods_of, scores_at, table
-from board_statistics import holm, mean_of, percent, points, pooled_seeds, rank_correlation
+from board_results import Line, Setup, gains, lines_of, methods_of, scores_at, table
+from board_statistics import holm, mean_of, percent, points, rank_correlation
 
 from d1.show.tables import markdown_table
 
@@ -25,25 +25,22 @@ def changes_table(results: Mapping[Run, Line], changes: Mapping[Run, Line]) -> s
     """One row a change: d1's accuracy with it, less d1's, by task, paired by seed and problem; Holm's p over all."""
     setups = [*dict.fromkeys(Setup(run.task, run.start) for run in changes)]
     names = [*dict.fromkeys(run.change for run in changes)]
-    ends, gains = {}, {}
+    ends, gained = {}, {}
     for setup in setups:
         unchanged = scores_at(results, setup, CHANGED, "end")
         by_name = {
             name: scores_at({run: line for run, line in changes.items() if run.change == name}, setup, CHANGED, "end")
             for name in names
         }
-        of_seeds = pooled_seeds([unchanged, *filter(None, by_name.values())])
-        for name, scores in by_name.items():
-            gain = differences(unchanged, scores)
-            if gain is not None:
-                ends[name, setup], gains[name, setup] = mean_of(table(scores)), mean_of(gain, of_seeds)
-    corrected = dict(zip(gains, holm([mean.p for mean in gains.values()]), strict=True))
+        for name, gain in gains(unchanged, {name: scores for name, scores in by_name.items() if scores}).items():
+            ends[name, setup], gained[name, setup] = mean_of(table(by_name[name])), gain
+    corrected = dict(zip(gained, holm([mean.p for mean in gained.values()]), strict=True))
     rows = []
-    for change in names:
+    for change in dict.fromkeys(change for change, _ in gained):
         row = [change]
         for setup in setups:
             key = (change, setup)
-            row += [percent(ends[key]), points(gains[key]), f"{corrected[key]:.2g}"] if key in gains else [""] * 3
+            row += [percent(ends[key]), points(gained[key]), f"{corrected[key]:.2g}"] if key in gained else [""] * 3
         rows.append(row)
     header = [part for setup in setups for part in (f"{setup.task}, at the end", f"less {CHANGED}'s", "Holm's p")]
     return markdown_table([f"{CHANGED} with", *header], rows)

@@ -10,8 +10,8 @@ from statistics import fmean
 import numpy as np
 from board_plan import MUS, RATES, START, TUNING_TASKS, Run
 from board_reasons import changes_table, correlations_table
-from board_results import Line, Setup, differences, grid, lines_of, methods_of, scores_at, table
-from board_statistics import Mean, holm, mean_of, percent, points, pooled_seeds
+from board_results import Line, Setup, gains, grid, lines_of, methods_of, scores_at, table
+from board_statistics import Mean, holm, mean_of, percent, points
 from pages import reading
 
 from d1.methods import METHODS
@@ -59,11 +59,8 @@ def compared(board: Board) -> dict[tuple[Setup, str], Mean]:
     found: dict[tuple[Setup, str], Mean] = {}
     for setup in board.setups:
         ends = {method: scores_at(board.results, setup, method, "end") for method in methods_of(board.results, setup)}
-        of_seeds = pooled_seeds([*ends.values()])
-        for method, scores in ends.items():
-            difference = differences(ends.get(REFERENCE, {}), scores)
-            if method != REFERENCE and difference is not None:
-                found[setup, method] = mean_of(difference, of_seeds)
+        reference = ends.pop(REFERENCE, {})
+        found |= {(setup, method): mean for method, mean in gains(reference, ends).items()}
     corrected = holm([mean.p for mean in found.values()])
     return {key: mean._replace(p=p) for (key, mean), p in zip(found.items(), corrected, strict=True)}
 

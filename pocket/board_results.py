@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from board_plan import START, TUNING_TASKS, Run
+from board_statistics import Mean, mean_of, pooled_seeds
 from json_lines import read_lines
 
 RESULTS = "results.jsonl"
@@ -79,6 +80,13 @@ def differences(a: Mapping[int, np.ndarray], b: Mapping[int, np.ndarray]) -> np.
     """(seeds, problems) b - a, of the seeds that both have; None if there are none."""
     shared = sorted(a.keys() & b.keys())
     return np.stack([b[seed] - a[seed] for seed in shared]) if shared else None
+
+
+def gains(reference: Mapping[int, np.ndarray], others: Mapping[str, Mapping[int, np.ndarray]]) -> dict[str, Mean]:
+    """Each of `others` less the reference, paired by seed and problem; how far seeds vary is estimated from all."""
+    of_seeds = pooled_seeds([reference, *others.values()])
+    tables = {name: differences(reference, scores) for name, scores in others.items()}
+    return {name: mean_of(found, of_seeds) for name, found in tables.items() if found is not None}
 
 
 def methods_of(results: Mapping[Run, Line], setup: Setup) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from board_plan import SEEDS, START
+from board_results import table
 from board_statistics import Mean, Square, mean_of, pooled_seeds
 from sampler_runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
 
@@ -145,7 +146,7 @@ def outcome(results: Results, setup: Setup) -> Outcome:
     of_seeds = pooled_seeds([results.finals(one) for one in results.setups(setup.task, setup.estimator)])
     bad = sum(bool(line["not_finite"]) for line in results.lines[setup].values())
     return Outcome(
-        final=mean_of(np.stack([own[seed] for seed in sorted(own)])),
+        final=mean_of(table(own)),
         to_start=to_start,
         to_exact=paired(reference, own, of_seeds) if shared and setup != exact else None,
         near=near or [None, None],

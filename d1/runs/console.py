@@ -112,7 +112,7 @@ class RunConsole(TrainerCallback):
         if state.is_world_process_zero:
             write_metrics(args.output_dir, state.log_history)
             self.path = Path(args.output_dir) / METRICS_FILE
-            steps = {"total": state.max_steps, "initial": state.global_step}
+            steps = {"total": self.last_step(state), "initial": state.global_step}
             often = 0.1 if sys.stderr.isatty() else 5.0  # seconds; a file keeps every state of the bar
             self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm, mininterval=often)
             self.hid_bars = is_progress_bar_enabled()  # bars that libraries draw while saving would break this one
