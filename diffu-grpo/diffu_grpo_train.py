@@ -197,9 +197,7 @@ def main(
     cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
     console = RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
     if args.max_compute_tokens:
-        stop = StopAtCompute(trainer, args.max_compute_tokens)
-        trainer.add_callback(stop)
-        console.last_step = stop.last_step
+        trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
     train_with_console(trainer, console, checkpoint)
     with writing(str(args.output_dir)):
         trainer.save_model(args.output_dir)

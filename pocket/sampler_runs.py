@@ -5,23 +5,26 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from board_plan import ROOT, START, TASKS, sft_folder
 from board_plan import Run as BoardRun
-from board_run import evaluate, train
+from board_run import evaluate, find_stages, train
 from demo import sft
+from json_lines import append_line, read_lines
 from phases import run_phases
 from rich.console import Console
 from transformers import TrainerCallback
 
 from d1.methods import METHODS
 from d1.runs.divergence import check_weights
+from d1.runs.record import run_record
 
 
 class Level(NamedTuple):
@@ -92,6 +95,7 @@ class Run:
         seconds: of the processor, in training.
         points: models saved and evaluated, at even shares of the seconds.
         limit: problems it is judged on; 0: all.
+        falling: the rate falls linearly, to 0 at the end of the seconds, and is not constant.
     """
 
     task: str
@@ -104,11 +108,14 @@ class Run:
     seconds: float
     points: int
     limit: int = 0
+    falling: bool = False
 
     @property
     def name(self) -> str:
         parts = (self.task, self.sampler, self.estimator, self.cure, f"seed{self.seed}", self.split)
-        return "_".join(parts).replace(" ", "-") + f"_{self.learning_rate:g}"
+        return (
+            "_".join(parts).replace(" ", "-") + f"_{self.learning_rate:g}_{self.seconds:g}s" + "_falling" * self.falling
+        )
 
     @property
     def sampling(self) -> list[str]:
@@ -122,7 +129,7 @@ class Run:
         return [*map(str, flags)]
 
     def flags(self, folder: Path, output_dir: Path) -> list[str]:
-        """Of diffu_grpo_train.py; the callback ends the run, never max_steps."""
+        """Of diffu_grpo_train.py; the callback ends the run, never max_steps, and lets the rate fall."""
         task = TASKS[self.task]
         flags: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--dataset", task.dataset, *task.flags]
         flags += ["--seed", self.seed, "--model_path", start_of(folder, self)]
@@ -148,19 +155,28 @@ class SaveBySeconds(TrainerCallback):
     """Saves the model at the first step at or after each even share of a budget of this process's processor seconds,
     and ends the run with the last. Saving itself is not counted.
 
+    Args:
+        falling: as in `Run`.
+
     Attributes:
         saved: (folder, processor seconds, step) of each model.
         logs: all that was logged, also of a run that raised.
     """
 
-    def __init__(self, folder: Path, seconds: float, points: int) -> None:
-        self.folder, self.seconds, self.points = folder, seconds, points
+    def __init__(self, folder: Path, seconds: float, points: int, falling: bool = False) -> None:
+        self.folder, self.seconds, self.points, self.falling = folder, seconds, points, falling
         self.saved: list[tuple[Path, float, int]] = []
         self.logs: list[dict[str, Any]] = []
         self.began = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.began = time.process_time()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if self.falling:
+            left = 1 - (time.process_time() - self.began) / self.seconds
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * max(0.0, left)
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
@@ -178,6 +194,12 @@ class SaveBySeconds(TrainerCallback):
         control.should_training_stop = spent >= self.seconds or len(self.saved) == self.points
         self.began += time.process_time() - now
 
+    def last_step(self, state: Any) -> int:
+        """At which the seconds will be over, at what a step has taken so far."""
+        if not state.global_step:
+            return int(state.max_steps)
+        return math.ceil(state.global_step * self.seconds / (time.process_time() - self.began))
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.logs.append({"step": state.global_step, **(logs or {})})
 
@@ -194,7 +216,7 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
             "points": [evaluate(judged, start_of(folder, run), output_dir / "start") | {"seconds": 0.0}]
         }
     else:
-        saver = SaveBySeconds(output_dir / "points", run.seconds, run.points)
+        saver = SaveBySeconds(output_dir / "points", run.seconds, run.points, run.falling)
         reason = train(run.name, run.flags(folder, output_dir), callbacks=[saver])
         compute = {log["step"]: log["compute_tokens"] for log in saver.logs if "compute_tokens" in log}
         points = [
@@ -210,3 +232,13 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
     shutil.rmtree(output_dir, ignore_errors=True)
     gc.collect()
     return found
+
+
+def run_missing(runs: Sequence[Run], results: Path, console: Console) -> None:
+    """Measures those of the runs that `results` has no line of, a line each."""
+    find_stages()
+    done = [Run(**line["run"]) for line in read_lines(results)]
+    for run in runs:
+        if run not in done:
+            console.print(run.name)
+            append_line(results, {"run": asdict(run), **measure(run, results.parent, console), "record": run_record()})

@@ -14,19 +14,16 @@ on the validation split.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 
 from board_plan import ROOT, SEEDS, START, TASKS
-from board_run import find_stages
-from json_lines import append_line, read_lines
+from json_lines import read_lines
 from rich.console import Console
 from sampler_report import write_report
-from sampler_runs import CURES, ESTIMATORS, NO_CURE, RATE, SAMPLERS, Run, measure
+from sampler_runs import CURES, ESTIMATORS, NO_CURE, RATE, SAMPLERS, Run, run_missing
 
 from d1.runs.entry import OneLineParser, run_script
 from d1.runs.ranges import COUNT, fits
-from d1.runs.record import run_record
 
 RESULTS = "results.jsonl"
 DOCUMENT = ROOT / "docs" / "fast_rollouts.md"
@@ -75,12 +72,7 @@ def main(args: argparse.Namespace) -> None:
     console = Console()
     folder = args.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    find_stages()
-    done = [line["run"] for line in read_lines(folder / RESULTS)]
-    for run in [] if args.only_report else planned(args):
-        if asdict(run) not in done:
-            console.print(run.name)
-            append_line(folder / RESULTS, {"run": asdict(run), **measure(run, folder, console), "record": run_record()})
+    run_missing([] if args.only_report else planned(args), folder / RESULTS, console)
     path = args.document or (folder / "fast_rollouts.md" if args.limit else DOCUMENT)
     lines = [line for line in read_lines(folder / RESULTS) if line["run"]["limit"] == args.limit]
     console.print(write_report(lines, path.resolve()), markup=False)

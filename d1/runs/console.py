@@ -176,10 +176,13 @@ class RunConsole(TrainerCallback):
 def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | None) -> None:
     """Trains, from `checkpoint` on if there is one, with `console` in place of what Transformers prints with.
 
-    Where training raises, the bar is closed first, so that the message comes after it.
+    A callback that ends the run before `max_steps` says by its own `last_step` where. Where training raises, the bar is
+    closed first, so that the message comes after it.
     """
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
+    for callback in trainer.callback_handler.callbacks:
+        console.last_step = getattr(callback, "last_step", console.last_step)
     trainer.add_callback(console)
     try:
         with writing(trainer.args.output_dir):

@@ -1,0 +1,170 @@
+"""Does a fast sampler get to the exact sampler's final accuracy with 2.5 times less compute?
+
+    python pocket/sampler_goal.py                     # about 40 minutes of a core; docs/fast_rollouts_goal.md
+    python pocket/sampler_goal.py --split validation --seeds 0 1 --learning_rate 1e-4
+    python pocket/sampler_goal.py --only_report       # the tables of what is there
+
+Each arm trains from SFT for a budget of its own, its rate falls to 0 over it, and only the last model is judged, by
+the exact sampler. So nothing depends on where a noisy curve first crosses a line, as it does in `sampler_study.py`.
+Results are lines of `results.jsonl` in the output folder. Killed? The same command continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from board_plan import ROOT, START
+from board_results import table
+from board_statistics import mean_of, percent, points
+from json_lines import read_lines
+from pages import reading
+from rich.console import Console
+from sampler_outcomes import GOAL, SECONDS, TOKENS, Line, paired, solved
+from sampler_runs import NO_CURE, SHORT_BLOCKS, Run, run_missing
+
+from d1.runs.entry import OneLineParser, run_script
+from d1.show.tables import markdown_table
+
+TASK, ESTIMATOR = "arithmetic", "tracerl"  # whose rollouts are four fifths of the compute
+RATE = 2e-4
+# Arm -> sampler, cure and processor seconds. The fast sampler spends 2.5 times fewer tokens in the second arm, and 2.5
+# times fewer seconds in the third, where that is a little more than its share: runs end a step late.
+ARMS: dict[str, tuple[str, str, float]] = {
+    "exact": ("exact", NO_CURE, 120.0),
+    "cached+parallel": ("cached+parallel", SHORT_BLOCKS, 55.0),
+    "cached+parallel, fewer seconds": ("cached+parallel", SHORT_BLOCKS, 47.5),
+}
+RESULTS = "results.jsonl"
+DOCUMENT = ROOT / "docs" / "fast_rollouts_goal.md"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(6, 14)], help="0 and 1 chose the rate")
+    parser.add_argument("--split", choices=["test", "validation"], default="test", help="problems to judge on")
+    parser.add_argument("--learning_rate", type=float, default=RATE, help="that a run begins with")
+    parser.add_argument("--share", type=float, default=1.0, help="of each arm's seconds, for a quick look")
+    parser.add_argument("--limit", type=int, default=0, help="judge on so many problems; default: all")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "sampler_goal")
+    parser.add_argument("--document", type=Path, help="default: docs/fast_rollouts_goal.md")
+    parser.add_argument("--only_report", action="store_true", help="run nothing, write what is there")
+    return parser
+
+
+def planned(args: argparse.Namespace) -> list[Run]:
+    """Seed by seed, so that what is cut short has all arms."""
+    runs = []
+    for seed in args.seeds:
+        runs.append(Run(TASK, START, START, NO_CURE, seed, args.split, 0.0, 0.0, 1, args.limit))
+        for sampler, cure, seconds in ARMS.values():
+            budget = (args.learning_rate, args.share * seconds, 1, args.limit)
+            runs.append(Run(TASK, sampler, ESTIMATOR, cure, seed, args.split, *budget, falling=True))
+    return runs
+
+
+Runs = dict[int, Line]  # by seed
+
+
+def of_arms(lines: Sequence[Line], args: argparse.Namespace, split: str) -> dict[float, dict[str, Runs]]:
+    """Rate -> arm -> the lines of this split, among those of the share and the limit that `args` has; without runs
+    whose loss or weights did not stay finite."""
+    names = {(sampler, cure, args.share * seconds): name for name, (sampler, cure, seconds) in ARMS.items()}
+    found: dict[float, dict[str, Runs]] = {}
+    for line in lines:
+        run = Run(**line["run"])
+        name = names.get((run.sampler, run.cure, run.seconds))
+        if name is not None and (run.split, run.limit) == (split, args.limit) and not line["not_finite"]:
+            found.setdefault(run.learning_rate, {}).setdefault(name, {})[run.seed] = line
+    return {rate: {name: arms[name] for name in ARMS if name in arms} for rate, arms in sorted(found.items())}
+
+
+def scores(runs: Runs) -> dict[int, np.ndarray]:
+    """Seed -> (problems,) 1 where solved."""
+    return {seed: solved(line["points"][-1]) for seed, line in runs.items()}
+
+
+def spent(runs: Runs, seeds: Sequence[int], of: str) -> float:
+    """The mean over seeds of seconds, of tokens or of steps."""
+    return fmean(runs[seed]["points"][-1][of] for seed in seeds)
+
+
+def arms_table(arms: dict[str, Runs]) -> str:
+    """Of the seeds that an arm and the exact one both have."""
+    rows, exact = [], arms.get("exact", {})
+    for name, runs in arms.items():
+        seeds = sorted(runs.keys() & exact.keys()) or sorted(runs)
+        own = {seed: found for seed, found in scores(runs).items() if seed in seeds}
+        row = [name, str(len(seeds)), percent(mean_of(table(own)))]
+        row += [points(paired(scores(exact), own)) if name != "exact" and exact else ""]
+        row += [f"{spent(runs, seeds, 'step'):.0f}"]
+        for of, scale, digits in ((SECONDS, 1, 1), (TOKENS, 1e6, 2)):
+            here = spent(runs, seeds, of)
+            row += [f"{here / scale:.{digits}f}", f"{spent(exact, seeds, of) / here:.2f}" if exact else ""]
+        rows.append(row)
+    header = ["arm", "seeds", "solved, %", "less exact's", "updates", "seconds", "fewer", "tokens, M", "fewer"]
+    return markdown_table(header, rows)
+
+
+def validation_table(by_rate: dict[float, dict[str, Runs]]) -> str:
+    rows = []
+    for rate, arms in by_rate.items():
+        for name, runs in arms.items():
+            each = ", ".join(f"{100 * found.mean():.1f}" for _, found in sorted(scores(runs).items()))
+            rows.append([f"{rate:g}", name, each])
+    return markdown_table(["rate at the start", "arm", "solved by each seed, %"], rows) if rows else "Nothing.\n"
+
+
+def write_page(lines: Sequence[Line], args: argparse.Namespace, path: Path) -> str:
+    """Writes the page; returns what to say."""
+    tested = of_arms(lines, args, "test")
+    text = HEAD.format(goal=GOAL, reading=reading(path))
+    for rate, arms in tested.items():
+        text += f"## Test problems, rate {rate:g}\n\n{arms_table(arms)}\n"
+    text += f"## Validation problems\n\n{validation_table(of_arms(lines, args, 'validation'))}\n"
+    text += f"Runs that did not stay finite, and are in no table: {sum(bool(line['not_finite']) for line in lines)}.\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return f"Tables: {path}"
+
+
+HEAD = """# A fast sampler with {goal} times less compute
+
+Written by `python pocket/sampler_goal.py`. Word problems from SFT, with TraceRL's values and two views a completion:
+rollouts are four fifths of this compute. Each arm trains for the processor seconds in the script's `ARMS`, its rate
+falls linearly to 0 over them, and the last model is judged by the **exact** sampler, greedy. The fast arms sample
+their rollouts with a cache and a threshold, in the exact sampler's blocks of 8.
+
+{reading}
+
+- less exact's: paired by seeds and problems, with 95% intervals over both.
+- tokens: through the body, backward counted twice, rollouts included, as in [the leaderboard](leaderboard.md).
+- fewer: the exact arm's seconds, or tokens, over the row's.
+
+"""
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for a number out of its range."""
+    if not args.learning_rate > 0 or not 0 < args.share <= 1:
+        raise ValueError("--learning_rate must be above 0, and --share above 0 and at most 1")
+    if args.limit < 0 or min(args.seeds) < 0:
+        raise ValueError("--limit and --seeds must not be negative")
+
+
+def main(args: argparse.Namespace) -> None:
+    check(args)
+    console = Console()
+    folder = args.output_dir.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    run_missing([] if args.only_report else planned(args), folder / RESULTS, console)
+    path = args.document or (DOCUMENT if not args.limit and args.share == 1 else folder / DOCUMENT.name)
+    lines = [line for line in read_lines(folder / RESULTS) if line["run"]["sampler"] != START]
+    console.print(write_page(lines, args, path.resolve()), markup=False)
+
+
+if __name__ == "__main__":
+    run_script("sampler_goal.py", lambda: main(make_parser().parse_args()))

@@ -1,0 +1,114 @@
+"""The goal of the samplers' study: its arms, its rate that falls, its tables, and all of it in miniature."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import sampler_runs
+from board_plan import START
+from board_statistics import mean_of, percent, points
+from diffu_grpo_train import make_parser as rl_parser
+from json_lines import read_lines
+from sampler_goal import ARMS, RESULTS, main, make_parser, planned, write_page
+from sampler_runs import SaveBySeconds
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_arms_differ_by_their_sampler_and_budget_alone(tmp_path):
+    runs = planned(make_parser().parse_args(["--seeds", "7"]))
+    assert [run.sampler for run in runs] == [START, *(sampler for sampler, _, _ in ARMS.values())]
+    configs = [vars(rl_parser().parse_args_and_config(run.flags(tmp_path, tmp_path))[0]) for run in runs[1:]]
+    for config in configs:
+        del config["distributed_state"]  # an object of its own
+    differing = {name for name in configs[0] for other in configs[1:] if other[name] != configs[0][name]}
+    assert {"sampler"} <= differing <= {"sampler", "kv_cache", "reveal", "reveal_level"}
+    assert {(one["block_length"], one["diffusion_steps"], one["learning_rate"]) for one in configs} == {(8, 16, 2e-4)}
+    assert all(run.falling and run.points == 1 for run in runs[1:])
+    assert len({run.name for run in runs}) == len(runs)
+
+
+def test_a_falling_rate_is_what_is_left_of_the_seconds(tmp_path, monkeypatch):
+    now, optimizer = [100.0], SimpleNamespace(param_groups=[{"lr": 1.0}, {"lr": 1.0}])
+    monkeypatch.setattr(sampler_runs.time, "process_time", lambda: now[0])
+    args, state = SimpleNamespace(learning_rate=0.5), SimpleNamespace(global_step=0, max_steps=1000)
+    saver = SaveBySeconds(tmp_path, 20.0, 1, falling=True)
+    saver.on_train_begin()
+    for seconds, rate in ((0.0, 0.5), (5.0, 0.375), (19.0, 0.025), (21.0, 0.0)):
+        now[0] = 100.0 + seconds
+        saver.on_step_begin(args, state, None, optimizer=optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rate, rate])
+    constant = SaveBySeconds(tmp_path, 20.0, 1)
+    constant.on_step_begin(args, state, None, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.0  # as it was
+
+
+def test_the_console_is_told_when_the_seconds_will_be_over(tmp_path, monkeypatch):
+    now, state = [100.0], SimpleNamespace(global_step=0, max_steps=1000)
+    monkeypatch.setattr(sampler_runs.time, "process_time", lambda: now[0])
+    saver = SaveBySeconds(tmp_path, 20.0, 1)
+    saver.on_train_begin()
+    assert saver.last_step(state) == 1000
+    now[0], state.global_step = 106.0, 3
+    assert saver.last_step(state) == 10  # at two seconds a step
+    now[0], state.global_step = 107.0, 3
+    assert saver.last_step(state) == 9
+
+
+RIGHT = {"exact": ["11110000", "11111100"], "cached+parallel": ["11111000", "11111000"]}
+SPENT = {"exact": (120.0, 6_000_000, 100), "cached+parallel": (60.0, 2_000_000, 120)}
+
+
+def lines(split="test"):
+    args = make_parser().parse_args(["--seeds", "6", "7", "--split", split])
+    found = []
+    for run in planned(args):
+        if run.sampler in RIGHT and run.seconds != 47.5:
+            seconds, tokens, step = SPENT[run.sampler]
+            point = {"right": RIGHT[run.sampler][run.seed - 6], "seconds": seconds, "compute_tokens": tokens}
+            found.append({"run": asdict(run), "points": [point | {"step": step}], "not_finite": None})
+    return found
+
+
+def test_a_table_pairs_each_arm_with_the_exact_one(tmp_path):
+    page, args = tmp_path / "page.md", make_parser().parse_args([])
+    broken = lines()[0] | {"points": [], "not_finite": "the loss became nan"}
+    broken["run"] = broken["run"] | {"seed": 8}
+    alone = lines()[1]  # a seed that the exact arm lacks
+    alone["run"] = alone["run"] | {"seed": 8}
+    write_page([*lines(), *lines("validation"), broken, alone], args, page)
+    exact, fast = (np.array([[int(one) for one in right] for right in RIGHT[name]]) for name in RIGHT)
+    less = points(mean_of(fast - exact))
+    text = page.read_text()
+    assert f"| exact | 2 | {percent(mean_of(exact))} |  | 100 | 120.0 | 1.00 | 6.00 | 1.00 |" in text
+    assert f"| cached+parallel | 2 | {percent(mean_of(fast))} | {less} | 120 | 60.0 | 2.00 | 2.00 | 3.00 |" in text
+    assert "| 0.0002 | cached+parallel | 62.5, 62.5 |" in text
+    assert "in no table: 1." in text
+    page.write_text(text.replace("Nothing has been read out of it yet.", "It is met."))
+    write_page(lines()[:1], args, page)
+    assert "It is met." in page.read_text()
+    assert "cached+parallel |" not in page.read_text()
+
+
+def test_a_miniature(tmp_path):
+    shutil.copytree(ROOT / "pocket" / "arithmetic_base", tmp_path / "arithmetic_sft0" / "sft")
+    flags = ["--seeds", "0", "--share", "0.02", "--limit", "8", "--output_dir", str(tmp_path)]
+    main(make_parser().parse_args(flags))
+    found = read_lines(tmp_path / RESULTS)
+    assert [line["run"]["sampler"] for line in found] == [START, *(sampler for sampler, _, _ in ARMS.values())]
+    for line, (_, _, seconds) in zip(found[1:], ARMS.values(), strict=True):
+        assert line["points"][-1]["seconds"] >= 0.02 * seconds
+        assert len(line["points"][-1]["right"]) == 8
+    assert "| exact | 1 |" in (tmp_path / "fast_rollouts_goal.md").read_text()
+    before = (tmp_path / RESULTS).read_bytes()
+    main(make_parser().parse_args(flags))  # there is nothing left to do
+    assert (tmp_path / RESULTS).read_bytes() == before
+
+
+@pytest.mark.parametrize("flags", [["--share", "0"], ["--share", "1.5"], ["--learning_rate", "0"], ["--limit", "-1"]])
+def test_numbers_out_of_range_are_refused(flags, tmp_path):
+    with pytest.raises(ValueError, match="must"):
+        main(make_parser().parse_args([*flags, "--output_dir", str(tmp_path)]))
