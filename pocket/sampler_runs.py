@@ -71,13 +71,19 @@ ESTIMATORS: dict[str, tuple[object, ...]] = {
 }
 NO_CURE = "none"
 SHORT_BLOCKS = "blocks of 8"  # and a step for two tokens at most, as the exact sampler has
+SURER, LASTING = f"{SHORT_BLOCKS}, threshold 0.95", f"{SHORT_BLOCKS}, lasting, threshold 0.95"
+OF_BLOCKS: dict[str, tuple[object, ...]] = {  # cure -> what it changes in a sampler's flags
+    SHORT_BLOCKS: (),
+    SURER: ("--reveal_level", 0.95),
+    LASTING: ("--kv_cache", "lasting", "--reveal_level", 0.95),
+}
 CURES: dict[str, tuple[object, ...]] = {
     NO_CURE: (),
     "weights up to 1": ("--sampling_weight_cap", 1),
     "weights up to 3": ("--sampling_weight_cap", 3),
     "temperature 0.6": ("--temperature", 0.6),
     "temperature 1.2": ("--temperature", 1.2),
-    SHORT_BLOCKS: (),
+    **{cure: () for cure in OF_BLOCKS},
 }
 RATE = 1e-4
 KEPT = (  # of what a run logs
@@ -121,8 +127,8 @@ class Run:
     def sampling(self) -> list[str]:
         """Flags of RL's rollouts, and of eval.py."""
         task, level = TASKS[self.task], LEVELS[self.task][self.sampler]
-        if self.cure == SHORT_BLOCKS:
-            level = Level(level.flags)
+        if self.cure in OF_BLOCKS:
+            level = Level((*level.flags, *OF_BLOCKS[self.cure]))
         flags: list[object] = ["--sampler", self.sampler, *level.flags]
         flags += ["--diffusion_steps", level.steps or task.length // 2]
         flags += ["--block_length", task.length // level.blocks if level.blocks else 8]

@@ -5,8 +5,8 @@ each block feeds the whole canvas and keeps every layer's keys and values; the b
 take the rest from there, as it was then.
     prefix   the window is the block and all behind it; only what lies before the block is cached
     dual     the window is the block alone
-    delayed  no window, but the tokens that the pass before still hid; what it revealed is fed once more, now that it is
-             known, and then cached too (dKV-Cache, arXiv 2505.15781, section 3.2)
+`delayed.py` has caches that feed what has changed, and no window.
+
 Keys carry their rotary position, and attention looks both ways, so a window's keys may follow the cached ones in any
 order, as long as the mask does too.
 
@@ -134,91 +134,6 @@ def drop_columns(past: DynamicCache, first: int, end: int) -> None:
     for layer in layers:
         layer.keys = torch.cat([layer.keys[:, :, :first], layer.keys[:, :, end:]], dim=2)
         layer.values = torch.cat([layer.values[:, :, :first], layer.values[:, :, end:]], dim=2)
-
-
-class DelayedPasses:
-    """A `Source` with the cache "delayed": after a block's first pass, which feeds all, each row feeds its own places.
-
-    Args:
-        mask_token_id: what stands at places that are hidden.
-    """
-
-    columns: Tensor  # (branches x rows, n), the last pass's `positions`
-    hidden: Tensor  # bool, which of them it still hid
-
-    def __init__(self, model: Any, mask_token_id: int) -> None:
-        check_cacheable(model.config)
-        self.body, _ = body_and_head(model)
-        self.mask_token_id = mask_token_id
-        self.per_query = takes_masks_over_queries(model.config)
-        self.shift = bool(getattr(model.config, "predicts_next_token", False))
-        self.past: DynamicCache | None = None
-
-    def enter(self, live: list[int], start: int, end: int) -> None:
-        self.past = None
-
-    def keep(self, rows: Tensor) -> None:
-        assert self.past is not None
-        self.past.batch_select_indices(rows)
-        self.columns, self.hidden = self.columns[rows], self.hidden[rows]
-
-    def hides(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Which of the `positions` hide a token of the row's block: a row that hides fewer than another has more."""
-        return ids.gather(1, positions) == self.mask_token_id
-
-    def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.hides(ids, positions)
-        if self.past is None:
-            states, self.past = first_pass(self.body, ids, visible, positions, self.per_query)
-            fed = visible.sum(-1)
-        else:
-            states = self.feed(self.past, ids, visible, positions)
-            # Where logits speak of the next token, the tokens before the hidden ones are asked, too.
-            fed = self.hidden.sum(-1) + hidden.sum(-1) * self.shift
-        self.columns, self.hidden = positions, hidden
-        return states, fed
-
-    def feed(self, past: DynamicCache, ids: Tensor, visible: Tensor, positions: Tensor) -> Tensor:
-        """The states at `positions` from a pass over what the last one hid, whose keys and values are stored anew."""
-        columns, hidden = self.columns, self.hidden
-        stored = visible.scatter(1, columns, visible.gather(1, columns) * ~hidden)
-        number = torch.arange(columns.shape[1], device=ids.device).expand_as(columns)
-        queries, keys, options = columns, [stored, hidden.long()], {}
-        at = torch.zeros_like(ids).scatter(1, columns, number).gather(1, positions)
-        if self.shift:
-            before = (positions - 1).clamp(min=0)
-            before = torch.where(visible.gather(1, before).bool(), before, positions)
-            queries = torch.cat([columns, before], dim=1)
-            keys.append(torch.zeros_like(before))  # which others see where they stand already
-            options["token_before"] = torch.arange(queries.shape[1], device=ids.device).expand_as(queries)
-            at = columns.shape[1] + torch.arange(positions.shape[1], device=ids.device).expand_as(positions)
-        states = self.body(
-            ids.gather(1, queries),
-            mask_over(torch.cat(keys, dim=1), queries.shape[1], self.per_query),
-            at,
-            position_ids=count_positions(visible).gather(1, queries),
-            past_key_values=past,
-            **options,
-        )
-        write_columns(past, columns, hidden, ids.shape[1])
-        return states
-
-
-def write_columns(past: DynamicCache, columns: Tensor, fresh: Tensor, length: int) -> None:
-    """Moves what a pass has put behind the first `length` columns of every layer to `columns` (rows, n), where `fresh`;
-    the rest of it goes."""
-    layers: Any = past.layers
-    at, fresh = columns[:, None, :, None], fresh[:, None, :, None]
-    for layer in layers:
-        for name in ("keys", "values"):
-            old, new = getattr(layer, name).split([length, getattr(layer, name).shape[2] - length], dim=2)
-            new = torch.where(fresh, new[:, :, : columns.shape[1]], old.take_along_dim(at, 2))
-            setattr(layer, name, old.scatter(2, at.expand_as(new), new))
-
-
-def passes_of(model: Any, cache: str | None, padded: bool, mask_token_id: int) -> Source:
-    """The `Source` of a model with full attention."""
-    return DelayedPasses(model, mask_token_id) if cache == "delayed" else Passes(model, cache, padded)
 
 
 class BlockPasses:

@@ -3,8 +3,8 @@
 A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled left to right; in each step the model
 predicts every masked token of the current block and keeps some of its predictions. `rollout_steps` is that loop, a step
 at a time; `rollout` runs it to the end and keeps a record. The loop is in `blocks.py`, and each of a step's parts has
-its file: where the model's states come from (`caching.py`), which tokens it predicts from them (`predict.py`), which of
-these it keeps first (`order.py`) and how many (`reveal.py`).
+its file: where the model's states come from (`caching.py`, `delayed.py`), which tokens it predicts from them
+(`predict.py`), which of these it keeps first (`order.py`) and how many (`reveal.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from d1.models.attention import require_prepared
 from d1.sampling.blocks import Step, check_sampler, fill_block, fill_canvas, groups_of_rows, start_canvas
-from d1.sampling.caching import BlockPasses, Source, passes_of
+from d1.sampling.caching import BlockPasses, Source
+from d1.sampling.delayed import passes_of
 from d1.sampling.predict import Generators, predict
 from d1.sampling.settings import SamplingSettings
 

@@ -13,7 +13,7 @@ from d1.sampling.reveal import RULES, aligned_schedule, reveal_schedule
 
 BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
-CACHES = ("prefix", "dual", "delayed")  # `d1/sampling/caching.py` says what each keeps
+CACHES = ("prefix", "dual", "delayed", "lasting")  # `caching.py` and `delayed.py` say what each keeps
 
 
 @dataclass(frozen=True)

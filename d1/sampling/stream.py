@@ -23,7 +23,7 @@ from d1.sampling.caching import Passes
 from d1.sampling.loop import Rollout
 from d1.sampling.predict import predict, uniform
 from d1.sampling.settings import SamplingSettings
-from d1.sampling.stream_caching import BlockWindows, CacheWindows, DelayedWindows, Place
+from d1.sampling.stream_caching import BlockWindows, CacheWindows, DelayedWindows, LastingWindows, Place
 
 Prompt = tuple[Sequence[int], Generator | None]  # ids without padding, and the row's generator where sampling draws
 Finished = tuple[list[int], Rollout]
@@ -132,11 +132,13 @@ def sample_all(
     """`rollout_stream`, its arguments checked."""
     branches = 2 if settings.cfg_scale else 1
     unprompted = mask_token_id if settings.cfg_scale else None
-    windows: CacheWindows | DelayedWindows | BlockWindows | None = None  # None: every pass feeds all
+    windows: CacheWindows | DelayedWindows | LastingWindows | BlockWindows | None = None  # None: every pass feeds all
     if block_size(model.config):
         windows = BlockWindows(model, branches)
     elif settings.cache == "delayed":
         windows = DelayedWindows(model, branches, mask_token_id)
+    elif settings.cache == "lasting":
+        windows = LastingWindows(model, branches, mask_token_id)
     elif settings.cache is not None:
         windows = CacheWindows(model, settings.cache, branches)
 

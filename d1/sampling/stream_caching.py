@@ -16,7 +16,8 @@ from transformers import DynamicCache
 
 from d1.models.attention import count_positions, takes_masks_over_queries
 from d1.models.head import body_and_head
-from d1.sampling.caching import DelayedPasses, check_cacheable, first_pass, mask_over, select_rows
+from d1.sampling.caching import check_cacheable, first_pass, mask_over, select_rows
+from d1.sampling.delayed import DelayedPasses, LastingPasses, joined
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class CacheWindows:
         return states, fed.sum(-1)
 
 
-class DelayedWindows(DelayedPasses):
-    """`caching.DelayedPasses`: a position may lie in a block of the row that is to come, and is none of this pass."""
+class OwnBlocks(DelayedPasses):
+    """A position may lie in a block of the row that is to come, and is none of this pass."""
 
     end: Tensor  # (branches x rows, 1), the column behind the row's block
 
@@ -99,9 +100,8 @@ class DelayedWindows(DelayedPasses):
         super().__init__(model, mask_token_id)
         self.branches = branches
 
-    def enter(self, places: list[Place], kept: list[int], start: int) -> None:  # type: ignore[override]
-        self.past = None
-        self.end = torch.tensor([[start - row.prompt + row.end] for row in places]).repeat(self.branches, 1)
+    def ends_of(self, places: list[Place], start: int) -> Tensor:
+        return torch.tensor([[start - row.prompt + row.end] for row in places]).repeat(self.branches, 1)
 
     def keep(self, rows: Tensor) -> None:
         super().keep(rows)
@@ -110,6 +110,55 @@ class DelayedWindows(DelayedPasses):
     def hides(self, ids: Tensor, positions: Tensor) -> Tensor:
         self.end = self.end.to(ids.device, non_blocking=True)
         return super().hides(ids, positions) & (positions < self.end)
+
+
+class DelayedWindows(OwnBlocks):
+    """`delayed.DelayedPasses`."""
+
+    def enter(self, places: list[Place], kept: list[int], start: int) -> None:  # type: ignore[override]
+        self.past = None
+        self.end = self.ends_of(places, start)
+
+
+class LastingWindows(OwnBlocks, LastingPasses):
+    """`delayed.LastingPasses`; new rows have a first pass of their own, which feeds all."""
+
+    start = 0  # where prompts end
+
+    def enter(self, places: list[Place], kept: list[int], start: int) -> None:  # type: ignore[override]
+        """`kept` are the first rows' places among those before."""
+        if not kept:
+            self.past = None
+        LastingPasses.enter(self, kept, start, start)
+        if self.past is not None:
+            self.move(self.past, start - self.start)
+        self.rows, self.start, self.old = [*range(len(places))], start, len(kept)
+        self.end = self.ends_of(places, start)
+
+    def move(self, past: DynamicCache, columns: int) -> None:
+        """Puts so many columns of padding before what is stored, or takes them away."""
+        for layer in layers_of(past):
+            layer.keys, layer.values = (pad(of, (0, 0, columns, 0)) for of in (layer.keys, layer.values))
+        self.stale = pad(self.stale, (columns, 0))
+
+    def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        count = len(self.rows)
+        if not (self.opening and 0 < self.old < count):
+            return super().states(ids, visible, positions)
+        parts: list[Any] = []
+        ends = self.end.to(ids.device, non_blocking=True)
+        for group in (range(self.old), range(self.old, count)):
+            rows = torch.tensor([branch * count + row for branch in range(self.branches) for row in group])
+            rows = rows.to(ids.device, non_blocking=True)
+            self.opening, self.end = True, ends[rows]
+            states, fed = super().states(ids[rows], visible[rows], positions[rows])
+            parts.append((rows, self.past, self.stale, states, fed))
+            self.past = None
+        order = torch.cat([rows for rows, *_ in parts]).argsort()
+        self.past = joined([past for _, past, *_ in parts], order)
+        self.end, self.places = ends, torch.arange(len(ids), device=ids.device)
+        self.stale, states, fed = (torch.cat([part[of] for part in parts])[order] for of in (2, 3, 4))
+        return states, fed
 
 
 class BlockWindows:

@@ -25,7 +25,7 @@ def test_the_arms_differ_by_their_sampler_and_budget_alone(tmp_path):
     for config in configs:
         del config["distributed_state"]  # an object of its own
     differing = {name for name in configs[0] for other in configs[1:] if other[name] != configs[0][name]}
-    assert {"sampler"} <= differing <= {"sampler", "kv_cache", "reveal", "reveal_level"}
+    assert differing == {"sampler", "kv_cache", "reveal", "reveal_level"}
     assert {(one["block_length"], one["diffusion_steps"], one["learning_rate"]) for one in configs} == {(8, 16, 2e-4)}
     assert all(run.falling and run.points == 1 for run in runs[1:])
     assert len({run.name for run in runs}) == len(runs)
@@ -58,18 +58,25 @@ def test_the_console_is_told_when_the_seconds_will_be_over(tmp_path, monkeypatch
     assert saver.last_step(state) == 9
 
 
-RIGHT = {"exact": ["11110000", "11111100"], "cached+parallel": ["11111000", "11111000"]}
-SPENT = {"exact": (120.0, 6_000_000, 100), "cached+parallel": (60.0, 2_000_000, 120)}
+FAST = "lasting, threshold 0.95"
+RIGHT = {"exact": ["11110000", "11111100"], FAST: ["11111000", "11111000"]}
+SPENT = {"exact": (120.0, 6_000_000, 100), FAST: (60.0, 2_000_000, 120)}
+
+
+FED = {"exact": [896.0, 896.0], FAST: [100.0, 121.0]}
 
 
 def lines(split="test"):
     args = make_parser().parse_args(["--seeds", "6", "7", "--split", split])
     found = []
     for run in planned(args):
-        if run.sampler in RIGHT and run.seconds != 47.5:
-            seconds, tokens, step = SPENT[run.sampler]
-            point = {"right": RIGHT[run.sampler][run.seed - 6], "seconds": seconds, "compute_tokens": tokens}
-            found.append({"run": asdict(run), "points": [point | {"step": step}], "not_finite": None})
+        for arm, right in RIGHT.items():
+            if (run.sampler, run.cure, run.seconds) == ARMS[arm]:
+                point = dict(zip(("seconds", "compute_tokens", "step"), SPENT[arm], strict=True))
+                points = [point | {"right": right[run.seed - 6]}]
+                own = {"right": "11100000"} if arm == FAST else None
+                logs = [{"sampling/forward_tokens": fed} for fed in FED[arm]]
+                found.append({"run": asdict(run), "points": points, "not_finite": None, "own": own, "logs": logs})
     return found
 
 
@@ -83,14 +90,14 @@ def test_a_table_pairs_each_arm_with_the_exact_one(tmp_path):
     exact, fast = (np.array([[int(one) for one in right] for right in RIGHT[name]]) for name in RIGHT)
     less = points(mean_of(fast - exact))
     text = page.read_text()
-    assert f"| exact | 2 | {percent(mean_of(exact))} |  | 100 | 120.0 | 1.00 | 6.00 | 1.00 |" in text
-    assert f"| cached+parallel | 2 | {percent(mean_of(fast))} | {less} | 120 | 60.0 | 2.00 | 2.00 | 3.00 |" in text
-    assert "| 0.0002 | cached+parallel | 62.5, 62.5 |" in text
+    assert f"| exact | 2 | {percent(mean_of(exact))} |  |  | 896 | 100 | 120.0 | 1.00 | 6.00 | 1.00 |" in text
+    assert f"| {FAST} | 2 | {percent(mean_of(fast))} | {less} | 37.5 | 110 | 120 | 60.0 | 2.00 | 2.00 | 3.00 |" in text
+    assert f"| 0.0002 | {FAST} | 62.5, 62.5 |" in text
     assert "in no table: 1." in text
     page.write_text(text.replace("Nothing has been read out of it yet.", "It is met."))
     write_page(lines()[:1], args, page)
     assert "It is met." in page.read_text()
-    assert "cached+parallel |" not in page.read_text()
+    assert FAST not in page.read_text()
 
 
 def test_a_miniature(tmp_path):

@@ -30,6 +30,8 @@ SAMPLERS: list[dict[str, Any]] = [  # all pairs of what a sampler may cache and 
     {"sampler": "cached+parallel", "kv_cache": "dual", "reveal": "factor", "reveal_level": 1.2},
     {"sampler": "cached", "kv_cache": "delayed"},
     {"sampler": "cached+parallel", "kv_cache": "delayed", "reveal": "threshold", "reveal_level": 0.6},
+    {"sampler": "cached", "kv_cache": "lasting"},
+    {"sampler": "cached+parallel", "kv_cache": "lasting", "reveal": "factor", "reveal_level": 1.2},
 ]
 
 
@@ -114,24 +116,26 @@ def sample(
     """The row that `rollout` must give for `prompt` and this generator, whatever else is in the batch."""
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
     row = Row([*prompt, *[MASK] * length], [0.0] * length, [0.0] * length, [-1] * length)
-    delayed = settings.kv_cache == "delayed"
+    lasting = settings.kv_cache == "lasting"
+    delayed = settings.kv_cache == "delayed" or lasting
     ids, branches = row.ids, [Frozen(model, delayed) for _ in range(2 if cfg_scale else 1)]
     cached, parallel = "cached" in settings.sampler, "parallel" in settings.sampler
     shift = int(getattr(model.config, "predicts_next_token", False))
     of_model = getattr(model.config, "block_size", None)
     start, stored = len(prompt), 0
+    before: list[int] = []
     for size, steps in blocks_of(len(prompt), settings, model):
         end, scheduled = start + size, 0
         last = end if settings.kv_cache == "dual" else len(ids)
-        before: list[int] = []
+        before = before if lasting else []
         for step, count in enumerate(parts(size, steps)):
             scheduled += count
             left = [i for i in range(start, end) if ids[i] == MASK]
             if not left:
                 break
             window = list(range(max(0, start - shift), last)) if cached and step > 0 else None
-            if delayed and step > 0:
-                window = before  # what the last pass hid
+            if delayed and row.passes > 0 and (lasting or step > 0):
+                window = sorted({*before, *(left if lasting else [])})  # what the last pass hid, or this one does
             before = left
             seen = [ids, [MASK] * len(prompt) + ids[len(prompt) :]]
             both = [branch.logits(tokens, window) for branch, tokens in zip(branches, seen, strict=False)]

@@ -26,11 +26,25 @@ def test_a_cache_renewed_in_every_step_is_exact(model):
     ids, mask = make_prompts([6, 2, 4], 0)
     lengths = {"mask_token_id": MASK, "gen_length": 8, "block_length": 1, "steps": 8}  # each block is one step
     exact = rollout(model, ids, mask, **lengths)
-    for cache in CACHES:
+    for cache in CACHES[:-1]:
         cached = rollout(model, ids, mask, sampler="cached", kv_cache=cache, **lengths)
         assert torch.equal(cached.ids, exact.ids)
         torch.testing.assert_close(cached.logps, exact.logps, rtol=0, atol=1e-5)
         assert torch.equal(cached.forward_tokens, exact.forward_tokens)
+
+
+@pytest.mark.parametrize("sampler", ["cached", "cached+parallel"])
+def test_a_lasting_cache_is_the_delayed_one_in_a_single_block_and_feeds_less_in_several(model, sampler):
+    ids, mask = make_prompts([6, 2, 4], 0)
+    for block_length in (12, 3):
+        lengths = LENGTHS | {"block_length": block_length, "steps": 8, "sampler": sampler}
+        delayed, lasting = (rollout(model, ids, mask, kv_cache=cache, **lengths) for cache in ("delayed", "lasting"))
+        if block_length == 12:
+            assert torch.equal(delayed.ids, lasting.ids)
+            assert torch.equal(delayed.forward_tokens, lasting.forward_tokens)
+            torch.testing.assert_close(delayed.logps, lasting.logps, rtol=0, atol=1e-5)
+        else:
+            assert (lasting.forward_tokens < 0.8 * delayed.forward_tokens).all()
 
 
 @pytest.mark.parametrize("steps", [6, 12])
@@ -70,7 +84,8 @@ def test_counts_are_what_the_body_was_fed(model, sampler, cfg_scale):
     got = rollout(model, ids, mask, **lengths, **sampler)
     hook.remove()
     all_fed = sum(rows * length for rows, length in fed)
-    if sampler == SAMPLERS[-1]:  # each row's own places, and as many of no use as it has fewer than another
+    if name == "cached+parallel" and sampler["kv_cache"] in ("delayed", "lasting"):
+        # Each row's own places, and as many of no use as it has fewer than another.
         assert 0.7 * all_fed < got.forward_tokens.sum() <= all_fed
     else:
         assert got.forward_tokens.sum() == all_fed
@@ -79,10 +94,17 @@ def test_counts_are_what_the_body_was_fed(model, sampler, cfg_scale):
     if "parallel" in name:
         assert len(got.passes.unique()) > 1, "no row took fewer passes than another: the test shows nothing"
     if name == "cached":
-        full, window = 18, {"prefix": (12 + 8 + 4), "dual": 3 * 4, "delayed": 3 * 4}[sampler["kv_cache"]]
-        before = 2 if sampler["kv_cache"] == "delayed" else 1  # of each hidden token, or of the window
-        shift = 3 * before * int(getattr(model.config, "predicts_next_token", False))
-        assert got.forward_tokens.tolist() == [(3 * full + window + shift) * (2 if cfg_scale else 1)] * 5
+        # Each of three blocks takes two passes, and each of these reveals two of the block's four tokens.
+        fed = {
+            "prefix": 3 * 18 + (12 + 8 + 4),
+            "dual": 3 * 18 + 3 * 4,
+            "delayed": 3 * 18 + 3 * 4,
+            "lasting": 18 + 4 + (2 + 4) + 4 + (2 + 4) + 4,
+        }[sampler["kv_cache"]]
+        # The token before the window, or before each one that is hidden.
+        shift = {"prefix": 3, "dual": 3, "delayed": 3 * 2, "lasting": 2 + 4 + 2 + 4 + 2}[sampler["kv_cache"]]
+        fed += shift * int(getattr(model.config, "predicts_next_token", False))
+        assert got.forward_tokens.tolist() == [fed * (2 if cfg_scale else 1)] * 5
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)

@@ -102,7 +102,7 @@ def test_every_sampler_equals_the_reference_under_eager_attention(kind_dirs, sam
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma"])
-@pytest.mark.parametrize("cache", ["prefix", "dual", "delayed"])
+@pytest.mark.parametrize("cache", ["prefix", "dual", "delayed", "lasting"])
 def test_other_kinds_with_caches_equal_the_reference(kind_dirs, kind, cache):
     chosen = SamplingSettings(9, 3, 6, sampler="cached", kv_cache=cache)
     check_against_the_reference(load_model(kind_dirs[kind]), {"widths": [5, 2], "settings": chosen, "seed": 1})

@@ -58,7 +58,10 @@ def test_what_is_not_said_is_the_tables_default():
     assert in_use(sampler="parallel", reveal="factor") == (None, "factor", RULES["factor"][1])
     assert in_use(sampler="parallel", reveal_level=0) == (None, "threshold", 0)
     assert in_use(sampler="cached+parallel") == ("dual", "threshold", RULES["threshold"][1])
-    assert (SAMPLERS, CACHES) == (("exact", "cached", "parallel", "cached+parallel"), ("prefix", "dual", "delayed"))
+    assert (SAMPLERS, CACHES) == (
+        ("exact", "cached", "parallel", "cached+parallel"),
+        ("prefix", "dual", "delayed", "lasting"),
+    )
 
 
 def test_settings_do_not_change():
