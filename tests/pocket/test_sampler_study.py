@@ -14,11 +14,24 @@ from diffu_grpo_train import make_parser as rl_parser
 from json_lines import read_lines
 from sampler_outcomes import Results, Setup, first_reach, of_largest_budget, outcome
 from sampler_report import write_report
-from sampler_runs import CURES, ESTIMATORS, LASTING, LEVELS, NO_CURE, OF_BLOCKS, RATE, SAMPLERS, SURER, Level, Run
+from sampler_runs import (
+    CURES,
+    ESTIMATORS,
+    LASTING,
+    LEVELS,
+    NO_CURE,
+    OF_BLOCKS,
+    RATE,
+    SAMPLERS,
+    SURER,
+    Level,
+    Run,
+)
 from sampler_study import RESULTS, main, make_parser, planned
 
 from d1.methods import METHODS
 
+SURE = (SURER, LASTING)  # levels of word problems' cached+parallel alone
 ROOT = Path(__file__).parents[2]
 
 
@@ -41,7 +54,7 @@ def test_runs_differ_from_d1_or_tracerl_by_sampler_estimator_and_cure_alone(samp
         }[estimator]
     )
     for cure in CURES:
-        if cure in (SURER, LASTING) and (task, sampler) != ("arithmetic", "cached+parallel"):
+        if cure in SURE and (task, sampler) != ("arithmetic", "cached+parallel"):
             continue
         run = run_of(sampler, cure, estimator=estimator, task=task)
         config, _ = parser.parse_args_and_config(run.flags(tmp_path, tmp_path / "out"))
@@ -51,9 +64,9 @@ def test_runs_differ_from_d1_or_tracerl_by_sampler_estimator_and_cure_alone(samp
         assert config.temperature == (float(cure.split()[-1]) if "temperature" in cure else 0.9)
         assert config.sampling_weight_cap == (float(cure.split()[-1]) if "weights" in cure else None)
         assert config.lr_scheduler_type == "constant"
-        if cure in (SURER, LASTING):
+        if cure in SURE:
             assert (config.reveal, config.reveal_level) == ("threshold", 0.95)
-            assert config.kv_cache == ("lasting" if cure == LASTING else "dual")
+            assert config.kv_cache == ("dual" if cure == SURER else "lasting")
         level = LEVELS[task][sampler] if cure not in OF_BLOCKS else Level()
         length = config.max_completion_length
         assert config.block_length == (length // level.blocks if level.blocks else 8)
