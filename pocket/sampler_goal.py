@@ -1,7 +1,7 @@
 """Does a fast sampler get to the exact sampler's final accuracy with 2.5 times less compute?
 
     python pocket/sampler_goal.py                     # two hours of a core; docs/fast_rollouts_goal.md
-    python pocket/sampler_goal.py --split validation --seeds 0 1 --learning_rate 1e-4
+    python pocket/sampler_goal.py --split validation --seeds 0 1 --seconds 120 --learning_rate 1e-4
     python pocket/sampler_goal.py --only_report       # the tables of what is there
 
 Each arm trains from SFT for a budget of its own, its rate falls to 0 over it, and only the last model is judged, by
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from board_plan import ROOT, START
+from board_plan import ROOT
 from board_results import table
 from board_statistics import mean_of, percent, points
 from json_lines import read_lines
@@ -68,12 +69,10 @@ def make_parser() -> argparse.ArgumentParser:
 def planned(args: argparse.Namespace) -> list[Run]:
     """Seed by seed, so that what is cut short has all arms."""
     runs = []
-    for seed in args.seeds:
-        runs.append(Run(TASK, START, START, NO_CURE, seed, args.split, 0.0, 0.0, 1, args.limit))
-        for longest in args.seconds:
-            for sampler, cure, seconds in ARMS[longest].values():
-                budget = (args.learning_rate, args.share * seconds, 1, args.limit)
-                runs.append(Run(TASK, sampler, ESTIMATOR, cure, seed, args.split, *budget, falling=True))
+    for seed, longest in product(args.seeds, args.seconds):
+        for sampler, cure, seconds in ARMS[longest].values():
+            budget = (args.learning_rate, args.share * seconds, 1, args.limit)
+            runs.append(Run(TASK, sampler, ESTIMATOR, cure, seed, args.split, *budget, falling=True))
     return runs
 
 
@@ -185,8 +184,7 @@ def main(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     run_missing([] if args.only_report else planned(args), folder / RESULTS, console)
     path = args.document or (DOCUMENT if not args.limit and args.share == 1 else folder / DOCUMENT.name)
-    lines = [line for line in read_lines(folder / RESULTS) if line["run"]["sampler"] != START]
-    console.print(write_page(lines, args, path.resolve()), markup=False)
+    console.print(write_page(read_lines(folder / RESULTS), args, path.resolve()), markup=False)
 
 
 if __name__ == "__main__":
