@@ -210,8 +210,12 @@ def test_a_run_that_was_cut_short_continues_from_the_harness_cache(harness, task
     anew = evaluate(harness, tasks, tiny_model_dir, model_args=other)
     for name in ("words_gen", "words_choice"):
         assert {key: resumed[name][key] for key in first[name]} == first[name]
-        assert {key: resumed[name][key] for key in range(4, 10)} == {key: anew[name][key] for key in range(4, 10)}
         assert all(resumed[name][key] != anew[name][key] for key in range(4))
+    for key in range(4, 10):
+        assert resumed["words_gen"][key] == anew["words_gen"][key]
+        # The rest is scored in batches of other rows, which on some processors round differently.
+        scores = [[answers[0][0] for answers in run["words_choice"][key]] for run in (resumed, anew)]
+        assert scores[0] == pytest.approx(scores[1], rel=1e-6)
 
 
 def test_answers_before_a_failure_are_in_the_cache(start, tmp_path):
