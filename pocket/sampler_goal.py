@@ -21,11 +21,10 @@ import numpy as np
 from board_plan import ROOT
 from board_results import table
 from board_statistics import mean_of, percent, points
-from json_lines import read_lines
 from pages import reading
 from rich.console import Console
 from sampler_outcomes import GOAL, SECONDS, TOKENS, Line, paired, solved
-from sampler_runs import LASTING, NO_CURE, SHORT_BLOCKS, SURER, Run, run_missing
+from sampler_runs import LASTING, NO_CURE, SHORT_BLOCKS, SURER, Run, check_numbers, run_missing
 
 from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
@@ -48,7 +47,6 @@ ARMS: dict[int, dict[str, tuple[str, str, float]]] = {
         "dual": ("cached+parallel", SURER, 118.0),
     },
 }
-RESULTS = "results.jsonl"
 DOCUMENT = ROOT / "docs" / "fast_rollouts_goal.md"
 
 
@@ -171,20 +169,18 @@ it says none.
 
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError for a number out of its range."""
-    if not args.learning_rate > 0 or not 0 < args.share <= 1:
-        raise ValueError("--learning_rate must be above 0, and --share above 0 and at most 1")
-    if args.limit < 0 or min(args.seeds) < 0:
-        raise ValueError("--limit and --seeds must not be negative")
+    check_numbers(args)
+    if not 0 < args.share <= 1:
+        raise ValueError("--share must be above 0 and at most 1")
 
 
 def main(args: argparse.Namespace) -> None:
     check(args)
     console = Console()
     folder = args.output_dir.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    run_missing([] if args.only_report else planned(args), folder / RESULTS, console)
+    lines = run_missing([] if args.only_report else planned(args), folder, console)
     path = args.document or (DOCUMENT if not args.limit and args.share == 1 else folder / DOCUMENT.name)
-    console.print(write_page(read_lines(folder / RESULTS), args, path.resolve()), markup=False)
+    console.print(write_page(lines, args, path.resolve()), markup=False)
 
 
 if __name__ == "__main__":

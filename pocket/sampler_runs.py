@@ -3,6 +3,7 @@ and the accuracy of each by the exact sampler. All of it happens in the process 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import math
@@ -25,6 +26,8 @@ from transformers import TrainerCallback
 from d1.methods import METHODS
 from d1.runs.divergence import check_weights
 from d1.runs.record import run_record
+
+RESULTS = "results.jsonl"
 
 
 class Level(NamedTuple):
@@ -118,10 +121,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        parts = (self.task, self.sampler, self.estimator, self.cure, f"seed{self.seed}", self.split)
-        return (
-            "_".join(parts).replace(" ", "-") + f"_{self.learning_rate:g}_{self.seconds:g}s" + "_falling" * self.falling
-        )
+        parts = [self.task, self.sampler, self.estimator, self.cure, f"seed{self.seed}", self.split]
+        parts += [f"{self.learning_rate:g}", f"{self.seconds:g}s", *(["falling"] if self.falling else [])]
+        return "_".join(parts).replace(" ", "-")
 
     @property
     def sampling(self) -> list[str]:
@@ -240,11 +242,22 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
     return found
 
 
-def run_missing(runs: Sequence[Run], results: Path, console: Console) -> None:
-    """Measures those of the runs that `results` has no line of, a line each."""
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises ValueError for a number out of its range, of those that all studies of runs take."""
+    if not args.learning_rate > 0:
+        raise ValueError("--learning_rate must be above 0")
+    if args.limit < 0 or min(args.seeds) < 0:
+        raise ValueError("--limit and --seeds must not be negative")
+
+
+def run_missing(runs: Sequence[Run], folder: Path, console: Console) -> list[dict[str, Any]]:
+    """Measures those of the runs that the folder's `RESULTS` have no line of, a line each; returns all lines."""
+    folder.mkdir(parents=True, exist_ok=True)
     find_stages()
-    done = [Run(**line["run"]) for line in read_lines(results)]
+    done = [Run(**line["run"]) for line in read_lines(folder / RESULTS)]
     for run in runs:
         if run not in done:
             console.print(run.name)
-            append_line(results, {"run": asdict(run), **measure(run, results.parent, console), "record": run_record()})
+            line = {"run": asdict(run), **measure(run, folder, console), "record": run_record()}
+            append_line(folder / RESULTS, line)
+    return read_lines(folder / RESULTS)

@@ -17,15 +17,13 @@ import argparse
 from pathlib import Path
 
 from board_plan import ROOT, SEEDS, START, TASKS
-from json_lines import read_lines
 from rich.console import Console
 from sampler_report import write_report
-from sampler_runs import CURES, ESTIMATORS, NO_CURE, RATE, SAMPLERS, Run, run_missing
+from sampler_runs import CURES, ESTIMATORS, NO_CURE, RATE, SAMPLERS, Run, check_numbers, run_missing
 
 from d1.runs.entry import OneLineParser, run_script
 from d1.runs.ranges import COUNT, fits
 
-RESULTS = "results.jsonl"
 DOCUMENT = ROOT / "docs" / "fast_rollouts.md"
 
 
@@ -61,21 +59,19 @@ def planned(args: argparse.Namespace) -> list[Run]:
 
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError for a number out of its range."""
-    if not fits(args.points, COUNT) or not args.seconds > 0 or not args.learning_rate > 0:
-        raise ValueError("--points, --seconds and --learning_rate must be above 0")
-    if args.limit < 0 or min(args.seeds) < 0:
-        raise ValueError("--limit and --seeds must not be negative")
+    check_numbers(args)
+    if not fits(args.points, COUNT) or not args.seconds > 0:
+        raise ValueError("--points and --seconds must be above 0")
 
 
 def main(args: argparse.Namespace) -> None:
     check(args)
     console = Console()
     folder = args.output_dir.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    run_missing([] if args.only_report else planned(args), folder / RESULTS, console)
+    lines = run_missing([] if args.only_report else planned(args), folder, console)
     path = args.document or (folder / "fast_rollouts.md" if args.limit else DOCUMENT)
-    lines = [line for line in read_lines(folder / RESULTS) if line["run"]["limit"] == args.limit]
-    console.print(write_report(lines, path.resolve()), markup=False)
+    shown = [line for line in lines if line["run"]["limit"] == args.limit]
+    console.print(write_report(shown, path.resolve()), markup=False)
 
 
 if __name__ == "__main__":

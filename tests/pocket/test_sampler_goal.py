@@ -11,8 +11,8 @@ import sampler_runs
 from board_statistics import mean_of, percent, points
 from diffu_grpo_train import make_parser as rl_parser
 from json_lines import read_lines
-from sampler_goal import ARMS, RESULTS, main, make_parser, planned, write_page
-from sampler_runs import SaveBySeconds
+from sampler_goal import ARMS, main, make_parser, planned, write_page
+from sampler_runs import RESULTS, SaveBySeconds
 
 ROOT = Path(__file__).parents[2]
 EVERY = [arm for arms in ARMS.values() for arm in arms.values()]

@@ -22,12 +22,13 @@ from sampler_runs import (
     NO_CURE,
     OF_BLOCKS,
     RATE,
+    RESULTS,
     SAMPLERS,
     SURER,
     Level,
     Run,
 )
-from sampler_study import RESULTS, main, make_parser, planned
+from sampler_study import main, make_parser, planned
 
 from d1.methods import METHODS
 
