@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from d1.models.attention import count_positions, over_queries, takes_masks_over_queries
@@ -130,8 +131,7 @@ class Passes:
 
 def drop_columns(past: DynamicCache, first: int, end: int) -> None:
     """Takes the keys and values of the columns `first` to `end` out of every layer."""
-    layers: Any = past.layers
-    for layer in layers:
+    for layer in layers_of(past):
         layer.keys = torch.cat([layer.keys[:, :, :first], layer.keys[:, :, end:]], dim=2)
         layer.values = torch.cat([layer.values[:, :, :first], layer.values[:, :, end:]], dim=2)
 
@@ -163,9 +163,7 @@ class BlockPasses:
         self.end = end + (self.boundary - end) % self.size
         self.opening = True
         if self.finished is not None and live != self.rows:
-            held, device = len(self.rows), self.opened.device
-            places = [self.rows.index(row) + first for first in range(0, len(self.opened), held) for row in live]
-            self.finished = select_rows(self.finished, torch.tensor(places).to(device, non_blocking=True))
+            self.finished = select_rows(self.finished, places_of(live, self.rows, self.opened))
         self.rows, self.past = live, self.finished
 
     def keep(self, rows: Tensor) -> None:
@@ -197,9 +195,31 @@ class BlockPasses:
         return states, fed.sum(-1)
 
 
+def places_of(live: list[int], rows: list[int], held: Tensor) -> Tensor:
+    """Where `live`, some of the batch's rows, stand in `held` (branches x rows, ...), in every branch."""
+    places = [rows.index(row) + first for first in range(0, len(held), len(rows)) for row in live]
+    return torch.tensor(places).to(held.device, non_blocking=True)
+
+
 def select_rows(past: DynamicCache, rows: Tensor) -> DynamicCache:
     """A cache of these rows of `past`, which stays as it is."""
     selected = copy(past)
     selected.layers = [copy(layer) for layer in past.layers]
     selected.batch_select_indices(rows)
     return selected
+
+
+def joined(parts: list[DynamicCache], order: Tensor) -> DynamicCache:
+    """One cache of the rows of all parts, padded on the left, in the order `order`."""
+    whole, width = select_rows(parts[0], order[:0]), max(past.get_seq_length() for past in parts)
+    for layer, *others in zip(layers_of(whole), *map(layers_of, parts), strict=True):
+        for name in ("keys", "values"):
+            tensors = [getattr(other, name) for other in others]
+            padded = [pad(of, (0, 0, width - of.shape[2], 0)) if of.shape[2] < width else of for of in tensors]
+            setattr(layer, name, torch.cat(padded)[order])
+    return whole
+
+
+def layers_of(past: DynamicCache) -> list[Any]:
+    layers: Any = past.layers
+    return list(layers)

@@ -17,7 +17,17 @@ from transformers import DynamicCache
 
 from d1.models.attention import count_positions, takes_masks_over_queries
 from d1.models.head import body_and_head
-from d1.sampling.caching import Passes, Source, check_cacheable, first_pass, mask_over, select_rows
+from d1.sampling.caching import (
+    Passes,
+    Source,
+    check_cacheable,
+    first_pass,
+    joined,
+    layers_of,
+    mask_over,
+    places_of,
+    select_rows,
+)
 
 
 class DelayedPasses:
@@ -91,9 +101,8 @@ class DelayedPasses:
 def write_columns(past: DynamicCache, columns: Tensor, fresh: Tensor, length: int) -> None:
     """Moves what a pass has put behind the first `length` columns of every layer to `columns` (rows, n), where `fresh`;
     the rest of it goes."""
-    layers: Any = past.layers
     at, fresh = columns[:, None, :, None], fresh[:, None, :, None]
-    for layer in layers:
+    for layer in layers_of(past):
         for name in ("keys", "values"):
             old, new = getattr(layer, name).split([length, getattr(layer, name).shape[2] - length], dim=2)
             new = torch.where(fresh, new[:, :, : columns.shape[1]], old.take_along_dim(at, 2))
@@ -113,34 +122,26 @@ class LastingPasses(DelayedPasses):
     def __init__(self, model: Any, mask_token_id: int) -> None:
         super().__init__(model, mask_token_id)
         self.rows: list[int] = []  # of the batch, those that entered the block
-        self.waiting: list[tuple[Tensor, DynamicCache, Tensor]] = []  # places, past and stale of those that wait
-        self.width, self.widths = 0, [0]  # positions of the last pass, and of the last ones of those that wait
+        self.width = 0  # no row of those at work has more stale columns
+        self.waiting: list[tuple[Tensor, DynamicCache, Tensor, int]] = []  # places, past, stale and width of the others
 
     def enter(self, live: list[int], start: int, end: int) -> None:
         self.opening = True
-        if self.past is not None:
-            parts = [*self.waiting, (self.places, self.past, self.stale)]
-            order = torch.cat([places for places, _, _ in parts]).argsort()
-            self.past = joined([past for _, past, _ in parts], order)
-            self.stale = torch.cat([stale for _, _, stale in parts])[order]
-            if live != self.rows:
-                kept = [self.rows.index(row) + first for first in range(0, len(order), len(self.rows)) for row in live]
-                self.take(torch.tensor(kept).to(order.device, non_blocking=True))
+        if self.past is not None and (self.waiting or live != self.rows):
+            parts = [*self.waiting, (self.places, self.past, self.stale, self.width)]
+            places, caches, stale, widths = zip(*parts, strict=True)
+            order = torch.cat(places).argsort()
+            order = order[places_of(live, self.rows, order)]
+            self.past, self.stale, self.width = joined([*caches], order), torch.cat(stale)[order], max(widths)
         self.rows, self.waiting = live, []
-
-    def take(self, rows: Tensor) -> None:
-        assert self.past is not None
-        self.past, self.stale = select_rows(self.past, rows), self.stale[rows]
 
     def keep(self, rows: Tensor) -> None:
         assert self.past is not None
         count = len(self.places)
         kept = torch.zeros(count, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
         full = kept.byte().argsort(stable=True)[: count - len(rows)]
-        self.waiting.append((self.places[full], select_rows(self.past, full), self.stale[full]))
-        self.widths.append(self.width)
-        self.take(rows)
-        self.places = self.places[rows]
+        self.waiting.append((self.places[full], select_rows(self.past, full), self.stale[full], self.width))
+        self.past, self.stale, self.places = select_rows(self.past, rows), self.stale[rows], self.places[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.hides(ids, positions)
@@ -152,25 +153,13 @@ class LastingPasses(DelayedPasses):
             count = visible.sum(-1)
         else:
             fed = self.stale | now
-            width = max(self.width, *self.widths) + positions.shape[1] if self.opening else self.width
+            width = self.width + positions.shape[1] * self.opening
             self.columns = fed.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
             self.hidden = fed.gather(1, self.columns)
             states = self.feed(self.past, ids, visible, positions)
             count = fed.sum(-1) + hidden.sum(-1) * self.shift
-        if self.opening:
-            self.widths = [0]
         self.stale, self.width, self.opening = now, positions.shape[1], False
         return states, count
-
-
-def joined(parts: list[DynamicCache], order: Tensor) -> DynamicCache:
-    """One cache of the rows of all parts, put into `order`."""
-    whole = select_rows(parts[0], order[:0])
-    layers: Any = [past.layers for past in (whole, *parts)]
-    for layer, *others in zip(*layers, strict=True):
-        for name in ("keys", "values"):
-            setattr(layer, name, torch.cat([getattr(other, name) for other in others])[order])
-    return whole
 
 
 def passes_of(model: Any, cache: str | None, padded: bool, mask_token_id: int) -> Source:

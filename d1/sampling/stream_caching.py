@@ -16,8 +16,8 @@ from transformers import DynamicCache
 
 from d1.models.attention import count_positions, takes_masks_over_queries
 from d1.models.head import body_and_head
-from d1.sampling.caching import check_cacheable, first_pass, mask_over, select_rows
-from d1.sampling.delayed import DelayedPasses, LastingPasses, joined
+from d1.sampling.caching import check_cacheable, first_pass, joined, layers_of, mask_over, select_rows
+from d1.sampling.delayed import DelayedPasses, LastingPasses
 
 
 @dataclass(frozen=True)
@@ -273,21 +273,10 @@ class BlockWindows:
         return past, seen.gather(1, columns)
 
 
-def layers_of(past: DynamicCache) -> list[Any]:
-    layers: Any = past.layers
-    return list(layers)
-
-
 def joined_caches(parts: list[tuple[DynamicCache, Tensor]], order: Tensor) -> tuple[DynamicCache, Tensor]:
     """One cache of the rows of all parts, padded on the left, in the order `order`; and its (rows, columns) tokens."""
     if len(parts) == 1:
         return parts[0]
     width = max(seen.shape[1] for _, seen in parts)
     seen = torch.cat([pad(seen, (width - seen.shape[1], 0)) for _, seen in parts])[order]
-    whole = select_rows(parts[0][0], order[:0])
-    for layer, *others in zip(layers_of(whole), *(layers_of(past) for past, _ in parts), strict=True):
-        for name in ("keys", "values"):
-            tensors = [getattr(other, name) for other in others]
-            padded = [pad(tensor, (0, 0, width - tensor.shape[2], 0)) for tensor in tensors]
-            setattr(layer, name, torch.cat(padded)[order])
-    return whole, seen
+    return joined([past for past, _ in parts], order), seen
