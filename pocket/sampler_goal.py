@@ -1,11 +1,12 @@
 """Does a fast sampler get to the exact sampler's final accuracy with 2.5 times less compute?
 
     python pocket/sampler_goal.py                     # two hours of a core; docs/fast_rollouts_goal.md
-    python pocket/sampler_goal.py --split validation --seeds 0 1 --seconds 120 --learning_rate 1e-4
+    python pocket/sampler_goal.py --split validation --seeds 0 1 2 3 --steps 100 --arms exact prefix
     python pocket/sampler_goal.py --only_report       # the tables of what is there
 
-Each arm trains from SFT for a budget of its own, its rate falls to 0 over it, and only the last model is judged, by
-the exact sampler. So nothing depends on where a noisy curve first crosses a line, as it does in `sampler_study.py`.
+Each arm trains from SFT for so many steps, over which its rate falls to 0, and only the last model is judged, by the
+exact sampler. So nothing depends on where a noisy curve first crosses a line, as it does in `sampler_study.py`, nor on
+how fast or busy the machine is.
 Results are lines of `results.jsonl` in the output folder. Killed? The same command continues.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 from board_plan import ROOT
@@ -24,27 +26,38 @@ from board_statistics import mean_of, percent, points
 from pages import reading
 from rich.console import Console
 from sampler_outcomes import GOAL, SECONDS, TOKENS, Line, paired, solved
-from sampler_runs import LASTING, NO_CURE, SHORT_BLOCKS, SURER, Run, check_numbers, run_missing
+from sampler_runs import LASTING, NO_CURE, PREFIX, SURER, Run, check_numbers, run_missing
 
 from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
 
 TASK, ESTIMATOR = "arithmetic", "tracerl"  # whose rollouts are four fifths of the compute
 RATE = 2e-4
-# The longest arm's seconds -> arm -> sampler, cure and processor seconds. The other arms spend 2.5 times fewer tokens
-# or, where the name says so, seconds; a little less, since a run ends with the step it is in.
-ARMS: dict[int, dict[str, tuple[str, str, float]]] = {
-    120: {
-        "exact": ("exact", NO_CURE, 120.0),
-        "exact, fewer tokens": ("exact", NO_CURE, 46.0),
-        "dual": ("cached+parallel", SURER, 59.0),
-        "dual, fewer seconds": ("cached+parallel", SURER, 47.5),
-        "dual, threshold 0.8": ("cached+parallel", SHORT_BLOCKS, 55.0),
-        "lasting": ("cached+parallel", LASTING, 78.0),
+
+
+class Arm(NamedTuple):
+    """What its runs share; the fields are `Run`'s."""
+
+    sampler: str
+    cure: str
+    steps: int
+
+
+# The exact arm's steps -> arm. The others spend 2.5 times fewer tokens, or a little less than that.
+ARMS: dict[int, dict[str, Arm]] = {
+    50: {
+        "exact": Arm("exact", NO_CURE, 50),
+        "exact, fewer tokens": Arm("exact", NO_CURE, 19),
+        "prefix": Arm("cached+parallel", PREFIX, 48),
+        "dual": Arm("cached+parallel", SURER, 51),
+        "lasting": Arm("cached+parallel", LASTING, 87),
     },
-    240: {
-        "exact": ("exact", NO_CURE, 240.0),
-        "dual": ("cached+parallel", SURER, 118.0),
+    100: {
+        "exact": Arm("exact", NO_CURE, 100),
+        "exact, fewer tokens": Arm("exact", NO_CURE, 38),
+        "prefix": Arm("cached+parallel", PREFIX, 96),
+        "dual": Arm("cached+parallel", SURER, 102),
+        "lasting": Arm("cached+parallel", LASTING, 174),
     },
 }
 DOCUMENT = ROOT / "docs" / "fast_rollouts_goal.md"
@@ -52,11 +65,12 @@ DOCUMENT = ROOT / "docs" / "fast_rollouts_goal.md"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(6, 14)], help="0 and 1 chose the rate")
-    parser.add_argument("--seconds", type=int, nargs="+", default=[*ARMS], choices=[*ARMS], help="of the exact arm")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(20, 28)], help="those below chose the arms")
+    parser.add_argument("--steps", type=int, nargs="+", default=[*ARMS], choices=[*ARMS], help="of the exact arm")
+    parser.add_argument("--arms", nargs="+", default=[*ARMS[50]], choices=[*ARMS[50]])
     parser.add_argument("--split", choices=["test", "validation"], default="test", help="problems to judge on")
     parser.add_argument("--learning_rate", type=float, default=RATE, help="that a run begins with")
-    parser.add_argument("--share", type=float, default=1.0, help="of each arm's seconds, for a quick look")
+    parser.add_argument("--share", type=float, default=1.0, help="of each arm's steps, for a quick look")
     parser.add_argument("--limit", type=int, default=0, help="judge on so many problems; default: all")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "sampler_goal")
     parser.add_argument("--document", type=Path, help="default: docs/fast_rollouts_goal.md")
@@ -64,30 +78,31 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run_of(arm: Arm, seed: int, args: argparse.Namespace) -> Run:
+    steps = max(1, round(args.share * arm.steps))
+    setup = (TASK, arm.sampler, ESTIMATOR, arm.cure, seed, args.split, args.learning_rate)
+    return Run(*setup, seconds=0.0, points=1, limit=args.limit, steps=steps)
+
+
 def planned(args: argparse.Namespace) -> list[Run]:
     """Seed by seed, so that what is cut short has all arms."""
-    runs = []
-    for seed, longest in product(args.seeds, args.seconds):
-        for sampler, cure, seconds in ARMS[longest].values():
-            budget = (args.learning_rate, args.share * seconds, 1, args.limit)
-            runs.append(Run(TASK, sampler, ESTIMATOR, cure, seed, args.split, *budget, falling=True))
-    return runs
+    return [run_of(ARMS[steps][name], seed, args) for seed, steps, name in product(args.seeds, args.steps, args.arms)]
 
 
 Runs = dict[int, Line]  # by seed
 
 
-def of_arms(lines: Sequence[Line], args: argparse.Namespace, longest: int, split: str) -> dict[float, dict[str, Runs]]:
+def of_arms(lines: Sequence[Line], args: argparse.Namespace, steps: int, split: str) -> dict[float, dict[str, Runs]]:
     """Rate -> arm -> the lines of these arms and this split, among those of the share and the limit that `args` has;
     without runs whose loss or weights did not stay finite."""
-    names = {(sampler, cure, args.share * seconds): name for name, (sampler, cure, seconds) in ARMS[longest].items()}
     found: dict[float, dict[str, Runs]] = {}
     for line in lines:
         run = Run(**line["run"])
-        name = names.get((run.sampler, run.cure, run.seconds))
-        if name is not None and (run.split, run.limit) == (split, args.limit) and not line["not_finite"]:
-            found.setdefault(run.learning_rate, {}).setdefault(name, {})[run.seed] = line
-    return {rate: {name: arms[name] for name in ARMS[longest] if name in arms} for rate, arms in sorted(found.items())}
+        alike = argparse.Namespace(**vars(args) | {"split": split, "learning_rate": run.learning_rate})
+        for name, arm in ARMS[steps].items():
+            if run == run_of(arm, run.seed, alike) and not line["not_finite"]:
+                found.setdefault(run.learning_rate, {}).setdefault(name, {})[run.seed] = line
+    return {rate: {name: arms[name] for name in ARMS[steps] if name in arms} for rate, arms in sorted(found.items())}
 
 
 def scores(runs: Runs) -> dict[int, np.ndarray]:
@@ -137,11 +152,11 @@ def validation_table(by_rate: dict[float, dict[str, Runs]]) -> str:
 def write_page(lines: Sequence[Line], args: argparse.Namespace, path: Path) -> str:
     """Writes the page; returns what to say."""
     text = HEAD.format(goal=GOAL, reading=reading(path))
-    for longest in ARMS:
-        for rate, arms in of_arms(lines, args, longest, "test").items():
-            text += f"## Exact for {longest} seconds, test problems, rate {rate:g}\n\n{arms_table(arms)}\n"
-        if looked_at := of_arms(lines, args, longest, "validation"):
-            text += f"## Exact for {longest} seconds, validation problems\n\n{validation_table(looked_at)}\n"
+    for steps in ARMS:
+        for rate, arms in of_arms(lines, args, steps, "test").items():
+            text += f"## Exact for {steps} steps, test problems, rate {rate:g}\n\n{arms_table(arms)}\n"
+        if looked_at := of_arms(lines, args, steps, "validation"):
+            text += f"## Exact for {steps} steps, validation problems\n\n{validation_table(looked_at)}\n"
     text += f"Runs that did not stay finite, and are in no table: {sum(bool(line['not_finite']) for line in lines)}.\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -151,10 +166,9 @@ def write_page(lines: Sequence[Line], args: argparse.Namespace, path: Path) -> s
 HEAD = """# A fast sampler with {goal} times less compute
 
 Written by `python pocket/sampler_goal.py`. Word problems from SFT, with TraceRL's values and two views a completion:
-rollouts are four fifths of this compute. Each arm trains for the processor seconds in the script's `ARMS`, its rate
-falls linearly to 0 over them, and the last model is judged by the **exact** sampler, greedy. All rollouts, and the
-judge, have blocks of 8. Fast arms are `cached+parallel`: the name says which cache, and the threshold is 0.95 where
-it says none.
+rollouts are four fifths of this compute. Each arm trains for the steps in the script's `ARMS`, its rate falls to 0 over
+them, and the last model is judged by the **exact** sampler, greedy. All rollouts, and the judge, have blocks of 8. Fast
+arms are `cached+parallel` with threshold 0.95; the name says which cache.
 
 {reading}
 

@@ -15,7 +15,7 @@ from sampler_runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
 from d1.show.curves import panels, save_figure
 from d1.show.tables import markdown_table
 
-STYLES = ("-", ":", "-.", "x-", "+-", "o--", "s--", "^--")  # of `CURES`
+STYLES = ("-", ":", "-.", "x-", "+-", "o--", "s--", "^--", "v--")  # of `CURES`
 
 
 def shown(value: float | None, digits: int = 1, scale: float = 1.0) -> str:

@@ -74,11 +74,12 @@ ESTIMATORS: dict[str, tuple[object, ...]] = {
 }
 NO_CURE = "none"
 SHORT_BLOCKS = "blocks of 8"  # and a step for two tokens at most, as the exact sampler has
-SURER, LASTING = f"{SHORT_BLOCKS}, threshold 0.95", f"{SHORT_BLOCKS}, lasting, threshold 0.95"
+SURER, LASTING, PREFIX = (f"{SHORT_BLOCKS}, {name}threshold 0.95" for name in ("", "lasting, ", "prefix, "))
 OF_BLOCKS: dict[str, tuple[object, ...]] = {  # cure -> what it changes in a sampler's flags
     SHORT_BLOCKS: (),
     SURER: ("--reveal_level", 0.95),
     LASTING: ("--kv_cache", "lasting", "--reveal_level", 0.95),
+    PREFIX: ("--kv_cache", "prefix", "--reveal_level", 0.95),
 }
 CURES: dict[str, tuple[object, ...]] = {
     NO_CURE: (),
@@ -101,10 +102,10 @@ class Run:
     """One training, or, where `sampler` is `START`, the evaluation of what it begins from.
 
     Attributes:
-        seconds: of the processor, in training.
+        seconds: of the processor, in training, at a constant rate; 0: training ends with its steps.
         points: models saved and evaluated, at even shares of the seconds.
         limit: problems it is judged on; 0: all.
-        falling: the rate falls linearly, to 0 at the end of the seconds, and is not constant.
+        steps: of the optimizer, over which the rate falls linearly to 0; 0: training ends with its seconds.
     """
 
     task: str
@@ -117,12 +118,12 @@ class Run:
     seconds: float
     points: int
     limit: int = 0
-    falling: bool = False
+    steps: int = 0
 
     @property
     def name(self) -> str:
         parts = [self.task, self.sampler, self.estimator, self.cure, f"seed{self.seed}", self.split]
-        parts += [f"{self.learning_rate:g}", f"{self.seconds:g}s", *(["falling"] if self.falling else [])]
+        parts += [f"{self.learning_rate:g}", f"{self.steps}steps" if self.steps else f"{self.seconds:g}s"]
         return "_".join(parts).replace(" ", "-")
 
     @property
@@ -137,11 +138,12 @@ class Run:
         return [*map(str, flags)]
 
     def flags(self, folder: Path, output_dir: Path) -> list[str]:
-        """Of diffu_grpo_train.py; the callback ends the run, never max_steps, and lets the rate fall."""
+        """Of diffu_grpo_train.py. A run of so many seconds is ended by the callback, never by max_steps."""
         task = TASKS[self.task]
         flags: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--dataset", task.dataset, *task.flags]
         flags += ["--seed", self.seed, "--model_path", start_of(folder, self)]
-        flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "constant", "--max_steps", 1_000_000]
+        flags += ["--learning_rate", self.learning_rate, "--max_steps", self.steps or 1_000_000]
+        flags += ["--lr_scheduler_type", "linear" if self.steps else "constant"]
         flags += ["--eval_strategy", "no", "--save_strategy", "no", "--output_dir", output_dir]
         flags += [*ESTIMATORS[self.estimator], *self.sampling, *CURES[self.cure]]
         return [*map(str, flags)]
@@ -159,20 +161,18 @@ def make_start(folder: Path, run: Run, console: Console) -> None:
         run_phases([sft(state, run.seed, miniature=False, task=run.task)], state, 1, console)
 
 
-class SaveBySeconds(TrainerCallback):
+class SavePoints(TrainerCallback):
     """Saves the model at the first step at or after each even share of a budget of this process's processor seconds,
-    and ends the run with the last. Saving itself is not counted.
-
-    Args:
-        falling: as in `Run`.
+    and ends the run with the last. Without a budget, 0, it saves the model of the run's last step. Saving itself is not
+    counted.
 
     Attributes:
         saved: (folder, processor seconds, step) of each model.
         logs: all that was logged, also of a run that raised.
     """
 
-    def __init__(self, folder: Path, seconds: float, points: int, falling: bool = False) -> None:
-        self.folder, self.seconds, self.points, self.falling = folder, seconds, points, falling
+    def __init__(self, folder: Path, seconds: float, points: int) -> None:
+        self.folder, self.seconds, self.points = folder, seconds or math.inf, points
         self.saved: list[tuple[Path, float, int]] = []
         self.logs: list[dict[str, Any]] = []
         self.began = 0.0
@@ -180,18 +180,12 @@ class SaveBySeconds(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.began = time.process_time()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        if self.falling:
-            left = 1 - (time.process_time() - self.began) / self.seconds
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * max(0.0, left)
-
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
     ) -> None:
         now = time.process_time()
         spent = now - self.began
-        if spent < self.seconds * (len(self.saved) + 1) / self.points:
+        if spent < self.seconds * (len(self.saved) + 1) / self.points and state.global_step < state.max_steps:
             return
         check_weights(model, state.global_step)
         path = self.folder / f"step{state.global_step}"
@@ -204,7 +198,7 @@ class SaveBySeconds(TrainerCallback):
 
     def last_step(self, state: Any) -> int:
         """At which the seconds will be over, at what a step has taken so far."""
-        if not state.global_step:
+        if not state.global_step or math.isinf(self.seconds):
             return int(state.max_steps)
         return math.ceil(state.global_step * self.seconds / (time.process_time() - self.began))
 
@@ -224,7 +218,7 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
             "points": [evaluate(judged, start_of(folder, run), output_dir / "start") | {"seconds": 0.0}]
         }
     else:
-        saver = SaveBySeconds(output_dir / "points", run.seconds, run.points, run.falling)
+        saver = SavePoints(output_dir / "points", run.seconds, run.points)
         reason = train(run.name, run.flags(folder, output_dir), callbacks=[saver])
         compute = {log["step"]: log["compute_tokens"] for log in saver.logs if "compute_tokens" in log}
         points = [

@@ -21,6 +21,7 @@ from sampler_runs import (
     LEVELS,
     NO_CURE,
     OF_BLOCKS,
+    PREFIX,
     RATE,
     RESULTS,
     SAMPLERS,
@@ -32,7 +33,7 @@ from sampler_study import main, make_parser, planned
 
 from d1.methods import METHODS
 
-SURE = (SURER, LASTING)  # levels of word problems' cached+parallel alone
+SURE = {SURER: "dual", LASTING: "lasting", PREFIX: "prefix"}  # levels of word problems' cached+parallel alone
 ROOT = Path(__file__).parents[2]
 
 
@@ -67,7 +68,7 @@ def test_runs_differ_from_d1_or_tracerl_by_sampler_estimator_and_cure_alone(samp
         assert config.lr_scheduler_type == "constant"
         if cure in SURE:
             assert (config.reveal, config.reveal_level) == ("threshold", 0.95)
-            assert config.kv_cache == ("dual" if cure == SURER else "lasting")
+            assert config.kv_cache == SURE[cure]
         level = LEVELS[task][sampler] if cure not in OF_BLOCKS else Level()
         length = config.max_completion_length
         assert config.block_length == (length // level.blocks if level.blocks else 8)
