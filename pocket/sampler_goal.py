@@ -1,6 +1,6 @@
 """Does a fast sampler get to the exact sampler's final accuracy with 2.5 times less compute?
 
-    python pocket/sampler_goal.py                     # two hours of a core; docs/fast_rollouts_goal.md
+    python pocket/sampler_goal.py                     # 80 minutes of a core; docs/fast_rollouts_goal.md
     python pocket/sampler_goal.py --split validation --seeds 0 1 2 3 --steps 100 --arms exact prefix
     python pocket/sampler_goal.py --only_report       # the tables of what is there
 
