@@ -1,7 +1,7 @@
 """Does a fast sampler get to the exact sampler's final accuracy with 2.5 times less compute?
 
     python pocket/sampler_goal.py                     # 80 minutes of a core; docs/fast_rollouts_goal.md
-    python pocket/sampler_goal.py --split validation --seeds 0 1 2 3 --steps 100 --arms exact prefix
+    python pocket/sampler_goal.py --split validation --seeds 0 1 2 3 --steps 100 --arms exact lasting
     python pocket/sampler_goal.py --only_report       # the tables of what is there
 
 Each arm trains from SFT for so many steps, over which its rate falls to 0, and only the last model is judged, by the
@@ -180,8 +180,11 @@ arms are `cached+parallel` with threshold 0.95; the name says which cache.
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError for a number out of its range."""
+    """Raises ValueError for a number out of its range, or arms of which a budget has none."""
     check_numbers(args)
+    for steps in args.steps:
+        if not any(name in ARMS[steps] for name in args.arms):
+            raise ValueError(f"--steps {steps} must have one of the --arms: its own are {', '.join(ARMS[steps])}")
     if not 0 < args.share <= 1:
         raise ValueError("--share must be above 0 and at most 1")
 

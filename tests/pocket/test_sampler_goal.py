@@ -105,7 +105,10 @@ def test_a_miniature(tmp_path):
     assert (tmp_path / RESULTS).read_bytes() == before
 
 
-@pytest.mark.parametrize("flags", [["--share", "0"], ["--share", "1.5"], ["--learning_rate", "0"], ["--limit", "-1"]])
-def test_numbers_out_of_range_are_refused(flags, tmp_path):
+REFUSED = ["--share 0", "--share 1.5", "--learning_rate 0", "--limit -1", "--steps 50 100 --arms dual"]
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_numbers_out_of_range_and_budgets_without_an_arm_are_refused(flags, tmp_path):
     with pytest.raises(ValueError, match="must"):
-        main(make_parser().parse_args([*flags, "--output_dir", str(tmp_path)]))
+        main(make_parser().parse_args([*flags.split(), "--output_dir", str(tmp_path)]))
