@@ -25,7 +25,7 @@ from board_results import table
 from board_statistics import mean_of, percent, points
 from pages import reading
 from rich.console import Console
-from sampler_outcomes import GOAL, SECONDS, TOKENS, Line, paired, solved
+from sampler_outcomes import GOAL, SECONDS, TOKENS, Line, paired, solved, solved_by_own
 from sampler_runs import LASTING, NO_CURE, PREFIX, SURER, Run, check_numbers, run_missing
 
 from d1.runs.entry import OneLineParser, run_script
@@ -75,9 +75,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def cut(arm: Arm, share: float) -> Arm:
+    """The arm at this share of its steps."""
+    return arm._replace(steps=max(1, round(share * arm.steps)))
+
+
 def run_of(arm: Arm, seed: int, args: argparse.Namespace) -> Run:
-    steps = max(1, round(args.share * arm.steps))
-    setup = (TASK, arm.sampler, ESTIMATOR, arm.cure, seed, args.split, args.learning_rate)
+    sampler, cure, steps = cut(arm, args.share)
+    setup = (TASK, sampler, ESTIMATOR, cure, seed, args.split, args.learning_rate)
     return Run(*setup, seconds=0.0, points=1, limit=args.limit, steps=steps)
 
 
@@ -96,9 +101,10 @@ def of_arms(lines: Sequence[Line], args: argparse.Namespace, steps: int, split: 
     found: dict[float, dict[str, Runs]] = {}
     for line in lines:
         run = Run(**line["run"])
-        alike = argparse.Namespace(**vars(args) | {"split": split, "learning_rate": run.learning_rate})
+        if line["not_finite"] or (run.split, run.limit) != (split, args.limit):
+            continue
         for name, arm in ARMS[steps].items():
-            if run == run_of(arm, run.seed, alike) and not line["not_finite"]:
+            if Arm(run.sampler, run.cure, run.steps) == cut(arm, args.share):
                 found.setdefault(run.learning_rate, {}).setdefault(name, {})[run.seed] = line
     return {rate: {name: arms[name] for name in ARMS[steps] if name in arms} for rate, arms in sorted(found.items())}
 
@@ -113,12 +119,6 @@ def spent(runs: Runs, seeds: Sequence[int], of: str) -> float:
     return fmean(runs[seed]["points"][-1][of] for seed in seeds)
 
 
-def by_its_own(runs: Runs, seeds: Sequence[int]) -> str:
-    """Percent that the last models solve by the sampler of their own rollouts, where it is not the exact one."""
-    found = [runs[seed]["own"] for seed in seeds if runs[seed]["own"]]
-    return f"{100 * fmean(solved(point).mean() for point in found):.1f}" if found else ""
-
-
 def arms_table(arms: dict[str, Runs]) -> str:
     """Of the seeds that an arm and the exact one both have."""
     rows, exact = [], arms.get("exact", {})
@@ -126,7 +126,9 @@ def arms_table(arms: dict[str, Runs]) -> str:
         seeds = sorted(runs.keys() & exact.keys()) or sorted(runs)
         own = {seed: found for seed, found in scores(runs).items() if seed in seeds}
         row = [name, str(len(seeds)), percent(mean_of(table(own)))]
-        row += [points(paired(scores(exact), own)) if name != "exact" and exact else "", by_its_own(runs, seeds)]
+        row += [points(paired(scores(exact), own)) if name != "exact" and exact else ""]
+        by_own = solved_by_own(runs[seed] for seed in seeds)
+        row += ["" if by_own is None else f"{100 * by_own:.1f}"]
         fed = [log["sampling/forward_tokens"] for seed in seeds for log in runs[seed]["logs"]]
         row += [f"{fmean(fed):.0f}", f"{spent(runs, seeds, 'step'):.0f}"]
         for of, scale, digits in ((SECONDS, 1, 1), (TOKENS, 1e6, 2)):

@@ -75,9 +75,7 @@ class Results:
         return grid, np.mean([np.interp(grid, *one) for one in kept], axis=0)
 
     def own(self, setup: Setup) -> float | None:
-        """The share that its last models solve by the run's own sampler, greedy."""
-        found = [line["own"] for line in self.lines[setup].values() if line.get("own")]
-        return fmean(solved(point).mean() for point in found) if found else None
+        return solved_by_own(self.lines[setup].values())
 
     def logged(self, setup: Setup, name: str, last: bool) -> float | None:
         """The mean over runs of the first, or last, three logs that have a metric."""
@@ -90,6 +88,12 @@ class Results:
 
 def solved(point: Line) -> np.ndarray:
     return np.array([*map(int, point["right"])], dtype=float)
+
+
+def solved_by_own(lines: Iterable[Line]) -> float | None:
+    """The share that the last models solve by the sampler of their own rollouts, greedy; None where all were exact."""
+    found = [solved(line["own"]).mean() for line in lines if line.get("own")]
+    return fmean(found) if found else None
 
 
 def first_reach(places: np.ndarray, values: np.ndarray, level: float) -> float | None:
