@@ -23,16 +23,16 @@ demo test leaderboard: export HF_HUB_OFFLINE = 1
 demo test leaderboard: export WANDB_MODE = disabled
 
 demo: .venv/.demo
-	python pocket/demo.py --task $(TASK) --seed $(SEED) $(ARGS)
+	python -m pocket.demo --task $(TASK) --seed $(SEED) $(ARGS)
 
 test: .venv/.test
 	python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: .venv/.demo
-	python benchmarks/results.py $(ARGS)
+	python -m benchmarks.results $(ARGS)
 
 leaderboard: .venv/.demo
-	python pocket/leaderboard.py $(ARGS)
+	python -m studies.leaderboard.run $(ARGS)
 
 lint: .venv/.dev
 	ruff check .

@@ -1,4 +1,4 @@
-"""python benchmarks/batching.py --model_path runs/demo/seed0/sft [--gen_length 40] [--problems 1000] [--batch 64]
+"""python -m benchmarks.batching --model_path runs/demo/seed0/sft [--gen_length 40] [--problems 1000] [--batch 64]
 
 An evaluation of fresh Sudoku puzzles, greedy, in fixed batches and in one that takes the next puzzle as soon as a row
 is done (`d1.sampling.rollout_stream`): forward passes, the share of the batch that is in use in them, tokens fed
@@ -9,7 +9,6 @@ and `.md` to --output_dir. Set OMP_NUM_THREADS=1.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fresh_problems import FRESH
 from benchmarks.machine import check_counts, describe, race

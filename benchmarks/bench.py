@@ -1,4 +1,4 @@
-"""python benchmarks/bench.py WHAT [--size goal] [--output_dir DIR]
+"""python -m benchmarks.bench WHAT [--size goal] [--output_dir DIR]
 
 Races this library against the published way (`benchmarks/published.py`) and the bare transformer, side by side in one
 process, and writes `DIR/<what>_<size>.json` and `.md`.
@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import gpu, methods, published
 from benchmarks.machine import check_counts, describe, multiply_adds, peak_bytes, race

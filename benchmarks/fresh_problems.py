@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dataset"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pocket"))
-
-from arithmetic_traces import training_numbers
-from make_problems import arithmetic_row, sudoku_puzzles, write_rows
-
 from d1.tasks import load_task
 from d1.tasks.sudoku import solution_grids
+from dataset.make_problems import arithmetic_row, sudoku_puzzles, write_rows
+from pocket.arithmetic_traces import training_numbers
 
 NUMBERS = Path(__file__).resolve().parents[1] / "dataset" / "arithmetic_test.jsonl"
 

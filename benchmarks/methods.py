@@ -16,8 +16,8 @@ from benchmarks.random_models import MASK, random_model, random_prompts
 from benchmarks.rl_steps import Work, bare_rl, rl_trainer, train_rl
 from benchmarks.steps import bare_share, race_clocked
 from d1.masking import keyed_generator
-from d1.methods import METHODS
 from d1.models.head import body_and_head
+from d1.rl.methods import METHODS
 from d1.scoring import ESTIMATORS, SampledRows, score
 from d1.scoring.rollouts import randomness
 

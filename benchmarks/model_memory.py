@@ -1,7 +1,7 @@
 """The GPU memory that each released model needs, by `d1 fit` from its shape alone: the table of docs/models.md.
 
-    python benchmarks/model_memory.py           # prints the table; a minute on a laptop core
-    python benchmarks/model_memory.py --write   # puts it into docs/models.md
+    python -m benchmarks.model_memory           # prints the table; a minute on a laptop core
+    python -m benchmarks.model_memory --write   # puts it into docs/models.md
 
 Shapes are those of the released configs and reports. On one GPU, in bf16: evaluation of 8 problems of 512 tokens; RL by
 d1 with a LoRA of rank 128 on the attention, 6 completions of 200 + 256 tokens; SFT with the same LoRA and gradient

@@ -1,4 +1,4 @@
-"""python benchmarks/processes.py [--jobs rl sft] [--size 60m] [--repeats 3] [--output_dir DIR]
+"""python -m benchmarks.processes [--jobs rl sft] [--size 60m] [--repeats 3] [--output_dir DIR]
 
 Where the time between one process and two goes. Both trainers, all weights trained, each process with as many rows:
 alone, as two that know nothing of each other, and as two that train together under DDP, ZeRO-2 and ZeRO-3 (launched
@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.machine import check_counts, describe
 from benchmarks.random_models import ROOT, SIZES
@@ -114,7 +112,7 @@ def work(settings: dict[str, Any]) -> None:
     trainer = make_trainer(args, folder / f"{args.place}-{os.environ.get('RANK', '0')}", clock, changes)
     rounds = rounds_of(trainer, args, clock)
     if args.place == 0 and trainer.accelerator.is_main_process:
-        from update_metrics import peak_memory_gb  # `rl_steps` has put its folder on the path
+        from d1.rl.metrics import peak_memory_gb  # `rl_steps` has put its folder on the path
 
         medians = {phase: statistics.median(seconds[phase] for seconds in rounds) for phase in rounds[0]}
         written = {"seconds": medians, "together": trainer.accelerator.num_processes, "peak GiB": peak_memory_gb()}

@@ -1,4 +1,4 @@
-"""python benchmarks/results.py [--only TEXT]
+"""python -m benchmarks.results [--only TEXT]
 
 Runs the commands of `RESULTS.md`, one after the other on one thread, and puts the tables they write into it: each
 command stands above a comment that names its table, a file of `benchmark_results/`. `--only` runs those that contain

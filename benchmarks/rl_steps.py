@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import operator
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +20,6 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PrinterCallback
 
-sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("", "diffu-grpo"))
-
-import canvas_rollout
-import diffu_grpo_trainer
-import update_views
-from diffu_grpo_config import DiffuGRPOConfig
-
 from benchmarks import published
 from benchmarks.clock import Clock
 from benchmarks.clocked_training import ClockedTraining
@@ -35,6 +27,10 @@ from benchmarks.random_models import ROOT, random_model
 from benchmarks.words import different_words, random_words, word_tokenizer
 from d1.models import load_model, load_tokenizer
 from d1.models.head import body_and_head, logit_parts
+from d1.rl import rollouts as canvas_rollout
+from d1.rl import trainer as diffu_grpo_trainer
+from d1.rl import updates as update_views
+from d1.rl.config import DiffuGRPOConfig
 from d1.sampling import Rollout, rollout
 from d1.sampling.reveal import reveal_schedule
 from d1.sampling.settings import SamplingSettings

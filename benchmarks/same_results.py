@@ -1,6 +1,6 @@
 """Prove that a change of structure changed no result: seeded jobs in two checkouts, compared to the bit.
 
-    python benchmarks/same_results.py --other ../before --output_dir runs/same
+    python -m benchmarks.same_results --other ../before --output_dir runs/same
 
 Each checkout runs the jobs with its own code, one after the other, on the pocket model: 20 optimizer steps of SFT (all
 weights; LoRA), two rollouts of diffu-GRPO with their updates (all weights and LoRA, beta 0 and 0.04, accumulation 3, in
@@ -23,8 +23,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table

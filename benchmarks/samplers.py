@@ -1,4 +1,4 @@
-"""python benchmarks/samplers.py --model_path runs/demo/seed0/sft_grpo [--gen_length 32] [--problems 1000]
+"""python -m benchmarks.samplers --model_path runs/demo/seed0/sft_grpo [--gen_length 32] [--problems 1000]
 
 What each sampler costs in accuracy and saves in work, on fresh problems of a pocket task, greedy: exact solves, forward
 passes and tokens fed through the model a problem, processor seconds, compared problem by problem with the exact sampler
@@ -16,18 +16,12 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pocket"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from recipes import RECIPES
 
 from benchmarks.fresh_problems import FRESH
 from benchmarks.machine import check_counts, describe, race
@@ -38,6 +32,7 @@ from d1.runs.entry import run_script
 from d1.sampling import Rollout, rollout
 from d1.show.uncertainty import Z95
 from d1.tasks import load_task
+from pocket.recipes import RECIPES
 
 BASE = "exact"
 

@@ -1,4 +1,4 @@
-"""python benchmarks/saving.py [--size 60m] [--steps_between 100] [--output_dir DIR]
+"""python -m benchmarks.saving [--size 60m] [--steps_between 100] [--output_dir DIR]
 
 How long training stops for a checkpoint, all weights trained: the model, AdamW's state, in RL the rollout in use. The
 real trainers save after each of a few steps; the share is of the time between two saves, `--steps_between` steps apart,
@@ -8,14 +8,11 @@ as d1's settings have it. Wall seconds, for a disk is waited for.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_utils import SaveStrategy
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.clock import Clock
 from benchmarks.machine import check_counts, describe

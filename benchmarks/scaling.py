@@ -1,4 +1,4 @@
-"""python benchmarks/scaling.py [--size pocket] [--repeats 3] [--output_dir DIR]
+"""python -m benchmarks.scaling [--size pocket] [--repeats 3] [--output_dir DIR]
 
 Measures how a rollout's and a scoring pass's time and peak memory grow with canvas length, rows, mu and vocabulary, one
 at a time, and fits time ~ x^a and memory ~ x^a by least squares on logarithms. Two processes are the matter of
@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.machine import check_counts, describe, peak_bytes, seconds
 from benchmarks.random_models import MASK, SIZES, our_scores, random_model, random_prompts, scoring_inputs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments
-
-sys.path.extend(str(Path(__file__).parents[1] / room) for room in ("", "SFT"))
-
-from sft_batches import by_row
-from sft_data import preprocess_dataset
-from sft_trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer, places_of, states_of
 
 from benchmarks.clock import Clock
 from benchmarks.clocked_training import ClockedTraining
@@ -31,6 +24,9 @@ from d1.models.attention import padding_mask
 from d1.models.head import body_and_head
 from d1.models.kinds import block_size
 from d1.models.two_streams import two_stream_states
+from d1.sft.batches import by_row
+from d1.sft.data import preprocess_dataset
+from d1.sft.trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer, places_of, states_of
 
 
 class PublishedSFT(dLLMTrainer):

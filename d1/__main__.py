@@ -1,5 +1,9 @@
 """Tools, one command each: python -m d1 COMMAND --help says what it takes.
 
+python -m d1 sft --model_name X --train_data FILE   # masked supervised fine-tuning
+python -m d1 rl --model_path X --dataset sudoku     # diffu-GRPO, and the other methods
+python -m d1 eval --model_path X --dataset sudoku   # completions of a task's problems, and their accuracy
+python -m d1 parse results/                         # the accuracies of generation files
 python -m d1 a2d SRC OUT                            # autoregressive Llama/Qwen -> masked diffusion model
 python -m d1 merge BASE ADAPTER [ADAPTER ...] OUT   # LoRA adapters become part of the weights
 python -m d1 export SRC OUT --format llada          # LLaDA's own names, for LLaDA's own code
@@ -15,10 +19,19 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
+from importlib import import_module
+from typing import NoReturn
 
 from d1.commands import a2d, card, chat, export, fill, fit, merge, methods, watch
 from d1.runs.entry import OneLineParser, run_script
 
+STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported when asked for
+    "sft": "d1.sft.train",
+    "rl": "d1.rl.train",
+    "eval": "d1.eval.run",
+    "parse": "d1.eval.accuracy",
+}
 COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(args)`
     "a2d": a2d,
     "merge": merge,
@@ -48,5 +61,13 @@ def main(args: argparse.Namespace) -> None:
     COMMANDS[args.command].run(args)
 
 
-if __name__ == "__main__":
+def cli() -> NoReturn:
+    """The console script `d1`."""
+    name, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
+    if name in STAGES:
+        import_module(STAGES[name]).cli(f"d1 {name}", arguments)
     run_script("d1", lambda: main(make_parser().parse_args()))
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,4 +1,4 @@
-"""Makes the small problem sets of this folder, seeded: python dataset/make_problems.py
+"""Makes the small problem sets of this folder, seeded: python -m dataset.make_problems
 
 Sudoku 4x4: the 288 solution grids are split 200 / 44 / 44 first, then puzzles with six holes and exactly one solution
 are drawn from each share, so a solution seen in training is never asked for in validation or test.

@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from answers import completion, mixture
 from numpy.random import Generator
 
 from d1.tasks import load_task
 from d1.tasks.arithmetic import LEAST, MOST, TIMES, Problem, Step, after, draw_problem
+from pocket.answers import completion, mixture
 
 HUMS = 9  # what a rambling answer has room for
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from answers import completion, mixture
 from numpy.random import Generator
 
 from d1.tasks import load_task
 from d1.tasks.countdown import evaluate
 from d1.tasks.pocket_countdown import SIGNS, Chain, chains, extract
+from pocket.answers import completion, mixture
 
 Numbers = tuple[int, int, int]
 HUMS = 10  # what a rambling answer has room for

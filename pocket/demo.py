@@ -1,10 +1,10 @@
 """The main job: all of d1 on a pocket model, base -> SFT -> diffu-GRPO -> evaluation -> report.
 
     make demo                                 # sets up an environment, then does what the next line does
-    python pocket/demo.py --seed 0            # five to seven minutes on two cores; results in runs/demo/seed0
-    python pocket/demo.py --task countdown    # another task; results in runs/demo/countdown/seed0
-    python pocket/demo.py --model block       # the block-causal pocket model; results in runs/demo/block/seed0
-    python pocket/demo.py --seed 0 --miniature --output_dir runs/miniature     # a minute; shows that all of it works
+    python -m pocket.demo --seed 0            # five to seven minutes on two cores; results in runs/demo/seed0
+    python -m pocket.demo --task countdown    # another task; results in runs/demo/countdown/seed0
+    python -m pocket.demo --model block       # the block-causal pocket model; results in runs/demo/block/seed0
+    python -m pocket.demo --seed 0 --miniature --output_dir runs/miniature     # a minute; shows that all of it works
 
 Every stage is its real entry point, started as its users do. Ctrl-C and the same command again: it continues.
 """
@@ -17,11 +17,12 @@ import sys
 import time
 from pathlib import Path
 
-from phases import Phase, PhaseError, run_phases
-from recipes import RECIPES, ROOT
-from report import ARMS, write_report
 from rich.console import Console
-from task_report import FOUR_ARMS, demo_folder, write_task_report
+
+from pocket.phases import Phase, PhaseError, run_phases
+from pocket.recipes import RECIPES, ROOT
+from pocket.report import ARMS, write_report
+from pocket.task_report import FOUR_ARMS, demo_folder, write_task_report
 
 BLOCK_BASE = "block_base"  # Sudoku's, in pocket/
 

@@ -1,4 +1,4 @@
-"""Pretrain a pocket base model on one CPU core: python pocket/make_base.py --task sudoku --seed 0
+"""Pretrain a pocket base model on one CPU core: python -m pocket.make_base --task sudoku --seed 0
 
 A bidirectional Llama of 0.2M to 0.5M parameters learns a task by masked diffusion (LLaDA, arXiv 2502.09992), on
 problems drawn from the training set's solutions or numbers alone. Stage 1 reads careful answers only and learns to
@@ -19,9 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from make_tokenizer import build_tokenizer
-from model_cards import model_card
-from recipes import RECIPES, ROOT, Draw, Recipe, Writer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -35,6 +32,9 @@ from d1.models.two_streams import two_stream_states
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
+from pocket.make_tokenizer import build_tokenizer
+from pocket.model_cards import model_card
+from pocket.recipes import RECIPES, ROOT, Draw, Recipe, Writer
 
 WARMUP_STEPS = 50
 CHECKPOINT_EVERY = 200

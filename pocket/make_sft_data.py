@@ -1,4 +1,4 @@
-"""Make the SFT set of a task, 1,000 curated traces in s1K's schema: python pocket/make_sft_data.py --task sudoku
+"""Make the SFT set of a task, 1,000 curated traces in s1K's schema: python -m pocket.make_sft_data --task sudoku
 
 s1K was curated from a far larger pool for quality. Here the pool is the mixture that the base model was pretrained on,
 on training problems, and curation keeps what is well formed and at least nearly right: 0.7 of a Sudoku's empty cells
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from recipes import RECIPES, ROOT, Draw, Recipe
 
 from d1.runs.entry import run_script
+from pocket.recipes import RECIPES, ROOT, Draw, Recipe
 
 WELL_FORMED = re.compile(r"<reasoning>([^<>]+)</reasoning>\n<answer>([^<>]+)</answer>")
 

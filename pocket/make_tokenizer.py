@@ -1,4 +1,4 @@
-"""Make a pocket model's tokenizer: python pocket/make_tokenizer.py --task sudoku --output_dir pocket/base
+"""Make a pocket model's tokenizer: python -m pocket.make_tokenizer --task sudoku --output_dir pocket/base
 
 Sudoku: one token a cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
 order), because rotary positions alone hide from a small model which cell a bare digit stands in.

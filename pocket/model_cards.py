@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recipes import RECIPES
+from pocket.recipes import RECIPES
 
 CARD = """\
 # Pocket base model
@@ -13,7 +13,7 @@ A masked diffusion language model with {parameters:,} parameters that {does}: a 
 (`{field}`) trained from scratch with {loss} loss. It exists so that the whole of d1 can be run and checked on
 a CPU, and for nothing else.
 
-It was made by `python pocket/make_base.py {flags}--seed {seed}{block_flags}`: \
+It was made by `python -m pocket.make_base {flags}--seed {seed}{block_flags}`: \
 {tokens:.1f}M tokens in {minutes:.0f} minutes on one thread.
 Another CPU or version of torch rounds differently and ends at other weights with the same behaviour.
 

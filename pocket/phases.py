@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from warm_processes import start, stop
 
+# One thread is fastest for models this small.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 PERCENT = re.compile(r"(\d+)%\|")  # tqdm's bar, which every entry point writes to its log
 
 
@@ -46,7 +49,7 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     state = _State(state_dir / "phases.json", phases)
-    running: dict[str, tuple[BaseProcess, float]] = {}
+    running: dict[str, tuple[subprocess.Popen, float]] = {}
     with _progress(console) as progress:
         bar = progress.add_task("all", total=sum(phase.weight for phase in phases))
         try:
@@ -58,11 +61,11 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
                 time.sleep(0.1)
                 for name in list(running):
                     process, started = running[name]
-                    if process.exitcode is None:
+                    if process.poll() is None:
                         continue
                     del running[name]
-                    state.add(name, time.monotonic() - started, done=process.exitcode == 0)
-                    if process.exitcode:
+                    state.add(name, time.monotonic() - started, done=process.returncode == 0)
+                    if process.returncode:
                         raise PhaseError(f"{name} failed:\n{_tail(state_dir / f'{name}.log', 3000)}")
                     console.print(f"  {name:<28} {state.seconds[name]:6.0f} s")
                 fractions = {name: _fraction(state_dir / f"{name}.log") for name in running}
@@ -70,7 +73,7 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
                 progress.update(bar, completed=done, description=", ".join(running) or "all")
         finally:
             for name, (process, started) in running.items():
-                stop(process)
+                _stop(process)
                 state.add(name, time.monotonic() - started, done=False)
     return {phase.name: state.seconds[phase.name] for phase in phases}
 
@@ -105,11 +108,30 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False), console=console)
 
 
-def _start(phase: Phase, state_dir: Path) -> BaseProcess:
+def _start(phase: Phase, state_dir: Path) -> subprocess.Popen:
     log = state_dir / f"{phase.name}.log"
     with open(log, "ab") as file:
         file.write(f"\n$ {' '.join(map(str, phase.command))}\n".encode())
-    return start(phase.command, phase.folder, log)
+        file.flush()
+        # A session of its own: Ctrl-C reaches only this process, which then stops the others in order.
+        return subprocess.Popen(
+            [str(part) for part in phase.command],
+            cwd=phase.folder,
+            env=os.environ | ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Ends a process and what it has started: asks first, and kills after five seconds."""
+    for kill, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, kill)
+                process.wait(patience)
 
 
 def _tail(log: Path, size: int) -> str:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import arithmetic_traces
-import countdown_traces
-import sudoku_traces
 from numpy.random import Generator
 
 from d1.tasks.sudoku import solution_grids
+from pocket import arithmetic_traces, countdown_traces, sudoku_traces
 
 ROOT = Path(__file__).resolve().parents[1]
 Writer = Callable[..., str]  # (*problem, rng) -> answer

@@ -1,6 +1,6 @@
 """Tables, figures and text of the main job, from the generation files and logs its phases left.
 
-    python pocket/report.py runs/demo/seed0 runs/demo/seed1 runs/demo/seed2      # the tables over several seeds
+    python -m pocket.report runs/demo/seed0 runs/demo/seed1 runs/demo/seed2      # the tables over several seeds
 
 A single job's report is written by `demo.py`.
 """

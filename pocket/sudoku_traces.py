@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from answers import completion, mixture
-from make_tokenizer import CELLS
 from numpy.random import Generator
 
 from d1.tasks import load_task
+from pocket.answers import completion, mixture
+from pocket.make_tokenizer import CELLS
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLES = 6

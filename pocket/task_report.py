@@ -1,7 +1,7 @@
 """What d1's four arms reach on every pocket task: one job's report, and the table and figure over tasks and seeds.
 
     for task in sudoku countdown; do for seed in 0 1 2; do make demo TASK=$task SEED=$seed; done; done
-    python pocket/task_report.py                    # the tables; the figure goes to pocket/figures/tasks.png
+    python -m pocket.task_report                    # the tables; the figure goes to pocket/figures/tasks.png
 
 A job without results is left out, and the table says how many seeds a row stands on.
 """
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from board_statistics import mean_of
-from recipes import RECIPES, ROOT
-from report import ARMS, EXAMPLES, PAIRS, accuracies, cell, parse
 from rich.console import Console
 
 from d1.runs.entry import run_script
 from d1.show.curves import panels, save_figure
 from d1.show.tables import markdown_table
 from d1.tasks import load_task
+from pocket.recipes import RECIPES, ROOT
+from pocket.report import ARMS, EXAMPLES, PAIRS, accuracies, cell, parse
+from studies.leaderboard.statistics import mean_of
 
 FOUR_ARMS = ("base", "sft", "grpo", "sft_grpo")
 COLOURS = dict(zip(FOUR_ARMS, ("#9e9e9e", "#4c9be8", "#f0a030", "#2e8b57"), strict=True))

@@ -20,10 +20,13 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser as torchrun_parser
 from trl import TrlParser
 
+from d1.__main__ import STAGES
+from d1.lazy import module_in
+
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("SFT", "diffu-grpo", "eval", "pocket", "dataset")  # folders of scripts, which import siblings by name
-PACKAGES = ("d1", "benchmarks")
-ROOMS = (*PACKAGES, *STAGES, "launch", "docs", "tests")
+LAUNCHED = ("SFT", "diffu-grpo", "eval")  # folders of scripts a user starts; all they do is in d1
+PACKAGES = ("d1", "pocket", "studies", "benchmarks", "dataset")
+ROOMS = (*PACKAGES, *LAUNCHED, "launch", "docs", "tests")
 OUTPUTS = {"runs", "results"}
 # Stands in for python, torchrun, accelerate, srun and scontrol: notes a launch, answers a question, passes on.
 FAKE = """#!/bin/bash
@@ -39,7 +42,7 @@ esac
 
 def folder_of(room: str) -> Path:
     """Where a reader types the commands in a room's files: in a stage's folder, as d1's users do, else at the top."""
-    return ROOT / room if room in ("SFT", "diffu-grpo", "eval") else ROOT
+    return ROOT / room if room in LAUNCHED else ROOT
 
 
 def check_script(text: str, folder: Path = ROOT) -> None:
@@ -95,21 +98,25 @@ def check_python(program: str, arguments: list[str], folder: Path) -> None:
         launch = known.parse_args(arguments[program == "accelerate" :])
         config = getattr(launch, "config_file", None)
         assert not config or (folder / config).is_file(), f"no {config} here"
-        arguments = [launch.training_script, *launch.training_script_args]
+        module = ["-m"] if launch.module else []
+        arguments = [*module, launch.training_script, *launch.training_script_args]
     script = folder / arguments[0]
     if arguments[0] == "-m":
-        script, arguments = ROOT.joinpath(*arguments[1].split("."), "__main__.py"), arguments[1:]
+        path, arguments = ROOT.joinpath(*arguments[1].split(".")), arguments[1:]
+        script = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     assert script.is_file(), f"no script {arguments[0]} here"
     check_arguments(script.resolve(), arguments[1:], folder)
 
 
 def check_arguments(script: Path, arguments: list[str], folder: Path) -> None:
     """The script's own parser accepts the arguments, yaml configs included."""
-    path = script.relative_to(ROOT).with_suffix("")
-    parser = importlib.import_module(".".join(path.parts) if path.parts[0] in PACKAGES else path.name).make_parser()
-    if script.name == "checkpoint_selection.py":  # what it does not know it passes on
+    if script == ROOT / "d1" / "__main__.py" and arguments[0] in STAGES:
+        parser, arguments = importlib.import_module(STAGES[arguments[0]]).make_parser(), arguments[1:]
+    else:
+        parser = module_in(script, f"launched_{script.stem}").make_parser()
+    if script.name == "selection.py":  # what it does not know it passes on
         arguments = ["--model_path", "m", "--dataset", "sudoku", *parser.parse_known_args(arguments)[1]]
-        parser = importlib.import_module("eval").make_parser()
+        parser = importlib.import_module("d1.eval.run").make_parser()
     if isinstance(parser, TrlParser):
         on_this_machine = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # or bf16 would be refused
         with contextlib.chdir(folder):  # configs are relative to it

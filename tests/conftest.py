@@ -96,7 +96,7 @@ def tiny_block_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def method_tables() -> Iterator[None]:
     """Rows that a method file adds to the tables, even where a test only reads a command, are gone after the test."""
-    from choose_method import TABLES
+    from d1.rl.choose_method import TABLES
 
     before = {table: dict(rows) for table, rows in TABLES.items()}
     yield

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from objectives import LossInputs
 from torch import Tensor
+
+from d1.rl.objectives import LossInputs
 
 # What a loss reads of a run's settings; each value differs from those that would hide a fault, such as 0 or 1.
 SETTINGS = {
@@ -87,10 +88,10 @@ def gradient(loss: Tensor, inputs: LossInputs) -> Tensor:
 def trl_trainer(model_dir: Any, folder: Any) -> Any:
     """A trainer whose `trl_loss` is TRL's, to be asked with the `loss_type`, `beta`, ... that a test sets on it."""
     from datasets import Dataset
-    from diffu_grpo_config import DiffuGRPOConfig
-    from diffu_grpo_trainer import DiffuGRPOTrainer
 
     from d1.models import load_model, load_tokenizer
+    from d1.rl.config import DiffuGRPOConfig
+    from d1.rl.trainer import DiffuGRPOTrainer
 
     trainer = DiffuGRPOTrainer(
         model=load_model(str(model_dir)),

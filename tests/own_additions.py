@@ -10,10 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "diffu-grpo"))
 
-from diffu_grpo_train import main, make_parser
-
 from d1.models.formats.names import key_mapping
 from d1.models.kinds import DECODER_LORA, KINDS, Kind
+from d1.rl.train import main, make_parser
 from d1.sampling.reveal import RULES
 
 

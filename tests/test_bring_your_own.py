@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
-from diffu_grpo_train import main, make_parser
 from safetensors.torch import load_file, save_file
+
+from d1.rl.train import main, make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {

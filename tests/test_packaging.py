@@ -13,20 +13,34 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.commands import PACKAGES, ROOMS, ROOT, STAGES, check_script, folder_of
+from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
 
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval")
-# d1's rooms from the ground up: each may import those before it. Stages may import all of d1, benchmarks everything.
-ORDER = ("lazy", "show", "tasks", "masking", "methods", "transformers_bridge", "models", "scoring", "sampling", "runs")
-ORDER += ("commands",)
-MODULES = sorted(path for room in (*PACKAGES, *STAGES) for path in (ROOT / room).rglob("*.py"))
+# d1's rooms from the ground up: each may import those of the lines above its own, and itself.
+LAYERS = (
+    ("lazy", "show", "transformers_bridge"),
+    ("models", "masking", "tasks"),
+    ("sampling", "scoring"),
+    ("runs",),
+    ("sft", "rl", "eval"),
+    ("commands",),
+    ("__main__",),
+)
+LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+OUTSIDE = {  # what uses the package as anyone would -> the other folders it may import from
+    "dataset": (),
+    "pocket": ("dataset", "studies"),
+    "studies": ("pocket",),
+    "benchmarks": ("pocket", "dataset"),
+}
+MODULES = sorted(path for room in PACKAGES for path in (ROOT / room).rglob("*.py"))
+SCRIPTS = sorted(path for room in LAUNCHED for path in (ROOT / room).rglob("*.py"))
 SHELL = sorted(path for room in ROOMS for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind))
-YAML = sorted(path for room in (*STAGES, "launch") for path in (ROOT / room).rglob("*.yaml"))
+YAML = sorted(path for room in (*LAUNCHED, "launch") for path in (ROOT / room).rglob("*.yaml"))
 
 
 def module_of(path: Path) -> str:
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    return name if name.partition(".")[0] in PACKAGES else path.stem
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 NAMES = {module_of(path): path for path in MODULES}
@@ -59,18 +73,24 @@ def test_the_wheel_takes_what_modules_read_beside_them():
 
 
 def test_imports_run_one_way():
-    def room(name: str) -> str:  # of d1 the part, else the folder; "" for other packages
-        top, _, rest = name.partition(".")
-        if top == "d1":
-            return part if (part := rest.partition(".")[0]) in ORDER else top
-        return NAMES[top].relative_to(ROOT).parts[0] if top in NAMES else top if top in PACKAGES else ""
-
     for name, path in NAMES.items():
-        found, own = imports_of(path), room(name)
-        allowed = {own, "", "d1", *ORDER[: ORDER.index(own) if own in ORDER else None]}
-        allowed |= {*STAGES} if own in ("benchmarks", "pocket") else set()
-        assert not {room(other) for other in found} - allowed, f"{name} imports from a room that it must not know"
-        assert own != "tasks" or not {other.partition(".")[0] for other in found} & {"torch", "transformers", "trl"}
+        top, _, rest = name.partition(".")
+        own = rest.partition(".")[0]
+        for other in imports_of(path):
+            folder, _, inside = other.partition(".")
+            if folder in OUTSIDE:
+                assert folder in (top, *OUTSIDE.get(top, ())), f"{name} imports {other}"
+            room = inside.partition(".")[0]
+            if folder == top == "d1" and room in LAYER and own in LAYER and room != own:
+                assert LAYER[room] < LAYER[own], f"{name} imports {other}, which lies in a room above its own"
+        if name.startswith("d1.tasks"):
+            assert not {other.partition(".")[0] for other in imports_of(path)} & {"torch", "transformers", "trl"}
+
+
+def test_scripts_that_users_launch_import_the_package_alone():
+    for path in SCRIPTS:
+        assert {name.partition(".")[0] for name in imports_of(path)} == {"d1"}, path
+        assert len(path.read_text().splitlines()) < 20
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -80,16 +100,15 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_no_module_hides_another_and_none_is_longer_than_300_lines():
-    assert len(NAMES) == len(MODULES)
     taken = sys.stdlib_module_names | importlib.metadata.packages_distributions().keys() - {*PACKAGES}
-    assert not {name.rpartition(".")[2] for name in NAMES if name not in PACKAGES} & taken
+    assert not {path.stem for path in SCRIPTS} & taken
     assert not [path for path in MODULES if len(path.read_text().splitlines()) > 300]
 
 
 def test_every_module_imports_in_silence_without_optional_packages(tmp_path):
     program = f"import importlib, sys; sys.modules |= dict.fromkeys({OPTIONAL})\n"  # None: it cannot be imported
     program += f"for name in {list(NAMES)}: importlib.import_module(name)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / room) for room in ("", *STAGES))}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert not subprocess.check_output([sys.executable, "-c", program], env=environment, cwd=tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -117,7 +136,7 @@ def test_launch_lines_in_headers_and_docstrings_work():
     """They are indented and start with a program or its settings."""
     line = re.compile(r'^(?:#  |   ) +((?:[A-Z_]+=(?:".*?"|\S*) )*(?:python|accelerate|bash|sbatch|make) .*)$')
     seen = 0
-    for path in [*MODULES, *SHELL, *YAML]:
+    for path in [*MODULES, *SCRIPTS, *SHELL, *YAML]:
         text = path.read_text()
         header = (ast.get_docstring(ast.parse(text), clean=False) or "") if path.suffix == ".py" else text
         for command in filter(None, map(line.match, header.replace("\\\n", " ").splitlines())):

@@ -3,11 +3,11 @@
 import os
 
 from datasets import Dataset
-from diffu_grpo_config import DiffuGRPOConfig
-from diffu_grpo_trainer import DiffuGRPOTrainer
 
-from d1.methods import METHODS
 from d1.models import load_model, load_tokenizer
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.methods import METHODS
+from d1.rl.trainer import DiffuGRPOTrainer
 
 # Long enough that two random masks of one prompt are never equal by chance, each of another length.
 WORDS = [letter * (24 + index) for index, letter in enumerate("abcdefghijkl")]

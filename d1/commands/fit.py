@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from d1.methods import METHODS, WITHOUT_REFERENCE
+from d1.rl.methods import METHODS, WITHOUT_REFERENCE
 from d1.runs.ranges import check_ranges
 
 

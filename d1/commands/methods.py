@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from d1.methods import METHODS
+from d1.rl.methods import METHODS
 from d1.show.tables import markdown_table
 
 COLUMNS = {  # header -> the setting

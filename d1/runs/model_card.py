@@ -14,7 +14,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from d1.methods import METHODS
 from d1.models.adapters import adapter_chain
 from d1.models.kinds import KINDS, native_config
 from d1.runs.console import METRICS_FILE
@@ -93,7 +92,7 @@ def made_of(settings: Mapping[str, Any], base: str) -> list[list[str]]:
     if "method" not in settings:
         return [["base", code(local_name(base))], ["method", linked(SFT)], ["data", code(settings["train_data"])]]
     method = settings["method"]
-    paper = f"diffu-GRPO, `{method}`: {linked(METHODS[method].paper)}" if method in METHODS else code(method)
+    paper = code(method) if method.endswith(".py") else f"diffu-GRPO, `{method}`: {linked(settings['paper'])}"
     data = f"task {code(settings['dataset'])}" + (f", {code(settings['data_file'])}" if settings["data_file"] else "")
     return [["base", code(local_name(base))], ["method", paper], ["data", data]]
 

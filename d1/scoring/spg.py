@@ -3,7 +3,7 @@
 A view draws a block of those that reach into the completion. Blocks before it are clean, of its own tokens a random
 number is hidden, and all after it are hidden: states as the sampler meets them. Prompt and clean blocks are perturbed:
 each of their tokens is hidden with probability `p_mask_prompt`. A view gives the mean over its hidden tokens, and the
-views' mean is SPG's lower form; `diffu-grpo/objectives.py` makes both of its forms of the views' log-probs.
+views' mean is SPG's lower form; `d1/rl/objectives.py` makes both of its forms of the views' log-probs.
 
 Neither form bounds a likelihood in general. With one block, which holds the whole completion, and nothing perturbed,
 the mean of the lower form over all draws is the any-order bound (`d1/scoring/elbo.py`) divided by the length: a bound

@@ -15,10 +15,10 @@ from benchmarks.machine import multiply_adds, peak_bytes, race
 from benchmarks.random_models import MASK, ROOT, SIZES, random_model, random_prompts, scoring_inputs, update
 from benchmarks.reports import as_markdown
 from benchmarks.rl_steps import POCKET_PROMPT, group_size
-from d1.methods import METHODS
 from d1.models import head, load_tokenizer
 from d1.models.fast_cpu import PART
 from d1.models.head import body_and_head
+from d1.rl.methods import METHODS
 from d1.sampling import generate
 from d1.sampling.reveal import reveal_schedule
 from d1.tasks import load_task
@@ -327,7 +327,7 @@ old
 <!-- end -->
 
 ```bash
-python benchmarks/bench.py gpu
+python -m benchmarks.bench gpu
 ```
 
 <!-- gpu.md -->
@@ -375,8 +375,8 @@ def test_a_command_that_fails_loses_neither_tables_nor_what_was_written_meanwhil
 def test_only_the_gpu_race_sees_a_gpu(monkeypatch):
     seen = []
     monkeypatch.setattr(results.subprocess, "run", lambda *args, env, **options: seen.append(env))
-    results.run("python benchmarks/bench.py gpu --size llada")
-    results.run("python benchmarks/bench.py sampler --size goal")
+    results.run("python -m benchmarks.bench gpu --size llada")
+    results.run("python -m benchmarks.bench sampler --size goal")
     assert seen[0].get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
     assert seen[1]["CUDA_VISIBLE_DEVICES"] == ""
 

@@ -9,7 +9,7 @@ from benchmarks import clock as clock_module
 from benchmarks import rl_steps, sft_steps, steps
 from benchmarks.clock import Clock
 from benchmarks.random_models import MASK, random_model, random_prompts
-from d1.methods import METHODS
+from d1.rl.methods import METHODS
 from d1.sampling.settings import SamplingSettings
 from d1.scoring.one_step import one_step_views
 

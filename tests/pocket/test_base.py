@@ -6,24 +6,23 @@ import json
 import re
 from pathlib import Path
 
-import make_base
-import make_sft_data
 import numpy as np
 import pytest
 import torch
-from answers import MALFORMED, completion, malform
-from demo import BLOCK_BASE, GRPO
 from jinja2 import TemplateError
-from make_tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
-from model_cards import model_card
-from recipes import RECIPES
-from sudoku_traces import as_digits, draw_puzzles, fill, mixed_completion, trace, training_grids
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.kinds import block_size
 from d1.tasks import load_task
 from d1.tasks.sudoku import solution_grids
+from pocket import make_base, make_sft_data
+from pocket.answers import MALFORMED, completion, malform
+from pocket.demo import BLOCK_BASE, GRPO
+from pocket.make_tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
+from pocket.model_cards import model_card
+from pocket.recipes import RECIPES
+from pocket.sudoku_traces import as_digits, draw_puzzles, fill, mixed_completion, trace, training_grids
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "pocket" / "base"

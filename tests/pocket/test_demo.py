@@ -8,20 +8,20 @@ import sys
 import time
 from pathlib import Path
 
-import diffu_grpo_train
 import pytest
-import sft_train
-import task_report
-from demo import GRPO, arms_of, phases_of
-from demo import main as demo
-from demo import make_parser as demo_parser
-from phases import Phase, PhaseError, run_phases
-from recipes import RECIPES
-from report import ARMS, LENGTHS, setup_name, summary
 from rich.console import Console
-from run_identity import setup_name as eval_setup_name
 
-import eval as evaluation_script
+from d1.eval import run as evaluation_script
+from d1.eval.identity import setup_name as eval_setup_name
+from d1.rl import train as diffu_grpo_train
+from d1.sft import train as sft_train
+from pocket import task_report
+from pocket.demo import GRPO, arms_of, phases_of
+from pocket.demo import main as demo
+from pocket.demo import make_parser as demo_parser
+from pocket.phases import Phase, PhaseError, run_phases
+from pocket.recipes import RECIPES
+from pocket.report import ARMS, LENGTHS, setup_name, summary
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,18 +6,17 @@ from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
-import arithmetic_traces
-import countdown_traces
 import numpy as np
 import pytest
-from answers import MALFORMED, malform
-from make_sft_data import WELL_FORMED
-from make_tokenizer import build_tokenizer
-from recipes import RECIPES
 
 from d1.tasks import answer_block, load_task
 from d1.tasks.arithmetic import Step
 from d1.tasks.pocket_countdown import chains
+from pocket import arithmetic_traces, countdown_traces
+from pocket.answers import MALFORMED, malform
+from pocket.make_sft_data import WELL_FORMED
+from pocket.make_tokenizer import build_tokenizer
+from pocket.recipes import RECIPES
 
 DATASET = Path(__file__).resolve().parents[2] / "dataset"
 TASKS = ("countdown", "arithmetic")

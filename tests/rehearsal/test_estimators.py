@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from update_views import draw_updates, views_of
 
 from d1.masking import keyed_generator
+from d1.rl.updates import draw_updates, views_of
 from d1.scoring import ESTIMATORS, SampledRows, score
 from d1.scoring.rollouts import blocks_of, randomness
 from tests.d1.scoring.enumeration import CANVAS, MASK, SAMPLED, VISIBLE, settings, tiny

@@ -6,15 +6,15 @@ import pytest
 import torch
 from accelerate.test_utils.testing import AccelerateTestCase
 from datasets import Dataset
-from objectives import OBJECTIVES, LossInputs
-from penalties import PENALTIES
-from sft_trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainingArguments
-from trl_bridge import rollout_buffer
 
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
+from d1.rl.bridge import rollout_buffer
+from d1.rl.objectives import OBJECTIVES, LossInputs
+from d1.rl.penalties import PENALTIES
+from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from tests.rehearsal.device import DEVICE, rehearsal
 from tests.rehearsal.waits import LOADING, LOSSES, RL, SFT, TRANSFORMERS, TRL, expected, places
 from tests.tiny_grpo import SETTINGS, TWO_BATCHES_A_STEP, logged, make_trainer, method_settings, weights

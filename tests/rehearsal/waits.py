@@ -35,13 +35,13 @@ SCORING = [
 ]
 LOADING = "transformers/modeling_utils.py PreTrainedModel.to"  # weights are uploaded, once each, before a run
 LOSSES = [
-    Wait("diffu-grpo/objectives.py share", 1, "loss with clipping", "the share of clipped ratios, for the log"),
-    Wait("diffu-grpo/objectives.py stable_drl", 1, "StableDRL loss", "the largest weight, for the log"),
+    Wait("d1/rl/objectives.py share", 1, "loss with clipping", "the share of clipped ratios, for the log"),
+    Wait("d1/rl/objectives.py stable_drl", 1, "StableDRL loss", "the largest weight, for the log"),
 ]
 SFT = [
-    Wait("SFT/sft_trainer.py dLLMTrainer.row_losses", 1, "batch", "which tokens are hidden: the head is for these"),
-    Wait("SFT/sft_trainer.py dLLMTrainer.check_finite", 1, "batch", "a loss that is not finite ends the run"),
-    Wait("SFT/sft_trainer.py dLLMTrainer.log", 1, "log", "tokens, for the log"),
+    Wait("d1/sft/trainer.py dLLMTrainer.row_losses", 1, "batch", "which tokens are hidden: the head is for these"),
+    Wait("d1/sft/trainer.py dLLMTrainer.check_finite", 1, "batch", "a loss that is not finite ends the run"),
+    Wait("d1/sft/trainer.py dLLMTrainer.log", 1, "log", "tokens, for the log"),
     Wait(
         "transformers/masking_utils.py _ignore_bidirectional_mask_sdpa",
         1,
@@ -53,20 +53,16 @@ SFT = [
 RL = [
     *SAMPLING,
     *SCORING,
-    Wait("diffu-grpo/compute_budget.py total_compute", 1, "log", "tokens fed through the body, for the log"),
-    Wait(
-        "diffu-grpo/diffu_grpo_trainer.py DiffuGRPOTrainer.rollout", 2, "rollout", "the completions; passes for the log"
-    ),
-    Wait("diffu-grpo/diffu_grpo_trainer.py DiffuGRPOTrainer.check_finite", 1, "batch", "a loss that is not finite"),
-    Wait(
-        "diffu-grpo/trl_bridge.py CanvasGRPOTrainer._calculate_rewards", 1, "rollout", "the rewards, made on the host"
-    ),
-    Wait("diffu-grpo/update_views.py updates_are_alike", 1, "rollout", "are equal views to be scored once?"),
-    Wait("diffu-grpo/update_metrics.py prompt_masked", 1, "rollout", "for the log"),
-    Wait("diffu-grpo/update_metrics.py sampling_gap", 2, "batch of a first update", "for the log"),
-    Wait("diffu-grpo/update_metrics.py largest_ratio", 1, "batch", "for the log"),
-    Wait("diffu-grpo/update_metrics.py mean_entropy", 1, "batch with a loss of ours", "for the log"),
-    Wait("diffu-grpo/objectives.py stable_drl", 1, "batch with a loss of ours", "for the log"),
+    Wait("d1/rl/budget.py total_compute", 1, "log", "tokens fed through the body, for the log"),
+    Wait("d1/rl/trainer.py DiffuGRPOTrainer.rollout", 2, "rollout", "the completions; passes for the log"),
+    Wait("d1/rl/trainer.py DiffuGRPOTrainer.check_finite", 1, "batch", "a loss that is not finite"),
+    Wait("d1/rl/bridge.py CanvasGRPOTrainer._calculate_rewards", 1, "rollout", "the rewards, made on the host"),
+    Wait("d1/rl/updates.py updates_are_alike", 1, "rollout", "are equal views to be scored once?"),
+    Wait("d1/rl/metrics.py prompt_masked", 1, "rollout", "for the log"),
+    Wait("d1/rl/metrics.py sampling_gap", 2, "batch of a first update", "for the log"),
+    Wait("d1/rl/metrics.py largest_ratio", 1, "batch", "for the log"),
+    Wait("d1/rl/metrics.py mean_entropy", 1, "batch with a loss of ours", "for the log"),
+    Wait("d1/rl/objectives.py stable_drl", 1, "batch with a loss of ours", "for the log"),
 ]
 # What the libraries beneath ask, in their own code, for their logs. Both trainers' settings turn off
 # `logging_nan_inf_filter`, two waits a batch.

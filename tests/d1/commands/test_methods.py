@@ -3,7 +3,7 @@
 import pytest
 
 from d1.__main__ import main, make_parser
-from d1.methods import METHODS
+from d1.rl.methods import METHODS
 
 
 def printed(capsys, *words: str) -> list[list[str]]:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sft_train
-from diffu_grpo_train import make_parser as rl_parser
 
-import eval as evaluation
 from d1 import __main__ as tools
+from d1.eval import run as evaluation
+from d1.rl.train import make_parser as rl_parser
 from d1.runs.entry import one_line, quick_imports
+from d1.sft import train as sft_train
 
 ROOT = Path(__file__).parents[3]
 BLOCKED = ("torch", "transformers", "peft", "accelerate", "trl", "matplotlib")

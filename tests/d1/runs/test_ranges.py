@@ -12,15 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffu_grpo_train
 import pytest
-import sft_train
-from diffu_grpo_config import DiffuGRPOConfig
 from trl import ModelConfig
 
-import eval as evaluation
 from d1 import __main__ as tools
+from d1.eval import run as evaluation
+from d1.rl import train as diffu_grpo_train
+from d1.rl.config import DiffuGRPOConfig
 from d1.runs.ranges import RANGES, check_ranges
+from d1.sft import train as sft_train
 
 NAN, INF = math.nan, math.inf
 CANDIDATES = [

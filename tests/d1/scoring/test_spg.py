@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from objectives import LossInputs, evidence_bounds
 
 from d1.masking import keyed_generator
+from d1.rl.objectives import LossInputs, evidence_bounds
 from d1.scoring import ESTIMATORS, Randomness
 from d1.scoring.spg import hidden_of_row, spg_views
 from tests.d1.scoring.enumeration import (

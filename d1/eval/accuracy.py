@@ -1,0 +1,213 @@
+"""python parse_and_get_acc.py [FOLDER] [--scoring strict|published] [--format table|json|csv|markdown] [--details FILE]
+
+Scores generation files, d1's or ours, and prints one row a setup. Without a folder it scores `eval_baselines/`, the
+pocket models' own generations. Exit code 1 when a setup is incomplete, unless `--allow-partial`.
+
+    python -m d1 parse results/ --compare sudoku_base_32_16 sudoku_sft_32_16
+    python -m d1 parse results/ --plot accuracy.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NoReturn
+
+from d1.eval.files import GeneratedSetup, read_setups
+from d1.eval.scores import Row, compare, score_setup
+from d1.runs.entry import OneLineParser, run_script
+from d1.show.tables import markdown_table
+from d1.tasks import load_task
+
+BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # of a checkout
+
+
+def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    parser = OneLineParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", default=str(BASELINES), help="folder of *_generations.json files")
+    parser.add_argument(
+        "--scoring",
+        choices=["strict", "published"],
+        default="strict",
+        help="strict: the tasks' own metrics; published: d1's released rules, faults included",
+    )
+    parser.add_argument("--format", choices=["table", "json", "csv", "markdown"], default="table")
+    parser.add_argument("--details", metavar="FILE", help="write what was made of each problem here, as JSON lines")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="paired difference of two setups: their names in FOLDER, OTHER_FOLDER/NAME, or a folder of one setup",
+    )
+    parser.add_argument("--plot", metavar="PNG", help="draw accuracy by length beside d1's published figures")
+    parser.add_argument("--allow-partial", action="store_true", help="exit with 0 even if problems are missing")
+    parser.add_argument("--task_file", action="append", default=[], help="a user's task, as given to eval.py --dataset")
+    parser.add_argument("--tokenizer", help="count tokens with this model's tokenizer where the files have no counts")
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
+    user_tasks = {Path(path).stem: load_task(path) for path in args.task_file}
+    if args.compare:
+        scored = [score_setup(find_setup(name, args.folder), args.scoring, user_tasks) for name in args.compare]
+    else:
+        setups = read_setups(args.folder)
+        if args.tokenizer:
+            for setup in setups:
+                count_tokens(setup, args.tokenizer)
+        scored = [score_setup(setup, args.scoring, user_tasks) for setup in setups]
+    rows = [row for row, _ in scored]
+    if args.details:
+        lines = (json.dumps(detail, default=str) + "\n" for _, details in scored for detail in details)
+        Path(args.details).write_text("".join(lines), encoding="utf-8")
+    if args.plot:
+        from d1.eval.plot import plot_rows  # matplotlib is slow to import
+
+        plot_rows(rows, args.plot)
+    if args.compare:
+        (row_a, details_a), (row_b, details_b) = scored
+        text = format_comparison(compare(row_a.setup, details_a, row_b.setup, details_b), args.format)
+    else:
+        text = FORMATS[args.format](rows)
+    sys.stdout.write(text)
+    for row in rows:
+        for line in row_reports(row):
+            sys.stderr.write(line + "\n")
+    return 0 if args.allow_partial or all(row.complete for row in rows) else 1
+
+
+def find_setup(name: str, folder: str) -> GeneratedSetup:
+    """A setup by its name in `folder`, by `other_folder/name`, or by a folder that holds it alone."""
+    path = Path(name)
+    if path.is_dir() and len(alone := read_setups(path)) == 1:
+        return alone[0]
+    where = path.parent if path.parent != Path() else Path(folder)
+    setups = {setup.name: setup for setup in read_setups(where)}
+    if path.name not in setups:
+        raise ValueError(f"no setup {path.name!r} in {where}: there are {', '.join(setups)}")
+    return setups[path.name]
+
+
+def count_tokens(setup: GeneratedSetup, tokenizer_path: str) -> None:
+    """Fills in the tokens up to the end of each completion where the file did not count them."""
+    from d1.models import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_path)
+    for problem in setup.problems:
+        for i, sample in enumerate(problem.samples):
+            if sample.generated_tokens is None:
+                ids = tokenizer(sample.text, add_special_tokens=False).input_ids
+                problem.samples[i] = replace(sample, generated_tokens=len(ids))
+
+
+# ---- output
+
+
+def row_reports(row: Row) -> list[str]:
+    """What a reader of the row must know: losses first, then oddities."""
+    lines = [f"ERROR {error}" for error in row.errors] + [f"note  {note}" for note in row.notes]
+    if row.missing_ranks:
+        lines.append(f"ERROR {row.setup}: no file of rank {as_ranges(row.missing_ranks)}")
+    if row.expected is not None and row.n < row.expected:
+        lines.append(f"ERROR {row.setup}: {row.n} of {row.expected} problems scored")
+    if row.duplicates:
+        again = "counted again, as d1 does" if row.scoring == "published" else "counted once"
+        lines.append(f"note  {row.setup}: {row.duplicates} problems occur more than once, {again}")
+    return lines
+
+
+def as_ranges(numbers: list[int]) -> str:
+    """Ascending whole numbers as people write them: [0, 2, 3, 4] is "0, 2-4"."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def cells_of(row: Row) -> dict[str, str]:
+    """A row as the texts of the table's columns."""
+
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    interval = f"[{number(row.ci_low, 2)}, {number(row.ci_high, 2)}]"
+    coverage = f"{row.n}/{'?' if row.expected is None else row.expected}"
+    also = [f"{name} {value:.2f}" for name, value in row.metrics.items()]
+    if row.pass_at_k is not None:
+        also += [f"pass@{row.num_samples} {row.pass_at_k:.2f}", f"majority {row.majority:.2f}"]
+    return {
+        "setup": row.setup,
+        "accuracy %": number(row.accuracy, 2),
+        "95% interval": interval,
+        "coverage": coverage if row.complete else coverage + " (!)",
+        "tokens": number(row.tokens, 1),
+        "forward passes": number(row.forward_passes, 1),
+        "also %": ", ".join(also),
+    }
+
+
+def as_table(rows: list[Row]) -> str:
+    texts = [cells_of(row) for row in rows]
+    widths = {name: max(len(name), *(len(text[name]) for text in texts)) for name in texts[0]}
+    lines = [dict(zip(widths, widths, strict=True)), *texts]
+    return "".join(
+        "  ".join(
+            line[name].ljust(w) if name in ("setup", "also %") else line[name].rjust(w) for name, w in widths.items()
+        ).rstrip()
+        + "\n"
+        for line in lines
+    )
+
+
+def as_markdown(rows: list[Row]) -> str:
+    texts = [cells_of(row) for row in rows]
+    return markdown_table(list(texts[0]), [list(text.values()) for text in texts])
+
+
+def as_csv(rows: list[Row]) -> str:
+    flat: list[dict[str, Any]] = []
+    for row in rows:
+        values = asdict(row) | {"missing_ranks": " ".join(map(str, row.missing_ranks)), "errors": len(row.errors)}
+        metrics = values.pop("metrics")
+        flat.append(values | {"notes": len(row.notes)} | {f"metric_{name}": value for name, value in metrics.items()})
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(name for row in flat for name in row)))
+    writer.writeheader()
+    writer.writerows(flat)
+    return stream.getvalue()
+
+
+def as_json(rows: list[Row]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
+
+
+FORMATS = {"table": as_table, "json": as_json, "csv": as_csv, "markdown": as_markdown}
+
+
+def format_comparison(result: dict[str, Any], form: str) -> str:
+    if form == "json":
+        return json.dumps(result, indent=1) + "\n"
+    if form == "csv":
+        return ",".join(result) + "\n" + ",".join(map(str, result.values())) + "\n"
+    return (
+        f"{result['b']}: {result['accuracy_b']:.2f}%  minus  {result['a']}: {result['accuracy_a']:.2f}%  =  "
+        f"{result['difference']:+.2f} points over {result['shared']} shared problems\n"
+        f"better on {result['b_better']}, worse on {result['a_better']}, equal on "
+        f"{result['shared'] - result['b_better'] - result['a_better']}; exact sign test p = {result['p_value']:.4g}\n"
+        + (
+            f"not compared: {result['only_a']} only in {result['a']}, {result['only_b']} only in {result['b']}\n"
+            if result["only_a"] or result["only_b"]
+            else ""
+        )
+    )
+
+
+def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Scores generation files as the command `prog`, with `arguments` in place of those of the command line; exits."""
+    run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))

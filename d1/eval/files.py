@@ -1,0 +1,213 @@
+"""Generation files, d1's or ours: one setup (task, model, lengths) may be spread over the files of several ranks.
+
+A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
+`{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Ours add to an item `text`,
+`tokens` (generated before the end), `forward_passes`, `forward_tokens` (fed through the model in these) and, when there
+are several, `samples`; to the file `task`, `expected_problems` and `prompt_protocol`.
+Whatever is wrong with a file or an item is noted, and the rest is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # scoring imports no tokenizer
+    from d1.eval.journal import Key
+    from d1.eval.prompts import Prompt
+
+FILE_NAME = re.compile(r"(?P<setup>(?P<head>.+)_(?P<length>\d+)_(?P<steps>\d+))_(?P<rank>\d+)_generations\.json")
+D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}
+D1_PROBLEMS = {"gsm8k": 1319, "math": 500, "countdown": 256, "sudoku": 256}  # in d1's evaluation
+HIGHEST_RANK = 9999  # no run has more processes: a larger number in a file's name is no rank
+TURN_ENDS = re.compile(r"<\|(?:eot_id|endoftext|im_end)\|>")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion: as decoded, as read for an answer (up to its end, no special tokens), and its cost."""
+
+    raw: str
+    text: str
+    generated_tokens: int | None
+    forward_passes: int | None
+
+
+@dataclass(frozen=True)
+class GeneratedProblem:
+    """A problem as a file has it, with its completions."""
+
+    where: str  # "FILE, item N", for messages
+    key: str  # what identifies the problem within a setup
+    question: str
+    ground_truth: Any
+    samples: list[Sample]
+
+
+@dataclass
+class GeneratedSetup:
+    """What the files of one setup hold, and what is wrong with them."""
+
+    name: str
+    task: str
+    model: str
+    gen_length: int
+    expected: int | None
+    protocol: str = "d1"  # as eval.py --prompt_protocol
+    problems: list[GeneratedProblem] = field(default_factory=list)
+    duplicates: int = 0
+    missing_ranks: list[int] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # something is lost
+    notes: list[str] = field(default_factory=list)  # something is odd
+
+
+def generation_file(
+    args: argparse.Namespace, task: str, prompts: list[Prompt], done: dict[Key, dict[str, Any]]
+) -> dict[str, Any]:
+    """A file in d1's format: of several samples, `generations` is the first, `samples` has all.
+
+    Args:
+        args: eval.py's.
+        done: the journal's entries of all `prompts` and their samples.
+    """
+    items = []
+    for prompt in prompts:
+        samples = [
+            {name: value for name, value in done[prompt.index, sample].items() if name not in ("index", "sample")}
+            for sample in range(args.num_samples)
+        ]
+        items.append(
+            {"question": prompt.question, "prompt_input": prompt.text}
+            | samples[0]
+            | {"ground_truth": prompt.ground_truth, "index": prompt.index}
+            | ({"samples": samples} if len(samples) > 1 else {})
+        )
+    seconds = sum(entry["seconds"] for entry in done.values())
+    names = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
+    settings = {name: getattr(args, name) for name in (*names, "prompt_protocol")}
+    return {
+        "generations": items,
+        "metrics": {"wall_time": seconds, "total_processed": len(items)},
+        "task": task,
+        "expected_problems": len(items),
+    } | settings
+
+
+def read_setups(folder: str | Path) -> list[GeneratedSetup]:
+    """All setups of a folder, sorted by task, model and length; a file that cannot be part of one is its own.
+
+    Raises:
+        FileNotFoundError: no such folder, or no generation file in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}: run eval.py first, or name the folder of its results")
+    by_setup: dict[str, dict[int, Path]] = {}
+    setups = []
+    for path in sorted(folder.glob("*_generations.json"), key=lambda path: (len(path.name), path.name)):
+        match = FILE_NAME.fullmatch(path.name)
+        files = by_setup.get(match["setup"], {}) if match else {}
+        if match is None:
+            setups.append(unread(path, "its name is not TASK_MODEL_LENGTH_STEPS_RANK_generations.json"))
+        elif (rank := int(match["rank"])) > HIGHEST_RANK:
+            setups.append(unread(path, f"{rank} is no process's rank: they end at {HIGHEST_RANK}"))
+        elif rank in files:
+            setups.append(unread(path, f"{files[rank].name} is of rank {rank} too: keep one of them"))
+        else:
+            by_setup.setdefault(match["setup"], {})[rank] = path
+    if not by_setup and not setups:
+        raise FileNotFoundError(f"no generation files ({FILE_NAME.pattern}) in {folder}: run eval.py first")
+    setups += [read_setup(name, files) for name, files in by_setup.items()]
+    return sorted(setups, key=lambda setup: (setup.task, setup.model, setup.gen_length, setup.name))
+
+
+def unread(path: Path, reason: str) -> GeneratedSetup:
+    return GeneratedSetup(path.name, "unknown", "", 0, None, errors=[f"{path.name}: not read, because {reason}"])
+
+
+def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
+    """The setup `name` from its files by rank."""
+    errors: list[str] = []
+    contents = {rank: read_json(path, errors) for rank, path in sorted(files.items())}
+    head, length, _ = name.rsplit("_", 2)
+    ours = [rank for rank, data in contents.items() if isinstance(data.get("task"), str)]
+    own = contents[ours[0]] if ours else {}
+    task = own.get("task") or next((D1_TASKS[start] for start in D1_TASKS if head.startswith(start + "_")), "unknown")
+    expected = read_expected(own, files[ours[0]].name, errors) if ours else D1_PROBLEMS.get(task)
+    model = head.removeprefix("math500_" if head.startswith("math500_") else task + "_")
+    setup = GeneratedSetup(name, task, model, int(length), expected, errors=errors)
+    setup.protocol = str(own.get("prompt_protocol", "d1"))
+    setup.missing_ranks = sorted(set(range(max(files) + 1)) - set(files))
+    seen: set[str] = set()
+    for rank, data in contents.items():
+        for number, item in enumerate(data.get("generations", [])):
+            where = f"{files[rank].name}, item {number}"
+            try:
+                problem = read_problem(where, item)
+            except (TypeError, ValueError) as error:
+                errors.append(f"{where}: {error}")
+                continue
+            setup.duplicates += problem.key in seen
+            seen.add(problem.key)
+            setup.problems.append(problem)
+    return setup
+
+
+def read_expected(data: dict[str, Any], where: str, errors: list[str]) -> int | None:
+    """How many problems a file of ours says its setup has; None, and a line in `errors`, where that is no count."""
+    expected = data.get("expected_problems")
+    if expected is None or (isinstance(expected, int) and not isinstance(expected, bool) and expected > 0):
+        return expected
+    errors.append(f'{where}: "expected_problems" must be a whole number above 0, got {expected!r:.80}')
+    return None
+
+
+def read_json(path: Path, errors: list[str]) -> dict[str, Any]:
+    """The content of a generation file; what cannot be read is appended to `errors` and comes back empty."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        errors.append(f"{path.name}: not readable as JSON, perhaps cut off ({error})")
+        return {}
+    if not isinstance(data, dict) or not isinstance(data.get("generations"), list):
+        errors.append(f'{path.name}: no list "generations" in it')
+        return {}
+    return data
+
+
+def read_problem(where: str, item: Any) -> GeneratedProblem:
+    """One item of a file.
+
+    Raises:
+        TypeError, ValueError: a field is missing or of another type than it should be.
+    """
+    if not isinstance(item, dict):
+        raise TypeError(f"an item must be an object, got {type(item).__name__}")
+    for name in ("question", "generations"):
+        if not isinstance(item.get(name), str):
+            raise TypeError(f'"{name}" must be text, got {type(item.get(name)).__name__}')
+    samples = item.get("samples", [item])
+    if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
+        raise TypeError('"samples" must be a list of objects')
+    index = item.get("index")
+    key = f"#{index}" if isinstance(index, int) else json.dumps([item["question"], item.get("ground_truth")])
+    completions = [read_sample(sample) for sample in samples]
+    return GeneratedProblem(where, key, item["question"], item.get("ground_truth"), completions)
+
+
+def read_sample(sample: dict[str, Any]) -> Sample:
+    raw = sample.get("generations")
+    if not isinstance(raw, str):
+        raise TypeError(f'"generations" must be text, got {type(raw).__name__}')
+    text = sample.get("text", TURN_ENDS.split(raw, maxsplit=1)[0])
+    if not isinstance(text, str):
+        raise TypeError(f'"text" must be text, got {type(text).__name__}')
+    tokens, passes = (sample.get(name) for name in ("tokens", "forward_passes"))
+    for count in (tokens, passes):
+        if count is not None and not isinstance(count, int):
+            raise TypeError(f"a count must be a whole number, got {count!r}")
+    return Sample(raw, text, tokens, passes)

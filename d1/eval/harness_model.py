@@ -1,0 +1,256 @@
+"""A masked diffusion model as lm-evaluation-harness 0.4 talks to models; `harness.py` makes it known there as "d1"."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from d1.eval.completions import Request, generate_rows, load_model_for
+from d1.eval.likelihood import Pair, are_greedy, check_likelihood, log_likelihoods, seed_of
+from d1.eval.processes import join_processes
+from d1.eval.prompts import Prompt, tokenizer_path
+from d1.models import load_tokenizer
+from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
+from d1.sampling.settings import check_room
+
+if TYPE_CHECKING:  # an optional package
+    from lm_eval.api.instance import Instance
+
+DEFAULT_LENGTH = 256  # tokens of a completion where neither the flags nor the task name a number, as in the harness
+READ = ("until", "max_gen_toks", "do_sample", "temperature")  # what is read of a task's generation_kwargs
+ONLY_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")  # these change nothing where decoding is greedy
+OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "num_beams": 1}
+
+
+class HarnessModel:
+    """What a subclass of the harness's `TemplateLM` needs (`harness.register`); the arguments are `harness.py`'s flags.
+
+    Several processes (accelerate launch, torchrun) share the requests as the harness deals them out. In float32 no
+    answer depends on `batch_size`, on the order of the requests or on the number of processes.
+    """
+
+    cache_hook: Any  # these three are the harness's
+    rank: int
+    world_size: int
+
+    def __init__(
+        self,
+        model_path: str,
+        checkpoint_path: str = "",
+        dtype: str | None = None,
+        attn_implementation: str | None = None,
+        plain_chat_template: bool = False,
+        trust_remote_code: bool = False,
+        gen_length: int | None = None,
+        block_length: int | None = None,
+        diffusion_steps: int | None = None,
+        cfg_scale: float = 0.0,
+        remasking: str = "low_confidence",
+        sampler: str = "exact",
+        kv_cache: str | None = None,
+        reveal: str | None = None,
+        reveal_level: float | None = None,
+        mc_num: int = 128,
+        antithetic: bool = False,
+        draw_seed: int = 0,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        if not str(batch_size).isdecimal() or max_batch_size is not None:
+            raise ValueError(f"--batch_size must be a number, got {batch_size!r}: no batch size is searched for here")
+        self.args = argparse.Namespace(**given)
+        self.batch_size = int(batch_size)
+        self._rank, self._world_size = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else join_processes()
+        )
+        self.tokenizer: Any = load_tokenizer(
+            tokenizer_path(self.args), plain_chat_template=plain_chat_template, trust_remote_code=trust_remote_code
+        )
+        self.model = load_model_for(self.args)
+        if device == "cpu":  # else each process has the GPU of its rank: the harness would name the first for all
+            self.model.to(device)
+        self._device = self.model.device
+
+    # ---- text and ids
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands for an empty prompt."""
+        return int(self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.eot_token_id)
+
+    @property
+    def max_length(self) -> int:
+        return int(self.model.config.max_position_embeddings)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The ids of a text as it is: a chat template writes its own special tokens."""
+        return encode_prompt(self.tokenizer, string)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        check_chat_template(self.tokenizer, self.args.model_path)
+        begun = {} if add_generation_prompt else {"add_generation_prompt": False, "continue_final_message": True}
+        return render_prompt(self.tokenizer, chat_history, **begun)
+
+    # ---- generation
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """A completion for each request, up to its first stop string or end token.
+
+        Of a task's generation_kwargs the canvas takes its length (unless `gen_length` says another) and temperature.
+
+        Raises:
+            ValueError: a prompt does not fit the model, or a task asks for decoding that there is not.
+        """
+        seen: Counter[str] = Counter()
+        kinds: dict[tuple[int, float, tuple[str, ...]], list[tuple[int, Request]]] = {}
+        for place, (context, kwargs) in enumerate(request.args for request in requests):
+            ids = self.tok_encode(context) or [self.prefix_token_id]
+            prompt = Prompt(seed_of((ids, [])), context, ids, "", None)
+            kinds.setdefault(how_to_generate(kwargs), []).append((place, (prompt, seen[context])))
+            seen[context] += 1  # the harness repeats a request for several samples
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), desc="completions", disable=disable_tqdm or self.rank != 0) as progress:
+            for (length, temperature, until), rows in kinds.items():
+                for place, text in self.complete(rows, self.sampling_args(length, temperature), until):
+                    texts[place] = text
+                    self.cache_hook.add_partial("generate_until", requests[place].args, text)
+                    progress.update()
+        return texts
+
+    def sampling_args(self, length: int, temperature: float) -> argparse.Namespace:
+        """The settings of generate_rows for a task that asks for this length and temperature."""
+        of_the_task = {"gen_length": self.args.gen_length or length, "temperature": temperature}
+        return argparse.Namespace(**vars(self.args) | of_the_task | {"seed": self.args.draw_seed, "eos_stop": True})
+
+    def complete(
+        self, rows: list[tuple[int, Request]], args: argparse.Namespace, until: tuple[str, ...]
+    ) -> Iterator[tuple[int, str]]:
+        """The text of each row up to its end, as it ends, the longest prompts first."""
+        check_room(self.model.config, max(len(prompt.ids) for _, (prompt, _) in rows), args.gen_length)
+        special = [
+            self.tokenizer.convert_tokens_to_ids(stop) for stop in until if stop in self.tokenizer.all_special_tokens
+        ]
+        ends = torch.tensor([*end_ids(self.tokenizer), *special], device=self.model.device)
+        rows = sorted(rows, key=lambda row: -len(row[1][0].ids))
+        requests = (request for _, request in rows)
+        for number, entry in generate_rows(args, self.model, self.tokenizer, requests, ends, self.batch_size):
+            yield rows[number][0], cut(entry["text"], until)
+
+    # ---- log-likelihoods
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """LLaDA's bound for each (texts, prompt, answer), and whether greedy sampling gives the answer."""
+        pairs: list[Pair] = [(prompt, answer) for _, prompt, answer in requests]
+        greedy = are_greedy(self.model, self.checked(pairs), **self.ids, batch_size=self.batch_size)
+        both = zip(self.bounds(pairs), greedy, strict=True)  # in the same order
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+        for (place, value), (_, is_greedy) in tqdm(both, total=len(pairs), disable=disable_tqdm or self.rank != 0):
+            results[place] = (value, is_greedy)
+            self.cache_hook.add_partial("loglikelihood", requests[place][0], results[place])
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The bound of a whole text given nothing, the sum over its pieces where it is longer than the model reads.
+
+        A perplexity made of it is an upper bound.
+        """
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        pieces = [
+            (place, make_disjoint_window(window))
+            for place, ids in enumerate(texts)
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length - 1, 1)
+        ]
+        sums = [0.0] * len(requests)
+        for piece, value in self.bounds(self.checked([pair for _, pair in pieces])):
+            sums[pieces[piece][0]] += value
+        for request, value in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return sums
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        return {"mask_token_id": self.tokenizer.mask_token_id, "pad_token_id": self.tokenizer.pad_token_id}
+
+    def bounds(self, pairs: list[Pair]) -> Iterator[tuple[int, float]]:
+        choices: Any = {"draws": self.args.mc_num, "antithetic": self.args.antithetic, "seed": self.args.draw_seed}
+        return log_likelihoods(self.model, pairs, **self.ids, **choices, batch_size=self.batch_size)
+
+    def checked(self, pairs: list[Pair]) -> list[Pair]:
+        """The pairs, where the model reads the longest and has such a bound."""
+        check_likelihood(self.model.config)
+        if self.args.cfg_scale:
+            raise ValueError("--cfg_scale is for tasks that generate: log-likelihoods are computed without guidance")
+        longest = max((len(prompt) + len(answer) for prompt, answer in pairs), default=0)
+        if longest > self.max_length:
+            raise ValueError(
+                f"a prompt and its answer have {longest} tokens, and the model reads {self.max_length}: take fewer "
+                "examples (--num_fewshot)"
+            )
+        return pairs
+
+    # ---- processes
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a tensor on all processes, one after the other."""
+        parts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(parts, tensor.cpu().reshape(-1))
+        return torch.cat(parts)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        parts = [None] * self.world_size if self.rank == dst else None
+        dist.gather_object(obj, parts, dst)
+        return parts
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def how_to_generate(generation_kwargs: dict[str, Any]) -> tuple[int, float, tuple[str, ...]]:
+    """(tokens, temperature, stop strings) that a task asks for.
+
+    Raises:
+        ValueError: it asks for something else, too, that would change its completions.
+    """
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    kwargs: dict[str, Any] = {**normalize_gen_kwargs(generation_kwargs, DEFAULT_LENGTH)}
+    temperature = float(kwargs.get("temperature", 0.0)) if kwargs["do_sample"] else 0.0
+    unknown = {
+        name: value
+        for name, value in kwargs.items()
+        if name not in READ
+        and not (name in ONLY_SAMPLING and temperature == 0)
+        and not (name in OFF and value in (None, OFF[name]))
+    }
+    if unknown:
+        raise ValueError(
+            f"the task's generation_kwargs ask for {unknown}, which a masked diffusion model does not do: set them in "
+            "the task's file, or with --gen_kwargs, to what turns them off"
+        )
+    return kwargs["max_gen_toks"], temperature, tuple(kwargs["until"])
+
+
+def cut(text: str, until: Iterable[str]) -> str:
+    """`text` up to the first of the stop strings in it."""
+    return text[: min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=len(text))]

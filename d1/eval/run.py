@@ -1,0 +1,253 @@
+"""python eval.py --model_path PATH --dataset gsm8k [--gen_length 256] [--checkpoint_path ADAPTER] [--add_reasoning]
+
+Generates a completion for every problem of a task and writes them as d1's generation files into `--output_dir`;
+`parse_and_get_acc.py` scores them. Several lengths (`--gen_length 128 256 512`) give a file each and load the model
+once. On several GPUs: `torchrun --nproc_per_node 4 eval.py ...` (or `accelerate launch`).
+A killed run, started again with the same arguments, continues where it stopped. A completion that is done makes room
+for the next problem, so the batch stays full, and all processes take their problems from one queue.
+
+Completions depend neither on the number of processes nor on where a run was interrupted, in any dtype; in float32
+neither on the batch size nor on the other problems. In 16 bits (bfloat16 is the default on a GPU) the rows and the
+padding beside a row round its logits otherwise, which changes a token now and then (README.md beside this file has
+figures). There `--batch_size 1` gives each problem its own completion, whatever else is evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from d1.eval.accuracy import as_table
+from d1.eval.files import generation_file, read_setups
+from d1.eval.journal import Journal
+from d1.eval.scores import Row, score_setup
+from d1.runs.entry import OneLineParser, quick_imports, run_script
+from d1.runs.output_dir import check_output_dir
+from d1.runs.ranges import check_ranges
+from d1.runs.record import run_record
+from d1.sampling.flags import add_sampling_flags, sampling_settings
+from d1.sampling.settings import check_room
+from d1.tasks import SPLITS, TASKS, load_task
+from d1.tasks.protocols import PROTOCOLS, shots_of, under_protocol
+
+if TYPE_CHECKING:
+    from d1.eval.prompts import Prompt
+
+logger = logging.getLogger("eval")
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    parser = OneLineParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model_path", "--model_name", required=True, help="folder or hub name of a model, or an adapter's folder"
+    )
+    model.add_argument("--checkpoint_path", default="", help="LoRA adapter to put on the model")
+    model.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on a GPU, float32 on a CPU)")
+    model.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
+    model.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
+    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    task = parser.add_argument_group("task")
+    task.add_argument("--dataset", required=True, help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
+    task.add_argument("--split", choices=SPLITS, default="test")
+    task.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
+    task.add_argument("--limit", type=int, help="evaluate this many problems, drawn once and for all from the split")
+    task.add_argument(
+        "--prompt_protocol", default="d1", help=f"how problems are asked and answers read: {', '.join(PROTOCOLS)}"
+    )
+    task.add_argument(
+        "--few_shot", type=int, help="solved training problems shown before each (default: as the protocol has it)"
+    )
+    task.add_argument("--few_shot_file", help="local file of the training problems for --few_shot")
+    task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
+    task.add_argument("--dont_use_box", action="store_true", help=r"do not ask for the answer in \boxed{}")
+    sampling = parser.add_argument_group("sampling")
+    add_sampling_flags(
+        sampling,
+        gen_length={"nargs": "+", "default": [128], "help": "tokens of a completion; several: one file each"},
+        seed={"help": "of sampling and of the few-shot draw (default: %(default)s)"},
+    )
+    sampling.add_argument("--num_samples", type=int, default=1, help="completions a problem, for pass@k and majority")
+    sampling.add_argument(
+        "--eos_stop", action="store_true", help="leave out the blocks after a completion's end: same answers, less work"
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--batch_size",
+        type=int,
+        default=4,
+        help="completions generated at a time by each process; below float32 it changes some (see above)",
+    )
+    run.add_argument("--output_dir", default="results/")
+    run.add_argument("--suffix", default="", help="added to the model's name in the file names")
+    run.add_argument(
+        "--resume",
+        "--resume_from_checkpoint",
+        nargs="?",
+        const="true",
+        default="true",
+        choices=["true"],
+        help="as in training; an evaluation always continues where it stopped, unless --overwrite",
+    )
+    run.add_argument("--overwrite", action="store_true", help="drop what is there of this setup and start again")
+    run.add_argument("--dont_save", action="store_true", help="print the accuracy and leave no files")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Runs the evaluation that arguments ask for and prints its table."""
+    rows = run(args)
+    if rows:
+        sys.stdout.write(as_table(rows))
+
+
+def evaluate(model_path: str, dataset: str, **settings: Any) -> list[Row]:
+    """Evaluates a model on the problems of a task; writes generation files into `output_dir`.
+
+    Args:
+        model_path: a folder or hub name of a model, or an adapter's folder.
+        dataset: a task's name, or the path of a task file.
+        settings: flags of `d1 eval` by name, e.g. `gen_length=[128, 256]`, `split="validation"`, `dont_save=True`.
+
+    Returns:
+        A row for each length: accuracies and intervals in percent. Empty on every process but the first.
+
+    Raises:
+        TypeError: a setting that is no flag.
+        ValueError, FileNotFoundError: a setting, a file or a path makes no sense, before the model is loaded.
+    """
+    args = make_parser().parse_args(["--model_path", model_path, "--dataset", dataset])
+    if unknown := sorted(settings.keys() - vars(args).keys()):
+        raise TypeError(f"evaluate() has no setting {', '.join(unknown)}; it takes {', '.join(vars(args))}")
+    return run(argparse.Namespace(**{**vars(args), **settings}))
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Runs the evaluation, length by length, on what this process takes from the queue of problems; rank 0 assembles
+    the files and returns their results, the others nothing.
+
+    Raises:
+        ValueError, FileNotFoundError: an argument, a file or a path makes no sense, before the model is loaded.
+    """
+    for length in args.gen_length:
+        check_ranges(vars(args) | {"gen_length": length}, "eval")
+    check_output_dir(args.output_dir)
+
+    # Only now, for they take seconds and `--help` needs none of them.
+    with quick_imports():
+        from d1.eval.completions import load_model_for
+        from d1.eval.identity import run_identity, setup_name, task_name
+        from d1.eval.processes import from_rank_0, join_processes, leave_processes
+        from d1.eval.prompts import config_of, read_prompts, tokenizer_path
+        from d1.models import load_tokenizer
+        from d1.models.tokenizer import check_chat_template
+
+    as_d1 = load_task(args.dataset)
+    task = under_protocol(as_d1, args.prompt_protocol)
+    args.few_shot = shots_of(task, args.few_shot)
+    for one in runs_of(args):
+        check_arguments(one)
+    config = config_of(args.model_path, args.checkpoint_path, args.trust_remote_code)
+    runs = runs_of(args, config)
+    rank, _ = join_processes()
+    tokenizer = load_tokenizer(
+        tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
+    )
+    check_chat_template(tokenizer, args.model_path)
+    prompts = read_prompts(runs[0], task, tokenizer)
+    check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
+    output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_")) if args.dont_save else args.output_dir
+    journals = [Journal(output_dir, setup_name(one), rank) for one in runs]
+    identities = [run_identity(one, prompts) for one in runs]
+    prepared = zip(journals, identities, strict=True)
+    missing = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in prepared])
+    model = functools.cache(lambda: load_model_for(args))
+    for one, journal, identity, to_do in zip(runs, journals, identities, missing, strict=True):
+        if to_do:
+            complete(one, model, tokenizer, prompts, journal)
+            if rank == 0:
+                results = generation_file(one, task_name(one), prompts, journal.read())
+                journal.finish(results, run_settings(one) | {"identity": identity} | run_record())
+        elif rank == 0:
+            logger.info("%s is complete already; --overwrite starts again", journal.results)
+    scored = []
+    if rank == 0:
+        user_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
+        setups = {setup.name: setup for setup in read_setups(output_dir)}
+        scored = [score_setup(setups[journal.setup], "strict", user_tasks)[0] for journal in journals]
+        if args.dont_save:
+            shutil.rmtree(output_dir)
+    leave_processes()
+    return scored
+
+
+def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse.Namespace]:
+    """The runs that arguments ask for, one a length, with blocks and steps as files and records name them."""
+    runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in dict.fromkeys(args.gen_length)]
+    for run in runs:
+        settings = sampling_settings(vars(run), model_config)
+        run.block_length, run.diffusion_steps = settings.block_length, settings.steps
+    return runs
+
+
+def complete(
+    args: argparse.Namespace, model: Callable[[], Any], tokenizer: Any, prompts: list[Prompt], journal: Journal
+) -> None:
+    """Generates what the journal lacks, the processes from one queue; returns when all of it is there."""
+    with quick_imports():
+        from d1.eval.completions import all_parts, generate_missing, unfinished
+        from d1.eval.processes import wait_for_all
+
+    done = journal.read()
+    wait_for_all()  # nobody writes before everybody has read
+    if done and journal.rank == 0:
+        logger.info("Resuming: %d of %d completions are there", len(done), len(prompts) * args.num_samples)
+    generate_missing(args, model, tokenizer, unfinished(all_parts(args, prompts), done), done, journal)
+    wait_for_all()
+
+
+def run_settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {"model_path": args.model_path, "checkpoint_path": args.checkpoint_path, "settings": vars(args)}
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuses arguments that contradict each other.
+
+    Raises:
+        ValueError, FileNotFoundError: says which, and what to use instead.
+    """
+    if args.num_samples > 1 and not sampling_settings(vars(args)).draws:
+        raise ValueError(
+            "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"
+        )
+    for name in ("add_reasoning", "dont_use_box"):
+        if args.prompt_protocol != "d1" and getattr(args, name):
+            raise ValueError(
+                f"--{name} belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
+            )
+    if args.few_shot and args.dont_use_box:
+        raise ValueError("--dont_use_box does not go with --few_shot: the problems shown have boxed answers")
+    if args.few_shot and args.few_shot_file and args.few_shot_file == args.data_file:
+        raise ValueError("--few_shot_file and --data_file are the same: the problems shown must not be those asked")
+    if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
+        raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
+
+
+def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs an evaluation as the command `prog`, with `arguments` in place of those of the command line; exits."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    cli("d1.eval.run")

@@ -1,0 +1,19 @@
+"""Reinforcement learning: diffu-GRPO and the published methods that share its trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from d1.lazy import lazily
+
+if TYPE_CHECKING:
+    from d1.rl.config import DiffuGRPOConfig as DiffuGRPOConfig
+    from d1.rl.methods import METHODS as METHODS
+    from d1.rl.trainer import DiffuGRPOTrainer as DiffuGRPOTrainer
+
+HOMES = {
+    "METHODS": "methods",
+    "DiffuGRPOConfig": "config",
+    "DiffuGRPOTrainer": "trainer",
+}
+__getattr__ = lazily(__name__, HOMES)

@@ -1,0 +1,291 @@
+"""All that touches what TRL 1.16 does not offer in public: its private methods and state, and a patch.
+
+`CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods turned into a few questions that a subclass answers:
+`tokenized`, `rollout`, `after_rollout`, `loss`. To delete, one by one, as TRL offers
+- a way to sample with a function of one's own that keeps TRL's tokenising, rewards and logging (`rollout_func` is given
+  prompts as text, and replaces tokenising too);
+- log-probabilities as an argument of its loss;
+- a reference model as an argument of its constructor;
+- a RepeatSampler that does not start again from the first epoch's order after a resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import trl.trainer.grpo_trainer as trl_grpo
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
+from trl.trainer.utils import RepeatSampler, use_adapter
+
+from d1.models import load_model
+from d1.rl.objectives import LossInputs
+from d1.rl.rewards import with_accuracy
+from d1.rl.updates import fitted
+from d1.transformers_bridge import TrainerHooks
+
+ACCURACY = "completion_is_right"  # joins the columns of a sampled row: the task's accuracy, which is no reward
+REWARD = "completion_reward"  # joins them too: the weighted sum of a row's rewards
+TokenRecord = list[list[float]]  # for each token of a canvas, the numbers recorded when it was sampled
+
+
+class TokenLogps(NamedTuple):
+    """What TRL's loss is handed in place of a model: log-probabilities and entropies, (rows, tokens) each."""
+
+    logps: Tensor
+    entropies: Tensor
+
+
+class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
+    """TRL's GRPOTrainer for completions that are sampled as a canvas and scored in states of one's own choice.
+
+    Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. It overrides
+    - `_tokenize_prompts`, to cut prompts (`tokenized`);
+    - `_generate_single_turn`, TRL's call of `generate`, with `rollout`. What a rollout records of each token travels in
+      the place of the sampling log-probabilities that vLLM would give;
+    - `_get_per_token_logps_and_entropies`, which TRL asks for log-probabilities on a rollout and in its loss. It knows
+      only one state to score in, so on the rollout it gets nothing (TRL then stores nothing, and `after_rollout` adds
+      what belongs there), and in the loss what is handed to `trl_loss`;
+    - `_generate_and_score_completions` and `_compute_loss`, to call `after_rollout` and `loss`;
+    - `_calculate_rewards`, to time it, and to log an accuracy that is no reward.
+    What is Trainer's own is in `TrainerHooks`; its `train_sampler` is given an order that survives a resume.
+    """
+
+    model: Any  # Trainer's may be None
+    args: Any  # GRPOConfig
+    beta: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # for type checkers, which look for it in Trainer first
+        super().__init__(*args, **kwargs)
+
+    # --- What a subclass answers --------------------------------------------------------------------------------------
+
+    def tokenized(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """The prompts' ids as they are sampled from."""
+        raise NotImplementedError
+
+    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[TokenRecord]]:
+        """A completion for each prompt, cut after its first EOS, and a record of its tokens."""
+        raise NotImplementedError
+
+    def after_rollout(self, batch: dict[str, Any], record: Tensor) -> None:
+        """Adds tensors (rows, ...) to a sampled batch, which are shuffled and split with it.
+
+        Args:
+            record: (rows, tokens, numbers), what `rollout` recorded.
+        """
+        raise NotImplementedError
+
+    def rollout_finished(self, seconds: float) -> None:
+        """Called when a rollout, its rewards and `after_rollout` are done, which took so long."""
+        raise NotImplementedError
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """The loss of a micro-batch."""
+        raise NotImplementedError
+
+    # --- TRL's private methods ----------------------------------------------------------------------------------------
+
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, Any]:
+        # A group's rows ask the same, and a template takes longer than all else around a small model's rollout.
+        groups = [(prompt, len(list(rows))) for prompt, rows in groupby(prompts)]
+
+        def for_each_row(values: list) -> list:
+            return [value for value, (_, rows) in zip(values, groups, strict=True) for _ in range(rows)]
+
+        prompt_ids, images, fields = super()._tokenize_prompts([prompt for prompt, _ in groups])
+        if images is not None:
+            raise ValueError("images are not supported: masked diffusion language models take text")
+        fields = {name: for_each_row(values) for name, values in fields.items()}
+        return self.tokenized(for_each_row(prompt_ids)), images, fields
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[TokenRecord]]:
+        return self.rollout(prompt_ids)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        return (*model, None) if isinstance(model, TokenLogps) else (None, None, None)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        started = time.perf_counter()
+        batch = super()._generate_and_score_completions(inputs)
+        for column in inputs[0].keys() & {ACCURACY, REWARD}:
+            values = torch.tensor([row[column] for row in inputs])
+            batch[column] = values.to(batch["advantages"].device, non_blocking=True)
+        self.after_rollout(batch, batch.pop("sampling_per_token_logps"))
+        self.rollout_finished(time.perf_counter() - started)
+        return batch
+
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
+        started = time.perf_counter()
+        rewards = with_accuracy(self, super()._calculate_rewards, inputs, *args, **kwargs)
+        first = self.accelerator.process_index * len(inputs)
+        own = rewards[first : first + len(inputs)].cpu()
+        totals = (own * self.reward_weights.cpu()).nansum(dim=1)
+        watched = getattr(self.reward_funcs[-1], "only_watched", False)
+        for row, total, last in zip(inputs, totals.tolist(), own[:, -1].tolist(), strict=True):
+            row |= {REWARD: total, **({ACCURACY: last} if watched else {})}
+        self.log_metric("seconds/reward", time.perf_counter() - started)
+        return rewards
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        return self.loss(model, inputs)
+
+    def train_sampler(self, dataset: Any) -> EpochSampler:
+        return EpochSampler(
+            dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+            epoch=lambda: int(self.state.epoch or 0),
+        )
+
+    # --- TRL's private state, and what it does with it ----------------------------------------------------------------
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-batches trained on so far; TRL counts on after the loss."""
+        return self._step
+
+    @property
+    def text_tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def weights_are_split(self) -> bool:
+        """Whether each process holds a part of the weights only."""
+        return self._dist.is_zero3 or self._dist.is_fsdp
+
+    @property
+    def samples_in_step(self) -> bool:
+        """Whether every forward pass of a rollout waits for all processes."""
+        return self.accelerator.num_processes > 1 and in_step_to_sample(self._dist, self.args.ds3_gather_for_generation)
+
+    @contextlib.contextmanager
+    def sampling_model(self) -> Iterator[Any]:
+        """The model without wrappers, its weights gathered where they are split and gathering was asked for."""
+        options = {
+            "gather_deepspeed3_params": self.args.ds3_gather_for_generation,
+            "gradient_checkpointing_kwargs": self.args.gradient_checkpointing_kwargs,
+        }
+        with (
+            unwrap_model_for_generation(self.model_wrapped, self.accelerator, **options) as model,
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            yield model
+
+    def trl_loss(self, inputs: LossInputs, entropies: Tensor | None, batch: dict[str, Any]) -> Tensor:
+        """TRL's loss of log-probabilities: `loss_type`, `importance_sampling_level`, clipping, its KL, and its metrics.
+
+        Args:
+            entropies: (rows, canvas), for the metrics.
+            batch: TRL's.
+        """
+        assert entropies is not None
+        own = TokenLogps(inputs.logps, fitted(entropies, inputs.mask.shape[1]))
+        given = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
+        if inputs.sampling_weights is not None:  # TRL takes (rows, tokens), and weighs its KL by no advantage
+            given["advantages"] = inputs.advantages.unsqueeze(1) * inputs.sampling_weights
+        return super()._compute_loss(own, batch | given)
+
+    def leave_out_trls_kl(self) -> None:
+        """TRL adds no KL from now on, and asks for no reference of its own; `reference()` is still there."""
+        self.beta = 0.0
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[Any]:
+        """The reference model: a second one, or the trained one without its adapter."""
+        if self.ref_model is not None:
+            yield self.ref_model
+            return
+        inner = self.accelerator.unwrap_model(self.model)
+        with use_adapter(inner, adapter_name="ref" if "ref" in inner.peft_config else None):
+            yield self.model
+
+    @contextlib.contextmanager
+    def without_checkpointing(self) -> Iterator[None]:
+        """Gradient checkpointing off, and gradients with it."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            yield
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Averaged until the next log, under its name or, in an evaluation, behind `eval_`."""
+        self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+
+def in_step_to_sample(dist: Any, ds3_gather_for_generation: bool) -> bool:
+    """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
+    return dist.is_fsdp or (dist.is_zero3 and not ds3_gather_for_generation)
+
+
+class EpochSampler(RepeatSampler):
+    """TRL's sampler with an order that is a function of (seed, epoch), which a resumed run finds again."""
+
+    def __init__(self, *args: Any, epoch: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) + self.epoch())
+        return super().__iter__()
+
+
+def rollout_buffer(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """The micro-batches of the rollout in use."""
+    return trainer._buffered_inputs or []
+
+
+def trl_counters(trainer: GRPOTrainer) -> dict[str, Any]:
+    """What else TRL keeps between steps and leaves out of a checkpoint, as JSON takes it (columns are deques)."""
+    return {
+        "step": trainer._step,
+        "metrics": trainer._metrics["train"],
+        "completions": trainer._logs if trainer.log_completions else {},
+    }
+
+
+def restore_trl(trainer: GRPOTrainer, batches: list[dict[str, Any]], counters: dict[str, Any]) -> None:
+    """Puts back what `rollout_buffer` and `trl_counters` gave."""
+    trainer._step = counters["step"]
+    trainer._buffered_inputs = batches or None
+    trainer._metrics["train"].update(counters["metrics"])
+    for group, columns in counters["completions"].items():
+        if isinstance(columns, list):
+            trainer._logs[group].extend(columns)
+        else:
+            for name, column in columns.items():
+                trainer._logs[group][name].extend(column)
+
+
+@contextlib.contextmanager
+def reference_from(model: Any | None) -> Iterator[None]:
+    """Inside, TRL's constructor copies a full fine-tune's reference from the model in memory; None: it has none.
+
+    TRL would load it again from its path, as a causal model, whenever `beta` is not 0.
+    """
+    original = trl_grpo.create_model_from_path
+    trl_grpo.create_model_from_path = lambda *args, **kwargs: None if model is None else reference_copy(model)
+    try:
+        yield
+    finally:
+        trl_grpo.create_model_from_path = original
+
+
+def reference_copy(model: Any) -> Any:
+    """A second model with the same weights. Those that ZeRO-3 cut over the ranks on loading are loaded again."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return load_model(model.name_or_path, dtype=model.dtype)
+    return copy.deepcopy(model)

@@ -1,0 +1,144 @@
+"""What diffu_grpo_train.py refuses before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl import ModelConfig
+
+from d1.models.adapters import adapter_chain
+from d1.models.kinds import block_size, native_config
+from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.rl.config import DiffuGRPOConfig
+
+logger = logging.getLogger(__name__)
+
+ONLY = {  # settings of TRL's that nothing here reads, and their defaults
+    "model_init_kwargs": None,
+    "cast_lm_head_to_fp32": False,
+    "model_revision": "main",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": None,
+}
+
+# A checkpoint's rollout, counters and weights are of use only where these settings are the same.
+SAME_RUN = (
+    "model_path",
+    "use_peft",
+    "dataset",
+    "data_file",
+    "prompt_protocol",
+    "seed",
+    "per_device_train_batch_size",
+    "steps_per_generation",
+    "num_generations",
+    "num_iterations",
+    "max_completion_length",
+    "method",
+    "estimator",
+    "num_views",
+    "antithetic",
+    "stratified",
+    "segments",
+    "segment_steps",
+    "draw_steps",
+    "p_mask_prompt",
+    "random_masking",
+    "protect_special_tokens",
+    "objective",
+    "kl",
+    "advantage",
+    "scale_rewards",
+    "right_share",
+)
+
+
+def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
+    """Refuses settings of the model that contradict each other or that nothing here reads."""
+    if not args.model_path:
+        raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
+    if model_args.model_name_or_path:
+        raise ValueError("--model_name_or_path is not used here; the model is --model_path")
+    for name, only in ONLY.items():
+        value = getattr(args if hasattr(args, name) else model_args, name)
+        if value != only:
+            raise ValueError(f"{name}={value!r} would be ignored here: leave it at {only!r}")
+    if model_args.load_in_8bit:
+        raise ValueError("8-bit loading is not supported; use --load_in_4bit (NF4)")
+    if model_args.load_in_4bit and not (torch.cuda.is_available() and model_args.use_peft):
+        raise ValueError(
+            "--load_in_4bit (NF4, bitsandbytes) needs a GPU and --use_peft: on a CPU leave it out, and without LoRA "
+            "there would be nothing to train"
+        )
+    if args.sync_ref_model and model_args.use_peft:
+        raise ValueError(
+            "sync_ref_model needs a reference model in memory; with LoRA the reference is the model without its "
+            "adapter. Train fully, or leave sync_ref_model off (with LoRA it did nothing in d1 either)"
+        )
+
+
+def check_same_run(checkpoint: str, args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
+    """Refuses to continue a run whose checkpoints mean something else under the settings of now."""
+    record = Path(checkpoint).parent / "run.json"
+    if not record.exists():
+        return
+    settings = json.loads(record.read_text())["settings"]
+    now = {**vars(args), **vars(model_args)}
+    before = {**now, **settings, **settings["model"]}
+    names = [*SAME_RUN] if bool(before["beta"]) == bool(now["beta"]) else [*SAME_RUN, "beta"]
+    changed = [f"{name} {before[name]} (now {now[name]})" for name in names if before[name] != now[name]]
+    if changed:
+        raise ValueError(
+            f"{record.parent} holds another run, of {', '.join(changed)}: continue it with its own settings, or choose "
+            "another output_dir"
+        )
+
+
+def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
+    """Refuses what the model's config speaks against; a model with its own code has to know itself. The blocks of a
+    block-causal model become `block_length` where none is set.
+
+    Args:
+        prompt: tokens of the longest prompt.
+
+    Returns:
+        Tokens of a block, for a block-causal model.
+    """
+    if args.trust_remote_code:
+        return None
+    config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
+    args.sampling_settings(config)
+    if args.mask_id is not None and args.mask_id >= config.vocab_size:
+        raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has only {config.vocab_size} tokens, from 0 on")
+    room = config.max_position_embeddings
+    if prompt + int(args.max_completion_length or 0) > room:
+        raise ValueError(
+            f"--max_completion_length {args.max_completion_length} and a prompt of {prompt} tokens exceed the model's "
+            f"{room} positions"
+        )
+    return block_size(config)
+
+
+def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
+    """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`.
+
+    Returns the tokens of the longest.
+    """
+    texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
+    lengths = [len(encode_prompt(tokenizer, text)) for text in texts]
+    too_long = [index for index, length in enumerate(lengths) if length > args.max_prompt_length]
+    if not too_long:
+        return max(lengths)
+    if not args.truncate_prompts:
+        raise ValueError(
+            f"{len(too_long)} of {len(rows)} prompts are longer than max_prompt_length={args.max_prompt_length} tokens "
+            f"(the first is row {too_long[0]}, the longest has {max(lengths)}): raise max_prompt_length, or pass "
+            "--truncate_prompts true to keep only the end of them"
+        )
+    logger.warning("The beginning of %d of %d prompts will be cut off.", len(too_long), len(rows))
+    return args.max_prompt_length

@@ -1,0 +1,146 @@
+"""Draw the curves of one or several diffu-GRPO runs, from the trainer's own logs, or write a page on what RL did.
+
+    python diffu-grpo/plot_curves.py runs/gsm8k runs/countdown --output curves.png
+    python diffu-grpo/plot_curves.py runs/gsm8k --html report.html
+
+Four panels, as in d1's figure of training: reward, accuracy (training and, dashed, validation), distance to the
+reference, completion length; each against the rollouts made. The page has them too, and the settings. Of a run that had
+`--report true`, and so kept completions of its first and last rollout, it shows how these came into focus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from d1.show.curves import panel_svg, panels, running_mean, save_figure
+from d1.show.film import Film
+from d1.show.page import Scene, film_page
+
+PANELS = {
+    "reward": "reward",
+    "rewards/accuracy/mean": "accuracy (strict)",
+    "kl": "KL to the reference",
+    "completions/mean_length": "tokens to the first EOS",
+}
+SHOWN_FILE = "shown_rollouts.json"  # which `shown_rollouts.py` writes
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="output folders of diffu_grpo_train.py")
+    parser.add_argument("--labels", nargs="+", help="one a run; the folders' names if left out")
+    parser.add_argument("--output", help="the PNG to write (default: curves.png, unless a page is)")
+    parser.add_argument("--html", type=Path, help="write a page: curves, settings, completions before and after")
+    parser.add_argument("--smooth", type=int, default=5, help="points averaged (training curves only)")
+    return parser
+
+
+def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
+    """The log entries of a run, and how many optimizer steps it takes on each rollout.
+
+    Raises:
+        FileNotFoundError: the folder is no run, or one that has not saved a checkpoint yet.
+    """
+    states = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
+    states = [state for state in states if state.exists()]
+    if not states or not (folder / "run.json").exists():
+        raise FileNotFoundError(f"{folder} holds no run of diffu_grpo_train.py with a checkpoint")
+    history = max((json.loads(state.read_text())["log_history"] for state in states), key=len)
+    settings = json.loads((folder / "run.json").read_text())["settings"]
+    micro_steps = settings["steps_per_generation"] * settings["num_iterations"]
+    return history, micro_steps / settings["gradient_accumulation_steps"]
+
+
+def series(history: list[dict[str, Any]], name: str, steps_a_rollout: float) -> tuple[list[float], list[float]]:
+    """(rollouts made, value) of every log entry that has a value for `name`."""
+    points = [(entry["step"] / steps_a_rollout, float(entry[name])) for entry in history if entry.get(name) is not None]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def draw(runs: list[Path], labels: list[str], output: Path, smooth: int) -> None:
+    figure, axes = panels(2, 2, size=(11, 7))
+    for axis, name in zip(axes, PANELS, strict=True):
+        draw_panel(axis, name, runs, labels, smooth)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 4))
+    save_figure(figure, output)
+
+
+def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], smooth: int, legend: bool = False) -> None:
+    """The curves of one metric, a line a run; of its validation, if there is one, dashed."""
+    for run, label in zip(runs, labels, strict=True):
+        history, steps_a_rollout = read_run(run)
+        x, y = series(history, name, steps_a_rollout)
+        (line,) = axis.plot(x, running_mean(y, smooth), label=label)
+        if name != "kl":
+            axis.plot(*series(history, f"eval_{name}", steps_a_rollout), "--", color=line.get_color(), alpha=0.7)
+    axis.set(title=PANELS[name], xlabel="rollouts")
+    if legend:
+        axis.legend(fontsize="small")
+
+
+def report_page(runs: list[Path], labels: list[str], smooth: int = 5) -> str:
+    """A page on some runs: their curves, settings, and completions of the first and the last rollout."""
+    curves = ""
+    for number, (name, title) in enumerate(PANELS.items()):
+        panel = partial(draw_panel, name=name, runs=runs, labels=labels, smooth=smooth, legend=len(runs) > 1)
+        curves += f"<figure>{panel_svg(panel, title, f'panel{number}')}</figure>"
+    about = "".join(map(gains, runs, labels)) + "".join(map(settings_list, runs, labels))
+    scenes = [scene for run, label in zip(runs, labels, strict=True) for scene in scenes_of(run, label)]
+    lacking = "" if scenes else "<p>Completions are kept by runs with <code>--report true</code>.</p>"
+    title = f"What RL did: {', '.join(labels)}"
+    return film_page(title, scenes, f'<div class="curves">{curves}</div>{about}{lacking}')
+
+
+def gains(run: Path, label: str) -> str:
+    """The metrics of the panels on a line, each as its mean over the first and the last tenth of the logs."""
+    history, steps_a_rollout = read_run(run)
+    rows = []
+    for name, title in PANELS.items():
+        _, values = series(history, name, steps_a_rollout)
+        tenth = max(1, len(values) // 10)
+        if values:
+            before, after = fmean(values[:tenth]), fmean(values[-tenth:])
+            rows.append(f"<li><span>{html.escape(title)}</span> <b>{before:.3g} → {after:.3g}</b></li>")
+    said = f"<li>{html.escape(label)}, first and last tenth of the run:</li>"
+    return f'<ul class="stats">{said}{"".join(rows)}</ul>'
+
+
+def settings_list(run: Path, label: str) -> str:
+    """All settings of a run, folded up."""
+    settings = json.loads((run / "run.json").read_text())["settings"]
+    rows = [f"<li><b>{html.escape(name)}</b> {html.escape(str(value))}</li>" for name, value in settings.items()]
+    summary = f"<summary>Settings of {html.escape(label)}</summary>"
+    return f'<details>{summary}<ul class="settings">{"".join(rows)}</ul></details>'
+
+
+def scenes_of(run: Path, label: str) -> list[Scene]:
+    """The best, median and worst completion of the first rollout, each beside that of the last."""
+    if not (run / SHOWN_FILE).exists():
+        return []
+    kept = json.loads((run / SHOWN_FILE).read_text())
+    scenes: list[Scene] = []
+    for which in ("best", "median", "worst"):
+        films = [Film(**kept[end]["films"][which]) for end in ("first", "last")]
+        for film, end in zip(films, ("first", "last"), strict=True):
+            film.title = f"rollout {kept[end]['rollout']}"
+        scenes.append((f"{label}: the {which} completion of the first and the last rollout", films))
+    return scenes
+
+
+def main(args: argparse.Namespace) -> None:
+    runs = [Path(run) for run in args.runs]
+    labels = args.labels or [run.name for run in runs]
+    if len(labels) != len(runs):
+        raise ValueError(f"{len(labels)} labels for {len(runs)} runs")
+    if args.html:
+        args.html.write_text(report_page(runs, labels, args.smooth), encoding="utf-8")
+    if args.output or not args.html:
+        draw(runs, labels, Path(args.output or "curves.png"), args.smooth)

@@ -1,0 +1,88 @@
+"""What a run of diffu-GRPO is about to do, in numbers."""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from typing import Any
+
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.objectives import OVER_ALL_ROWS
+from d1.scoring import ESTIMATORS
+
+
+def most_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
+    """Views of a row in an update, at most. A block-causal model, of blocks of `block_size` tokens, scores a step of
+    every block in one view."""
+    if block_size is not None:
+        sampling = args.sampling_settings()
+        schedules = [sampling.schedule(filled) for filled in range(block_size)]
+        args = copy(args)
+        args.max_completion_length = block_size
+        args.diffusion_steps = max(len(block) for schedule in schedules for block in schedule)
+    return ESTIMATORS[args.estimator].views(args)
+
+
+def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None) -> dict[str, Any]:
+    """The plan: name -> number, as the console shows it.
+
+    Passes are those of one row, in a rollout and all updates on it, and the most there can be. Fewer are made where a
+    row ends before its canvas does, or a parallel sampler reveals more than is due, and where a view hides no token
+    that is scored: two draws of the same step are one view, and a completion of few steps or tokens has no more views
+    than these.
+
+    Args:
+        block_size: of a block-causal model.
+
+    Raises:
+        ValueError: the training problems are too few for one rollout.
+    """
+    completions = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    rollout = args.per_device_train_batch_size * args.world_size * int(args.steps_per_generation or 1)
+    cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
+    groups = rollout // int(args.num_generations or 1)
+    rollouts_an_epoch = num_prompts // groups
+    if not rollouts_an_epoch:
+        raise ValueError(
+            f"a rollout takes {groups} prompts and there are {num_prompts}: lower per_device_train_batch_size or "
+            "steps_per_generation (by default gradient_accumulation_steps), or add problems"
+        )
+    steps_an_epoch = math.ceil(rollouts_an_epoch * cycle / args.gradient_accumulation_steps)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_an_epoch)
+    epochs, rest = divmod(steps, steps_an_epoch)  # the last step of an epoch may be short of micro-steps
+    rollouts = epochs * rollouts_an_epoch + math.ceil(rest * args.gradient_accumulation_steps / cycle)
+    views = most_views(args, block_size)
+    return {
+        "processes": args.world_size,
+        "prompts an optimizer step": completions / int(args.num_generations or 1),
+        "completions an optimizer step": completions,
+        "completions a rollout": rollout,
+        "optimizer steps": steps,
+        "rollouts": rollouts,
+        "updates on each rollout (mu)": args.num_iterations,
+        "views of a row in an update, at most": views,
+        **{f"passes of a row, at most: {what}": count for what, count in passes(args, views).items()},
+    }
+
+
+def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
+    """Passes of one row through the model, in a rollout and all updates on it: what for -> how many.
+
+    Args:
+        views: of a row in an update, those that score something.
+    """
+    every = args.num_iterations * views
+    # Views that every update shares are scored once.
+    before = every if args.random_masking and ESTIMATORS[args.estimator].draws(args) else views
+    # In an update the backward pass computes all views again where they are more than one pass takes, and, with
+    # gradient checkpointing, the layers.
+    times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
+    counts = {
+        "sampling": int(args.diffusion_steps or 0) * (2 if args.cfg_scale else 1),
+        "old log-probs": before if args.needs_old_logps else 0,
+        "reference log-probs": before if args.needs_reference else 0,
+        "weights of rows, before each later update": every - views if args.objective in OVER_ALL_ROWS else 0,
+        "updates, forward": every * times,
+        "updates, backward": every,
+    }
+    return {what: count for what, count in counts.items() if count}

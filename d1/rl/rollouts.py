@@ -1,0 +1,90 @@
+"""A rollout's canvases: sampled a part at a time, recorded token by token, and as estimators see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from d1.models.kinds import block_size
+from d1.rl.updates import Batch, fitted
+from d1.sampling import Rollout, SamplingSettings, rollout
+from d1.scoring import SampledRows
+from d1.scoring.rollouts import blocks_of
+
+
+def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
+    """(rows, tokens) bool, true up to and including each row's first EOS (all true without one)."""
+    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device))
+    return is_eos.cumsum(-1) - is_eos.long() == 0
+
+
+def sample_in_parts(
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    settings: SamplingSettings,
+    generators: Sequence[Generator],
+    size: int | None,
+    **options: Any,
+) -> Rollout:
+    """`d1.sampling.rollout` of prompts (rows, prompt), `size` rows at a time (all by default)."""
+    size = size or len(ids)
+    parts = [
+        rollout(
+            model,
+            ids[start : start + size],
+            mask[start : start + size],
+            settings,
+            generator=generators[start : start + size],
+            **options,
+        )
+        for start in range(0, len(ids), size)
+    ]
+    return Rollout(**{field.name: torch.cat([getattr(p, field.name) for p in parts]) for field in fields(Rollout)})
+
+
+def record_of(sampled: Rollout, prompt: int) -> Tensor:
+    """(rows, canvas, 4): each token's id, log-prob, entropy and step of its reveal, on the whole canvas.
+
+    Completions end with their first EOS, records do not: what stands behind it was there when tokens were revealed.
+    Ids as floats are exact: fp32 holds every whole number below 2^24.
+    """
+    numbers = (sampled.ids[:, prompt:], sampled.logps, sampled.entropies, sampled.reveal_steps)
+    return torch.stack([number.float() for number in numbers], dim=-1)
+
+
+def unpack_record(batch: Batch, record: Tensor, gen_length: int) -> None:
+    """Adds `canvas_ids`, `rollout_logps`, `rollout_entropies` and `reveal_steps` (rows, canvas) to a batch."""
+    ids, logps, entropies, steps = record[:, :gen_length].unbind(-1)
+    batch |= {"canvas_ids": ids.long(), "reveal_steps": steps.long()}
+    batch |= {"rollout_logps": logps, "rollout_entropies": entropies}
+
+
+def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
+    """(rows, prompt) bool, the tokenizer's special tokens."""
+    # Those without a role of their own are only flagged, such as LLaDA's header tokens.
+    flagged = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
+
+
+def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
+    """What estimators may know of a batch that a model of this config sampled; special tokens of a tokenizer can be
+    kept from being hidden."""
+    maskable = batch["prompt_mask"].bool()
+    if protect_specials_of is not None:
+        maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
+    return SampledRows(
+        prompt_ids=batch["prompt_ids"],
+        attention_mask=batch["prompt_mask"],
+        maskable=maskable,
+        completion_ids=batch["canvas_ids"],
+        scored=fitted(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool(),
+        reveal_steps=batch["reveal_steps"],
+        logps=batch["rollout_logps"],
+        entropies=batch["rollout_entropies"],
+        blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
+    )

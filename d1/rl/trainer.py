@@ -1,0 +1,300 @@
+"""diffu-GRPO (d1, arXiv 2504.12216): GRPO whose completions are sampled and scored by masked diffusion.
+
+A batch's way: `rollout` samples a canvas a prompt; TRL computes rewards and advantages; `after_rollout` draws the views
+of every inner update (`d1/scoring/estimators.py`) and scores old and reference log-probabilities in them; `loss` picks
+the views of the update at hand, scores the policy in them, and hands all of it to TRL's loss or one of `objectives.py`.
+What this does to TRL's own methods is in `trl_bridge.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer.utils import pad
+
+from d1.masking import keyed_generator
+from d1.models.attention import require_prepared
+from d1.rl.advantages import Everyone, keep_prompts, reshaped
+from d1.rl.bridge import CanvasGRPOTrainer, TokenRecord, reference_from, rollout_buffer
+from d1.rl.budget import total_compute
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
+from d1.rl.objectives import OBJECTIVES, OVER_ALL_ROWS, LossInputs, sequence_log_ratios
+from d1.rl.penalties import PENALTIES
+from d1.rl.rewards import guarded
+from d1.rl.rollouts import eos_cut, record_of, sample_in_parts, sampled_rows, unpack_record
+from d1.rl.state import RestoreRollout, save_rollout
+from d1.rl.trainer_checks import check_trainer, refuse_tools
+from d1.rl.updates import (
+    Batch,
+    draw_updates,
+    evaluating,
+    loss_inputs,
+    score_batch,
+    score_updates,
+    updates_are_alike,
+    views_of,
+)
+from d1.runs.checkpoints import staged_checkpoint
+from d1.runs.divergence import bad_loss, check_weights
+from d1.sampling import Rollout
+from d1.scoring import Randomness, Scores, Views
+from d1.scoring.rollouts import randomness
+
+# Streams of random numbers: views and rollouts, in training and evaluation, never share one.
+STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2, ("rollout", "eval"): 3}
+
+
+class DiffuGRPOTrainer(CanvasGRPOTrainer):
+    """GRPO for masked diffusion language models.
+
+    Args:
+        model: from `d1.models.load_model`, so that logits score the token at their own position.
+        reward_funcs: TRL's signature, `f(prompts, completions, **columns) -> list[float]`.
+        args: `DiffuGRPOConfig`.
+        train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
+        task_name: named in the error when a reward raises.
+
+    The remaining arguments are TRL's. Tools, environments and `rollout_func` are refused.
+    """
+
+    args: DiffuGRPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Callable | list[Callable],
+        args: DiffuGRPOConfig,
+        train_dataset: Any,
+        processing_class: Any,
+        task_name: str = "",
+        **kwargs: Any,
+    ) -> None:
+        refuse_tools(kwargs)
+        self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
+        if self.mask_token_id is None:
+            raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
+        require_prepared(model)
+        self.sampling = args.sampling_settings(model.config)
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        with reference_from(model if args.needs_reference else None):
+            super().__init__(
+                model=model,
+                reward_funcs=[guarded(reward, task_name, Path(args.output_dir)) for reward in rewards],
+                args=args,
+                train_dataset=train_dataset,
+                processing_class=processing_class,
+                **kwargs,
+            )
+        if not args.has_trls_kl:
+            self.leave_out_trls_kl()
+        check_trainer(self)
+        self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
+        self.evaluation_rollouts = 0
+        self.compute: Any = 0  # tokens fed through the body, each twice more for a backward pass: a sum on the device
+        self.rollout_seconds: list[float] = []  # of each rollout, its rewards and its scoring
+        self.add_callback(RestoreRollout(self))
+
+    @property
+    def mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def update(self) -> int:
+        """The inner update at hand, 0 to mu - 1. An evaluation looks at the first alone."""
+        return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
+
+    def randomness(self, rows: int) -> list[Randomness]:
+        """What the views of a rollout's rows are drawn with, for each inner update."""
+        rollout = self.micro_step if self.mode == "train" else self.evaluation_rollouts
+        shared = keyed_generator(self.args.seed, STREAMS["views", self.mode], rollout)
+        total, first = self.accelerator.num_processes * rows, self.accelerator.process_index * rows
+        return randomness(self.generators("views", rows), shared, first, total, self.num_iterations)
+
+    def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
+        """One generator a row, a function of (seed, stream, rollout, row over all ranks) alone."""
+        rollout = self.micro_step if self.mode == "train" else self.evaluation_rollouts
+        first = self.accelerator.process_index * rows
+        stream = STREAMS[purpose, self.mode]
+        device = "cpu" if purpose == "views" else self.accelerator.device
+        return [keyed_generator(self.args.seed, stream, rollout, first + row, device=device) for row in range(rows)]
+
+    # --- Rollout ------------------------------------------------------------------------------------------------------
+
+    def tokenized(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """The end of each prompt; the training script lets none through that is too long unless asked to."""
+        return [ids[-self.args.max_prompt_length :] for ids in prompt_ids]
+
+    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[TokenRecord]]:
+        """Samples one canvas a prompt: completions that end with their first EOS, and `record_of` the whole canvas."""
+        started = time.perf_counter()
+        tensors = [torch.tensor(ids) for ids in prompt_ids]
+        padding = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
+        ids = pad(tensors, padding_value=self.text_tokenizer.pad_token_id, **padding)
+        mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding)
+        sampled = self.sample(*(given.to(self.accelerator.device, non_blocking=True) for given in (ids, mask)))
+        record = record_of(sampled, ids.shape[1]).cpu()  # this waits for the device
+        passes, fed = torch.stack([sampled.passes, sampled.forward_tokens]).cpu()
+        completions = record[..., 0].long()
+        kept = eos_cut(completions, self.eos_token_ids)
+        seconds = time.perf_counter() - started
+        self.log_metric("seconds/rollout", seconds)
+        self.log_metric("sampling/forward_passes", passes.float().mean().item())
+        self.log_metric("sampling/forward_tokens", fed.float().mean().item())
+        self.log_metric("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
+        return [row[keep].tolist() for row, keep in zip(completions, kept, strict=True)], record.tolist()
+
+    def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
+        """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
+        generators = self.generators("rollout", len(ids))  # of this mode, before the model leaves it
+        with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
+            sampled = sample_in_parts(
+                model,
+                ids,
+                mask,
+                self.sampling,
+                generators,
+                self.args.rollout_batch_size,
+                mask_token_id=self.mask_token_id,
+                eos_token_ids=self.eos_token_ids if self.eos_stop else None,
+            )
+        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: an evaluation puts it back
+        return sampled
+
+    def rollout_finished(self, seconds: float) -> None:
+        if self.mode == "train":
+            self.rollout_seconds.append(seconds)
+        else:
+            self.evaluation_rollouts += 1
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.evaluation_rollouts = 0  # every evaluation sees the same random numbers, so that two are comparable
+        compute = self.compute
+        output = super().evaluation_loop(*args, **kwargs)
+        self.compute = compute  # of training alone
+        return output
+
+    # --- Views and their scores ---------------------------------------------------------------------------------------
+
+    def after_rollout(self, batch: Batch, record: Tensor) -> None:
+        """Adds the canvas, the record and, (rows, mu, ...) each, views, old and reference log-probs of every update."""
+        unpack_record(batch, record, self.max_completion_length)
+        everyone = Everyone(self.accelerator.gather, self.accelerator.process_index * len(record))
+        group = self.num_generations if self.mode == "train" else self.num_generations_eval
+        if self.args.right_share and self.mode == "train":
+            self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
+        batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
+        protected = self.text_tokenizer if self.args.protect_special_tokens else None
+        sampled = sampled_rows(batch, self.model.config, protected)
+        batch |= draw_updates(sampled, self.randomness(len(record)), self.args)
+        self.log_metric("prompt_masked", prompt_masked(batch))
+        self.score_rollout(batch)
+
+    def score_rollout(self, batch: Batch) -> None:
+        """Adds old and reference log-probs, (rows, mu, views, canvas) each, where the loss needs them."""
+        started, args = time.perf_counter(), self.args
+        size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
+        score_one = partial(self.scores, size=size)
+        # Equal views have equal scores.
+        only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)
+        with self.without_checkpointing():
+            if args.needs_old_logps:
+                batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
+            if args.needs_reference:
+                with self.reference() as model:
+                    batch["ref_view_logps"] = score_updates(model, batch, score_one, only_first)
+        self.log_metric("seconds/scoring", time.perf_counter() - started)
+
+    def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
+        """`score_batch` with this run's mask token and precision, its compute counted."""
+        with self.accelerator.autocast():
+            options |= {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
+            scores = score_batch(model, batch, views, **options)
+        self.compute = self.compute + scores.compute
+        return scores
+
+    # --- Loss ---------------------------------------------------------------------------------------------------------
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        """The loss under the views, old and reference log-probs of the inner update at hand."""
+        training, args = self.mode == "train", self.args
+        if training and args.objective in OVER_ALL_ROWS and self.micro_step % args.steps_per_generation == 0:
+            self.compare_rows(model)
+        scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
+        micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
+        inputs = loss_inputs(batch, scores, self.update, micro_batches, args.sampling_weight_cap)
+        accumulated = self.current_gradient_accumulation_steps if training else 1
+        metrics: dict[str, float] = {}
+        if args.objective == "trl":
+            loss = self.trl_loss(inputs, scores.entropies, batch)
+        else:
+            loss, metrics = OBJECTIVES[args.objective](inputs, args)
+            loss = loss / accumulated
+            metrics["entropy"] = mean_entropy(inputs, scores.entropies, self.accelerator.gather)
+        if args.beta and not args.has_trls_kl:
+            penalty = PENALTIES[args.kl](inputs, args)
+            metrics["kl"] = self.accelerator.gather(penalty.detach()).mean().item()
+            loss = loss + args.beta * penalty / accumulated
+        self.check_finite(loss.detach(), inputs, batch)
+        if args.reads_old_logps:
+            metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
+        if self.update == 0:
+            metrics |= sampling_gap(batch, inputs, self.accelerator.gather, args.sampling_weight_cap)
+        for name, value in metrics.items():
+            self.log_metric(name, value)
+        return loss
+
+    def compare_rows(self, model: Any) -> None:
+        """Adds `log_ratios`, of all rows of the rollout, to its micro-batches, before the first of an update."""
+        update = self.update
+
+        def ratios(batch: Batch) -> Tensor:
+            if update == 0:  # the policy is still the one that sampled
+                return torch.zeros_like(batch["advantages"])
+            return sequence_log_ratios(loss_inputs(batch, self.scores(model, batch, views_of(batch, update)), update))
+
+        with self.without_checkpointing(), evaluating(model):
+            everyone = self.accelerator.gather(torch.cat([ratios(batch) for batch in rollout_buffer(self)]))
+        for batch in rollout_buffer(self):
+            batch["log_ratios"] = everyone
+
+    def check_finite(self, loss: Tensor, inputs: LossInputs, batch: Batch) -> None:
+        """Stops the run at a loss that is not finite."""
+        if not torch.isfinite(loss):
+            rows = rows_to_blame(batch, inputs.logps.detach(), self.text_tokenizer.decode)
+            step, rank = self.state.global_step, self.args.process_index
+            raise bad_loss(loss.item(), rows, str(self.args.output_dir), step, rank)
+
+    # --- Logs and checkpoints -----------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        started, processor, rollouts = time.perf_counter(), time.process_time(), len(self.rollout_seconds)
+        loss = super().training_step(*args, **kwargs)
+        self.log_metric("seconds/processor", time.process_time() - processor)
+        self.log_metric("seconds/update", time.perf_counter() - started - sum(self.rollout_seconds[rollouts:]))
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        logs["peak_memory_gb"] = peak_memory_gb()
+        logs["compute_tokens"] = total_compute(self)
+        if "train_loss" in logs:
+            logs["train_loss"] = self.mean_loss()
+        super().log(logs, start_time)
+
+    @contextlib.contextmanager
+    def saving_checkpoint(self) -> Iterator[None]:
+        """A checkpoint appears whole or not at all, and holds the rollout in use."""
+        with staged_checkpoint(self) as folder:
+            yield
+            save_rollout(self, folder)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        check_weights(self.model, self.state.global_step)
+        super().save_model(output_dir, _internal_call)

@@ -1,0 +1,158 @@
+"""The views of each inner update on a rollout: drawn once, stored with their samples, scored when their turn comes.
+
+A batch is a dictionary of tensors, as TRL makes it, with
+- `canvas_ids` (rows, canvas): the whole canvas as sampled, also behind a completion's end;
+- `view_noise` (rows, mu, views, prompt + canvas) and `view_weights` (rows, mu, views, canvas): [:, k] is what inner
+  update k is scored in;
+- `old_view_logps` and `ref_view_logps` (rows, mu, views, canvas), where the loss needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d1.models.head import run_inside
+from d1.rl.objectives import LossInputs
+from d1.rl.sampling_weights import truncated_weights
+from d1.scoring import ESTIMATORS, Randomness, SampledRows, Scores, Views, score
+
+Batch = dict[str, Any]
+
+
+def draw_updates(sampled: SampledRows, updates: Sequence[Randomness], settings: Any) -> Batch:
+    """`view_noise` and `view_weights` of each update, by the run's estimator.
+
+    Each update has views of its own, or all share the first ones where `settings.random_masking` is off. They are drawn
+    on the CPU, where the generators are: on a device an estimator would wait for it row by row.
+    """
+    draws, device, sampled = len(updates) if settings.random_masking else 1, sampled.scored.device, sampled.to("cpu")
+    drawn = [ESTIMATORS[settings.estimator].draw(sampled, random, settings) for random in updates[:draws]]
+    drawn *= len(updates) // draws
+    return {
+        "view_noise": torch.stack([views.noise for views in drawn], dim=1).to(device, non_blocking=True),
+        "view_weights": torch.stack([views.weights for views in drawn], dim=1).to(device, non_blocking=True),
+    }
+
+
+def views_of(batch: Batch, update: int) -> Views:
+    """What an inner update is scored in."""
+    return Views(batch["view_noise"][:, update], batch["view_weights"][:, update])
+
+
+def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
+    """Whether every update has the views of the first, on all processes: where these share weights, each forward pass
+    of one needs the others. Waits for the device."""
+    alike = torch.stack([(batch[name] == batch[name][:, :1]).all() for name in ("view_noise", "view_weights")]).all()
+    return bool(gather(alike.int()).all())
+
+
+def score_updates(
+    model: Any, batch: Batch, score_one: Callable[[Any, Batch, Views], Scores], only_first: bool
+) -> Tensor:
+    """Log-probs (rows, mu, views, canvas) in the views of every update, without dropout.
+
+    Args:
+        only_first: the first update's stand for all.
+    """
+    updates = batch["view_noise"].shape[1]
+    with evaluating(model):
+        scored = [score_one(model, batch, views_of(batch, k)).view_logps for k in range(1 if only_first else updates)]
+    return torch.stack(scored, dim=1).expand(-1, updates, -1, -1)
+
+
+def score_batch(
+    model: Any,
+    batch: Batch,
+    views: Views,
+    *,
+    mask_token_id: int,
+    size: int | None = None,
+    with_entropies: bool = False,
+    views_at_once: int = 1,
+) -> Scores:
+    """Log-probs (rows, canvas) in fp32, and entropies, `size` rows at a time (all by default).
+
+    Args:
+        model: as wrapped for training.
+    """
+    rows, gen_length = batch["canvas_ids"].shape
+    parts = []
+    for start in range(0, rows, size or rows):
+        some = slice(start, start + (size or rows))
+        compute = partial(
+            score,
+            prompt_ids=batch["prompt_ids"][some],
+            attention_mask=batch["prompt_mask"][some],
+            completion_ids=batch["canvas_ids"][some],
+            views=Views(views.noise[some], views.weights[some]),
+            mask_token_id=mask_token_id,
+            gen_length=gen_length,
+            with_entropies=with_entropies,
+            views_at_once=views_at_once,
+        )
+        parts.append(run_inside(model, compute))
+    logps, view_logps, tokens, entropies = zip(*parts, strict=True)
+    return Scores(
+        torch.cat(logps),
+        torch.cat(view_logps),
+        torch.stack(tokens).sum(),
+        torch.cat(entropies) if with_entropies else None,
+    )
+
+
+def loss_inputs(
+    batch: Batch, scores: Scores, update: int, parts: int = 1, sampling_weight_cap: float | None = None
+) -> LossInputs:
+    """What an objective gets of inner update `update`: tensors as wide as the completions of `batch`.
+
+    Where no old log-probs are stored, the policy is still the one that sampled.
+
+    Args:
+        parts: micro-batches of the rollout, over all processes.
+        sampling_weight_cap: of `truncated_weights`; None: no weights.
+    """
+    width = batch["completion_mask"].shape[1]
+
+    def stored(name: str) -> Tensor | None:
+        return fitted(batch[name][:, update], width) if name in batch else None
+
+    view_logps, old = fitted(scores.view_logps, width), stored("old_view_logps")
+    inputs = LossInputs(
+        view_logps=view_logps,
+        view_old=view_logps.detach() if old is None else old,
+        view_reference=stored("ref_view_logps"),
+        weights=fitted(batch["view_weights"][:, update], width),
+        advantages=batch["advantages"],
+        mask=batch["completion_mask"],
+        tokens=batch["num_items_in_batch"] / parts,
+        log_ratios=batch.get("log_ratios"),
+    )
+    if sampling_weight_cap is None:
+        return inputs
+    weights = truncated_weights(fitted(batch["rollout_logps"], width), inputs, sampling_weight_cap)
+    return replace(inputs, sampling_weights=weights)
+
+
+def fitted(values: Tensor, width: int) -> Tensor:
+    """`values` (..., canvas) cut to `width` columns, or filled up with zeros: TRL pads completions to the longest of
+    their batch, which `pad_to_multiple_of` can make wider than the canvas."""
+    return F.pad(values, (0, width - values.shape[-1]))
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Dropout off inside, the former mode back after."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

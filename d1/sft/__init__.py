@@ -1,0 +1,21 @@
+"""Masked supervised fine-tuning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from d1.lazy import lazily
+
+if TYPE_CHECKING:
+    from d1.sft.batches import dLLMDataCollator as dLLMDataCollator
+    from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
+    from d1.sft.data import preprocess_dataset as preprocess_dataset
+    from d1.sft.trainer import dLLMTrainer as dLLMTrainer
+
+HOMES = {
+    "dLLMDataCollator": "batches",
+    "dLLMSFTDataset": "batches",
+    "dLLMTrainer": "trainer",
+    "preprocess_dataset": "data",
+}
+__getattr__ = lazily(__name__, HOMES)

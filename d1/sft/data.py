@@ -1,0 +1,185 @@
+"""From a file or a hub data set to the token rows of training and evaluation; bad rows are reported."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import runpy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.fingerprint import Hasher
+from transformers import PreTrainedTokenizerBase
+
+from d1.sft import conversations
+from d1.sft.conversations import FEATURES, S1K, Row, tokenize_row
+from d1.tasks.data import read_csv
+
+logger = logging.getLogger(__name__)
+
+READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+ROWS_PER_PROCESS = 500  # fewer are not worth another process
+LISTED = 5  # bad rows named in full
+
+
+def load_rows(train_data: str) -> Dataset:
+    """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
+
+    Cells of a csv file are text.
+
+    Raises:
+        FileNotFoundError: neither exists here, nor does the hub answer; says how to give a local file.
+        ValueError: the file cannot be read, or has no rows.
+    """
+    path = Path(train_data)
+    if path.suffix in READERS and not path.exists():
+        raise FileNotFoundError(f"--train_data {train_data}: no file {path.absolute()}")
+    if path.is_file() and path.suffix not in READERS:
+        raise ValueError(f"--train_data {train_data}: not a file of the kinds {', '.join(READERS)}")
+    try:
+        if path.is_dir():
+            data = load_from_disk(str(path))
+            rows = data["train"] if isinstance(data, DatasetDict) else data
+        elif path.suffix == ".csv":
+            rows = read_csv(train_data)
+        elif path.is_file():
+            rows = load_dataset(READERS[path.suffix], data_files=str(path), split="train")
+        else:
+            rows = load_dataset(train_data, split="train")
+    except Exception as error:  # each reader and the hub client fail in their own ways
+        reason = error.__cause__ or error
+        if path.exists():
+            raise ValueError(f"--train_data {train_data}: cannot be read: {type(reason).__name__}: {reason}") from error
+        raise FileNotFoundError(
+            f"--train_data {train_data}: neither a local file nor a data set that the hub gives "
+            f"({type(error).__name__}: {error}). Download it elsewhere and pass a local file with the same columns, "
+            f"--train_data rows.jsonl (or {', '.join(READERS)})"
+        ) from error
+    if not len(rows):
+        raise ValueError(f"--train_data {train_data}: no rows")
+    return rows
+
+
+def choose_columns(data: Dataset, prompt: str, completion: str) -> Dataset:
+    """The two columns, named `prompt` and `completion`."""
+    missing = [name for name in (prompt, completion) if name not in data.column_names]
+    if missing:
+        raise ValueError(f"no column {', '.join(missing)} in the data, which has {', '.join(data.column_names)}")
+    names = {prompt: "prompt", completion: "completion"}
+    return data.select_columns(list(names)).rename_columns({old: new for old, new in names.items() if old != new})
+
+
+def load_function(spec: str) -> Callable[[Row], Any]:
+    """The function of `path/to/file.py:name`."""
+    file, _, name = spec.rpartition(":")
+    if not file.endswith(".py") or not Path(file).is_file():
+        raise ValueError(f"--data_function {spec}: expected FILE.py:FUNCTION with a file that exists")
+    function = runpy.run_path(file).get(name)
+    if not callable(function):
+        raise ValueError(f"--data_function {spec}: {file} defines no function {name!r}")
+    return function
+
+
+def preprocess_dataset(
+    data: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    test_split: float = 0.01,
+    *,
+    overlong: str = "truncate",
+    bad_rows: str = "error",
+    train_on: str = "last",
+    function: Callable[[Row], Any] | None = None,
+    template: tuple[str, str] | None = None,
+    num_proc: int | None = None,
+    seed: int = 42,
+) -> tuple[Dataset, Dataset]:
+    """Conversations as token rows, shuffled and split into (train, evaluation).
+
+    Args:
+        data: s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
+            `completion` (text or messages); anything with a `function` or a `template`.
+        max_length: tokens of a row at most.
+        test_split: share of the rows held out, rounded up.
+        overlong: what happens to longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
+        bad_rows: what happens to rows that cannot be trained on: "error", or "skip" them and say how many and which.
+        train_on: "last", the last assistant's turn, or "all" of them.
+        function: row -> messages, or a row that has `messages` or `prompt` and `completion`.
+        template: two format strings with {columns}, the prompt's and the completion's.
+        num_proc: processes that tokenise; the result is cached by `datasets`.
+
+    Returns:
+        Two data sets with the columns `input_ids`, `answer` (which of them to train on), `length`, `start` (of the
+        last answer) and `status` ("ok" or "truncated").
+
+    Raises:
+        ValueError: columns that are not understood, bad rows, or nothing left to train on.
+    """
+    columns = set(data.column_names)
+    if (
+        function is None
+        and template is None
+        and not any(needed <= columns for needed in (S1K, {"messages"}, {"prompt", "completion"}))
+    ):
+        raise ValueError(
+            f"the data has the columns {', '.join(sorted(columns))}; understood are question + thinking_trajectories + "
+            "attempt, messages, or prompt + completion. Name yours with --prompt_column and --completion_column, build "
+            "both with --template, or convert each row with --data_function FILE.py:FUNCTION"
+        )
+    if not 0 <= test_split < 1:
+        raise ValueError(f"--test_split must be in [0, 1), got {test_split}")
+    options = {
+        "tokenizer": tokenizer,
+        "max_length": max_length,
+        "overlong": overlong,
+        "train_on": train_on,
+        "function": function,
+        "template": template,
+    }
+    processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
+    rows = data.map(
+        tokenize_row,
+        fn_kwargs=options,
+        features=FEATURES,
+        remove_columns=data.column_names,
+        num_proc=processes if processes > 1 else None,
+        # `datasets` caches by the name of an imported function; with its module's text an edited one is computed anew.
+        new_fingerprint=Hasher.hash([data._fingerprint, options, inspect.getsource(conversations)]),
+        desc="Tokenising",
+    )
+    usable = usable_rows(rows["status"], rows["problem"], bad_rows)
+    rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
+    held_out = math.ceil(len(rows) * test_split)
+    if held_out == len(rows):
+        raise ValueError(f"nothing to train on: --test_split {test_split} holds out all of {len(rows)} rows")
+    return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
+
+
+def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -> list[int]:
+    """Indices of the rows to train on; the others are counted and reported, or an error.
+
+    Raises:
+        ValueError: bad rows that may not be skipped, or no row is left.
+    """
+    counts = Counter(status)
+    bad = [f"  row {i}: {problem}" for i, problem in enumerate(problems) if problem]
+    listed = "\n".join(bad[:LISTED] + ["  ..."] * (len(bad) > LISTED))
+    if bad and bad_rows == "error":
+        raise ValueError(
+            f"{len(bad)} of {len(status)} rows cannot be trained on (rows count from 0):\n{listed}\n"
+            "Mend them, or leave them out with --bad_rows skip"
+        )
+    if bad:
+        logger.warning("skipped %d of %d rows that cannot be trained on:\n%s", len(bad), len(status), listed)
+    for kind in ("truncated", "dropped"):
+        if counts[kind]:
+            logger.warning("%s %d of %d rows longer than --max_length", kind, counts[kind], len(status))
+    usable = [i for i, kind in enumerate(status) if kind in ("ok", "truncated")]
+    if not usable:
+        raise ValueError(f"nothing to train on: of {len(status)} rows, {dict(counts)}\n{listed}".rstrip())
+    return usable

@@ -1,0 +1,252 @@
+"""Masked SFT on Transformers' Trainer, with LLaDA's loss over a whole optimizer step (arXiv 2502.09992, algorithm 2).
+
+The loss is the sum over hidden answer tokens of cross-entropy / t', divided by the number of answer tokens. Both are
+taken over all micro-batches and processes of an optimizer step, so that neither changes the loss or its gradient.
+Of a block-causal model t' is that of the token's block, which is noised behind the clean text (BD3-LM, 2503.09573).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers import EvalPrediction, Trainer, TrainerCallback
+
+from d1.masking import noise_level
+from d1.models.attention import require_prepared
+from d1.models.head import body_and_head, run_inside, target_logps
+from d1.models.kinds import block_size
+from d1.models.packing import take_packed_rows
+from d1.models.two_streams import packed_two_stream_states, two_stream_states
+from d1.runs.checkpoints import staged_checkpoint
+from d1.runs.divergence import bad_loss, check_weights
+from d1.sft.batches import IGNORED, GlobalBatchSampler, by_row, row_numbers
+from d1.sft.batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
+from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
+from d1.sft.data import preprocess_dataset as preprocess_dataset
+from d1.transformers_bridge import TrainerHooks
+
+EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t
+LOSS_SUMS = "loss_sums.json"  # in a checkpoint: the losses so far
+
+
+class dLLMTrainer(TrainerHooks, Trainer):
+    """Trainer with LLaDA's masked loss and an evaluation loss that can be compared between checkpoints.
+
+    What differs from Trainer (Transformers 5.23); `TrainerHooks` holds what is private there:
+
+    - `compute_loss`: the loss above, of which Trainer's `num_items_in_batch` is the denominator. A loss that is not
+      finite ends the run.
+    - `prediction_step`: a row's loss sum, answer tokens and t, for `band_losses`.
+    - `train_sampler`: `GlobalBatchSampler`, whose order is a function of (seed, epoch).
+    - `saving_checkpoint`: a checkpoint appears whole or not at all, and keeps the sums that `train_loss` is made of.
+    - `save_model`: refuses weights that are not finite.
+    - `log`: adds the share of padding and the speed; `train_loss` is the mean over all steps of the run.
+
+    Args:
+        group_by_length: batches of rows of similar length.
+        **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`, `data_collator` a
+            `dLLMDataCollator`.
+
+    Raises:
+        ValueError: the model was not prepared (`d1.models.prepare`), its blocks are not the collator's, or the collator
+            packs rows that its attention cannot keep apart.
+        FloatingPointError: from `train` or `evaluate`, a loss that is not finite; names the file with its rows. From
+            `save_model`, weights that are not finite.
+    """
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the answer tokens of the whole step
+
+    def __init__(self, *, group_by_length: bool = False, **kwargs: Any) -> None:
+        super().__init__(compute_metrics=band_losses, **kwargs)
+        require_prepared(self.model)
+        model: Any = self.model
+        noised, size = getattr(self.data_collator, "block_size", None), block_size(model.config)
+        if noised != size:
+            raise ValueError(
+                f"the collator draws noise for blocks of {noised} tokens and this {model.config.model_type} has blocks "
+                f"of {size} (None: no blocks): dLLMDataCollator(tokenizer, block_size={size})"
+            )
+        if getattr(self.data_collator, "packed", False):
+            take_packed_rows(model)
+        if self.args.n_gpu > 1:
+            raise ValueError("one process a GPU, please: start with `accelerate launch`, or show it a single GPU")
+        if not self.args.average_tokens_across_devices:
+            raise ValueError("the loss is over all processes: leave average_tokens_across_devices on")
+        self.count_labels_of_step(shifted=False)
+        self.group_by_length = group_by_length
+        self.add_callback(RestoreLossSums(self))
+        self.start_counting()
+
+    def train_sampler(self, dataset: Any) -> Sampler:
+        multiple = self.args.per_device_train_batch_size * self.args.world_size
+        return GlobalBatchSampler(
+            dataset.lengths,
+            multiple * self.args.gradient_accumulation_steps,
+            multiple,
+            self.args.seed,
+            lambda: int(self.state.epoch or 0),
+            group_by_length=self.group_by_length,
+            fill=dataset.eos_padding == "batch",
+        )
+
+    def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Sum over each row's hidden tokens of cross-entropy / t': (rows,)."""
+        labels, row_of, t = inputs["labels"], row_numbers(inputs), inputs["t"].double()
+        hidden = ((inputs["input_ids"] != labels) & (labels != IGNORED)).cpu()  # waits for the device, this once
+        weights = 1 / noise_level(t if t.dim() == 2 else t[row_of])  # of a block-causal model t is one a token
+        if not hidden.any():  # score one token with weight 0: every process has to call the head
+            hidden[0, 0], weights = True, torch.zeros_like(weights)
+
+        at = places_of(hidden, labels.device)
+
+        def hidden_losses(inner: Any) -> Tensor:
+            states = states_of(inner, inputs, hidden, at)
+            return -target_logps(inner, states, labels[at].clamp(min=0))[0]
+
+        losses = run_inside(model, hidden_losses)
+        sums = losses.new_zeros(len(by_row(inputs, "labels")))
+        return sums.index_add(0, row_of[at], losses * weights[at].to(losses.dtype))
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The batch's share of the step's loss, times the number of processes, over which gradients are averaged."""
+        row_losses = self.row_losses(model, inputs)
+        answers = inputs["labels"] != IGNORED
+        if num_items_in_batch is None:
+            loss = row_losses.sum() / answers.sum()
+        else:
+            loss = row_losses.sum() / num_items_in_batch * self.accelerator.num_processes
+        self.check_finite(loss, row_losses, inputs)
+        visible = inputs["attention_mask"]
+        self.counts += torch.stack([answers.sum(), visible.sum(), torch.ones_like(visible).sum()])
+        return (loss, {"row_losses": row_losses}) if return_outputs else loss
+
+    def check_finite(self, loss: Tensor, row_losses: Tensor, inputs: dict[str, Tensor]) -> None:
+        """Raises FloatingPointError where the loss is not finite, and writes the rows to blame to a file."""
+        if torch.isfinite(loss):
+            return
+        tokenizer: Any = self.processing_class
+        read = list if tokenizer is None else tokenizer.decode
+        model: Any = self.model
+        losses, size, rows = row_losses.tolist(), block_size(model.config), []
+        bad = ~torch.isfinite(row_losses)
+        names = ("input_ids", "labels", "attention_mask", "t")
+        values = list(zip(*(by_row(inputs, name) for name in names), strict=True))
+        for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist():
+            noised, labels, visible, t = values[row]
+            answers, visible = labels != IGNORED, visible.bool()
+            clean = torch.where(answers, labels, noised)
+            rows.append(
+                {
+                    "text": read(clean[visible].tolist()),
+                    "answer": read(clean[answers].tolist()),
+                    "hidden_tokens": int((noised != labels)[answers].sum()),
+                    "t": (t if size is None else t[visible][::size]).tolist(),
+                    "loss": losses[row],
+                }
+            )
+        raise bad_loss(loss.item(), rows, str(self.args.output_dir), self.state.global_step, self.args.process_index)
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[None, Tensor, Tensor]:
+        """Each row's loss sum, answer tokens and t, for `band_losses`."""
+        inputs = self.on_device(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            losses = self.row_losses(model, inputs)
+        self.check_finite(losses.sum(), losses, inputs)
+        answers = torch.stack([(labels != IGNORED).sum() for labels in by_row(inputs, "labels")])
+        times = torch.stack([t.flatten()[0] for t in by_row(inputs, "t")])
+        return None, torch.stack([losses.double(), answers.double()], dim=1), times
+
+    def start_counting(self) -> None:
+        self.counts = torch.zeros(3, dtype=torch.long, device=self.args.device)
+        self.counting_since = time.perf_counter()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:  # a training log, which every process reaches
+            answers, visible, all_tokens = self.accelerator.reduce(self.counts, "sum").tolist()
+            logs["padding_share"] = 1 - visible / max(all_tokens, 1)
+            logs["answer_tokens_per_second"] = answers / (time.perf_counter() - self.counting_since)
+            self.start_counting()
+        if "train_loss" in logs:
+            logs["train_loss"] = self.mean_loss()
+        super().log(logs, start_time)
+
+    @contextlib.contextmanager
+    def saving_checkpoint(self) -> Iterator[None]:
+        with staged_checkpoint(self) as folder:
+            yield
+            sums = self.loss_sums()
+            if self.args.should_save:
+                (folder / LOSS_SUMS).write_text(json.dumps(sums))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        check_weights(self.model, self.state.global_step)
+        super().save_model(output_dir, _internal_call)
+
+
+def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns, (n,) each, of a batch's `hidden` tokens (rows, length), on `device`."""
+    rows, columns = hidden.nonzero().to(device, non_blocking=True).unbind(1)
+    return rows, columns
+
+
+def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+    """(n, hidden size): the last states of a batch's `hidden` tokens, which stand `at` their `places_of`, row by row,
+    from a forward pass; of packed rows most decoders run their last layer on these alone.
+
+    With `hidden` on the CPU nothing waits for the device, in the backward pass neither; a boolean index there would.
+
+    A block-causal model reads the clean rows as well, behind which the noised ones begin with the first block that
+    hides anything in any row.
+    """
+    noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
+    (rows, columns), size, lengths = at, block_size(model.config), inputs.get("lengths")
+    if size is None and lengths is not None:
+        texts = [(length, 0) for length in lengths]
+        return body_and_head(model)[0](noised, None, columns.unsqueeze(0), segments=texts)[0]
+    if size is None:
+        return body_and_head(model)[0](noised, visible)[rows, columns]
+    clean = torch.where(labels == IGNORED, noised, labels)
+    if lengths is not None:
+        return packed_two_stream_states(model, clean, noised, lengths, hidden)
+    first = int(hidden.any(0).int().argmax()) // size * size
+    return two_stream_states(model, clean, noised[:, first:], visible)[rows, columns - first]
+
+
+class RestoreLossSums(TrainerCallback):
+    """Puts the sums of a checkpoint back: Trainer sets them to zero when it resumes."""
+
+    def __init__(self, trainer: dLLMTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        folder, self.trainer.resumed_from = self.trainer.resumed_from, None
+        if folder is not None and (folder / LOSS_SUMS).exists():  # version 0.1 wrote none
+            self.trainer.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
+
+
+def band_losses(prediction: EvalPrediction) -> dict[str, float]:
+    """The loss of all evaluation draws, and of those in each band of t."""
+    table, t = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
+    metrics = {"loss": float(table[:, 0].sum() / table[:, 1].sum())}
+    for band in range(EVAL_BANDS):
+        rows = table[(t * EVAL_BANDS).long().clamp(max=EVAL_BANDS - 1) == band]
+        if len(rows):
+            metrics[f"loss_t{band / EVAL_BANDS:.1f}-{(band + 1) / EVAL_BANDS:.1f}"] = float(
+                rows[:, 0].sum() / rows[:, 1].sum()
+            )
+    return metrics

@@ -1,0 +1,185 @@
+"""What the study of estimators shows: a figure, a table a model, and whether it predicts the leaderboard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from d1.show.curves import panels, save_figure
+from d1.show.tables import markdown_table
+from studies.estimators.measures import CHOICES
+from studies.leaderboard.reasons import correlation
+from studies.pages import reading
+
+Line = dict[str, Any]
+COLUMNS = {  # of the figure: title, and a result's value
+    "deviation of a value, nats a token": lambda line: line["deviation"],
+    "signal to noise, for a rollout's tokens": lambda line: signal_to_noise(line),
+    "cosine to the bound's gradient": lambda line: line["cosine_to_bound"],
+    "cosine to the trajectory's gradient": lambda line: line["cosine_to_trajectory"],
+}
+PREDICTORS = {  # of a method's place on the leaderboard: title, and a result's value
+    "cosine to bound": lambda line: line["cosine_to_bound"],
+    "cosine to trajectory": lambda line: line["cosine_to_trajectory"],
+    "deviation": lambda line: line["deviation"],
+    "update / rollout": lambda line: line["tokens_of_update"] / line["tokens_of_rollout"],
+}
+# The choice that a method's estimator is. just-grpo is left out: it samples left to right, another trajectory.
+CHOICE_OF = {
+    "d1": ("one step, prompt hidden by .15", 1),
+    "wd1": ("one step, prompt hidden by .15", 1),
+    "coupled-grpo": ("coupled", 3),
+    "espo": ("espo, opposite, stratified", 4),
+    "spg": ("spg", 2),
+    "agrpo": ("replay, drawn evenly", 24),
+    "agrpo-entropy": ("replay, drawn by entropy", 24),
+    "cj-grpo": ("replay, every step", 16),
+    "d2": ("replay, drawn evenly", 1),
+    "tracerl": ("replay, merged", 2),
+    "unigrpo": ("random mask", 1),
+    "bgpo": ("elbo, stratified", 16),
+    "stable-drl": ("spg", 2),
+    "reinforce": ("elbo, opposite, stratified", 8),
+}
+
+
+def signal_to_noise(line: Line) -> float | None:
+    """Of the gradient on the completions at hand: its square over the variance that the draw of views gives it, of as
+    many draws as the tokens of one rollout buy. None where nothing is drawn."""
+    if not line["within"]:
+        return None
+    draws = line["tokens_of_rollout"] / line["tokens_of_update"]
+    return max(0.0, line["signal"]) / (line["within"] / line["of"]["groups"]) * draws
+
+
+def share_of_views(line: Line) -> float:
+    """Of that variance, what the draw of views adds."""
+    return line["within"] / (line["between"] + line["within"])
+
+
+def table(lines: list[Line]) -> str:
+    """One row a choice."""
+    rows = [
+        [
+            line["name"],
+            str(line["views"]),
+            f"{line['tokens_of_update'] / line['tokens_of_rollout']:.2f}",
+            f"{line['bias_to_bound']:+.3f}",
+            f"{line['bias_to_trajectory']:+.3f}",
+            f"{line['deviation']:.3f}",
+            two_digits(signal_to_noise(line)),
+            f"{100 * share_of_views(line):.0f}%",
+            *(two_digits(line[f"{kind}cosine_to_{to}"]) for to in ("bound", "trajectory") for kind in ("", "long_")),
+        ]
+        for line in lines
+    ]
+    header = ["estimator", "views", "update / rollout", "bias to bound", "to trajectory", "deviation", "SNR"]
+    header += ["of views", "cosine to bound", "in the mean", "to trajectory", "in the mean"]
+    return markdown_table(header, rows)
+
+
+def two_digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def draw(by_model: dict[str, list[Line]], path: Path) -> None:
+    """A row a model, a column for each of `COLUMNS`, against views; a line or a point an estimator."""
+    figure, axes = panels(len(by_model), len(COLUMNS), size=(4 * len(COLUMNS), 3.4 * len(by_model)))
+    places = iter(axes)
+    names = [*dict.fromkeys(choice.name for choice in CHOICES)]
+    for model, lines in by_model.items():
+        for title, value in COLUMNS.items():
+            axis = next(places)
+            for number, name in enumerate(names):
+                found = ((line["views"], value(line)) for line in lines if line["name"] == name)
+                own = sorted(pair for pair in found if pair[1] is not None)
+                marker = "os^Dv<>Pp*Xh"[number % 12]
+                axis.plot(*zip(*own, strict=True), marker=marker, color=f"C{number % 10}", label=name) if own else None
+            axis.set(title=f"{model}\n{title}", xlabel="views", xscale="log")
+            axis.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+    axes[0].legend(fontsize=6)
+    save_figure(figure, path)
+
+
+def write_report(lines: list[Line], path: Path, accuracies: Mapping[str, Mapping[str, float]]) -> str:
+    """The page and the figure beside it; `accuracies` are the leaderboard's, task -> method -> share solved."""
+    order = {(choice.name, choice.views): place for place, choice in enumerate(CHOICES)}
+    by_model: dict[str, list[Line]] = {}
+    for line in sorted(lines, key=lambda line: order[line["name"], line["views"]]):
+        by_model.setdefault(line["of"]["model"], []).append(line)
+    if not by_model:
+        return "Nothing has been measured yet."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = path.with_suffix(".png")
+    draw(by_model, figure)
+    text = PAGE.format(figure=figure.name, reading=reading(path))
+    for model, own in sorted(by_model.items()):
+        text += heading(model, own) + table(own) + "\n"
+    text += prediction(by_model, accuracies)
+    path.write_text(text.rstrip() + "\n")
+    return f"Tables: {path}"
+
+
+def heading(model: str, lines: list[Line]) -> str:
+    first, of = lines[0], lines[0]["of"]
+    partial = "" if len(lines) == len(CHOICES) else f" **Partial: {len(lines)} of {len(CHOICES)} rows.**"
+    errors = f"relative error {100 * first['bound_error']:.2f}%, of its gradient {100 * first['gradient_error']:.1f}%"
+    return (
+        f"## {model}\n\n{of['groups']} training problems with {of['group']} completions each.{partial} The any-order "
+        f"bound is {first['bound']:.3f} nats a token ({errors}), the sampler's own trajectory "
+        f"{first['trajectory']:.3f}; a rollout feeds {first['tokens_of_rollout']:.0f} tokens a completion.\n\n"
+    )
+
+
+def prediction(by_model: dict[str, list[Line]], accuracies: Mapping[str, Mapping[str, float]]) -> str:
+    """A table a task: each method's estimator on the SFT model, beside its place on the leaderboard, and rank
+    correlations of the two; nothing where either is missing."""
+    text = ""
+    for task, ends in accuracies.items():
+        lines = {(line["name"], line["views"]): line for line in by_model.get(f"{task}: SFT", [])}
+        found = {method: lines[choice] for method, choice in CHOICE_OF.items() if method in ends and choice in lines}
+        if found:
+            text += f"### {task}\n\n{prediction_table(found, ends)}\n"
+    return text and PREDICTION + text
+
+
+def prediction_table(found: Mapping[str, Line], ends: Mapping[str, float]) -> str:
+    """One row a method, the best first, and a last one of correlations."""
+    values = {title: {method: of(line) for method, line in found.items()} for title, of in PREDICTORS.items()}
+    rows = [
+        [method, "{}, {}".format(*CHOICE_OF[method]), f"{100 * ends[method]:.1f}"]
+        + [two_digits(column[method]) for column in values.values()]
+        for method in sorted(found, key=lambda method: -ends[method])
+    ]
+    rows.append(["rank correlation", "", "", *(correlation(ends, column) for column in values.values())])
+    return markdown_table(["method", "estimator, views", "leaderboard, %", *PREDICTORS], rows)
+
+
+PAGE = """# Which estimator of log-probabilities, with how many views?
+
+Written by `python -m studies.estimators.run`. For completions that a pocket model sampled as RL does, every estimator
+of `d1/scoring/` is held against two values of log p: the any-order bound, by many draws, and the sampler's own
+trajectory, which replay of every step gives exactly.
+
+{reading}
+
+![Deviation, signal to noise and cosines against views]({figure})
+
+- update / rollout: tokens of one update, backward counted twice, over those of the rollout it is made on.
+- bias: mean value less the bound's, and less the trajectory's, nats a token. `coupled` is divided by its 1.5.
+- deviation: of a completion's value between draws, nats a token.
+- SNR: square of the policy gradient on these completions over the variance that the draw of views gives it, for as many
+  draws as the tokens of one rollout buy. Empty where nothing is drawn: there is bias alone.
+- of views: the share of the variance of one group's gradient that the draw of views makes; the rest is between groups.
+- cosine: of the gradient on these completions from one draw, and from all draws with their noise taken out, to those
+  of the bound and of the trajectory. Empty where noise is most of the mean of all draws.
+
+"""
+
+PREDICTION = """## Does it predict the leaderboard?
+
+Each method's estimator on the SFT model, beside the method's accuracy at the end in [leaderboard.md](leaderboard.md),
+and over the methods Spearman's rank correlation of the two.
+
+"""

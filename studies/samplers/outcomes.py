@@ -1,0 +1,173 @@
+"""How the study of samplers inside RL is read: its lines by setup and seed, and each setup beside the exact sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from studies.leaderboard.plan import SEEDS, START
+from studies.leaderboard.results import table
+from studies.leaderboard.statistics import Mean, Square, mean_of, pooled_seeds
+from studies.samplers.runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
+
+Line = dict[str, Any]
+EXACT = "exact"
+GOAL = 2.5  # times less compute to exact's final accuracy
+SECONDS, TOKENS = "seconds", "compute_tokens"
+
+
+class Setup(NamedTuple):
+    """What runs of several seeds have in common."""
+
+    task: str
+    estimator: str
+    sampler: str
+    cure: str
+
+    @property
+    def label(self) -> str:
+        return self.sampler if self.cure == NO_CURE else f"{self.sampler}, {self.cure}"
+
+
+class Results:
+    """The lines of one split at one rate and budget, the last of each run, by setup and seed."""
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self.starts: dict[tuple[str, int], np.ndarray] = {}
+        self.lines: dict[Setup, dict[int, Line]] = {}
+        for line in lines:
+            run = line["run"]
+            if run["sampler"] == START:
+                self.starts[run["task"], run["seed"]] = solved(line["points"][0])
+            else:
+                setup = Setup(run["task"], run["estimator"], run["sampler"], run["cure"])
+                self.lines.setdefault(setup, {})[run["seed"]] = line
+
+    def setups(self, task: str, estimator: str) -> list[Setup]:
+        own = [Setup(task, estimator, sampler, cure) for cure in CURES for sampler in SAMPLERS]
+        return [setup for setup in own if setup in self.lines]
+
+    @property
+    def groups(self) -> list[tuple[str, str]]:
+        """Task and estimator of those runs that can be compared."""
+        return [(task, one) for task in dict.fromkeys(s.task for s in self.lines) for one in ESTIMATORS]
+
+    def finals(self, setup: Setup) -> dict[int, np.ndarray]:
+        """Seed -> (problems,) 1 where solved at the end; a run that did not stay finite has solved nothing."""
+        found = {}
+        for seed, line in self.lines.get(setup, {}).items():
+            start = self.starts[setup.task, seed]
+            found[seed] = np.zeros_like(start) if line["not_finite"] else solved(line["points"][-1])
+        return found
+
+    def curve(self, setup: Setup, of: str, seeds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds or tokens, and the mean over seeds of the accuracy there: straight lines between points, and after
+        its last point a run stays where it is."""
+        kept = []
+        for seed in seeds:
+            line = self.lines[setup][seed]
+            places = [0.0, *(point[of] for point in line["points"])]
+            values = [self.starts[setup.task, seed], *map(solved, line["points"])]
+            kept.append((places, [value.mean() for value in values]))
+        grid = np.unique(np.concatenate([places for places, _ in kept]))
+        return grid, np.mean([np.interp(grid, *one) for one in kept], axis=0)
+
+    def own(self, setup: Setup) -> float | None:
+        return solved_by_own(self.lines[setup].values())
+
+    def logged(self, setup: Setup, name: str, last: bool) -> float | None:
+        """The mean over runs of the first, or last, three logs that have a metric."""
+        found = []
+        for line in self.lines[setup].values():
+            values = [log[name] for log in line["logs"] if name in log]
+            found += [fmean(values[-3:] if last else values[:3])] if values else []
+        return fmean(found) if found else None
+
+
+def solved(point: Line) -> np.ndarray:
+    return np.array([*map(int, point["right"])], dtype=float)
+
+
+def solved_by_own(lines: Iterable[Line]) -> float | None:
+    """The share that the last models solve by the sampler of their own rollouts, greedy; None where all were exact."""
+    found = [solved(line["own"]).mean() for line in lines if line.get("own")]
+    return fmean(found) if found else None
+
+
+def first_reach(places: np.ndarray, values: np.ndarray, level: float) -> float | None:
+    """Where a curve of straight lines first is at `level` or above; None if nowhere."""
+    for i, value in enumerate(values):
+        if value >= level:
+            if i == 0:
+                return float(places[0])
+            return float(np.interp(level, [values[i - 1], value], [places[i - 1], places[i]]))
+    return None
+
+
+def paired(a: dict[int, np.ndarray], b: dict[int, np.ndarray], of_seeds: Square | None = None) -> Mean:
+    """b - a, of the seeds that both have."""
+    return mean_of(np.stack([b[seed] - a[seed] for seed in sorted(a.keys() & b.keys())]), of_seeds)
+
+
+class Outcome(NamedTuple):
+    """A setup beside the exact sampler, of the seeds that both have. Spent is (seconds, tokens) to a level."""
+
+    final: Mean
+    to_start: Mean
+    to_exact: Mean | None
+    near: list[float | None]  # to 95% of exact's final accuracy
+    whole: list[float | None]  # to all of it
+    less: list[float | None]  # exact's own `whole` over this one's
+    diverged: str
+    seeds: int
+
+    @property
+    def meets(self) -> bool:
+        """Whether both seconds and tokens were cut as far as the goal says, without a loss beyond the interval."""
+        loss = self.to_exact is not None and self.to_exact.high < 0
+        cut = all(times is not None and times >= GOAL for times in self.less)
+        return cut and not loss and self.seeds == len(SEEDS)
+
+
+def outcome(results: Results, setup: Setup) -> Outcome:
+    exact = setup._replace(sampler=EXACT, cure=NO_CURE)
+    own, reference = results.finals(setup), results.finals(exact)
+    starts = {seed: results.starts[setup.task, seed] for seed in own}
+    shared = sorted(own.keys() & reference.keys())
+    near: list[float | None] = []
+    whole: list[float | None] = []
+    less: list[float | None] = []
+    for of in (SECONDS, TOKENS) if shared else ():
+        level = float(np.mean([reference[seed].mean() for seed in shared]))
+        mine, theirs = results.curve(setup, of, shared), results.curve(exact, of, shared)
+        near.append(first_reach(*mine, 0.95 * level))
+        whole.append(first_reach(*mine, level))
+        spent, exact_spent = whole[-1], first_reach(*theirs, level)
+        less.append(exact_spent / spent if spent and exact_spent else None)
+    to_start = paired(starts, own)
+    of_seeds = pooled_seeds([results.finals(one) for one in results.setups(setup.task, setup.estimator)])
+    bad = sum(bool(line["not_finite"]) for line in results.lines[setup].values())
+    return Outcome(
+        final=mean_of(table(own)),
+        to_start=to_start,
+        to_exact=paired(reference, own, of_seeds) if shared and setup != exact else None,
+        near=near or [None, None],
+        whole=whole or [None, None],
+        less=less or [None, None],
+        diverged=f"{bad} / {len(own)}" + (", below the start" if to_start.high < 0 else ""),
+        seeds=len(shared),
+    )
+
+
+def of_largest_budget(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """Task -> the lines of its trainings on test problems, of the rate and seconds that have the most."""
+    found: dict[str, dict[tuple[float, float], list[Line]]] = {}
+    for line in lines:
+        run = line["run"]
+        if run["sampler"] != START and run["split"] == "test":
+            by_budget = found.setdefault(run["task"], {})
+            by_budget.setdefault((run["learning_rate"], run["seconds"]), []).append(line)
+    return {task: max(by_budget.values(), key=len) for task, by_budget in found.items()}

@@ -1,0 +1,151 @@
+"""The command line of the parser, as a real process: formats, exit codes, details, comparison, plot."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from d1.eval import accuracy as parse_and_get_acc
+from d1.models import load_tokenizer
+
+SCRIPT = Path(parse_and_get_acc.__file__)
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, write_sudoku) -> Path:
+    """Two models at two lengths, 8 problems each: base solves 2 and 3, tuned 6 and 7."""
+    path = tmp_path_factory.mktemp("generations")
+    for model, solved in (("base", (2, 3)), ("my_tuned", (6, 7))):
+        for length, right in zip((32, 40), solved, strict=True):
+            write_sudoku(path / f"sudoku_{model}_{length}_16_0_generations.json", right, of=8, tokens=length - 4)
+    return path
+
+
+def test_json_rows(folder):
+    done = run(folder, "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = json.loads(done.stdout)
+    assert [row["setup"] for row in rows] == [
+        "sudoku_base_32_16",
+        "sudoku_base_40_16",
+        "sudoku_my_tuned_32_16",
+        "sudoku_my_tuned_40_16",
+    ]
+    first = rows[0]
+    assert (first["task"], first["accuracy"], first["n"], first["expected"]) == ("sudoku", 25, 8, 8)
+    assert (first["tokens"], first["forward_passes"], first["complete"]) == (28, 16, True)
+    assert first["ci_low"] == pytest.approx(7.148, abs=1e-3)  # Wilson's interval of 2 of 8
+    assert first["ci_high"] == pytest.approx(59.072, abs=1e-3)
+    assert first["metrics"]["cells"] == pytest.approx(25)
+
+
+def test_the_other_formats_say_the_same(folder):
+    lines = run(folder, "--format", "csv").stdout
+    rows = list(csv.DictReader(io.StringIO(lines)))
+    assert [(row["setup"], float(row["accuracy"])) for row in rows[:2]] == [
+        ("sudoku_base_32_16", 25),
+        ("sudoku_base_40_16", 37.5),
+    ]
+    table, markdown = run(folder).stdout, run(folder, "--format", "markdown").stdout
+    for text in (table, markdown):
+        line = next(line for line in text.splitlines() if "sudoku_my_tuned_40_16" in line)
+        assert "87.50" in line
+        assert "8/8" in line
+    assert markdown.splitlines()[1] == "| " + " | ".join(["---"] * 7) + " |"
+
+
+def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
+    write_sudoku(tmp_path / "sudoku_base_32_16_1_generations.json", 2, of=5, expected=8)
+    done = run(tmp_path)
+    assert done.returncode == 1
+    assert "5/8 (!)" in done.stdout
+    assert "5 of 8 problems" in done.stderr
+    assert "no file of rank 0" in done.stderr
+    assert run(tmp_path, "--allow-partial").returncode == 0
+
+
+def test_missing_ranks_are_named_in_one_short_line(tmp_path, write_sudoku):
+    for rank in (2, 6, 9999):
+        write_sudoku(tmp_path / f"sudoku_base_32_16_{rank}_generations.json", 2, of=5)
+    assert "ERROR sudoku_base_32_16: no file of rank 0-1, 3-5, 7-9998\n" in run(tmp_path).stderr
+
+
+def test_help_needs_no_torch():
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[1])\n"
+    code += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code += "finally: assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    command = [sys.executable, "-c", code.replace("sys.argv[1])", "sys.argv.pop(1))"), SCRIPT, SCRIPT.parent, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--scoring" in done.stdout
+
+
+def test_details_hold_every_problem(folder, tmp_path):
+    assert run(folder, "--details", tmp_path / "details.jsonl").returncode == 0
+    details = [json.loads(line) for line in (tmp_path / "details.jsonl").read_text().splitlines()]
+    assert len(details) == 32
+    assert sum(detail["accuracy"] for detail in details) == 2 + 3 + 6 + 7
+    assert details[0]["where"] == "sudoku_base_32_16_0_generations.json, item 0"
+    assert details[0]["answers"] == [details[0]["ground_truth"]]
+
+
+def test_comparison(folder, tmp_path):
+    done = run(folder, "--compare", "sudoku_base_32_16", folder / "sudoku_my_tuned_32_16", "--format", "json")
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["shared"], result["difference"]) == (0, 8, 50)
+    assert (result["b_better"], result["a_better"]) == (4, 0)
+    assert result["p_value"] == pytest.approx(2 / 2**4)
+    assert "p = 0.125" in run(folder, "--compare", "sudoku_base_32_16", "sudoku_my_tuned_32_16").stdout
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(folder / "sudoku_my_tuned_32_16_0_generations.json", alone)
+    assert "p = 0.125" in run(folder, "--compare", "sudoku_base_32_16", alone).stdout
+    missing = run(folder, "--compare", "sudoku_base_32_16", "nothing")
+    assert missing.returncode == 1
+    assert "no setup 'nothing'" in missing.stderr
+
+
+def test_plot_is_a_png_of_some_size(folder, tmp_path):
+    assert run(folder, "--plot", tmp_path / "accuracy.png").returncode == 0
+    content = (tmp_path / "accuracy.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 10_000
+
+
+def test_published_scoring_counts_cells(folder):
+    rows = json.loads(run(folder, "--scoring", "published", "--format", "json").stdout)
+    assert rows[0]["accuracy"] == pytest.approx(25)
+    assert rows[0]["scoring"] == "published"
+
+
+def test_a_named_tokenizer_counts_where_files_do_not(tiny_model_dir, tmp_path, capsys, write_sudoku):
+    write_sudoku(tmp_path / "sudoku_base_32_16_0_generations.json", 2, of=2, tokens=None)
+    args = parse_and_get_acc.make_parser().parse_args([str(tmp_path), "--format", "json"])
+    assert parse_and_get_acc.main(args) == 0
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] is None
+    args.tokenizer = str(tiny_model_dir)
+    assert parse_and_get_acc.main(args) == 0
+    answer = "<answer>1234341221434321</answer>"
+    count = len(load_tokenizer(str(tiny_model_dir))(answer, add_special_tokens=False).input_ids)
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] == count == 18
+
+
+def test_without_a_folder_it_scores_the_shipped_generations():
+    done = run("--format", "json")
+    if list(parse_and_get_acc.BASELINES.glob("*_generations.json")):
+        assert done.returncode == 0, done.stderr
+        assert all(row["complete"] for row in json.loads(done.stdout))
+    else:
+        assert done.returncode == 1
+        assert "eval_baselines" in done.stderr

@@ -1,0 +1,292 @@
+"""The model under lm-evaluation-harness: equal to eval.py and to direct scores, in any batch, on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d1.eval import run as evaluation
+from d1.eval.harness import check_cache, main, make_parser, register
+from d1.eval.harness_model import cut, how_to_generate
+from d1.eval.likelihood import log_likelihoods
+from d1.eval.prompts import read_prompts
+from d1.models import load_model, load_tokenizer
+from d1.models.tokenizer import encode_prompt
+from d1.tasks import load_task
+
+EVAL = Path(evaluation.__file__).parent
+CANVAS = {"gen_length": 12, "block_length": 4}
+
+
+@pytest.fixture(scope="session")
+def harness() -> Any:
+    """The installed package, with "d1" known to it."""
+    found = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[harness]'")
+    register()
+    return found
+
+
+@pytest.fixture
+def start(harness, tiny_model_dir) -> Any:
+    """start(batch_size=4, **settings) makes the model as the harness does."""
+    return lambda **settings: register()(**{"model_path": str(tiny_model_dir), "batch_size": 4} | settings)
+
+
+def requests(kind: str, *arguments: tuple) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
+
+
+def generating(texts: list[str], **kwargs: Any) -> list[Any]:
+    return requests("generate_until", *((text, {"until": [], "do_sample": False, **kwargs}) for text in texts))
+
+
+# ---- completions
+
+
+SAMPLERS = {
+    "exact": {},
+    "parallel": {"sampler": "parallel", "reveal_level": 0.2},
+    "cached": {"sampler": "cached"},
+    "cached+parallel": {"sampler": "cached+parallel", "kv_cache": "prefix", "reveal": "factor", "reveal_level": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_completions_are_those_of_eval_py_with_every_sampler(start, tiny_model_dir, tmp_path, capsys, name):
+    flags = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--limit", "7", "--output_dir", str(tmp_path)]
+    settings = {**CANVAS, **SAMPLERS[name]}
+    flags += [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    args = evaluation.make_parser().parse_args(flags)
+    texts = [prompt.text for prompt in read_prompts(args, load_task("sudoku"), load_tokenizer(str(tiny_model_dir)))]
+    evaluation.main(args)
+    file = json.loads(next(tmp_path.glob("*_generations.json")).read_text())
+    assert start(**settings).generate_until(generating(texts)) == [item["text"] for item in file["generations"]]
+
+
+def test_a_block_causal_model_completes_in_its_own_blocks(start, tiny_block_dir):
+    model, texts = {"model_path": str(tiny_block_dir)}, ["<bos>a b c", "<bos>1 2"]
+    for length in (3, 12):  # one is shorter than a block
+        told = start(**model, gen_length=length, block_length=4)
+        assert start(**model, gen_length=length).generate_until(generating(texts)) == told.generate_until(
+            generating(texts)
+        )
+
+
+def test_stop_strings_and_a_tasks_own_length_and_temperature_shape_a_completion(start):
+    texts = ["<bos>a b c", "<bos>1 2", "<bos>"]
+    model = start(**CANVAS)
+    whole = model.generate_until(generating(texts))
+    stop = whole[0].split()[1]
+    assert model.generate_until(generating(texts, until=[stop])) == [text.partition(stop)[0] for text in whole]
+    model = start(block_length=4)
+    assert model.generate_until(generating(texts, max_gen_toks=12)) == whole
+    assert model.generate_until(generating(texts, max_gen_toks=8)) != whole
+    hot = {"max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
+    twice = model.generate_until(generating(texts[:1] * 2, **hot))
+    assert twice[0] != twice[1] != whole[0]  # the samples of one request
+    assert start(block_length=4, batch_size=1).generate_until(generating([texts[1], texts[0]], **hot))[1] == twice[0]
+
+
+def test_a_special_token_as_stop_string_ends_a_completion(start):
+    model = start(**CANVAS, draw_seed=1)
+    hot = {"do_sample": True, "temperature": 3.0}
+    texts = [f"<bos>{letter}" for letter in "abcdefghijklmnop"]
+    free, stopped = (model.generate_until(generating(texts, until=until, **hot)) for until in ([], ["<user>"]))
+    assert free != stopped  # a special token is no text, so what stood behind it would have stayed
+    assert all(before.startswith(after) for before, after in zip(free, stopped, strict=True))
+
+
+def test_what_a_task_asks_for_is_read_and_what_there_is_not_is_refused(harness):
+    assert how_to_generate({"until": "x", "max_gen_toks": 9}) == (9, 0.0, ("x",))
+    assert how_to_generate({"until": [], "do_sample": False, "temperature": 0.7, "top_p": 0.9}) == (256, 0.0, ())
+    assert how_to_generate({"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": None}) == (256, 0.7, ())
+    for unknown in ({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, {"num_beams": 4}, {"stop_tokens": [1]}):
+        with pytest.raises(ValueError, match=f"{[*unknown][-1]}.*does not do"):
+            how_to_generate(unknown)
+
+
+def test_text_is_cut_at_the_first_of_several_stop_strings():
+    assert cut("a b c", ["c", "b", ""]) == "a "
+    assert cut("a b c", ["d"]) == "a b c"
+
+
+# ---- log-likelihoods
+
+
+CHOICES = [("a b", " c"), ("a b", " c d e f"), ("1 + 1 =", " 2"), ("", "x y"), ("1 + 1 =", " 3 4"), ("q", " r s t")]
+
+
+@pytest.mark.parametrize("settings", [{}, {"antithetic": True, "draw_seed": 5}])
+def test_log_likelihoods_are_those_of_the_ids_whatever_the_batch(start, tiny_model_dir, settings):
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    special = {"mask_token_id": tokenizer.mask_token_id, "pad_token_id": tokenizer.pad_token_id}
+    pairs = [(encode_prompt(tokenizer, a) or [tokenizer.bos_token_id], encode_prompt(tokenizer, b)) for a, b in CHOICES]
+    options = {"antithetic": settings.get("antithetic", False), "seed": settings.get("draw_seed", 0)}
+    direct = dict(log_likelihoods(model, pairs, **special, draws=16, **options))
+    for batch_size in (1, 3, 64):
+        lm = start(batch_size=batch_size, mc_num=16, **settings)
+        found = lm.loglikelihood(requests("loglikelihood", *CHOICES[::-1]))[::-1]
+        assert [value for value, _ in found] == pytest.approx([direct[i] for i in range(len(CHOICES))], abs=2e-5)
+    (rolling,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", ("x y",)))
+    assert rolling == pytest.approx(direct[3], abs=2e-5)
+
+
+def test_an_answer_is_greedy_where_a_canvas_of_its_length_gives_it(start):
+    lm = start(block_length=3, gen_length=3, diffusion_steps=3)
+    (text,) = lm.generate_until(generating(["a b c"]))
+    answers = [("a b c", " " + text), ("a b c", " ? ? ?")]
+    assert len(encode_prompt(lm.tokenizer, text)) == 3  # no end token in it
+    assert [greedy for _, greedy in lm.loglikelihood(requests("loglikelihood", *answers))] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "request_", "message"),
+    [
+        ({"cfg_scale": 1.0}, ("a", " b"), "without guidance"),
+        ({}, ("a " * 600, " b"), "have 601 tokens, and the model reads 512"),
+    ],
+)
+def test_log_likelihoods_that_cannot_be_had_are_refused(start, settings, request_, message):
+    with pytest.raises(ValueError, match=message):
+        start(**settings).loglikelihood(requests("loglikelihood", request_))
+
+
+# ---- whole runs
+
+
+WORDS = ["mask", "noise", "block", "step", "token", "prompt", "reward", "group", "sample", "policy"]
+
+
+@pytest.fixture
+def tasks(tmp_path) -> Path:
+    """A folder with two tasks on local rows: one generates, one compares four answers."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"word": word, "choices": [f" {a}" for a in (word[::-1], word, word[0], word[:2])]} for word in WORDS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}}}\ntest_split: test\n"
+    source += 'doc_to_text: "Backwards: {{word}} ="\n'
+    metric = "metric_list: [{metric: %s, aggregation: mean, higher_is_better: true}]\n"
+    (folder / "words_gen.yaml").write_text(
+        f'task: words_gen\noutput_type: generate_until\ndoc_to_target: "{{{{word}}}}"\n{source}'
+        "generation_kwargs: {until: ['?'], do_sample: false, max_gen_toks: 12}\n" + metric % "exact_match"
+    )
+    (folder / "words_choice.yaml").write_text(
+        f"task: words_choice\noutput_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: 0\n{source}"
+        + metric % "acc"
+    )
+    return folder
+
+
+def evaluate(harness: Any, folder: Path, model: Path, **options: Any) -> dict[str, dict[int, Any]]:
+    """task -> document -> what the model answered, of `lm_eval.simple_evaluate` in this process."""
+    from lm_eval.tasks import TaskManager
+
+    results = harness.simple_evaluate(
+        model="d1",
+        model_args={"model_path": str(model), "block_length": 4, "mc_num": 8} | options.pop("model_args", {}),
+        tasks=["words_gen", "words_choice"],
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        batch_size=4,
+        bootstrap_iters=0,
+        **options,
+    )
+    return {name: {one["doc_id"]: one["resps"] for one in samples} for name, samples in results["samples"].items()}
+
+
+def test_a_run_that_was_cut_short_continues_from_the_harness_cache(harness, tasks, tiny_model_dir, tmp_path):
+    cache = str(tmp_path / "cache")
+    first = evaluate(harness, tasks, tiny_model_dir, limit=4, use_cache=cache)
+    other = {"draw_seed": 1, "gen_length": 8}  # what it would answer now
+    resumed = evaluate(harness, tasks, tiny_model_dir, use_cache=cache, model_args=other)
+    anew = evaluate(harness, tasks, tiny_model_dir, model_args=other)
+    for name in ("words_gen", "words_choice"):
+        assert {key: resumed[name][key] for key in first[name]} == first[name]
+        assert all(resumed[name][key] != anew[name][key] for key in range(4))
+    for key in range(4, 10):
+        assert resumed["words_gen"][key] == anew["words_gen"][key]
+        # The rest is scored in batches of other rows, which on some processors round differently.
+        scores = [[answers[0][0] for answers in run["words_choice"][key]] for run in (resumed, anew)]
+        assert scores[0] == pytest.approx(scores[1], rel=1e-6)
+
+
+def test_answers_before_a_failure_are_in_the_cache(start, tmp_path):
+    from lm_eval.api.model import CachingLM
+
+    lm = start(**CANVAS)
+    cached = CachingLM(lm, str(tmp_path / "answers.db"))
+    good, bad = generating(["<bos>a", "<bos>b"]), generating(["<bos>c"], num_beams=3)
+    long = generating(["<bos>" + "a " * 600], do_sample=True, temperature=1.0)
+    with pytest.raises(ValueError, match="exceed the model's 512 positions"):
+        cached.generate_until([*good, *long])
+    assert len(cached.dbdict) == 2
+    assert cached.generate_until(good) == lm.generate_until(good)
+    with pytest.raises(ValueError, match="num_beams"):
+        cached.generate_until(bad)
+
+
+def test_two_processes_answer_as_one_does(harness, tasks, tiny_model_dir, tmp_path):
+    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
+    launch += ["--dynamo_backend", "no", "--num_processes", "2", str(EVAL / "harness.py")]
+    flags = ["--model_path", str(tiny_model_dir), "--tasks", "words_gen,words_choice", "--include_path", str(tasks)]
+    flags += ["--block_length", "4", "--mc_num", "8", "--batch_size", "3", "--limit", "7"]
+    flags += ["--output_path", str(tmp_path / "out"), "--log_samples", "--use_cache", str(tmp_path / "cache")]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", *launch, *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("cache*")} == {"cache.json", "cache_rank0.db", "cache_rank1.db"}
+    alone = evaluate(harness, tasks, tiny_model_dir, limit=7)
+    for name, expected in alone.items():
+        (file,) = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
+        found = {one["doc_id"]: one["resps"] for one in map(json.loads, file.read_text().splitlines())}
+        assert found.keys() == expected.keys() == set(range(7))
+        if name == "words_gen":
+            assert {key: resps[0][0] for key, resps in found.items()} == {key: r[0][0] for key, r in expected.items()}
+        else:
+            for key, resps in found.items():
+                values = [float(first[0]) for first, *_ in resps]  # the harness fills up the shorter share with repeats
+                assert values == pytest.approx([value for ((value, _),) in expected[key]], abs=2e-5)
+
+
+# ---- the command
+
+
+def test_a_cache_of_other_weights_or_settings_is_refused(tiny_model_dir, tmp_path):
+    settings = {"model_path": str(tiny_model_dir), "checkpoint_path": "", "gen_length": 8}
+    record = tmp_path / "deep" / "cache.json"
+    check_cache(record, settings)
+    check_cache(record, settings)
+    with pytest.raises(ValueError, match=r"gen_length 8 \(now 12\): name another --use_cache"):
+        check_cache(record, {**settings, "gen_length": 12})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--kv_cache", "dual"), "choose a cached one"),
+        (("--gen_length", "0"), "--gen_length 0"),
+        (("--mc_num", "0"), "--mc_num 0"),
+        (("--gen_length", "8", "--diffusion_steps", "9", "--block_length", "4"), "steps"),
+        (("--block_length", "8"), "block_length must be 4, not 8"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(tiny_block_dir, flags, message):
+    with pytest.raises(ValueError, match=message):
+        main(make_parser().parse_args(["--model_path", str(tiny_block_dir), "--tasks", "x", *flags]))
+
+
+def test_without_the_harness_the_command_says_what_to_install():
+    program = "import sys; sys.modules['lm_eval'] = None; import harness; harness.register()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EVAL), str(EVAL.parent)])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.rstrip().endswith("in the checkout, or pip install lm-eval")

@@ -1,0 +1,300 @@
+"""eval.py as users start it: several real processes, kills, and the shell scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from d1.eval import run as evaluation
+from d1.models import load_model, load_tokenizer
+
+EVAL = Path(evaluation.__file__).parent
+LENGTHS = ["--gen_length", "12", "--block_length", "4"]
+
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no",
+              "--dynamo_backend", "no", "--num_processes")  # fmt: skip
+
+
+def start(
+    processes: int, *arguments: object, launcher: Sequence[str] = TORCHRUN, script: Path = EVAL / "eval.py"
+) -> subprocess.Popen[str]:
+    launch = ["-m", *launcher, str(processes)] if processes > 1 else []
+    command = [sys.executable, *launch, str(script), "--dataset", "sudoku", *LENGTHS, *map(str, arguments)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def evaluate(*arguments: object) -> None:
+    """The same in this process: the reference."""
+    args = evaluation.make_parser().parse_args(["--dataset", "sudoku", *LENGTHS, *map(str, arguments)])
+    evaluation.main(args)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILLs a process and all that it started, torchrun's workers in their own sessions too."""
+    family = [*psutil.Process(process.pid).children(recursive=True), process]
+    for member in family:
+        member.kill()
+    process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    return out
+
+
+def items(folder: Path) -> list[dict]:
+    """The problems of all generation files of a folder."""
+    files = sorted(folder.glob("*_generations.json"))
+    return [item for file in files for item in json.loads(file.read_text())["generations"]]
+
+
+def texts(folder: Path) -> list[tuple]:
+    return [(item["index"], item["generations"], *map(str, item.get("samples", []))) for item in items(folder)]
+
+
+def test_one_and_three_processes_say_the_same(tiny_model_dir, tmp_path):
+    flags = ("--model_path", tiny_model_dir, "--limit", 10, "--gen_length", 12, 8, "--output_dir")
+    out = finish(start(3, *flags, tmp_path / "three", "--batch_size", 1))
+    assert out.count("10/10") == 2
+    record = json.loads(next((tmp_path / "three").glob("*_record.json")).read_text())
+    assert record["processes"] == 3
+    finish(start(1, *flags, tmp_path / "one", "--batch_size", 7))
+    assert len(texts(tmp_path / "one")) == 20
+    assert texts(tmp_path / "one") == texts(tmp_path / "three")
+    assert {path.name for path in (tmp_path / "three").iterdir()} == {
+        path.name for path in (tmp_path / "one").iterdir()
+    }
+
+
+def test_sampling_does_not_depend_on_the_number_of_processes(tiny_model_dir, tmp_path):
+    flags = ("--model_path", tiny_model_dir, "--limit", 5, "--temperature", 0.7, "--num_samples", 2, "--output_dir")
+    finish(start(2, *flags, tmp_path / "two", "--batch_size", 2, launcher=ACCELERATE))
+    record = json.loads(next((tmp_path / "two").glob("*_record.json")).read_text())
+    assert record["processes"] == 2
+    evaluate(*flags, tmp_path / "one", "--batch_size", 3)
+
+    def samples(folder: Path) -> list[str]:
+        return [sample["generations"] for item in items(folder) for sample in item["samples"]]
+
+    assert samples(tmp_path / "one") == samples(tmp_path / "two")
+    assert len(samples(tmp_path / "one")) == 10
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model_dir, tmp_path, before, after):
+    flags = ("--model_path", tiny_model_dir, "--limit", 400, "--output_dir", tmp_path, "--batch_size", 2)
+    process = start(before, *flags)
+    partial = tmp_path / f"sudoku_{tiny_model_dir.name}_12_6.partial"
+
+    def written() -> list[dict]:
+        lines = [line for path in partial.glob("rank_*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
+        return [json.loads(line) for line in lines if line.endswith(b"\n") and line.strip()]
+
+    deadline = time.monotonic() + 600
+    while len(written()) < 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    kill(process)
+    kept = written()
+    assert 20 <= len(kept) < 400, "the run was to be killed half-way"
+    with open(next(partial.glob("rank_*.jsonl")), "ab") as journal:
+        journal.write(b'{"index": 3, "sample": 0, "generat')  # a line that a kill cut off
+    out = finish(start(after, *flags))
+    assert "400/400" in out
+    assert not partial.exists()
+    results = {item["index"]: item for item in items(tmp_path)}
+    assert len(items(tmp_path)) == len(results) == 400
+    for entry in kept:  # the very measurement, so it was not made again
+        assert results[entry["index"]]["seconds"] == entry["seconds"]
+    whole = tmp_path / "whole"
+    evaluate("--model_path", tiny_model_dir, "--limit", 400, "--output_dir", whole, "--batch_size", 64)
+    assert texts(whole) == texts(tmp_path)
+
+
+SLOW_SECOND = f"""
+import os, runpy, sys, time
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+def wait(module, args):
+    if type(module).__name__ == "LlamaModel":
+        time.sleep(0.5)
+
+if os.environ["RANK"] == "1":
+    register_module_forward_pre_hook(wait)
+sys.path.insert(0, {str(EVAL)!r})
+runpy.run_path({str(EVAL / "eval.py")!r}, run_name="__main__")
+"""
+
+
+def test_a_slow_process_takes_fewer_problems_and_a_killed_queue_continues(tiny_model_dir, tmp_path):
+    script = tmp_path / "slow_second.py"
+    script.write_text(SLOW_SECOND)
+    flags = ("--model_path", tiny_model_dir, "--limit", 500, "--batch_size", 4, "--eos_stop")
+    flags += ("--sampler", "parallel", "--reveal_level", 0.1, "--output_dir")
+    process = start(2, *flags, tmp_path / "two", launcher=ACCELERATE, script=script)
+    partial = tmp_path / "two" / f"sudoku_{tiny_model_dir.name}_12_6.partial"
+
+    def written() -> list[int]:
+        """Whole lines in each rank's journal."""
+        paths = [partial / f"rank_{rank}.jsonl" for rank in (0, 1)]
+        return [path.read_bytes().count(b"}\n") if path.exists() else 0 for path in paths]
+
+    deadline = time.monotonic() + 600
+    while (min(written()) < 3 or sum(written()) < 60) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    kill(process)
+    fast, slow = written()
+    assert 0 < slow < fast
+    assert fast + slow < 500, "the run was to be killed half-way"
+    kept = [json.loads(line) for path in partial.glob("rank_*.jsonl") for line in path.read_text().splitlines()[:-1]]
+    assert "500/500" in finish(start(2, *flags, tmp_path / "two", launcher=ACCELERATE))
+    results = {item["index"]: item for item in items(tmp_path / "two")}
+    assert len(items(tmp_path / "two")) == len(results) == 500
+    for entry in kept:
+        assert results[entry["index"]]["seconds"] == entry["seconds"]
+    evaluate(*flags, tmp_path / "one", "--batch_size", 7)
+    for one, two in zip(items(tmp_path / "one"), items(tmp_path / "two"), strict=True):
+        assert {**one, "seconds": 0} == {**two, "seconds": 0}  # all else is the same, down to the passes
+
+
+def test_overwrite_leaves_a_run_that_is_alive_alone(tiny_model_dir, tmp_path):
+    flags = ("--model_path", tiny_model_dir, "--limit", 200, "--output_dir", tmp_path, "--batch_size", 2)
+    process = start(2, *flags)
+    partial = tmp_path / f"sudoku_{tiny_model_dir.name}_12_6.partial"
+    deadline = time.monotonic() + 600
+    while not list(partial.glob("rank_*.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="another process is evaluating into"):
+        evaluate(*flags, "--overwrite")
+    assert process.poll() is None, "the run was to be alive"
+    assert "200/200" in finish(process)
+    first = texts(tmp_path)
+    evaluate(*flags, "--overwrite", "--limit", 3)
+    assert len(first) == 200
+    assert len(texts(tmp_path)) == 3
+
+
+def test_errors_end_every_process_with_one_line(tiny_model_dir, tmp_path):
+    process = start(1, "--model_path", tiny_model_dir, "--data_file", "nowhere.csv", "--output_dir", tmp_path)
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "eval.py: no data file nowhere.csv"
+    first = ("--model_path", tiny_model_dir, "--limit", 2, "--output_dir", tmp_path)
+    evaluate(*first)
+    process = start(2, *first, "--seed", 1)
+    _, err = process.communicate(timeout=900)  # the rank that did not look at the files must not wait for ever
+    assert process.returncode == 1
+    assert "different run (seed: 0 there, 1 now)" in err
+
+
+# ---- scripts
+
+
+def bash(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {name: value for name, value in os.environ.items() if name not in ("MODEL_PATH", "TASKS", "EXTRA")}
+    return subprocess.run(
+        ["bash", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**variables, "PATH": path, **environment},
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would start the 8B model")
+def test_run_eval_without_gpu_and_model_says_what_to_do():
+    done = bash(EVAL / "run_eval.sh")
+    assert done.returncode == 1
+    assert "no GPU here, and no MODEL_PATH" in done.stderr
+    command = next(line for line in done.stderr.splitlines() if line.startswith("  MODEL_PATH="))
+    assert "MODEL_PATH=../pocket/base TASKS=sudoku" in command
+    assert bash(EVAL / "run_eval.sh", "0,1").returncode == 1
+
+
+def test_run_eval_then_parse(tiny_model_dir, tiny_block_dir, tmp_path):
+    (tmp_path / "rows.csv").write_text("Puzzle,Solution\n0234341221434300,1234341221434321\n")
+    for model, chosen in ((tiny_model_dir, {"GEN_LENGTHS": "12", "BLOCK_LENGTH": "6"}), (tiny_block_dir, {})):
+        done = bash(
+            EVAL / "run_eval.sh",
+            TASKS="sudoku",
+            OUTPUT_DIR=str(tmp_path),
+            EXTRA=f"--data_file {tmp_path / 'rows.csv'}",
+            **{"MODEL_PATH": str(model), "GEN_LENGTHS": "16 8"} | chosen,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"python parse_and_get_acc.py {tmp_path}" in done.stdout
+    files = (json.loads(path.read_text()) for path in tmp_path.glob("*_generations.json"))
+    assert {file["gen_length"]: file["block_length"] for file in files} == {12: 6, 16: 4, 8: 4}
+    parsed = bash("-c", f"python {EVAL / 'parse_and_get_acc.py'} {tmp_path} --format json")
+    rows = json.loads(parsed.stdout)
+    assert sorted((row["gen_length"], row["n"], row["expected"]) for row in rows) == [(8, 1, 1), (12, 1, 1), (16, 1, 1)]
+
+
+def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_model_dir, tmp_path):
+    """Two checkpoints, one of which solves the validation problem because its head knows no other answer."""
+    run = tmp_path / "myrun"
+    run.mkdir()
+    (run / "run.json").write_text(
+        json.dumps({"settings": {"dataset": "sudoku", "max_completion_length": 12, "block_length": 4}})
+    )
+    shutil.copytree(tiny_model_dir, run / "checkpoint-9")
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()  # all tokens alike: says the first one, padding, every time
+    model.save_pretrained(run / "checkpoint-10")
+    tokenizer.save_pretrained(run / "checkpoint-10")
+    task = tmp_path / "say_nothing.py"
+    task.write_text(SAY_NOTHING)
+    done = bash(EVAL / "eval_checkpoints.sh", run, "--dataset", task)
+    assert done.returncode == 0, done.stderr
+    selected = json.loads((run / "eval" / "selected.json").read_text())
+    assert selected["checkpoint"] == "checkpoint-10"
+    assert [(name, row["accuracy"]) for name, row in selected["validation"].items()] == [
+        ("checkpoint-9", 0),
+        ("checkpoint-10", 100),
+    ]
+    assert (selected["test"]["accuracy"], selected["test"]["n"], selected["test"]["gen_length"]) == (100, 2, 12)
+    tested = [path.name for path in (run / "eval" / "test").iterdir()]
+    assert tested
+    assert all("checkpoint-10" in name for name in tested)
+    longer = bash(EVAL / "eval_checkpoints.sh", run, "--dataset", task, "--gen_length", "16")
+    assert longer.returncode == 1
+    assert "'gen_length': '12'" in longer.stderr
+    (run / "checkpoint-10").rename(run / "checkpoint-11")
+    again = bash(EVAL / "eval_checkpoints.sh", run, "--dataset", task)
+    assert again.returncode == 1
+    assert "the test set has been used" in again.stderr
+
+
+SAY_NOTHING = """
+from datasets import Dataset
+
+def load_rows(split, data_file=None):
+    count = {"train": 1, "validation": 3, "test": 2}[split]
+    return Dataset.from_list([
+        {"prompt": [{"role": "user", "content": f"{split} {n}"}], "question": f"{split} {n}", "ground_truth": ""}
+        for n in range(count)
+    ])
+
+def extract(text):
+    return text
+
+def score(text, row):
+    return {"accuracy": float(text == row["ground_truth"])}
+
+REWARDS = [lambda completions, **columns: [0.0 for _ in completions]]
+"""

@@ -1,0 +1,593 @@
+"""eval.py in this process on a tiny model: prompts, settings, files, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import BertConfig
+
+from d1.eval import completions as generate_completions
+from d1.eval import identity as run_identity
+from d1.eval import run as evaluation
+from d1.eval.files import read_setups
+from d1.eval.identity import setup_name
+from d1.eval.journal import Journal
+from d1.eval.prompts import Prompt, read_prompts
+from d1.eval.scores import score_setup
+from d1.masking import keyed_generator
+from d1.models import load_model, load_tokenizer
+from d1.sampling import generate, rollout
+from d1.tasks import load_task
+from d1.tasks.protocols import under_protocol
+
+LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")
+
+
+def evaluate(model: Path, output_dir: Path, *flags: str, task: str = "sudoku") -> dict[str, Any]:
+    """Runs eval.py's main and returns the generation file it leaves."""
+    arguments = ["--model_path", str(model), "--dataset", task, "--output_dir", str(output_dir), *LENGTHS, *flags]
+    args = evaluation.make_parser().parse_args(arguments)
+    evaluation.main(args)
+    (run,) = evaluation.runs_of(args)
+    return json.loads((output_dir / f"{setup_name(run)}_0_generations.json").read_text())
+
+
+def texts(results: dict[str, Any]) -> list[tuple[int, str]]:
+    return [(item["index"], item["generations"]) for item in results["generations"]]
+
+
+def prompts(model: Path, *flags: str, task: str = "sudoku") -> list[Prompt]:
+    args = evaluation.make_parser().parse_args(["--model_path", str(model), "--dataset", task, *flags])
+    return read_prompts(args, under_protocol(load_task(task), args.prompt_protocol), load_tokenizer(str(model)))
+
+
+# ---- the file
+
+
+def test_a_file_holds_what_the_model_said(tiny_model_dir, tmp_path, capsys):
+    results = evaluate(tiny_model_dir, tmp_path, "--limit", "5")
+    fields = {"metrics", "model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length"}
+    assert fields <= set(results)
+    assert (results["gen_length"], results["diffusion_steps"], results["block_length"]) == (12, 6, 4)
+    assert results["metrics"]["total_processed"] == results["expected_problems"] == len(results["generations"]) == 5
+    assert results["metrics"]["wall_time"] == pytest.approx(sum(item["seconds"] for item in results["generations"]))
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    rows = load_task("sudoku").load_rows("test")
+    for item in results["generations"]:
+        row = rows[item["index"]]
+        assert (item["question"], item["ground_truth"]) == (row["question"], row["ground_truth"])
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        assert tokenizer(item["prompt_input"], add_special_tokens=False).input_ids == ids
+        alone = generate(
+            model,
+            torch.tensor([ids]),
+            torch.ones(1, len(ids), dtype=torch.long),
+            mask_token_id=tokenizer.mask_token_id,
+            gen_length=12,
+            block_length=4,
+            steps=6,
+        )[0, len(ids) :].tolist()
+        assert item["generations"] == tokenizer.decode(alone)
+        ends = [i for i, token in enumerate(alone) if token in (tokenizer.eos_token_id, tokenizer.pad_token_id)]
+        assert item["tokens"] == (ends[0] if ends else 12)
+        assert item["text"] == tokenizer.decode(alone[: item["tokens"]], skip_special_tokens=True)
+        assert item["forward_passes"] == 6
+    assert "sudoku_tiny_model0_12_6" in capsys.readouterr().out
+
+
+def test_an_end_of_text_ends_text_and_count(tiny_model_dir, tmp_path):
+    """Where the model now says end of text in place of a common token, nothing behind it is counted or in the text."""
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    said = evaluate(tiny_model_dir, tmp_path, "--limit", "8")["generations"][0]["generations"]
+    swapped = torch.tensor([tokenizer.eos_token_id, tokenizer(said, add_special_tokens=False).input_ids[4]])
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head[swapped] = head[swapped.flip(0)].clone()
+    model.save_pretrained(tmp_path / "ends")
+    tokenizer.save_pretrained(tmp_path / "ends")
+    items = evaluate(tmp_path / "ends", tmp_path, "--limit", "8")["generations"]
+    assert any(item["tokens"] < 12 for item in items)
+    for item in items:
+        before, _, after = item["generations"].partition("<eos>")
+        assert item["text"].split() == before.split()
+        assert item["tokens"] == len(before.split())
+        assert (item["tokens"] == 12) == (not after and "<eos>" not in item["generations"])
+    stopped = evaluate(tmp_path / "ends", tmp_path / "stopped", "--limit", "8", "--eos_stop")["generations"]
+    for item, whole in zip(stopped, items, strict=True):
+        assert (item["text"], item["tokens"]) == (whole["text"], whole["tokens"])
+        blocks = min(item["tokens"] // 4 + 1, 3)  # two steps each
+        assert (item["forward_passes"], whole["forward_passes"]) == (2 * blocks, 6)
+
+
+def test_the_record_names_model_settings_seed_versions_and_hardware(tiny_model_dir, tmp_path):
+    evaluate(tiny_model_dir, tmp_path, "--limit", "2", "--seed", "7")
+    record = json.loads(next(tmp_path.glob("*_record.json")).read_text())
+    assert record["model_path"] == str(tiny_model_dir)
+    assert (record["settings"]["diffusion_steps"], record["settings"]["seed"], record["identity"]["seed"]) == (6, 7, 7)
+    assert record["identity"]["dtype"] == "torch.float32"
+    assert record["versions"]["torch"] == torch.__version__.split("+")[0] or torch.__version__
+    assert {"python", "gpus", "cpu", "processes", "checkpoint_path"} <= set(record)
+
+
+# ---- settings
+
+
+def test_batch_size_and_order_do_not_matter(tiny_model_dir, tmp_path):
+    file = tmp_path / "countdown.jsonl"  # numbers of many lengths: rows of a batch are padded differently
+    numbers = [[3, 4, 5], [30, 4, 5], [30, 40, 5], [30, 40, 50], [300, 4, 5], [9, 9, 9], [1, 2, 3]]
+    file.write_text("".join(json.dumps({"input": ",".join(map(str, n)), "output": "7"}) + "\n" for n in numbers))
+    flags = ("--data_file", str(file))
+    results = [
+        evaluate(tiny_model_dir, tmp_path / size, *flags, "--batch_size", size, task="countdown") for size in "147"
+    ]
+    assert texts(results[0]) == texts(results[1]) == texts(results[2])
+    assert len({len(item["prompt_input"]) for item in results[0]["generations"]}) > 1
+    assert [item["index"] for item in results[0]["generations"]] == list(range(7))
+
+
+def test_sampling_is_seeded_by_problem_and_sample(tiny_model_dir, tmp_path):
+    flags = ("--limit", "4", "--temperature", "1.0", "--num_samples", "3")
+    one = evaluate(tiny_model_dir, tmp_path / "a", *flags)
+    other = evaluate(tiny_model_dir, tmp_path / "b", *flags, "--batch_size", "5")
+    reseeded = evaluate(tiny_model_dir, tmp_path / "c", *flags, "--seed", "1")
+    samples = [[sample["generations"] for item in r["generations"] for sample in item["samples"]] for r in (one, other)]
+    assert samples[0] == samples[1]
+    assert len(set(samples[0])) == 12
+    assert texts(one) != texts(reseeded)
+    first = one["generations"][0]
+    assert first["generations"] == first["samples"][0]["generations"]
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    ids = torch.tensor([tokenizer(first["prompt_input"], add_special_tokens=False).input_ids])
+    settings = {"mask_token_id": tokenizer.mask_token_id, "gen_length": 12, "block_length": 4, "steps": 6}
+    alone = generate(
+        model, ids, torch.ones_like(ids), temperature=1.0, generator=keyed_generator(0, first["index"], 2), **settings
+    )
+    assert first["samples"][2]["generations"] == tokenizer.decode(alone[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("flags", [("--cfg_scale", "2.0"), ("--remasking", "random"), ("--diffusion_steps", "12")])
+def test_sampler_settings_reach_the_sampler(tiny_model_dir, tmp_path, flags):
+    plain = evaluate(tiny_model_dir, tmp_path / "plain", "--limit", "6")
+    changed = evaluate(tiny_model_dir, tmp_path / "changed", "--limit", "6", *flags)
+    assert texts(plain) != texts(changed)
+    assert changed["generations"][0]["forward_passes"] == changed["diffusion_steps"]
+
+
+def test_limit_draws_the_same_problems_from_the_whole_split(tiny_model_dir):
+    few, many = (prompts(tiny_model_dir, "--limit", count) for count in ("20", "100000"))
+    again = prompts(tiny_model_dir, "--limit", "20", "--seed", "5")
+    assert [p.index for p in few] == [p.index for p in again] == sorted({p.index for p in few})
+    assert len(few) == 20
+    assert few[-1].index > 100
+    assert [p.index for p in many] == list(range(len(many)))
+    assert all(many[p.index] == p for p in few)
+
+
+def test_splits_are_different_problems(tiny_model_dir):
+    test, validation = ({p.question for p in prompts(tiny_model_dir, "--split", s)} for s in ("test", "validation"))
+    assert test
+    assert validation
+    assert not test & validation
+
+
+def test_a_plain_chat_template_comes_on_request(tiny_model_dir, tmp_path):
+    base = shutil.copytree(tiny_model_dir, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template: --plain_chat_template gives it one"):
+        evaluate(base, tmp_path, "--limit", "1")
+    (item,) = evaluate(base, tmp_path, "--limit", "1", "--plain_chat_template")["generations"]
+    assert item["prompt_input"].startswith("user: ")
+    assert item["prompt_input"].endswith("assistant: ")
+
+
+def test_prefill_is_the_end_of_the_prompt(tiny_model_dir):
+    plain, filled = (prompts(tiny_model_dir, "--limit", "2", *flag) for flag in ((), ("--add_reasoning",)))
+    tag = load_tokenizer(str(tiny_model_dir)).convert_tokens_to_ids("<reasoning>")
+    for before, after in zip(plain, filled, strict=True):
+        assert after.text == before.text + "<reasoning>"
+        assert after.ids == [*before.ids, tag]
+
+
+def test_without_box_no_prompt_asks_for_one(tiny_model_dir):
+    boxed, plain = (
+        prompts(tiny_model_dir, "--limit", "3", *flag, task="countdown") for flag in ((), ("--dont_use_box",))
+    )
+    for before, after in zip(boxed, plain, strict=True):
+        assert r"\boxed" in before.text
+        assert "boxed" not in after.text
+        assert before.text.replace(r" as \boxed{expression}", "") == after.text
+
+
+def test_few_shot_problems_are_drawn_from_the_training_split(tiny_model_dir):
+    flags = ("--limit", "2", "--few_shot", "3")
+    problems, again = (prompts(tiny_model_dir, *flags, "--seed", seed) for seed in "00")
+    reseeded = prompts(tiny_model_dir, *flags, "--seed", "1")
+    train = {row["question"].strip(): row["ground_truth"] for row in load_task("sudoku").load_rows("train")}
+    held_out = {row["question"].strip() for s in ("validation", "test") for row in load_task("sudoku").load_rows(s)}
+    assert problems == again
+    assert [p.text for p in problems] != [p.text for p in reseeded]
+    for problem in problems:
+        *shown, last = problem.text.split("<user>")[1:]
+        assert last.endswith(problem.question.strip() + "\n<assistant>")
+        assert len(shown) == 3
+        for turn in shown:
+            asked, _, answered = turn.partition("<assistant>")
+            question = asked.strip().splitlines()[-1]
+            assert train[question] in answered
+            assert question not in held_out
+
+
+def test_few_shot_never_shows_what_is_asked(tiny_model_dir, tmp_path):
+    for name, words in (("asked", "abc"), ("shown", "abcde")):
+        rows = [json.dumps({"question": f"what is {w} ?", "answer": "so\n#### 3"}) for w in words]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    flags = ["--data_file", str(tmp_path / "asked.jsonl"), "--few_shot_file", str(tmp_path / "shown.jsonl")]
+    for problem in prompts(tiny_model_dir, *flags, "--few_shot", "2", task="gsm8k"):
+        *shown, last = problem.text.split("<user>")[1:]
+        assert {turn.partition("what is ")[2][0] for turn in shown} == {"d", "e"}
+        assert last.partition("what is ")[2][0] in "abc"
+    with pytest.raises(ValueError, match="the 2 training rows"):
+        prompts(tiny_model_dir, *flags, "--few_shot", "3", task="gsm8k")
+    with pytest.raises(ConnectionError, match="pass --few_shot_file FILE"):
+        prompts(tiny_model_dir, *flags[:2], "--few_shot", "1", task="gsm8k")
+
+
+USER_TASK = '''
+"""Say a letter."""
+from datasets import Dataset
+
+def load_rows(split, data_file=None):
+    return Dataset.from_list([
+        {"prompt": [{"role": "user", "content": x}], "question": x, "ground_truth": x} for x in "abcd"
+    ])
+
+def extract(text):
+    return text.strip()[:1] or None
+
+def score(text, row):
+    return {"accuracy": float(row["ground_truth"] in text), "length": min(1.0, len(text) / 100)}
+
+def reward(completions, **columns):
+    return [0.0 for _ in completions]
+
+REWARDS = [reward]
+'''
+
+
+def test_a_users_own_task(tiny_model_dir, tmp_path, capsys):
+    path = tmp_path / "my_letters.py"
+    path.write_text(USER_TASK)
+    results = evaluate(tiny_model_dir, tmp_path, task=str(path))
+    assert results["task"] == "my_letters"
+    assert [item["question"] for item in results["generations"]] == list("abcd")
+    assert "length" in capsys.readouterr().out
+
+
+def test_all_of_a_data_file_is_used(tiny_model_dir, tmp_path):
+    rows = [{"question": f"what is {n} + {n} ?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in range(5)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.csv").write_text("question,answer\n" + "".join(f"{r['question']},#### 1\n" for r in rows))
+    for name in ("rows.json", "rows.csv"):
+        problems = prompts(tiny_model_dir, "--data_file", str(tmp_path / name), task="gsm8k")
+        assert [p.question for p in problems] == [row["question"] for row in rows]
+
+
+# ---- models
+
+
+def test_an_adapter_its_merged_model_and_its_folder_alone_agree(tiny_model_dir, tmp_path):
+    torch.manual_seed(0)
+    base = load_model(str(tiny_model_dir))
+    config = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(base, config)
+    model.save_pretrained(tmp_path / "adapter")
+    merged: Any = model.merge_and_unload()  # type: ignore[operator]
+    merged.save_pretrained(tmp_path / "merged")
+    load_tokenizer(str(tiny_model_dir)).save_pretrained(tmp_path / "merged")
+    plain = texts(evaluate(tiny_model_dir, tmp_path / "0", "--limit", "6"))
+    outputs = [
+        texts(evaluate(tiny_model_dir, tmp_path / "1", "--limit", "6", "--checkpoint_path", str(tmp_path / "adapter"))),
+        texts(evaluate(tmp_path / "adapter", tmp_path / "2", "--limit", "6")),
+        texts(evaluate(tmp_path / "merged", tmp_path / "3", "--limit", "6")),
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] != plain
+
+
+def test_an_approximate_sampler_is_sampled_counted_and_recorded_row_by_row(tiny_model_dir, tmp_path):
+    flags = ("--limit", "6", "--temperature", "1.0", "--sampler", "cached+parallel", "--kv_cache", "prefix")
+    flags += ("--reveal", "factor", "--reveal_level", "2.9", "--diffusion_steps", "12")
+    items = evaluate(tiny_model_dir, tmp_path, *flags)["generations"]
+    assert len({item["forward_passes"] for item in items}) > 1
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    for item in items:
+        ids = torch.tensor([tokenizer(item["prompt_input"], add_special_tokens=False).input_ids])
+        alone = rollout(
+            model,
+            ids,
+            torch.ones_like(ids),
+            mask_token_id=tokenizer.mask_token_id,
+            gen_length=12,
+            block_length=4,
+            steps=12,
+            temperature=1.0,
+            generator=[keyed_generator(0, item["index"], 0)],
+            sampler="cached+parallel",
+            kv_cache="prefix",
+            reveal="factor",
+            reveal_level=2.9,
+        )
+        assert item["generations"] == tokenizer.decode(alone.ids[0, ids.shape[1] :])
+        assert (item["forward_passes"], item["forward_tokens"]) == (alone.passes.item(), alone.forward_tokens.item())
+    record = json.loads(next(tmp_path.glob("*_record.json")).read_text())
+    assert record["settings"]["sampler"] == "cached+parallel"
+    with pytest.raises(ValueError, match=r"different run \(.*sampler: .*'factor'.* there, None now"):
+        evaluate(tiny_model_dir, tmp_path, "--limit", "6", "--temperature", "1.0", "--diffusion_steps", "12")
+
+
+def test_an_encoder_is_refused_a_cache_before_its_weights_are_read(tiny_model_dir, tmp_path):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((tiny_model_dir / file).read_bytes())
+    BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="bert is an encoder"):
+        evaluate(tmp_path, tmp_path, "--sampler", "cached")
+
+
+def without_blocks(model: Path, output_dir: Path, *flags: str) -> dict[str, Any]:
+    """The generation file and the record's settings of a run that is not told of blocks."""
+    required = ["--model_path", str(model), "--dataset", "sudoku", "--output_dir", str(output_dir), "--limit", "3"]
+    evaluation.main(evaluation.make_parser().parse_args([*required, "--gen_length", "12", *flags]))
+    (record,) = (json.loads(path.read_text()) for path in output_dir.glob("*_record.json"))
+    (results,) = (json.loads(path.read_text()) for path in output_dir.glob("*_generations.json"))
+    assert record["settings"]["block_length"] == record["identity"]["block_length"] == results["block_length"]
+    return results
+
+
+def test_a_block_causal_model_is_sampled_in_its_own_blocks_and_others_in_those_of_d1(
+    tiny_model_dir, tiny_block_dir, tmp_path, monkeypatch
+):
+    own = without_blocks(tiny_block_dir, tmp_path / "own")
+    assert own["block_length"] == 4
+    assert texts(own) == texts(evaluate(tiny_block_dir, tmp_path / "told", "--limit", "3"))  # that it has blocks of 4
+    assert without_blocks(tiny_model_dir, tmp_path / "whole")["block_length"] == 32
+    monkeypatch.setattr(generate_completions, "load_model_for", lambda _: pytest.fail("loaded the model"))
+    with pytest.raises(ValueError, match="has blocks of 4 tokens, so block_length must be 4, not 6"):
+        without_blocks(tiny_block_dir, tmp_path / "other", "--block_length", "6")
+    assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
+
+
+def test_several_lengths_give_a_file_each_as_alone_and_load_the_model_once(tiny_model_dir, tmp_path, monkeypatch):
+    required = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--limit", "5", "--block_length", "4"]
+
+    def files(folder: str, *lengths: str) -> dict[str, list[tuple[int, str]]]:
+        flags = [*required, "--output_dir", str(tmp_path / folder), "--gen_length", *lengths]
+        evaluation.main(evaluation.make_parser().parse_args(flags))
+        found = (tmp_path / folder).glob("*_generations.json")
+        return {path.name: texts(json.loads(path.read_text())) for path in found}
+
+    alone = {length: files(length, length) for length in ("8", "12")}
+    loaded: list[str] = []
+    load = generate_completions.load_model_for
+    monkeypatch.setattr(generate_completions, "load_model_for", lambda args: loaded.append("model") or load(args))
+    assert files("8", "8", "12", "8") == alone["8"] | alone["12"]  # where one length is there already
+    assert files("both", "12", "8") == alone["8"] | alone["12"]
+    assert loaded == ["model", "model"]
+    assert files("both", "12", "8") == alone["8"] | alone["12"]
+    assert loaded == ["model", "model"]
+    # One of them is refused before a completion of the other is made.
+    for lengths in (("8", "500"), ("8", "0")):
+        with pytest.raises(ValueError, match=r"exceed the model's 512|out of range: --gen_length 0"):
+            files("refused", *lengths)
+    assert not (tmp_path / "refused").exists()
+
+
+# ---- resuming
+
+
+def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir, tmp_path, monkeypatch):
+    first = evaluate(tiny_model_dir, tmp_path, "--limit", "4")
+    monkeypatch.setattr(generate_completions, "load_model_for", lambda _: pytest.fail("loaded a model for nothing"))
+    assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
+    with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):
+        evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--temperature", "0.5")
+    with pytest.raises(ValueError, match=r"eos_stop: None there, True now"):
+        evaluate(tiny_model_dir, tmp_path, "--limit", "4", "--eos_stop")
+    with pytest.raises(ValueError, match=r"problems: 4 there, 5 now"):
+        evaluate(tiny_model_dir, tmp_path, "--limit", "5")
+    monkeypatch.undo()
+    assert texts(evaluate(tiny_model_dir, tmp_path, "--limit", "5", "--overwrite"))
+
+
+def test_a_retrained_model_is_another_model(tiny_model_dir, tmp_path):
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    for bump in (0.0, 1e-3):
+        with torch.no_grad():
+            model.get_output_embeddings().weight[0, 0] += bump
+        model.save_pretrained(tmp_path / "m")
+        tokenizer.save_pretrained(tmp_path / "m")
+        if not bump:
+            evaluate(tmp_path / "m", tmp_path, "--limit", "2")
+    with pytest.raises(ValueError, match="weights: "):
+        evaluate(tmp_path / "m", tmp_path, "--limit", "2")
+
+
+def write_sums(path: Path, count: int) -> Path:
+    """Problems of GSM8K's format whose prompts are of many lengths."""
+    sums = ["+".join("1" * (1 + 37 * i % 101)) for i in range(count)]
+    path.write_text("".join(json.dumps({"question": f"what is {s} ?", "answer": "#### 3"}) + "\n" for s in sums))
+    return path
+
+
+@pytest.mark.parametrize("sampler", [(), ("--sampler", "parallel", "--reveal_level", "0.1")], ids=str)
+def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model_dir, tmp_path, sampler):
+    """Where the rows left over are batched among themselves some do change, so a change would be seen."""
+    flags = ("--data_file", str(write_sums(tmp_path / "sums.jsonl", 80)), "--dtype", "bfloat16", "--batch_size", "4")
+    flags += ("--block_length", "8", "--gen_length", "24", *sampler)
+    whole = evaluate(tiny_model_dir, tmp_path / "whole", *flags, task="gsm8k")
+    required = ["--model_path", str(tiny_model_dir), "--dataset", "gsm8k", "--output_dir", str(tmp_path / "parts")]
+    (args,) = evaluation.runs_of(evaluation.make_parser().parse_args([*required, *flags]))
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    prompts = read_prompts(args, load_task("gsm8k"), tokenizer)
+
+    def generate_by(world: int, asked: list[Prompt], done: dict) -> Journal:
+        """What each of the processes took from the queue, one after the other, into the journal of the one setup."""
+        journals = [Journal(args.output_dir, setup_name(args), rank) for rank in range(world)]
+        assert journals[0].prepare(run_identity.run_identity(args, prompts), overwrite=not done)
+        parts = generate_completions.unfinished(generate_completions.all_parts(args, asked), done)
+        for rank, journal in enumerate(journals):
+            taken = parts[rank::world]
+            model = partial(generate_completions.load_model_for, args)
+            generate_completions.generate_missing(args, model, tokenizer, parts, done, journal, lambda *_, of=taken: of)
+        return journals[0]
+
+    expected = dict(texts(whole))
+    if sampler:
+        assert len({item["forward_passes"] for item in whole["generations"]}) > 1
+    left = [prompt for prompt in prompts if prompt.index % 3]
+    anew = generate_by(1, left, {}).read()
+    assert any(entry["generations"] != expected[index] for (index, _), entry in anew.items())
+
+    kept = {key: entry for key, entry in generate_by(2, prompts, {}).read().items() if key[0] % 3 == 0}
+    for path in Path(args.output_dir).glob("*.partial/rank_*.jsonl"):
+        path.unlink()
+    found = generate_by(3, prompts, kept).read()
+    assert {key[0] for key in found} == {prompt.index for prompt in left}
+    assert {index: entry["generations"] for (index, _), entry in (kept | found).items()} == expected
+
+
+def test_the_identity_holds_what_moves_a_logit_where_that_may_change_a_token(tiny_model_dir):
+    def identity(*flags: str) -> dict[str, Any]:
+        required = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--diffusion_steps", "64"]
+        (run,) = evaluation.runs_of(evaluation.make_parser().parse_args([*required, *flags]))
+        return run_identity.run_identity(run, [])
+
+    in_fp32 = identity("--dtype", "float32")  # that of version 0.1, whose runs resume
+    assert list(in_fp32) == [
+        *("weights", "problems", "prompts", "seed", "dtype", "gen_length", "diffusion_steps", "block_length"),
+        *("temperature", "cfg_scale", "remasking", "num_samples"),
+    ]
+    assert in_fp32 == identity("--dtype", "float32", "--batch_size", "7", "--attn_implementation", "eager")
+    in_bf16 = identity("--dtype", "bfloat16")
+    assert in_bf16["libraries"].startswith(f"torch {torch.__version__}, transformers ")
+    assert {"device", "libraries", "batch_size", "attn_implementation"} == set(in_bf16) - set(in_fp32)
+    for flags in (("--batch_size", "7"), ("--attn_implementation", "eager")):
+        assert identity("--dtype", "bfloat16", *flags) != in_bf16
+
+
+def test_large_weights_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_identity, "WHOLE_FILE", 1 << 10)
+    monkeypatch.setattr(run_identity, "PIECE", 1 << 4)
+    content = bytearray(torch.randint(256, (1 << 14,), generator=keyed_generator(0)).to(torch.uint8).numpy().tobytes())
+    prints = set()
+    for change in (None, 0, len(content) - 1):
+        if change is not None:
+            content[change] ^= 1
+        (tmp_path / "model.safetensors").write_bytes(content)
+        prints.add(run_identity.weights_fingerprint(str(tmp_path)))
+    assert len(prints) == 3
+    assert run_identity.weights_fingerprint("org/name") == "org/name"
+
+
+def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation.tempfile, "tempdir", str(tmp_path))
+    arguments = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", *LENGTHS, "--limit", "2", "--dont_save"]
+    evaluation.main(evaluation.make_parser().parse_args(arguments))
+    assert "2/2" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--gen_length", "0"), "--gen_length 0 "),
+        (("--diffusion_steps", "2", "--gen_length", "12"), "need between 3 and 12 steps"),
+        (("--batch_size", "0"), "--batch_size 0 "),
+        (("--limit", "0"), "--limit 0 "),
+        (("--temperature", "-1"), r"--temperature -1\.0 \(must be in \[0, inf\)"),
+        (("--seed", "-1"), "--seed -1 "),
+        (("--sampler", "cached", "--reveal", "factor"), "would be ignored by the sampler cached"),
+        (("--sampler", "parallel", "--remasking", "random"), "needs remasking low_confidence"),
+        (("--num_samples", "2"), "needs a --temperature"),
+        (("--few_shot", "1", "--dont_use_box"), "does not go with --few_shot"),
+        (("--few_shot", "1", "--few_shot_file", "x", "--data_file", "x"), "are the same"),
+        (("--few_shot", "100000"), "training rows"),
+        (("--checkpoint_path", "nowhere"), "not an adapter"),
+        (("--data_file", "nowhere.csv"), "nowhere.csv"),
+        (("--gen_length", "500"), "exceed the model's 512"),
+    ],
+)
+def test_bad_settings_are_refused(tiny_model_dir, tmp_path, flags, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        evaluate(tiny_model_dir, tmp_path, *flags)
+
+
+def test_file_names_tell_setups_apart(tmp_path):
+    def name(*flags: str) -> str:
+        required = ["--model_path", "runs/sft/checkpoint-20/", "--dataset", "math", "--diffusion_steps", "64"]
+        (run,) = evaluation.runs_of(evaluation.make_parser().parse_args([*required, *flags]))
+        return setup_name(run)
+
+    assert name() == "math_sft_checkpoint-20_128_64"
+    assert name("--model_path", "runs/sft/merged") == "math_sft_merged_128_64"
+    assert name("--model_path", "GSAI-ML/LLaDA-8B-Instruct") == "math_LLaDA-8B-Instruct_128_64"
+    assert name("--split", "validation", "--few_shot", "2", "--suffix", "a b") == (
+        "math_sft_checkpoint-20_validation_fs2_a-b_128_64"
+    )
+    assert name("--model_path", "m", "--checkpoint_path", "rl/checkpoint-5") == "math_rl_checkpoint-5_128_64"
+
+
+# ---- prompt protocols
+
+
+def test_a_run_is_named_recorded_and_scored_by_its_prompt_protocol(tiny_model_dir, tmp_path, capsys):
+    row = {"question": "1+1?", "answer": "1+1=2\n#### 2"}
+    for name, count in (("asked", 1), ("shown", 5)):
+        lines = [json.dumps({**row, "question": f"{i}{row['question']} {name}"}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    files = ("--data_file", str(tmp_path / "asked.jsonl"), "--few_shot_file", str(tmp_path / "shown.jsonl"))
+    out = tmp_path / "results"
+    llada = evaluate(tiny_model_dir, out, *files, "--prompt_protocol", "llada", "--few_shot", "4", task="gsm8k")
+    d1 = evaluate(tiny_model_dir, out, *files, task="gsm8k")
+    assert [results["prompt_protocol"] for results in (llada, d1)] == ["llada", "d1"]
+    asked = llada["generations"][0]["prompt_input"]
+    assert asked.count("Question: ") == 5
+    assert "<reasoning>" not in asked
+    assert asked.endswith("Answer:<assistant>")
+    by_default = prompts(tiny_model_dir, *files, "--prompt_protocol", "llada", task="gsm8k")
+    assert [prompt.text for prompt in by_default] == [asked]
+    records = [json.loads(path.read_text()) for path in sorted(out.glob("*_record.json"))]
+    assert [record["settings"]["prompt_protocol"] for record in records] == ["d1", "llada"]
+    assert [record["identity"].get("prompt_protocol") for record in records] == [None, "llada"]
+
+    path = next(out.glob("*_llada_fs4_*_generations.json"))  # the last number counts here, and only here
+    for results, accuracy in ((llada, 100.0), (d1, 0.0)):
+        results["generations"][0] |= {"generations": "It is 2.", "text": "It is 2."}
+        path.write_text(json.dumps(results))
+        setup = next(setup for setup in read_setups(out) if setup.name in path.name)
+        assert score_setup(setup, "strict", {})[0].accuracy == accuracy
+    path.write_text(json.dumps(llada))
+    setup = next(setup for setup in read_setups(out) if setup.name in path.name)
+    assert "d1's prompts" in score_setup(setup, "published", {})[0].errors[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dataset", "countdown"), "countdown has no prompt protocol 'llada': use one of d1"),
+        (("--add_reasoning",), "--add_reasoning belongs to d1's prompts"),
+        (("--dont_use_box",), "--dont_use_box belongs to d1's prompts"),
+    ],
+)
+def test_what_a_prompt_protocol_does_not_go_with_is_refused(tiny_model_dir, tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(tiny_model_dir, tmp_path, "--prompt_protocol", "llada", *flags)

@@ -1,0 +1,143 @@
+"""Advantages against the formula of each row, however the rows of a group are spread over batches and processes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+
+from d1.models import load_model, load_tokenizer
+from d1.rl.advantages import ADVANTAGES, Everyone, keep_prompts, reshaped
+from d1.rl.bridge import rollout_buffer
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.objectives import OBJECTIVES
+from d1.rl.trainer import DiffuGRPOTrainer
+from tests.losses import random_inputs, settings
+
+REWARDS = [[0.0, 1.0, 0.25, 2.0], [1.0, 1.0, 1.0, 1.0], [-3.0, 0.5, 0.5, 0.0]]
+# What TRL hands over with scale_rewards none: rewards less their group's mean.
+CENTRED = torch.tensor(REWARDS).double() - torch.tensor(REWARDS).double().mean(1, keepdim=True)
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def leave_one_out(rewards):
+    return [reward - mean(rewards[:i] + rewards[i + 1 :]) for i, reward in enumerate(rewards)]
+
+
+def signed_softmax(rewards):
+    """wd1's weights of one group, softmax(A) - softmax(-A), of rows whose mean is taken (arXiv 2507.08838)."""
+    centred = [reward - mean(rewards) for reward in rewards]
+    up, down = ([math.exp(sign * a) for a in centred] for sign in (1, -1))
+    return [len(rewards) * (u / sum(up) - d / sum(down)) for u, d in zip(up, down, strict=True)]
+
+
+WRITTEN_OUT = {"leave_one_out": leave_one_out, "signed_softmax": signed_softmax}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_advantages_are_those_of_the_formula(name):
+    expected = [WRITTEN_OUT[name](rewards) for rewards in REWARDS]
+    torch.testing.assert_close(
+        ADVANTAGES[name](CENTRED), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6, 12])
+@pytest.mark.parametrize("name", ["trl", *WRITTEN_OUT])
+def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name, rows):
+    """A softmax over the rows of a process, in place of the group's, gives other weights: a fault of released code."""
+    everything = CENTRED.flatten()
+    expected = everything if name == "trl" else ADVANTAGES[name](CENTRED).flatten()
+    for first in range(0, 12, rows):
+        everyone = Everyone(gather=lambda here: everything, first=first)
+        found = reshaped(everything[first : first + rows], name, 4, everyone)
+        torch.testing.assert_close(found, expected[first : first + rows], rtol=0, atol=0)
+
+
+def test_an_evaluation_of_one_completion_a_prompt_has_no_group():
+    alone = torch.zeros(3)
+    assert reshaped(alone, "leave_one_out", 1, Everyone(lambda here: here, 0)) is alone
+
+
+def test_wd1_is_a_mean_over_groups_of_weighted_sums_of_log_probabilities():
+    """-sum softmax(A)_i S_i + sum softmax(-A)_i S_i, S_i the sum of a completion's log-probs (arXiv 2507.08838)."""
+    inputs = random_inputs(views=1, weights="one")
+    sums = inputs.view_logps.sum((1, 2)).tolist()
+    groups = [[0.0, 1.0, 0.5], [2.0, -1.0, 0.25]]
+    expected = 0.0
+    for number, rewards in enumerate(groups):
+        up, down = ([math.exp(sign * (r - mean(rewards))) for r in rewards] for sign in (1, -1))
+        for i in range(3):
+            expected += (down[i] / sum(down) - up[i] / sum(up)) * sums[3 * number + i] / len(groups)
+    centred = torch.tensor(groups).double() - torch.tensor(groups).double().mean(1, keepdim=True)
+    advantages = ADVANTAGES["signed_softmax"](centred).flatten()
+    loss, _ = OBJECTIVES["reinforce"](replace(inputs, advantages=advantages), settings(loss_type="sum"))
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "scale", "formula"),
+    [
+        ("trl", "none", lambda r, i: r[i] - mean(r)),
+        (
+            "trl",
+            "group",
+            lambda r, i: (r[i] - mean(r)) / (math.sqrt(sum((x - mean(r)) ** 2 for x in r) / (len(r) - 1)) + 1e-4),
+        ),
+        ("leave_one_out", "none", lambda r, i: leave_one_out(r)[i]),
+    ],
+)
+def test_a_rollouts_advantages_are_made_of_its_rewards(tiny_model_dir, tmp_path, advantage, scale, formula):
+    expected = {}
+
+    def by_order(completions, completion_ids, **columns):
+        rewards = [float((7 * i) % 5) for i in range(8)]
+        for i, ids in enumerate(completion_ids):
+            expected[tuple(ids)] = formula(rewards[:4] if i < 4 else rewards[4:], i % 4)
+        return rewards
+
+    trainer = DiffuGRPOTrainer(
+        model=load_model(str(tiny_model_dir)),
+        reward_funcs=by_order,
+        args=DiffuGRPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=8,
+            num_generations=4,
+            num_iterations=1,
+            max_completion_length=8,
+            block_length=8,
+            diffusion_steps=2,
+            max_steps=1,
+            advantage=advantage,
+            scale_rewards=scale,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "c")]),
+        processing_class=load_tokenizer(str(tiny_model_dir)),
+    )
+    trainer.train()
+    (batch,) = rollout_buffer(trainer)
+    assert len(expected) == 8  # no two completions are the same
+    for ids, mask, found in zip(batch["completion_ids"], batch["completion_mask"], batch["advantages"], strict=True):
+        assert found.item() == pytest.approx(expected[tuple(ids[mask.bool()].tolist())], rel=1e-5, abs=1e-6)
+
+
+def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss():
+    right = torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, torch.nan, 1, 0])
+    batch = {
+        "completion_is_right": right,
+        "advantages": torch.ones(16),
+        "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1]] * 8),
+    }
+    kept = keep_prompts(batch, (0.2, 0.7), 4, Everyone(lambda here: here, 0))
+    assert kept == 0.5  # of shares 0, 1/4, 1 and, of the three that could be judged, 2/3
+    expected = torch.tensor([0, 1, 0, 1]).repeat_interleave(4)
+    assert torch.equal(batch["completion_mask"].any(1).long(), expected)
+    assert batch["num_items_in_batch"] == 2 * (2 + 3 + 2 + 3)

@@ -1,0 +1,282 @@
+"""Methods: what a name sets, what stands above it, and which settings are refused beside each other."""
+
+import re
+from dataclasses import fields
+
+import pytest
+import torch
+
+from d1.rl.combinations import CONTRADICTIONS, IGNORED
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.methods import D1, METHODS
+from d1.rl.objectives import OBJECTIVES
+from d1.rl.train import make_parser
+from d1.scoring import ESTIMATORS, Estimator
+from d1.scoring.one_step import draw
+
+BATCH = 240  # a multiple of every method's completions a prompt
+HERE = {"output_dir": "unused", "per_device_train_batch_size": BATCH, "use_cpu": not torch.cuda.is_available()}
+OURS = ("one_step", "coupled", "elbo", "espo", "random_masks", "spg", "replay", "left_to_right")
+
+
+def config(**given) -> DiffuGRPOConfig:
+    return DiffuGRPOConfig(**{**HERE, **given})
+
+
+def parsed(*words: str, yaml: str | None = None, tmp_path=None) -> DiffuGRPOConfig:
+    """The settings that a command line gives, with a config file of these lines."""
+    flags = [str(word) for name, value in HERE.items() for word in (f"--{name}", value)]
+    if yaml is not None:
+        (tmp_path / "run.yaml").write_text(yaml)
+        flags += ["--config", str(tmp_path / "run.yaml")]
+    return make_parser().parse_args_and_config([*flags, *words])[0]
+
+
+def differing(args: DiffuGRPOConfig, other: DiffuGRPOConfig) -> dict:
+    """Settings of `args` in which it differs; `logging_dir` has the time in it."""
+    names = [field.name for field in fields(args) if field.name not in ("logging_dir", "run_name")]
+    values = {name: getattr(args, name) for name in names}
+    return {
+        name: value for name, value in values.items() if value != getattr(other, name) and name != "accelerator_config"
+    }
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_accepted_as_it_is_and_sets_all_that_its_row_has(name):
+    method = METHODS[name]
+    known = {field.name for field in fields(DiffuGRPOConfig)}
+    assert D1.keys() <= method.values.keys()  # so that nothing of another method is left
+    assert {*method.values, *method.scale} <= known
+    assert not method.values.keys() & method.scale.keys()
+    for args in (config(method=name), parsed("--method", name)):
+        given = {**method.values, **method.scale}
+        if given.get("diffusion_steps", 0) is None:  # one a token
+            given["diffusion_steps"] = args.max_completion_length
+        assert {setting: getattr(args, setting) for setting in given} == given
+        assert args.method == name
+
+
+def test_d1_is_the_defaults_field_by_field():
+    assert differing(config(method="d1"), config()) == {}
+    assert differing(parsed("--method", "d1"), parsed()) == {}
+    assert differing(parsed(), config()) == {}
+    defaults = {field.name: field.default for field in fields(DiffuGRPOConfig)}
+    d1 = METHODS["d1"]
+    assert {**d1.values, **d1.scale} == {name: defaults[name] for name in {**d1.values, **d1.scale}}
+
+
+# --- What stands above what -------------------------------------------------------------------------------------------
+
+
+def test_the_later_wins_of_defaults_scale_yaml_method_and_flags(tmp_path):
+    espo = METHODS["espo"].values
+    yaml = "learning_rate: 0.5\nepsilon: 0.1\nbeta: 0.7\nblock_length: 8\n"
+    args = parsed("--method", "espo", "--beta", "0.9", yaml=yaml, tmp_path=tmp_path)
+    assert (args.learning_rate, args.block_length) == (0.5, 8)  # the yaml's, above the paper's scale and the default
+    assert (args.epsilon, args.beta) == (espo["epsilon"], 0.9)  # the method's above the yaml's; a flag above both
+    assert args.estimator == "espo"
+    assert args.num_generations == METHODS["espo"].scale["num_generations"]
+    args = parsed("--method", "agrpo", yaml="block_length: 8", tmp_path=tmp_path)
+    assert (args.learning_rate, args.num_generations) == (5e-6, 8)  # the paper's scale, above the default
+
+
+def test_a_method_in_a_yaml_comes_before_its_other_lines_wherever_it_stands(tmp_path):
+    args = parsed(yaml="epsilon: 0.1\nlearning_rate: 0.5\nmethod: espo\n", tmp_path=tmp_path)
+    assert (args.method, args.estimator, args.epsilon, args.learning_rate) == ("espo", "espo", 0.1, 0.5)
+    args = parsed("--beta", "0.9", yaml="method: espo\nbeta: 0.7", tmp_path=tmp_path)
+    assert args.beta == 0.9
+    # One on the command line takes the place of the yaml's: nothing of its row is left.
+    args = parsed("--method", "agrpo", yaml="method: espo\nlearning_rate: 0.5", tmp_path=tmp_path)
+    assert differing(args, parsed("--method", "agrpo", "--learning_rate", "0.5")) == {}
+
+
+def test_in_python_what_is_given_stands_above_the_method():
+    args = config(method="espo", epsilon=0.3, learning_rate=0.5)
+    assert (args.epsilon, args.learning_rate, args.estimator) == (0.3, 0.5, "espo")
+    assert differing(args, parsed("--method", "espo", "--epsilon", "0.3", "--learning_rate", "0.5")) == {}
+
+
+@pytest.mark.parametrize("words", [("--meth", "espo"), ("--method=espo",), ("--method", "d1", "--method", "espo")])
+def test_a_method_spelled_another_way_is_the_whole_method(words):
+    assert differing(parsed(*words), parsed("--method", "espo")) == {}
+
+
+# --- Mistakes ---------------------------------------------------------------------------------------------------------
+
+ROW = "from d1.scoring import Estimator\ndef f(*given): return None\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (None, "no method file .*mine.py"),
+        ("OBJECTIVES = {}", "mine.py does not define METHOD, a dictionary of settings"),
+        ("METHOD = ['espo']", "mine.py does not define METHOD, a dictionary of settings"),
+        ("METHOD = {'epsilon_hihg': 1}", "mine.py: METHOD has epsilon_hihg, which is no setting"),
+        ("METHOD = {'method': 'espo'}", "mine.py: METHOD has method, which is no setting"),
+        (ROW + "METHOD = {}; OBJECTIVES = {'spg': f}", "OBJECTIVES has spg already; choose another name"),
+        (ROW + "METHOD = {}; ADVANTAGES = {'trl': f}", "ADVANTAGES has trl already; choose another name"),
+        (ROW + "METHOD = {}; PENALTIES = {'k3': f}", "PENALTIES has k3 already; choose another name"),
+        (ROW + "METHOD = {}; ESTIMATORS = {'replay': Estimator(f)}", "ESTIMATORS has replay already"),
+        (ROW + "METHOD = {}; ESTIMATORS = {'mine': f}", r'a row of ESTIMATORS is "name": Estimator\(draw\)'),
+        (
+            ROW + "METHOD = {'objective': 'yours'}; OBJECTIVES = {'not_yours': f}",
+            "--objective must be one of .*not_yours",
+        ),
+    ],
+)
+def test_a_method_file_that_is_no_method_is_refused_with_the_reason(tmp_path, file, message):
+    path = tmp_path / "mine.py"
+    if file is not None:
+        path.write_text(file)
+    for make in (lambda: config(method=str(path)), lambda: parsed("--method", str(path))):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            make()
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        parsed(yaml=f"method: {path}", tmp_path=tmp_path)
+
+
+def test_a_method_file_that_failed_is_read_again_when_it_is_mended(tmp_path):
+    path = tmp_path / "mended.py"
+    path.write_text("METHOD = {'epsilon': 0.3}\nraise ValueError('no')")
+    with pytest.raises(ValueError, match="no"):
+        config(method=str(path))
+    path.write_text("METHOD = {'epsilon': 0.3}  # and so it is longer")
+    assert config(method=str(path)).epsilon == 0.3
+
+
+@pytest.mark.parametrize("name", ["esop", "my_method", ""])
+def test_an_unknown_method_is_refused_with_those_there_are(name, tmp_path):
+    with pytest.raises(ValueError, match=f"--method must be one of d1, wd1, .*, or a path to a .py file, got '{name}'"):
+        parsed("--method", name)
+    with pytest.raises(ValueError, match=r"--method must be one of d1, .* got None"):
+        parsed(yaml="method:", tmp_path=tmp_path)
+
+
+def test_method_without_a_name_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--method")
+    assert "argument --method: expected one argument" in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- Combinations -----------------------------------------------------------------------------------------------------
+
+SPG = {"method": "spg"}
+REFUSED = [
+    (
+        {"method": "espo", "estimator": "replay", "num_views": 2},
+        "a ratio of whole completions needs all of their tokens",
+    ),
+    ({"method": "cj-grpo", "num_views": 2}, "power of a draw's weight"),
+    ({"method": "d1", "estimator": "random_masks"}, "power of a mask's weight"),
+    ({**SPG, "objective": "reinforce"}, "spg gives means over hidden tokens, no log-probabilities: .* and reinforce"),
+    ({**SPG, "estimator": "elbo"}, "the objective spg makes its bounds of means .* --estimator spg"),
+    ({"method": "stable-drl", "estimator": "one_step"}, "the objective stable_drl makes its bounds"),
+    ({"method": "bgpo", "estimator": "coupled"}, "bgpo takes the ratio of the bounds of single draws"),
+    ({"method": "bgpo", "antithetic": True}, "bgpo takes the ratio .* --antithetic false"),
+    (
+        {"method": "stable-drl", "gradient_accumulation_steps": 3, "steps_per_generation": 2},
+        r"stable_drl weighs a row against all .* gradient_accumulation_steps \(3\) must be a multiple .* \(2\)",
+    ),
+    ({"method": "wd1", "loss_type": "luspo"}, "loss_type luspo is a loss of TRL's own and needs --objective trl"),
+    ({"loss_type": "sum"}, "loss_type sum is for objectives other than trl"),
+    ({**SPG, "beta": 0.1}, "a KL of bounds means nothing: set --beta 0"),
+    ({"kl": "k3_to_old", "loss_type": "cispo"}, "k3_to_old is averaged as loss_type says, and cispo is none of sum, "),
+    ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
+    ({"max_compute_tokens": 100, "lr_scheduler_type": "linear"}, "a rate that falls over max_steps would fall too"),
+    ({"router_aux_loss_coef": 0.001}, "router_aux_loss_coef 0.001 needs the router's logits"),
+    ({"advantage": "leave_one_out", "scale_rewards": "group"}, "set --scale_rewards none"),
+    (
+        {"method": "wd1", "multi_objective_aggregation": "normalize_then_sum"},
+        "signed_softmax is made of rewards less their group's mean, which normalize_then_sum does not give",
+    ),
+    ({"right_share": [0.8, 0.2]}, r"the smaller first, got \[0.8, 0.2\]"),
+    ({"right_share": [0.2]}, "right_share takes two shares"),
+    ({"method": "d2", "cfg_scale": 1.0}, "replay scores tokens in the states .* set --cfg_scale 0"),
+    ({"method": "bgpo", "sampling_weight_cap": 2.0}, "sampling_weight_cap .* and bgpo bounds whole completions"),
+    ({"method": "spg", "sampling_weight_cap": 2.0}, "sampling_weight_cap .* and spg bounds whole completions"),
+    ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap would weigh each token of vespo"),
+    ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
+    ({"method": "just-grpo", "p_mask_prompt": 0.1}, "left_to_right scores tokens given the whole prompt"),
+    ({"method": "d2", "segment_steps": 2}, "segments and segment_steps both say how steps are merged"),
+    # What would do nothing
+    ({"num_views": 3}, "--num_views 3 would do nothing: the number of views of one_step is fixed"),
+    ({"method": "espo", "estimator": "coupled", "num_views": 4}, "--num_views 4 would do nothing"),
+    ({"method": "just-grpo", "num_views": 4}, "--num_views 4 would do nothing"),
+    ({"method": "cj-grpo", "antithetic": True}, "--antithetic True would do nothing: it is for the draws of elbo"),
+    ({**SPG, "stratified": True}, "--stratified True would do nothing"),
+    ({"segments": 4}, "--segments 4 would do nothing: it is for the steps of replay, and the estimator is one_step"),
+    ({"method": "bgpo", "segment_steps": 4}, "--segment_steps 4 would do nothing"),
+    ({"method": "espo", "draw_steps": "entropy"}, "--draw_steps entropy would do nothing: it is for the steps"),
+    ({"method": "cj-grpo", "draw_steps": "entropy"}, "would do nothing: replay scores every step unless num_views"),
+    ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: it is for the bounds of spg and stable_drl"),
+    ({"method": "bgpo", "eubo_share": 1.0}, "--eubo_share 1.0 would do nothing"),
+    ({**SPG, "ratio_cap": 2.0}, "--ratio_cap 2.0 would do nothing: it is for the weights of stable_drl"),
+    ({"method": "wd1", "epsilon": 0.2}, "--epsilon 0.2 would do nothing: the objective reinforce clips nothing"),
+    ({**SPG, "epsilon_high": 0.3}, "--epsilon_high 0.3 would do nothing: the objective spg clips nothing"),
+    ({"method": "bgpo", "loss_type": "grpo"}, "--loss_type grpo would do nothing: the objective bgpo has an average"),
+    ({"method": "bgpo", "importance_sampling_level": "sequence"}, "--importance_sampling_level sequence would do noth"),
+    ({"method": "bgpo", "delta": 3.0}, "--delta 3.0 would do nothing: it belongs to TRL's loss"),
+    ({"method": "wd1", "top_entropy_quantile": 0.2}, "--top_entropy_quantile 0.2 would do nothing"),
+    ({**SPG, "entropy_coef": 0.1}, "--entropy_coef 0.1 would do nothing"),
+    ({**SPG, "use_adaptive_entropy": True}, "--use_adaptive_entropy True would do nothing"),
+    ({"method": "agrpo", "off_policy_mask_threshold": 0.1}, "--off_policy_mask_threshold 0.1 would do nothing"),
+    (
+        {"method": "agrpo", "kl": "k3_to_old"},
+        "--kl k3_to_old would do nothing: it says what beta weighs, and beta is 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_means_nothing_is_refused_with_the_reason(given, message):
+    with pytest.raises(ValueError, match=message):
+        config(**given)
+
+
+def refusal(**given) -> str:
+    """What is said of these settings, "" if they are accepted."""
+    try:
+        config(**given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_every_reason_has_a_test():
+    def pattern(text: str) -> str:
+        return re.sub(r"\\{\w+\\}", ".*", re.escape(text))
+
+    said = [refusal(**given) for given, _ in REFUSED]
+    reasons = [pattern(reason) for _, reason in CONTRADICTIONS]
+    reasons += [f"--{name} .*: {pattern(reason)}" for names, _, reason in IGNORED for name in names]
+    assert [reason for reason in reasons if not any(re.fullmatch(reason, text) for text in said)] == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_leaves_behind_beside_another_choice_is_no_reason_to_refuse(name):
+    """Of a flag beside a method only a contradiction is refused; nothing of the row itself is in the way."""
+    changes = [{"estimator": other} for other in OURS] + [{"objective": other} for other in OBJECTIVES]
+    said = [refusal(method=name, **change) for change in [*changes, {"objective": "trl"}, {"beta": 0.0}]]
+    assert not [text for text in said if "would do nothing" in text]
+    assert said.count("") >= 4
+
+
+def test_flags_beside_a_method_are_said_to_do_nothing_only_if_they_are_not_its_own():
+    args = config(method="espo", estimator="one_step")
+    assert (args.num_views, args.antithetic, args.importance_sampling_level) == (2, True, "sequence")
+    assert config(method="espo", estimator="one_step", num_views=2).num_views == 2
+    with pytest.raises(ValueError, match="--num_views 4 would do nothing"):
+        config(method="espo", estimator="one_step", num_views=4)
+
+
+def test_a_users_own_rows_may_read_any_setting(monkeypatch):
+    monkeypatch.setitem(ESTIMATORS, "mine", Estimator(draw, linear=True))
+    monkeypatch.setitem(OBJECTIVES, "mine", lambda inputs, settings: (inputs.logps.sum(), {}))
+    reads = {"num_views": 3, "segments": 4, "antithetic": True, "stratified": True, "draw_steps": "entropy"}
+    more = {"eubo_beta": 2.0, "ratio_cap": 2.0, "epsilon": 0.3, "delta": 3.0, "importance_sampling_level": "sequence"}
+    assert config(estimator="mine", objective="mine", **reads, **more).ratio_cap == 2.0
+    assert config(method="spg", objective="mine").estimator == "spg"

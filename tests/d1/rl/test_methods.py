@@ -1,0 +1,422 @@
+"""What must hold of every published method, on a real trainer with a tiny model: see the name of each test."""
+
+import gc
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+
+from d1.masking import keyed_generator
+from d1.rl.bridge import rollout_buffer
+from d1.rl.methods import METHODS
+from d1.rl.objectives import WITHOUT_OLD
+from d1.rl.rollouts import sampled_rows
+from d1.rl.trainer import DiffuGRPOTrainer
+from d1.rl.updates import draw_updates, views_of
+from d1.scoring import ESTIMATORS, Views
+from d1.scoring.rollouts import randomness
+from tests.tiny_grpo import TWO_BATCHES_A_STEP, by_letter, clockless, is_even, logged, make_method, same_mean, weights
+
+ROOT = Path(__file__).parents[3]
+LINEAR = [name for name in METHODS if ESTIMATORS[METHODS[name].values["estimator"]].linear]
+REPLAYS = [name for name in METHODS if METHODS[name].values["estimator"] in ("replay", "left_to_right")]
+SAME_VIEWS = ("cj-grpo", "tracerl", "just-grpo")  # in all updates on a rollout
+OVER_ALL_ROWS = ("stable-drl",)
+ALL_KEPT = {"right_share": None}  # no prompt leaves the loss
+
+ON_BLOCKS = [name for name in METHODS if "block_length" not in METHODS[name].values]  # those that bring no blocks
+MODELS = [("tiny_model_dir", name) for name in METHODS] + [("tiny_block_dir", name) for name in ON_BLOCKS]
+
+every_method = pytest.mark.parametrize("method", METHODS)
+every_method_and_attention = pytest.mark.parametrize(("folder", "method"), MODELS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection():
+    """Accelerate collects garbage at the start of each run: of all libraries' objects, a third of a tiny run's time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def first_rollout(model_dir, folder, method, **changes):
+    """A trainer that has made one step without learning, and its rollout's first micro-batch."""
+    trainer = make_method(model_dir, folder, method, **({"max_steps": 1, "learning_rate": 0.0} | ALL_KEPT | changes))
+    trainer.train()
+    return trainer, rollout_buffer(trainer)[0]
+
+
+class Recorder(DiffuGRPOTrainer):
+    """Writes down, for each loss, its batch, views, the update they were drawn for, and scores.
+
+    Padding in front of every prompt carries the number of the update, as noise there, which is nothing to the model:
+    methods may give all updates the same views.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.cycle, self.losses, self.seen, self.pad_to_multiple_of = 0, [], [], 48
+
+    def after_rollout(self, batch, record):
+        super().after_rollout(batch, record)
+        for update in range(self.num_iterations):
+            batch["view_noise"][:, update, :, :update] = True
+        self.cycle += self.model.training
+        batch["uid"] = torch.arange(len(record)) + 1000 * self.cycle
+
+    def scores(self, model, batch, views, **options):
+        scores = super().scores(model, batch, views, **options)
+        if torch.is_grad_enabled():
+            self.seen = [views, scores.view_logps.detach()]
+        return scores
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if self.model.training:
+            self.losses.append((batch, *self.seen))
+        return loss
+
+
+def update_of(batch, views, row):
+    """The update that a row's views were drawn for."""
+    padding = batch["prompt_mask"][row] == 0
+    [update] = views.noise[row][:, : len(padding)][:, padding].sum(-1).unique().tolist()
+    assert torch.equal(views.noise[row], batch["view_noise"][row, update])
+    assert torch.equal(views.weights[row], batch["view_weights"][row, update])
+    return update
+
+
+def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, per_generation, mu):
+    """Two full cycles, with an evaluation after every step, hence in mid-cycle."""
+    micro_steps = 2 * per_generation * mu
+    trainer = make_method(
+        model_dir,
+        folder,
+        method,
+        Recorder,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=per_generation,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        num_generations=2,
+        num_iterations=mu,
+        max_steps=-(-micro_steps // accumulation),
+        eval_strategy="steps",
+        eval_steps=1,
+        random_masking=True,
+        learning_rate=1e-3,  # at the others' rate, five updates without clipping can leave no finite weight
+        **ALL_KEPT,
+    )
+    trainer.train()
+    met = {}
+    for batch, views, _ in trainer.losses[:micro_steps]:
+        for row, uid in enumerate(batch["uid"].tolist()):
+            met.setdefault(uid, Counter())[update_of(batch, views, row)] += 1
+    assert len(met) == 2 * per_generation * 2
+    assert all(counts == Counter(range(mu)) for counts in met.values()), met
+
+
+@every_method
+def test_each_sample_meets_each_updates_views_once(tiny_model_dir, tmp_path, method):
+    aligned = method in OVER_ALL_ROWS  # which is refused where a step ends within an update
+    check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, *((2, 1, 3) if aligned else (3, 2, 2)))
+
+
+MORE = [(a, g, m) for a in (1, 2, 4) for g in sorted({1, a, 2 * a}) for m in (1, 2, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accumulation", "per_generation", "mu"), MORE)
+@every_method
+def test_each_sample_meets_each_updates_views_once_in_every_combination(
+    tiny_model_dir, tmp_path, method, accumulation, per_generation, mu
+):
+    if method in OVER_ALL_ROWS and accumulation % per_generation:
+        with pytest.raises(ValueError, match="must be a multiple of steps_per_generation"):
+            check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, accumulation, per_generation, mu)
+    else:
+        check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, accumulation, per_generation, mu)
+
+
+def elsewhere(views, prompt):
+    """The views in which, of a prompt, one visible token is hidden, or a hidden one visible."""
+    noise = views.noise.clone()
+    noise[:, :, prompt - 3] ^= True
+    return Views(noise, views.weights)
+
+
+@every_method
+def test_old_new_and_reference_agree_until_weights_change_and_only_in_their_own_views(tiny_model_dir, tmp_path, method):
+    beta = {"beta": 0.1, "kl": "k3"} if method in LINEAR else {}
+    trainer = make_method(
+        tiny_model_dir,
+        tmp_path,
+        method,
+        Recorder,
+        learning_rate=0.0,
+        num_iterations=3,
+        max_steps=3,
+        **beta,
+        **ALL_KEPT,
+    )
+    trainer.train()
+    for update, (batch, views, scores) in enumerate(trainer.losses):
+        assert update_of(batch, views, 0) == update
+        names = [name for name in ("old_view_logps", "ref_view_logps") if name in batch]
+        assert len(names) == (METHODS[method].values["objective"] not in WITHOUT_OLD) + bool(beta)
+        for stored in (batch[name] for name in names):
+            torch.testing.assert_close(scores, stored[:, update], rtol=0, atol=1e-6)
+            if method not in SAME_VIEWS:
+                assert (scores - stored[:, (update + 1) % 3]).abs().max() > 1e-3
+        with torch.no_grad():
+            wrong = trainer.scores(trainer.model, batch, elsewhere(views, batch["prompt_ids"].shape[1])).view_logps
+        assert (wrong - scores).abs().max() > 1e-3
+    assert len(trainer.losses) == 3
+    for entry in logged(trainer):
+        assert entry.get("ratio_max", 1.0) == pytest.approx(1.0, abs=1e-5)
+        assert entry.get("weight_max", 1.0) == pytest.approx(1.0, abs=1e-5)  # noise of its masks is no weight
+        assert entry.get("kl", 0.0) == pytest.approx(0.0, abs=1e-9)
+
+
+def row_of(batch, row):
+    """A row of a batch, alone and without padding."""
+    padding = int((batch["prompt_mask"][row] == 0).sum())
+    alone = {name: value[row : row + 1] for name, value in batch.items() if value.dim()}
+    cut = {name: alone[name][..., padding:] for name in ("prompt_ids", "prompt_mask", "view_noise")}
+    return alone | cut, padding
+
+
+def padded(batch):
+    """A batch with more padding before its prompts, in which views hide what is no token."""
+    more = {name: F.pad(batch[name], (5, 0)) for name in ("prompt_ids", "prompt_mask")}
+    return batch | more | {"view_noise": F.pad(batch["view_noise"], (5, 0), value=True)}
+
+
+@every_method_and_attention
+def test_a_rows_scores_and_views_are_its_own(request, tmp_path, folder, method):
+    """Alone, in its batch, and with more padding; what stands behind a completion that no sampler saw is not seen."""
+    model_dir = request.getfixturevalue(folder)
+    trainer, batch = first_rollout(model_dir, tmp_path, method, per_device_train_batch_size=8)
+    assert len(set(batch["completion_mask"].sum(1).tolist())) > 2
+
+    def scores(batch, update=1):
+        with torch.no_grad():
+            return trainer.scores(trainer.model, batch, views_of(batch, update)).view_logps
+
+    together = scores(batch)
+    torch.testing.assert_close(scores(padded(batch)), together, rtol=0, atol=1e-5)
+
+    def drawn(batch, first, rows):
+        streams = [keyed_generator(7, row) for row in range(8)][first : first + rows]
+        random = randomness(streams, keyed_generator(8), first, 8, 2)
+        return draw_updates(sampled_rows(batch, trainer.model.config), random, trainer.args)
+
+    views, views_padded = drawn(batch, 0, 8), drawn(padded(batch), 0, 8)
+    assert torch.equal(views["view_weights"], views_padded["view_weights"])
+    assert torch.equal(views["view_noise"], views_padded["view_noise"][..., 5:])
+    for row in range(8):
+        alone, padding = row_of(batch, row)
+        torch.testing.assert_close(scores(alone)[0], together[row], rtol=0, atol=1e-5)
+        own = drawn(alone, row, 1)
+        count = own["view_weights"].shape[2]  # a batch may have more views, none of which scores a token of the row
+        assert torch.equal(own["view_weights"][0], views["view_weights"][row, :, :count])
+        assert torch.equal(own["view_noise"][0], views["view_noise"][row, :, :count, padding:])
+        assert not views["view_weights"][row, :, count:].any()
+
+
+@pytest.mark.parametrize("method", [name for name in ON_BLOCKS if name in REPLAYS])
+def test_replay_over_all_blocks_at_once_gives_what_the_sampler_recorded(tiny_block_dir, tmp_path, method):
+    alone = {"segment_steps": None, "segments": None, "num_views": None}
+    trainer, batch = first_rollout(tiny_block_dir, tmp_path, method, per_device_train_batch_size=8, **alone)
+    views = views_of(batch, 0)
+    assert views.noise.shape[1] <= 4, "more views than a block of four tokens has steps"
+    with torch.no_grad():
+        found = trainer.scores(trainer.model, batch, views).logps
+    scored = views.weights.ne(0).any(1)
+    assert torch.equal(scored.sum(1), batch["completion_mask"].sum(1))
+    torch.testing.assert_close(found, batch["rollout_logps"] * scored, rtol=0, atol=1e-5)
+
+
+@every_method
+def test_the_model_never_sees_where_a_completion_ends(tiny_model_dir, tmp_path, method):
+    trainer, batch = first_rollout(tiny_model_dir, tmp_path, method, per_device_train_batch_size=8)
+    inputs = []
+
+    def note(module, args, kwargs):
+        inputs.append((kwargs["input_ids"], kwargs["attention_mask"]))
+
+    hook = trainer.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    lengths, canvas = batch["completion_mask"].sum(1, keepdim=True), torch.arange(8)
+    block = trainer.args.block_length
+    # Replay shows what the sampler saw behind the end, in the same block.
+    behind = canvas >= (-(-lengths // block) * block if method in REPLAYS else lengths)
+    assert behind.any()
+    with torch.no_grad():
+        for update in range(2):
+            views = views_of(batch, update)
+            score = trainer.scores(trainer.model, batch, views).view_logps
+            other = batch | {"canvas_ids": torch.where(behind, 9, batch["canvas_ids"])}
+            assert torch.equal(trainer.scores(trainer.model, other, views).view_logps, score)
+    hook.remove()
+    prompt = batch["prompt_ids"].shape[1]
+    for ids, visible in inputs:
+        assert ids.shape[1] == prompt + 8
+        assert visible is None or visible[:, prompt:].all()
+
+
+def step_alike(trainers):
+    """Trains each; all must reach the weights of the first, which must have moved."""
+    start = weights(trainers[0].model)
+    for trainer in trainers:
+        trainer.train()
+    expected = weights(trainers[0].model)
+    assert max((value - start[name]).abs().max() for name, value in expected.items()) > 1e-3
+    for number, trainer in enumerate(trainers[1:], 1):
+        for name, value in weights(trainer.model).items():
+            torch.testing.assert_close(
+                value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, at=(number, name): f"{at}: {text}"
+            )
+
+
+@every_method_and_attention
+def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, tmp_path, folder, method):
+    def trainer(rows, **changes):
+        cut = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows, "learning_rate": 0.01}
+        model_dir = request.getfixturevalue(folder)
+        return make_method(model_dir, tmp_path, method, **(cut | same_mean(method) | changes))
+
+    step_alike(
+        [
+            trainer(8),
+            trainer(2, views_at_once=2, pad_to_multiple_of=16),
+            trainer(4, views_at_once=99, rollout_batch_size=3, eos_stop=False),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def killed_runs(tiny_model_dir, tmp_path_factory):
+    """A folder with a run of each method, killed in mid-cycle."""
+    folder = tmp_path_factory.mktemp("killed")
+    script = Path(__file__).with_name("kill_methods.py")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "diffu-grpo")])
+    command = [sys.executable, str(script), str(tiny_model_dir), str(folder), *METHODS]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@every_method
+def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path, killed_runs, method):
+    assert not (killed_runs / method / "checkpoint-2").exists()
+    whole, resumed = (
+        make_method(tiny_model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path, killed_runs / method)
+    )
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(killed_runs / method / "checkpoint-1"))
+    expected = weights(whole.model)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
+    assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("lora", "beta"),
+    [(True, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in [(False, 0.0), (False, 0.1), (True, 0.0)])],
+)
+@every_method
+def test_lora_and_full_fine_tuning_with_and_without_a_kl(tiny_model_dir, tmp_path, method, lora, beta):
+    if beta and method not in LINEAR:
+        with pytest.raises(ValueError, match="a KL of bounds means nothing"):
+            make_method(tiny_model_dir, tmp_path, method, beta=beta)
+        beta = 0.0
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if lora else None
+    options = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3, "per_device_train_batch_size": 8}
+    trainer = make_method(tiny_model_dir, tmp_path, method, peft_config=adapter, beta=beta, **options, **ALL_KEPT)
+    before = weights(trainer.model)
+    trainer.train()
+    after = weights(trainer.model)
+    assert len(before) == (8 if lora else 21)
+    assert not [name for name, value in before.items() if torch.equal(value, after[name])]
+    entries = logged(trainer)
+    if METHODS[method].values["objective"] not in WITHOUT_OLD:
+        assert entries[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert abs(entries[1]["ratio_max"] - 1) > 1e-4
+    if beta:
+        assert entries[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+        assert entries[1]["kl"] > 1e-9
+    assert all(math.isfinite(entry["loss"]) for entry in entries)
+
+
+def token_number(completion_ids, **columns):
+    return [ids[0] / 60 for ids in completion_ids]
+
+
+UNEVEN = {"max_completion_length": 12, "diffusion_steps": 9, "per_device_train_batch_size": 8, "max_steps": 1}
+UNMERGED = {"tracerl": {"segment_steps": 1}, "just-grpo": {"diffusion_steps": None}}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "eos_stop"),
+    [
+        ("exact", True),
+        ("parallel", False),
+        pytest.param("exact", False, marks=pytest.mark.slow),
+        pytest.param("parallel", True, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("method", REPLAYS)
+def test_replay_scores_tokens_as_they_were_sampled(tiny_model_dir, tmp_path, method, sampler, eos_stop):
+    """With 3 steps for each block of 4 tokens."""
+    options = UNEVEN | {"sampler": sampler, "eos_stop": eos_stop} | UNMERGED.get(method, {}) | ALL_KEPT
+    trainer, batch = first_rollout(tiny_model_dir, tmp_path, method, **options)
+    [entry] = logged(trainer)
+    assert entry["sampling/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert entry["sampling/logp_difference_abs"] == pytest.approx(0.0, abs=1e-5)
+    assert (batch["view_weights"] != 0).sum() >= 8
+
+
+def test_d1_and_merged_steps_score_tokens_in_other_states_than_they_were_sampled_in(tiny_model_dir, tmp_path):
+    for method in ("d1", "tracerl"):
+        trainer, _ = first_rollout(tiny_model_dir, tmp_path, method, **UNEVEN)
+        assert logged(trainer)[0]["sampling/ratio_max"] > 1.01
+
+
+@every_method
+def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, method):
+    options = {"ends": range(60), "per_device_train_batch_size": 8, "reward": [token_number, is_even]}
+    trainer = make_method(tiny_model_dir, tmp_path, method, **options, **ALL_KEPT)
+    before = weights(trainer.model)
+    trainer.train()
+    assert (rollout_buffer(trainer)[0]["completion_mask"].sum(1) == 1).all()
+    assert all(math.isfinite(entry["loss"]) for entry in logged(trainer))
+    after = weights(trainer.model)
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert max((value - after[name]).abs().max() for name, value in before.items()) > 1e-6
+
+
+def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss(tiny_model_dir, tmp_path):
+    def right(completions, **columns):
+        return [1.0] * len(completions)
+
+    right.only_watched = True
+    trainer = make_method(tiny_model_dir, tmp_path, "tracerl", reward=[by_letter, right])
+    before = weights(trainer.model)
+    trainer.train()
+    assert [entry["prompts_kept"] for entry in logged(trainer) if "prompts_kept" in entry] == [0.0]
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer.model).items())
+
+
+@pytest.mark.parametrize("method", [name for name in REPLAYS if name != "just-grpo"])
+def test_replay_of_guidance_is_refused(tiny_model_dir, tmp_path, method):
+    with pytest.raises(ValueError, match="these are no states of the model"):
+        make_method(tiny_model_dir, tmp_path, method, cfg_scale=1.0)

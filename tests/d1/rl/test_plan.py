@@ -1,0 +1,135 @@
+"""The plan against what happens: arithmetic by hand, and the passes of every method counted in the model itself."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from d1.models import load_model, load_tokenizer
+from d1.rl.bridge import rollout_buffer
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.methods import METHODS
+from d1.rl.plan import most_views, passes, plan
+from d1.rl.trainer import DiffuGRPOTrainer
+from d1.scoring import ESTIMATORS
+
+ROWS = 4
+SHAPE = {
+    "per_device_train_batch_size": ROWS,
+    "num_generations": ROWS,
+    "max_completion_length": 8,
+    "block_length": 4,
+    "diffusion_steps": 4,
+    "eos_stop": False,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def test_the_plan_counts_what_d1_does(tmp_path):
+    batch = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 16, "num_train_epochs": 1}
+    args = DiffuGRPOConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **batch)
+    numbers = plan(args, num_prompts=160)
+    assert numbers["completions an optimizer step"] == 96
+    assert numbers["prompts an optimizer step"] == 16
+    assert numbers["completions a rollout"] == 96
+    assert numbers["rollouts"] == 10
+    assert numbers["optimizer steps"] == 120
+    assert numbers["views of a row in an update, at most"] == 1
+    assert {name.partition(": ")[2]: count for name, count in numbers.items() if name.startswith("passes")} == {
+        "sampling": 128,
+        "old log-probs": 12,
+        "reference log-probs": 12,
+        "updates, forward": 12,
+        "updates, backward": 12,
+    }
+    with pytest.raises(ValueError, match="a rollout takes 16 prompts and there are 15"):
+        plan(args, num_prompts=15)
+
+
+def test_the_documents_table_is_the_plan_of_every_method(tmp_path):
+    text = (Path(__file__).parents[3] / "docs" / "hardware.md").read_text().partition("## Methods")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    whats = ("sampling", "old log-probs", "reference log-probs", "weights of rows, before each later update")
+    whats += ("updates, forward", "updates, backward")
+    found = {}
+    for name in METHODS:
+        canvas = {"per_device_train_batch_size": 240, "gradient_checkpointing": False}
+        args = DiffuGRPOConfig(output_dir=str(tmp_path), method=name, **canvas)
+        views = ESTIMATORS[args.estimator].views(args)
+        counts = [f"{passes(args, views)[what]:,}" if what in passes(args, views) else "" for what in whats]
+        found[name] = [name, str(args.num_iterations), str(views), *counts]
+    assert {row[0]: row for row in rows if row[0] in METHODS} == found
+
+
+class Counting(DiffuGRPOTrainer):
+    """Counts the rows that go through the first layer of model and reference, and back into the model, by what for."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.counts, self.task = Counter(), None
+        for model, task in ((self.model, None), (self.ref_model, "reference log-probs")):
+            if model is not None:
+                inside = model.model.layers[0].mlp  # a layer's own hooks do not see it computed again
+                inside.register_forward_pre_hook(lambda _, states, task=task: self.count(task, len(states[0])))
+        self.model.model.norm.register_full_backward_hook(
+            lambda _, __, states: self.counts.update({"updates, backward": len(states[0])})
+        )
+
+    def count(self, task, rows):
+        self.counts[task or ("updates, forward" if torch.is_grad_enabled() else self.task)] += rows
+
+    def sample(self, *args):
+        self.task = "sampling"
+        return super().sample(*args)
+
+    def score_rollout(self, batch):
+        self.task = "old log-probs"
+        super().score_rollout(batch)
+
+    def compare_rows(self, *args):
+        self.task = "weights of rows, before each later update"
+        super().compare_rows(*args)
+
+
+# Of these every view scores something, whatever was sampled.
+FIXED = ("d1", "wd1", "spg", "d2", "unigrpo", "stable-drl")
+CASES = [(name, {}) for name in METHODS]
+BLOCKS = [(name, {"blocks": 4}) for name in ("d1", "cj-grpo", "agrpo", "espo")]
+CASES += [
+    *BLOCKS,
+    ("espo", {"gradient_checkpointing": True}),
+    ("bgpo", {"views_at_once": 16}),
+    ("wd1", {"cfg_scale": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("method", "changes"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tiny_block_dir, tmp_path, method, changes):
+    values = {**METHODS[method].values, **changes}
+    blocks = values.pop("blocks", None)
+    model_dir = tiny_block_dir if blocks else tiny_model_dir
+    mu = min(2, values["num_iterations"])
+    settings = {**SHAPE, **values, "method": method, "num_iterations": mu, "max_steps": mu, "right_share": None}
+    args = DiffuGRPOConfig(output_dir=str(tmp_path), **settings)
+    trainer = Counting(
+        model=load_model(str(model_dir)),
+        reward_funcs=lambda completions, **_: [float(i) for i in range(len(completions))],
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "abc"}]}] * ROWS),
+        processing_class=load_tokenizer(str(tiny_model_dir)),
+    )
+    trainer.train()
+    [batch] = rollout_buffer(trainer)
+    scored = batch["view_weights"].ne(0).any(-1)
+    views = scored.sum().item() / (ROWS * mu) if scored.shape[2] > 1 else 1
+    assert trainer.counts == {what: pytest.approx(ROWS * count) for what, count in passes(args, views).items()}
+    most = most_views(args, blocks)
+    assert views == most if method in FIXED else 0 < views <= most
+    if method == "just-grpo":
+        ends = batch["completion_mask"].sum(1)
+        assert trainer.counts["updates, backward"] == ends.sum()

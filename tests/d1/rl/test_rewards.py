@@ -1,0 +1,259 @@
+"""What a reward function may return, who is named when it does not, and rows that no reward applies to."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trl import ModelConfig
+
+from d1.rl import train as diffu_grpo_train
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guarded, rewards_of
+from d1.tasks import load_task
+
+LETTERS = Path(__file__).with_name("letters_task.py")
+letters_task: Any = load_task(str(LETTERS))
+COLUMNS: dict[str, Any] = {"completions": ["a", "b", "c"], "letter": ["x", "y", "z"], "step": 7}
+NUMBERS = [1, True, 0.5, np.float32(0.25), np.int64(3), np.bool_(False), torch.tensor(1.5), None]
+BAD: dict[str, tuple[Any, str, int | None]] = {  # what is returned, what is said of it, of which row
+    "nan": ([0.0, 1.0, math.nan], "returned nan", 2),
+    "inf": ([0.0, np.float32("-inf"), math.nan], "returned -inf", 1),
+    "nan tensor": (torch.tensor([math.nan, 0.0, 0.0]), "returned nan", 0),
+    "string": (["0.5", 1.0, 1.0], "returned '0.5', which is no number", 0),
+    "list": ([1.0, [1.0, 2.0], 1.0], r"returned \[1.0, 2.0\], which is no number", 1),
+    "complex": ([1.0, 1.0, 1j], "returned 1j, which is no number", 2),
+    "too few": ([1.0], "returned 1 rewards for 3 rows", None),
+    "too many": ([1.0] * 4, "returned 4 rewards for 3 rows", None),
+    "a number": (1.0, "returned float, not a list", None),
+    "text": ("abc", "returned str, not a list", None),
+    "a dict": ({0: 1.0, 1: 1.0, 2: 1.0}, "returned dict, not a list", None),
+    "nothing": (None, "returned NoneType, not a list", None),
+}
+
+
+def constant(values: Any, kind: str = "def", name: str = "odd") -> Any:
+    """A reward function, plain or `async`, that returns `values`."""
+
+    def odd(completions: list, **columns: Any) -> Any:
+        return values
+
+    async def odd_later(completions: list, **columns: Any) -> Any:
+        return values
+
+    made = odd if kind == "def" else odd_later
+    made.__name__ = name
+    return made
+
+
+def call(function: Any, **columns: Any) -> Any:
+    returned = function(**columns)
+    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+
+
+@pytest.mark.parametrize("container", [list, tuple, iter, np.array, torch.tensor])
+def test_numbers_and_none_pass_as_they_are(tmp_path: Path, container: Any) -> None:
+    values = NUMBERS if container in (list, tuple, iter) else [0.5, 1.0, -2.0]
+    columns = {"completions": ["a"] * len(values)}
+    found = call(guarded(constant(container(values)), "task", tmp_path), **columns)
+    assert found == [None if value is None else float(value) for value in values]
+    assert {type(value) for value in found} <= {float, type(None)}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_reward_names_function_task_and_row(tmp_path: Path, kind: str, case: str) -> None:
+    values, problem, row = BAD[case]
+    reward = guarded(constant(values, kind), "letters", tmp_path / "run")
+    where = "no single row" if row is None else f"row {row} of its batch"
+    with pytest.raises(
+        RewardError, match=rf"reward odd of task letters {problem}.*, on {where}; see .*reward_error_odd"
+    ):
+        call(reward, **COLUMNS)
+    left = json.loads((tmp_path / "run" / "reward_error_odd.json").read_text())
+    expected = {"completions": "abc"[row], "letter": "xyz"[row]} if row is not None else {"letter": ["x", "y", "z"]}
+    assert {"row": row, **expected}.items() <= left.items()
+
+
+class Instance:
+    def __call__(self, letter: list, **columns: Any) -> list[float]:
+        return brittle(letter, **columns)
+
+
+def brittle(letter: list, **columns: Any) -> list[float]:
+    if "y" in letter:
+        raise KeyError("no such letter")
+    return [0.0] * len(letter)
+
+
+async def later(letter: list, **columns: Any) -> list[float]:
+    return brittle(letter, **columns)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(brittle, "brittle"), (later, "later"), (Instance(), "Instance"), (functools.partial(brittle), "brittle")],
+)
+def test_a_function_that_raises_is_asked_which_row_it_is(tmp_path: Path, function: Any, name: str) -> None:
+    with pytest.raises(RewardError, match=rf"reward {name} of task t raised KeyError: .*no such letter.* on row 1 of"):
+        call(guarded(function, "t", tmp_path), **COLUMNS)
+    assert json.loads((tmp_path / f"reward_error_{name}.json").read_text())["letter"] == "y"
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_the_share_of_none_is_logged(tmp_path: Path, kind: str) -> None:
+    logged: dict[str, float] = {}
+    reward = guarded(constant([None, 1.0, None], kind), "task", tmp_path)
+    assert call(reward, **COLUMNS, log_metric=logged.__setitem__) == [None, 1.0, None]
+    assert logged == {"rewards/odd/none_share": 2 / 3}
+
+
+def letters_with(rewards: list) -> ModuleType:
+    task = ModuleType("letters")
+    task.__dict__.update({**vars(letters_task), "REWARDS": rewards})
+    return task
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ([0.0, 1.0], "it returned 2 rewards for 1 rows"),
+        (["1.0"], "it returned '1.0', which is no number"),
+        ([math.nan], "it returned nan"),
+        (None, "it returned NoneType, not a list"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(kind: str, values: Any, problem: str) -> None:
+    rows = letters_task.load_rows("train")
+    with pytest.raises(
+        ValueError, match=rf"reward odd of task letters cannot score its rows \({problem}.*columns prompt"
+    ):
+        check_rewards(letters_with([letters_task.letter_share, constant(values, kind)]), rows, "letters")
+    check_rewards(letters_with([constant([None], kind), constant([1], kind)]), rows, "letters")
+
+
+def test_accuracy_is_the_tasks_first_metric() -> None:
+    completions = [[{"role": "assistant", "content": text}] for text in ("a b", "b", " c")]
+    found = rewards_of(accuracy_of(letters_task), completions=completions, question=[*"abc"], ground_truth=[*"aac"])
+    assert found == [1.0, 0.0, 1.0]
+
+
+def run_task(task: Path, model: Path, folder: Path, **changes: Any) -> list[dict[str, float]]:
+    """The training logs of a run of four completions a step on a task file."""
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "model_path": str(model),
+        "dataset": str(task),
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "num_iterations": 1,
+        "max_completion_length": 8,
+        "block_length": 4,
+        "diffusion_steps": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "gradient_checkpointing": False,
+        "beta": 0.0,
+        **changes,
+    }
+    trainer = diffu_grpo_train.main(DiffuGRPOConfig(**settings), ModelConfig())
+    assert trainer is not None
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def write_task(folder: Path, body: str) -> Path:
+    path = folder / "task.py"
+    path.write_text(LETTERS.read_text() + "\n\n" + body)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_row_no_reward_applies_to_is_left_out_and_warned_of(
+    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    body = f"""
+{kind} first_half(completions, **columns):
+    return [1.0, 1.0, None, None] if len(completions) == 4 else [None]
+
+{kind} none_but_the_last(completions, **columns):
+    return [None, 1.0, 1.0, None] if len(completions) == 4 else [None]
+
+REWARDS = [first_half, none_but_the_last]
+"""
+    task = write_task(tmp_path, body)
+    for log in run_task(task, tiny_model_dir, tmp_path / "run"):
+        assert log["rewards/first_half/none_share"] == log["rewards/none_but_the_last/none_share"] == 0.5
+        assert log["reward"] == pytest.approx(4 / 3)  # 1, 2 and 1: the last row does not count as 0
+        assert log["rewards/first_half/mean"] == 1.0
+        assert 0 <= log["rewards/accuracy/mean"] <= 1
+    assert "All reward functions returned None" in caplog.text  # TRL's own words
+
+
+def test_accuracy_is_that_of_the_completions_and_rewards_are_trls(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Where nothing is None, all logged rewards follow from the completions that a reward function saw."""
+    body = """
+import json
+from pathlib import Path
+
+def first_letter(completions, ground_truth, **columns):
+    texts = [completion[0]["content"] for completion in completions]
+    values = [float(text[:1] < "i") for text in texts]
+    seen = [extract(text) == truth for text, truth in zip(texts, ground_truth)]
+    if len(texts) == 8:
+        with Path(__file__).with_name("seen.jsonl").open("a") as lines:
+            lines.write(json.dumps([values, seen]) + "\\n")
+    return values
+
+def extract(text):
+    return "a" if sum(map(ord, text)) % 3 else "no"
+
+def score(text, row):
+    return {"accuracy": float(extract(text) == row["ground_truth"])}
+
+def load_rows(split, data_file=None):
+    prompt = [{"role": "user", "content": "x"}]
+    return Dataset.from_list([{"prompt": prompt, "question": "x", "ground_truth": "a"}] * 8)
+
+REWARDS = [first_letter]
+"""
+    task = write_task(tmp_path, body)
+    logs = run_task(task, tiny_model_dir, tmp_path / "run", per_device_train_batch_size=8)
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    assert len(seen) == len(logs) == 2
+    for log, (values, correct) in zip(logs, seen, strict=True):
+        reward, accuracy = torch.tensor(values), torch.tensor(correct, dtype=torch.float32)
+        assert log["rewards/first_letter/mean"] == log["reward"] == reward.mean().item()
+        assert log["rewards/accuracy/mean"] == accuracy.mean().item()
+        assert log["rewards/accuracy/std"] == pytest.approx(accuracy.std().item(), abs=1e-7)
+        assert log["rewards/first_letter/none_share"] == 0.0
+    assert any(0 < sum(correct) < 8 for _, correct in seen)
+
+
+def test_a_run_ends_at_a_reward_that_is_not_a_number(tiny_model_dir: Path, tmp_path: Path) -> None:
+    body = """
+calls = []
+
+def worse(completions, **columns):
+    calls.append(0)
+    return [0.0] * (len(completions) - 1) + [float("nan") if len(calls) > 2 else 1.0]
+
+REWARDS = [worse]
+"""
+    task = write_task(tmp_path, body)
+    with pytest.raises(RewardError, match=rf"reward worse of task {task} returned nan .*, on row 3 of its batch"):
+        run_task(task, tiny_model_dir, tmp_path / "run", max_steps=5)
+    left = json.loads((tmp_path / "run" / "reward_error_worse.json").read_text())
+    assert left["row"] == 3
+    assert left["completions"][0]["role"] == "assistant"

@@ -1,0 +1,239 @@
+"""RL's samplers: settings, the EOS stop, and the log-probs of rollouts beside those of the policy that is trained."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from transformers import BertConfig, LlamaConfig
+
+from d1.masking import keyed_generator
+from d1.models import load_model, load_tokenizer
+from d1.rl import bridge as trl_bridge
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.trainer import DiffuGRPOTrainer
+from d1.sampling import rollout
+
+WORDS = ["abc", "defgh", "ij", "klmn"]
+SETTINGS = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 12,
+    "block_length": 4,
+    "diffusion_steps": 12,
+    "p_mask_prompt": 0.4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+
+
+def vowels(completions, **columns):
+    return [sum(map(completion[0]["content"].count, "aeiou")) for completion in completions]
+
+
+def talkative(folder):
+    """The tiny model, surer of itself, and saying end of text where it said a common token."""
+    model = load_model(str(folder))
+    with torch.no_grad():
+        head = model.lm_head.weight.mul_(2)
+        ids = torch.tensor([[1, 5, 6]])
+        said = rollout(model, ids, torch.ones_like(ids), mask_token_id=3, gen_length=12, block_length=4, steps=12)
+        swapped = torch.tensor([2, said.ids[0, 3:].mode().values.item()])
+        head[swapped] = head[swapped.flip(0)].clone()
+    return model
+
+
+def make_trainer(model_dir, folder, cls=DiffuGRPOTrainer, **changes):
+    prompts = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
+    return cls(
+        model=talkative(model_dir),
+        reward_funcs=vowels,
+        args=DiffuGRPOConfig(**({"output_dir": str(folder), "max_steps": 2} | SETTINGS | changes)),
+        train_dataset=Dataset.from_list(prompts),
+        processing_class=load_tokenizer(str(model_dir)),
+    )
+
+
+def trained(trainer):
+    """Logged entries, without times."""
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{k: v for k, v in e.items() if not re.search("second|time|memory", k)} for e in entries]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampler": "fast"}, "sampler must be one of exact, cached, parallel"),
+        ({"kv_cache": "dual"}, "would be ignored by the sampler exact"),
+        ({"sampler": "cached", "kv_cache": "suffix"}, "prefix, dual, delayed"),
+        ({"sampler": "parallel", "reveal": "margin"}, "threshold, factor, entropy"),
+        ({"sampler": "parallel", "reveal_level": -1.0}, "--reveal_level -1.0 "),
+        ({"sampler": "parallel", "remasking": "random"}, "needs remasking low_confidence"),
+    ],
+)
+def test_a_sampler_that_makes_no_sense_is_refused_with_the_settings(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path)} | change))
+
+
+def test_the_eos_stop_changes_nothing_but_the_work(tiny_model_dir, tmp_path):
+    stopped, full = (
+        trained(make_trainer(tiny_model_dir, tmp_path, max_steps=4, eos_stop=stop)) for stop in (None, False)
+    )
+    assert stopped[0]["sampling/forward_tokens"] < full[0]["sampling/forward_tokens"]
+    assert stopped[0]["sampling/forward_passes"] < full[0]["sampling/forward_passes"] == 12
+    for entry, other in zip(stopped, full, strict=True):
+        work = {"sampling/forward_tokens", "sampling/forward_passes", "compute_tokens"}
+        assert {k: v for k, v in entry.items() if k not in work} == {k: v for k, v in other.items() if k not in work}
+
+
+class Spy(DiffuGRPOTrainer):
+    """Keeps what a rollout gave and what each loss got."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sampled, self.seen, self.scored = {}, [], []
+
+    def rollout(self, prompt_ids):
+        completions, records = super().rollout(prompt_ids)
+        for prompt, completion, record in zip(prompt_ids, completions, records, strict=True):
+            # Equal samples may have been revealed in other orders.
+            self.sampled.setdefault((tuple(prompt), tuple(completion)), []).append(torch.tensor(record))
+        return completions, records
+
+    def scores(self, model, batch, views, **options):
+        self.scored.append((batch, views, super().scores(model, batch, views, **options)))
+        return self.scored[-1][2]
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        update = self.micro_step // self.args.steps_per_generation % self.num_iterations
+        self.seen.append((update, batch, self.scored[-1][2].logps.detach()))
+        return loss
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_rollout_log_probs_stay_with_their_samples_and_are_compared_where_scored(
+    tiny_model_dir, tmp_path, accumulation
+):
+    trainer = make_trainer(tiny_model_dir, tmp_path, Spy, max_steps=4, gradient_accumulation_steps=accumulation)
+    entries = trained(trainer)
+    gaps = {}
+    for number, (update, inputs, new) in enumerate(trainer.seen):
+        for row, kept in enumerate(inputs["completion_mask"].bool()):
+            prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
+            completion = inputs["completion_ids"][row][kept].tolist()
+            names = ("rollout_logps", "rollout_entropies", "reveal_steps")
+            names = ("canvas_ids", *names)
+            record = torch.stack([inputs[name][row].float() for name in names], dim=-1)
+            assert any(torch.equal(record, one) for one in trainer.sampled[tuple(prompt), tuple(completion)])
+            length = int(kept.sum())
+            assert record[:length, 2:].min() >= 0
+            if update == 0:
+                gaps.setdefault(number // accumulation, []).append((record[:, 1] - new[row])[:length].double())
+    assert set(gaps) == {0, 2}
+    for step, entry in enumerate(entries):
+        assert ("sampling/ratio_max" in entry) == (step in gaps)
+        if step in gaps and accumulation == 1:
+            gap = torch.cat(gaps[step])
+            assert entry["sampling/logp_difference_mean"] == pytest.approx(gap.mean().item(), abs=1e-5)
+            assert entry["sampling/logp_difference_abs"] == pytest.approx(gap.abs().mean().item(), abs=1e-5)
+            assert entry["sampling/ratio_max"] == pytest.approx((-gap).exp().max().item(), rel=1e-5)
+
+
+def test_each_row_is_scored_up_to_its_end_of_text(tiny_model_dir, tmp_path):
+    trainer = make_trainer(tiny_model_dir, tmp_path, Spy, max_steps=1)
+    trained(trainer)
+    kept = []
+    for batch, views, scores in trainer.scored:
+        for tokens, weights, logps in zip(batch["canvas_ids"].tolist(), views.weights[:, 0], scores.logps, strict=True):
+            kept.append(tokens.index(2) + 1 if 2 in tokens else len(tokens))
+            expected = [1.0] * kept[-1] + [0.0] * (len(tokens) - kept[-1])
+            assert weights.tolist() == expected == logps.ne(0).float().tolist()
+    assert min(kept) < max(kept)
+
+
+def test_one_token_sampled_in_one_step_is_what_the_estimator_scores(tiny_model_dir, tmp_path):
+    """Without prompt masks, and with nothing revealed before, the sampling and the trained policy are the same."""
+    lengths = {"max_completion_length": 1, "block_length": 1, "diffusion_steps": 1, "p_mask_prompt": 0.0}
+    entry = trained(make_trainer(tiny_model_dir, tmp_path, max_steps=1, **lengths))[0]
+    assert entry["sampling/logp_difference_abs"] == pytest.approx(0.0, abs=1e-5)
+    assert entry["sampling/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert entry["sampling/forward_passes"] == 1
+
+
+def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
+    options = {"kv_cache": "prefix", "reveal": "factor", "reveal_level": 2.0}
+    trainer = make_trainer(tiny_model_dir, tmp_path, sampler="cached+parallel", **options)
+    trainer.model.train()
+    prompts = [[1, 5, 9, 6], [1, 5, 20, 21, 22, 6]]
+    completions, records = trainer.rollout(prompts)
+    model = talkative(tiny_model_dir)
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        alone = rollout(
+            model,
+            ids,
+            torch.ones_like(ids),
+            mask_token_id=trainer.mask_token_id,
+            gen_length=12,
+            block_length=4,
+            steps=12,
+            temperature=0.9,
+            generator=[keyed_generator(42, 1, 0, row)],
+            sampler="cached+parallel",
+            eos_token_ids=[2],
+            **options,
+        )
+        kept = len(completions[row])
+        assert completions[row] == alone.ids[0, len(prompt) :][:kept].tolist()
+        numbers = (alone.ids[:, len(prompt) :], alone.logps, alone.entropies, alone.reveal_steps)
+        record = torch.stack([number.float() for number in numbers], dim=-1)[0]
+        torch.testing.assert_close(torch.tensor(records[row]), record, rtol=0, atol=1e-5)
+    entries = trained(trainer)
+    assert entries[0]["sampling/forward_passes"] < 12
+    assert torch.isfinite(torch.tensor([entry["loss"] for entry in entries])).all()
+
+
+def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_step(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trl_bridge, "in_step_to_sample", lambda *_: True)
+    assert make_trainer(tiny_model_dir, tmp_path).eos_stop  # one process waits for nobody
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    assert not make_trainer(tiny_model_dir, tmp_path).eos_stop
+    for change in ({"sampler": "parallel"}, {"eos_stop": True}):
+        with pytest.raises(ValueError, match="must take equally many"):
+            make_trainer(tiny_model_dir, tmp_path, **change)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        (SimpleNamespace(config=BertConfig(), d1_prepared="full"), {"sampler": "cached"}, "bert is an encoder"),
+        (
+            SimpleNamespace(config=LlamaConfig(block_size=8), d1_prepared="block-causal"),
+            {},
+            "has blocks of 8 tokens, so block_length must be 8, not 4",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_with_the_kind_are_refused_at_the_start(
+    tiny_model_dir, tmp_path, model, change, message
+):
+    with pytest.raises(ValueError, match=message):
+        DiffuGRPOTrainer(
+            model=model,
+            reward_funcs=vowels,
+            args=DiffuGRPOConfig(**(SETTINGS | {"output_dir": str(tmp_path)} | change)),
+            train_dataset=None,
+            processing_class=load_tokenizer(str(tiny_model_dir)),
+        )

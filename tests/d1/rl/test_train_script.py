@@ -1,0 +1,483 @@
+"""The entry point: what it accepts, what it refuses and how it says so, before a model is loaded."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer, TrainerCallback, TrainerState
+from trl import ModelConfig
+
+from d1.models import load_model
+from d1.rl import checks as grpo_checks
+from d1.rl import setup as grpo_setup
+from d1.rl import train as diffu_grpo_train
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.curves import SHOWN_FILE, draw, read_run, report_page, running_mean, series
+
+ROOT = Path(__file__).parents[3]
+STAGE = ROOT / "diffu-grpo"
+
+
+def settings(tmp_path, **changes):
+    return {
+        "output_dir": str(tmp_path / "run"),
+        "model_path": "no/such/model",
+        "dataset": "sudoku",
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 32,
+        "diffusion_steps": 16,
+        "report_to": "none",
+        **changes,
+    }
+
+
+def test_the_defaults_are_d1s():
+    args = DiffuGRPOConfig(output_dir="unused", per_device_train_batch_size=6)
+    expected = {
+        "loss_type": "bnpo",
+        "scale_rewards": "none",
+        "use_bias_correction_kl": False,
+        "beta": 0.04,
+        "epsilon": 0.5,
+        "num_iterations": 12,
+        "num_generations": 6,
+        "max_completion_length": 256,
+        "max_prompt_length": 200,
+        "diffusion_steps": 128,
+        "temperature": 0.9,
+        "p_mask_prompt": 0.15,
+        "random_masking": True,
+        "remasking": "low_confidence",
+        "learning_rate": 3e-6,
+        "disable_dropout": True,
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert args.sampling_settings().block_length == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_completion_length": 30, "block_length": 32}, "must be a multiple of block_length"),
+        ({"diffusion_steps": 0}, "--diffusion_steps 0"),
+        ({"max_completion_length": 128, "diffusion_steps": 3}, "between 4 and 128 steps, got 3"),
+        ({"diffusion_steps": 33}, "between 1 and 32 steps, got 33"),
+        ({"num_generations": 3}, "divisible by num_generations"),
+        ({"remasking": "entropy"}, "low_confidence, random"),
+        ({"p_mask_prompt": 1.0}, r"must be in \[0, 1\)"),
+        ({"top_p": 0.9}, "top_p=0.9 belongs to autoregressive decoding"),
+        ({"top_k": 5}, "top_k=5 belongs"),
+        ({"min_p": 0.1}, "min_p=0.1 belongs"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 belongs"),
+        ({"cache_implementation": "static"}, "cache_implementation='static' belongs"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
+        ({"use_vllm": True}, "use_vllm"),
+        ({"loss_type": "best"}, "--loss_type must be one of grpo, "),
+        ({"importance_sampling_level": "word"}, "must be one of token, sequence"),
+        ({"scale_rewards": "std"}, "must be one of none, group, batch"),
+        ({"generation_batch_size": 6}, "rollout_batch_size"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        DiffuGRPOConfig(**settings(tmp_path, **change))
+
+
+def run_main(tmp_path, model_args=None, callbacks=None, **changes):
+    args = DiffuGRPOConfig(**settings(tmp_path, **changes))
+    return diffu_grpo_train.main(args, model_args or ModelConfig(), callbacks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset": "game24"}, "unknown task 'game24': use one of gsm8k, math, countdown, sudoku"),
+        ({"model_path": None}, "--model_path is missing"),
+        ({"model_path": "no/model"}, "no folder here, and the hub or its cache has no such model"),
+        ({"model_path": "../SFT/runs/none/merged"}, "there is no model folder ../SFT/runs/none/merged"),
+        ({"model_path": "no/such/model"}, "there is no model folder no/such/model"),
+        ({"data_file": "no_such.csv"}, "no data file no_such.csv"),
+        ({"dataset": "countdown", "prompt_protocol": "llada"}, "has no prompt protocol 'llada': use one of d1"),
+        ({"dataset": "no_such_task.py"}, "no task file"),
+    ],
+)
+def test_what_is_missing_is_named_before_a_model_is_loaded(tmp_path, change, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_main(tmp_path, **change)
+
+
+def test_reward_weights_are_as_many_as_the_tasks_rewards(tmp_path):
+    with pytest.raises(ValueError, match="task sudoku has 1 rewards, got 2"):
+        run_main(tmp_path, dataset="sudoku", reward_weights=[1.0, 2.0])
+
+
+def test_missing_validation_rows_are_asked_for_by_their_own_flag(tmp_path):
+    rows = tmp_path / "gsm8k.jsonl"
+    rows.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 2)
+    with pytest.raises(ConnectionError, match="pass --eval_data_file FILE"):
+        run_main(tmp_path, dataset="gsm8k", data_file=str(rows), eval_strategy="steps", eval_steps=1)
+
+
+def test_a_checkpoint_of_version_0_1_is_refused_before_a_model_is_loaded(tmp_path):
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    TrainerState(global_step=4, max_steps=8).save_to_json(str(folder / "trainer_state.json"))
+    (folder / "rollout_rank0.json").write_text('{"step": 4, "batches": 1}')
+    with pytest.raises(ValueError, match=r"was written by an earlier version, .* start anew from its weights"):
+        run_main(tmp_path, model_path="none", output_dir=str(tmp_path), resume_from_checkpoint="true")
+
+
+def test_four_bit_weights_without_a_gpu_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a GPU and --use_peft"):
+        run_main(tmp_path, ModelConfig(load_in_4bit=True, use_peft=False))
+
+
+def test_settings_that_would_be_ignored_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="bnb_4bit_quant_type='fp4' would be ignored"):
+        run_main(tmp_path, ModelConfig(bnb_4bit_quant_type="fp4"))
+    with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True would be ignored"):
+        run_main(tmp_path, cast_lm_head_to_fp32=True)
+
+
+def test_a_dataset_without_the_columns_of_a_reward_is_refused(tmp_path):
+    task = tmp_path / "lacking.py"
+    task.write_text(
+        "from datasets import Dataset\n"
+        "def load_rows(split, data_file=None):\n"
+        "    return Dataset.from_list([{'prompt': [{'role': 'user', 'content': 'x'}], 'question': 'x'}])\n"
+        "def extract(text): return text\n"
+        "def score(text, row): return {'accuracy': 1.0}\n"
+        "def equal(completions, ground_truth, **columns): return [0.0]\n"
+        "REWARDS = [equal]\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"reward equal .* cannot score its rows .*'ground_truth'.* columns prompt, question"
+    ):
+        run_main(tmp_path, dataset=str(task))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_sft_adapter_is_a_start_for_both_kinds_of_rl(tiny_model_dir, tmp_path, lora):
+    base = load_model(str(tiny_model_dir))
+    adapted = get_peft_model(base, LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "sft")
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "sft")
+    expected = adapted.merge_and_unload().model.layers[0].self_attn.q_proj.weight
+    seen = {}
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            inner = model.get_base_model() if lora else model
+            layer = inner.model.layers[0].self_attn.q_proj
+            seen["start"] = (layer.base_layer if lora else layer).weight.detach().clone()
+
+    run_main(
+        tmp_path,
+        ModelConfig(use_peft=lora, lora_target_modules=["q_proj", "v_proj"]),
+        dataset=str(Path(__file__).with_name("letters_task.py")),
+        model_path=str(tmp_path / "sft"),
+        max_completion_length=8,
+        block_length=4,
+        diffusion_steps=4,
+        max_steps=1,
+        num_iterations=1,
+        gradient_checkpointing=False,
+        callbacks=[Look()],
+    )
+    torch.testing.assert_close(seen["start"], expected, rtol=0, atol=1e-6)
+    assert (tmp_path / "run" / ("adapter_model.safetensors" if lora else "model.safetensors")).exists()
+    load_model(str(tmp_path / "run"))  # what RL leaves is again a path for eval
+
+
+def test_wandb_works_without_an_account_and_gets_the_completions(tiny_model_dir, tmp_path, monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    run_main(
+        tmp_path,
+        dataset=str(Path(__file__).with_name("letters_task.py")),
+        model_path=str(tiny_model_dir),
+        max_completion_length=8,
+        block_length=4,
+        diffusion_steps=4,
+        max_steps=2,
+        num_iterations=1,
+        logging_steps=1,
+        log_completions=True,
+        gradient_checkpointing=False,
+        report_to="wandb",
+    )
+    import wandb
+
+    wandb.finish()
+    [log] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"train/reward" in log.read_bytes()
+    table, *_ = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/completions_*.table.json"))
+    content = json.loads(table.read_text())
+    assert {"prompt", "completion", "letter_share", "advantage"} <= set(content["columns"])
+    assert len(content["data"]) == 4
+
+
+def test_lora_with_a_synced_reference_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(ValueError, match="sync_ref_model needs a reference model in memory"):
+        run_main(tmp_path, ModelConfig(use_peft=True), sync_ref_model=True)
+
+
+def test_a_model_without_a_mask_token_is_refused(tiny_model_dir, tmp_path):
+    folder = tmp_path / "maskless"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text((tiny_model_dir / "config.json").read_text())
+    with pytest.raises(ValueError, match="mask"):
+        run_main(tmp_path, model_path=str(folder))
+
+
+def test_a_plain_chat_template_comes_on_request(tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template: --plain_chat_template true gives it one"):
+        run_main(tmp_path, model_path=str(folder))
+    with pytest.raises(ValueError, match=r"prompts are longer than max_prompt_length=1 tokens"):  # it went on
+        run_main(tmp_path, model_path=str(folder), plain_chat_template=True, max_prompt_length=1)
+
+
+def test_prompts_that_are_too_long_are_counted_and_truncated_only_if_asked(tiny_model_dir, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a" * n}]} for n in (5, 40, 60)])
+    args = DiffuGRPOConfig(**settings(tmp_path, max_prompt_length=20))
+    with pytest.raises(ValueError, match=r"2 of 3 prompts are longer .* first is row 1, the longest has 63"):
+        grpo_checks.check_prompts(rows, tokenizer, args)
+    args.truncate_prompts = True
+    grpo_checks.check_prompts(rows, tokenizer, args)
+
+
+def test_one_name_of_a_module_is_a_name_and_no_pattern(tiny_model_dir):
+    model = load_model(str(tiny_model_dir))
+    for typed, targets in (["q_proj"], {"q_proj"}), (["q_proj", "v_proj"], {"q_proj", "v_proj"}):
+        config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=typed), model)
+        assert config.target_modules == targets
+    config = grpo_setup.adapter_config(ModelConfig(use_peft=True, lora_target_modules=["attention"]), model)
+    assert config.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert grpo_setup.adapter_config(ModelConfig(use_peft=True), model).target_modules is None
+    assert grpo_setup.adapter_config(ModelConfig(), model) is None
+
+
+def test_a_completion_that_the_model_has_no_positions_for_is_refused(tiny_model_dir, tmp_path):
+    longer = {"max_completion_length": 512, "max_prompt_length": 500, "diffusion_steps": 128}
+    with pytest.raises(ValueError, match=r"--max_completion_length 512 and a prompt of \d+ tokens exceed .* 512 pos"):
+        run_main(tmp_path, dataset="sudoku", model_path=str(tiny_model_dir), **longer)
+
+
+TINY = {
+    "dataset": str(Path(__file__).with_name("letters_task.py")),
+    "max_completion_length": 8,
+    "block_length": 4,
+    "diffusion_steps": 4,
+    "gradient_checkpointing": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "per_generation", "mu", "epochs"), [(1, 1, 2, 1), (5, 1, 1, 1), (2, 4, 3, 1), (3, 3, 1, 1.5)]
+)
+def test_the_plan_is_what_happens(tiny_model_dir, tmp_path, capsys, accumulation, per_generation, mu, epochs):
+    args = DiffuGRPOConfig(
+        **settings(
+            tmp_path,
+            model_path=str(tiny_model_dir),
+            gradient_accumulation_steps=accumulation,
+            steps_per_generation=per_generation,
+            num_iterations=mu,
+            num_train_epochs=epochs,
+            save_strategy="no",
+            **TINY,
+        )
+    )
+    trainer = diffu_grpo_train.main(args, ModelConfig())
+    planned = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["plan"]
+    assert planned["optimizer steps"] == trainer.state.global_step
+    assert planned["rollouts"] == len(trainer.rollout_seconds)
+    assert "mean loss" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "replaced_by"), [("torch_dtype", "dtype"), ("warmup_ratio", r"warmup_steps \(below 1 it is a share")]
+)
+def test_flags_that_are_gone_say_what_replaced_them(tmp_path, name, replaced_by):
+    parser = diffu_grpo_train.make_parser()
+    config = tmp_path / "old.yaml"
+    config.write_text(f"{name}: 0.5\noutput_dir: {tmp_path}\n")
+    for arguments in (["--output_dir", "x", f"--{name}", "0.5"], [f"--{name}=0.5"], ["--config", str(config)]):
+        with pytest.raises(ValueError, match=f"--{name} is now --{replaced_by}"):
+            parser.parse_args_and_config(["--use_cpu", "true", "--per_device_train_batch_size", "6", *arguments])
+    fields = DiffuGRPOConfig.__dataclass_fields__.keys() | ModelConfig.__dataclass_fields__.keys()
+    assert not fields & diffu_grpo_train.RENAMED.keys()
+    assert all(re.match(r"\w+", new)[0] in fields for new in diffu_grpo_train.RENAMED.values())
+
+
+def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(tiny_model_dir, tmp_path, caplog):
+    """It has a model card, and a hub that is out of reach is one message at the end."""
+    once = {"model_path": str(tiny_model_dir), "max_steps": 2, "num_iterations": 2, "save_steps": 2, **TINY}
+    once |= {"push_to_hub": True, "hub_model_id": "me/rl", "method": "wd1"}
+    again = {"resume_from_checkpoint": "true", **once}
+    run_main(tmp_path, **once)
+    folder = tmp_path / "run"
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert said.startswith(f"{folder} is complete, but was not uploaded to me/rl: ")
+    card = (folder / "README.md").read_text()
+    for line in (
+        "| method | diffu-GRPO, `wd1`: wd1, [arXiv 2507.08838]",
+        "| --max_steps | `2` |",
+        "| reward in training |",
+    ):
+        assert line in card
+    assert not [name for name in ("learning_rate", "beta", "bf16", "generation_batch_size") if f"--{name} " in card]
+    assert str(tmp_path) not in card
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert run_main(tmp_path, **again) is None
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == files
+    for name in files.keys() - {"run.json"}:  # as if it had been killed right after its last checkpoint
+        (folder / name).unlink()
+    assert run_main(tmp_path, **again) is None
+    assert {path.name for path in folder.iterdir() if path.is_file()} == files.keys()
+    assert (folder / "model.safetensors").read_bytes() == files["model.safetensors"]
+    assert run_main(tmp_path, **{**again, "max_steps": 3}).state.global_step == 3
+
+
+def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
+    once = {"model_path": str(tiny_model_dir), "max_steps": 2, "num_iterations": 2, **TINY}
+    run_main(tmp_path, save_steps=1, **once)
+    with pytest.raises(ValueError, match=r"holds another run \(checkpoint-2\)"):
+        run_main(tmp_path, **once)
+    changed = {**once, "num_iterations": 1, "seed": 7}
+    with pytest.raises(ValueError, match=r"another run, of seed 42 \(now 7\), num_iterations 2 \(now 1\)"):
+        run_main(tmp_path, resume_from_checkpoint="true", **changed)
+    for checkpoint in (tmp_path / "run").glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(ValueError, match=r"holds another run \(finished\)"):
+        run_main(tmp_path, **once)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({}, {"method": "wd1"}, r"method d1 \(now wd1\), objective trl .*, beta 0.04 \(now 0.0\)"),
+        ({"method": "espo"}, {"method": "espo", "num_views": 3}, r"of num_views 2 \(now 3\): continue"),
+        ({"beta": 0.0}, {"beta": 0.04}, r"of beta 0.0 \(now 0.04\): continue"),  # no reference was scored
+        ({}, {"beta": 0.01, "epsilon": 0.2, "learning_rate": 1.0}, None),
+        ({"prompt_protocol": "llada"}, {}, r"of prompt_protocol llada \(now d1\): continue"),
+        ({"method": "tracerl"}, {"method": "tracerl"}, None),
+    ],
+)
+def test_a_run_goes_on_only_with_the_method_that_its_rollout_was_made_for(tmp_path, before, now, message):
+    earlier = DiffuGRPOConfig(**settings(tmp_path, **before))
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {**earlier.to_dict(), "model": {"use_peft": False}}}))
+    given = (str(tmp_path / "checkpoint-1"), DiffuGRPOConfig(**settings(tmp_path, **now)), ModelConfig())
+    if message is None:
+        grpo_checks.check_same_run(*given)
+    else:
+        with pytest.raises(ValueError, match=message):
+            grpo_checks.check_same_run(*given)
+
+
+@pytest.mark.parametrize("path", [STAGE / "pocket.yaml", STAGE / "slurm_scripts" / "train.yaml"])
+def test_shipped_settings_are_accepted(path, tmp_path):
+    names = set(DiffuGRPOConfig.__dataclass_fields__) | set(ModelConfig.__dataclass_fields__)
+    content = yaml.safe_load(path.read_text())
+    assert set(content) <= names
+    content.update(output_dir=str(tmp_path), bf16=False)
+    DiffuGRPOConfig(**{k: v for k, v in content.items() if k in DiffuGRPOConfig.__dataclass_fields__})
+    ModelConfig(**{k: v for k, v in content.items() if k in ModelConfig.__dataclass_fields__})
+
+
+def test_without_a_gpu_and_a_model_run_sh_shows_the_pocket_command():
+    done = subprocess.run(
+        ["bash", "run.sh"],
+        cwd=STAGE,
+        env={"PATH": "/usr/bin:/bin", "GPUS": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "CONFIG=pocket.yaml bash run.sh" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "temperature", "mu"),
+    [("gsm8k", "0.9", "12"), ("math", "0.9", "12"), ("countdown", "0.9", "8"), ("sudoku", "0.3", "8")],
+)
+@pytest.mark.parametrize("script", ["run.sh", "slurm_scripts/{task}_base.sbatch", "slurm_scripts/{task}_sft.sbatch"])
+def test_each_task_gets_d1s_temperature_and_mu_unless_the_environment_says_otherwise(script, task, temperature, mu):
+    def launched(**settings):
+        environment = {"PATH": "/usr/bin:/bin", "GPUS": "8", "PYTHON": "echo", "SLURM_SUBMIT_DIR": str(STAGE)}
+        return subprocess.run(
+            ["bash", script.format(task=task)],
+            cwd=STAGE,
+            env={**environment, "DATASET": task, **settings},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    assert f"--dataset {task} --num_iterations {mu} --temperature {temperature} " in launched()
+    assert "--num_iterations 3 --temperature 0.5 " in launched(NUM_ITER="3", TEMPERATURE="0.5")
+
+
+def test_curves_are_drawn_against_rollouts(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    history = [{"step": 4 * (i + 1), "reward": i / 10, "eval_reward": None if i % 2 else i / 20} for i in range(6)]
+    (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    record = {"settings": {"steps_per_generation": 1, "num_iterations": 4, "gradient_accumulation_steps": 1}}
+    (run / "run.json").write_text(json.dumps(record))
+    read, steps = read_run(run)
+    assert series(read, "reward", steps) == ([1, 2, 3, 4, 5, 6], [0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert series(read, "eval_reward", steps) == ([1, 3, 5], [0, 0.1, 0.2])
+    assert running_mean([1, 2, 6], 2) == [1, 1.5, 4]
+    draw([run], ["a"], tmp_path / "curves.png", smooth=2)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        read_run(tmp_path)
+
+    page = report_page([run], ["<a>"])
+    assert page.count("<figure><svg ") == 4
+    assert "What RL did: &lt;a&gt;</h1>" in page
+    assert "<span>reward</span> <b>0 → 0.5</b>" in page
+    assert "<b>num_iterations</b> 4" in page
+    assert "--report true" in page
+    film = {
+        "title": "",
+        "prompt": "",
+        "note": "",
+        "tokens": ["</script>"],
+        "steps": [0],
+        "logps": [0],
+        "entropies": [0],
+    }
+    kept = {"rollout": 1, "films": dict.fromkeys(("best", "median", "worst"), film)}
+    (run / SHOWN_FILE).write_text(json.dumps({"first": kept, "last": kept | {"rollout": 7}}))
+    page = report_page([run], ["a"])
+    scenes = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert [scene["title"].split(":")[0] for scene in scenes] == ["a"] * 3
+    assert [film["title"] for film in scenes[0]["films"]] == ["rollout 1", "rollout 7"]
+    assert "--report true" not in page
+
+
+def test_the_help_lists_every_group_of_flags():
+    done = subprocess.run(
+        [sys.executable, "diffu_grpo_train.py", "--help"], cwd=STAGE, capture_output=True, text=True, check=True
+    )
+    for flag in ("--task", "--p_mask_prompt", "--diffusion_steps", "--use_peft", "--load_in_4bit", "--num_iterations"):
+        assert flag in done.stdout

@@ -1,0 +1,170 @@
+"""The one place that touches TRL's private names, and TRL's losses, which come through it unchanged."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl import GRPOTrainer
+
+from d1.models import load_model, load_tokenizer
+from d1.rl.bridge import EpochSampler, in_step_to_sample, rollout_buffer
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.objectives import OBJECTIVES, reinforce
+from d1.rl.trainer import DiffuGRPOTrainer
+from d1.scoring import ESTIMATORS, Estimator, Scores
+from d1.scoring.one_step import draw
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+class Fixed(DiffuGRPOTrainer):
+    """Scores that are given instead of computed, for losses on known tensors."""
+
+    given: Scores
+
+    def scores(self, *args: Any, **options: Any) -> Scores:
+        return self.given
+
+
+def make_trainer(model_dir: Any, folder: Any, cls: Any = Fixed, **changes: Any) -> Any:
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "num_iterations": 2,
+        "max_completion_length": 8,
+        "block_length": 4,
+        "diffusion_steps": 4,
+        "report_to": "none",
+        "max_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }
+    trainer = cls(
+        model=load_model(str(model_dir)),
+        reward_funcs=lambda completions, **columns: [float(len(c[0]["content"])) for c in completions],
+        args=DiffuGRPOConfig(**{**settings, **changes}),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "abc"}]}] * 8),
+        processing_class=load_tokenizer(str(model_dir)),
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def tensors() -> tuple[Scores, dict[str, Any]]:
+    """Log-probabilities that differ enough for clipping, and what a batch of TRL's holds beside them."""
+    generator = torch.Generator().manual_seed(0)
+    logps = -3 * torch.rand(4, 8, generator=generator)
+    old, reference = (logps + 0.8 * torch.randn(4, 2, 8, generator=generator).transpose(0, 1) for _ in range(2))
+    mask = (torch.arange(8) < torch.tensor([[8], [5], [1], [3]])).long()
+    batch = {
+        "prompt_ids": torch.ones(4, 3, dtype=torch.long),
+        "prompt_mask": torch.ones(4, 3, dtype=torch.long),
+        "completion_ids": torch.ones(4, 8, dtype=torch.long),
+        "completion_mask": mask,
+        "advantages": torch.tensor([1.0, -0.5, 2.0, -1.5]),
+        "num_items_in_batch": mask.sum(),
+        "old_view_logps": old.transpose(0, 1).unsqueeze(2),
+        "ref_view_logps": reference.transpose(0, 1).unsqueeze(2),
+        "rollout_logps": logps,
+        "view_noise": torch.zeros(4, 2, 1, 11, dtype=torch.bool),
+        "view_weights": torch.ones(4, 2, 1, 8),
+    }
+    entropies = torch.rand(4, 8, generator=generator)
+    return Scores(logps, logps.unsqueeze(1).requires_grad_(), torch.tensor(0), entropies), batch
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_trls_losses_and_gradients_are_trls_to_the_bit(tiny_model_dir, tmp_path, loss_type, level):
+    """TRL's own loss, asked through the hook that TRL itself calls, on the tensors of the second inner update."""
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "epsilon": 0.2, "beta": 0.04}
+    trainer = make_trainer(tiny_model_dir, tmp_path, **options)
+    found: list[Tensor] = []
+
+    class Theirs(Fixed):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            return self.given.view_logps[:, 0], self.given.entropies, None
+
+    for cls in (Fixed, Theirs):
+        trainer.__class__ = cls
+        scores, batch = tensors()
+        trainer.given, trainer._step = scores, 1
+        if cls is Fixed:
+            loss = trainer.loss(trainer.model, batch)
+        else:
+            stored = {f"{name}_per_token_logps": batch[f"{name}_view_logps"][:, 1, 0] for name in ("old", "ref")}
+            loss = GRPOTrainer._compute_loss(trainer, trainer.model, batch | stored)
+        loss.backward()
+        found += [loss.detach(), scores.view_logps.grad]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert found[1].abs().sum() > 0
+
+
+def test_an_objective_of_ours_is_averaged_over_accumulated_micro_batches(tiny_model_dir, tmp_path):
+    trainer = make_trainer(tiny_model_dir, tmp_path, objective="reinforce", beta=0.0)
+    trainer.current_gradient_accumulation_steps = 4
+    scores, batch = tensors()
+    trainer.given = scores
+    weights = batch["advantages"].unsqueeze(1) * batch["completion_mask"] / batch["completion_mask"].sum()
+    loss = trainer.loss(trainer.model, batch)
+    loss.backward()
+    torch.testing.assert_close(loss, -(weights * scores.view_logps[:, 0]).sum() / 4, rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores.view_logps.grad[:, 0], -weights / 4, rtol=0, atol=1e-7)
+
+
+def test_without_updates_in_between_old_log_probs_are_not_scored(tiny_model_dir, tmp_path):
+    aligned = make_trainer(tiny_model_dir, tmp_path, DiffuGRPOTrainer, num_iterations=1)
+    aligned.train()
+    assert "old_view_logps" not in rollout_buffer(aligned)[0]
+    assert "ref_view_logps" in rollout_buffer(aligned)[0]
+    assert aligned.state.log_history[0]["ratio_max"] == 1.0
+    two = make_trainer(tiny_model_dir, tmp_path, DiffuGRPOTrainer)
+    two.train()
+    assert rollout_buffer(two)[0]["old_view_logps"].shape[:2] == (4, 2)
+
+
+def test_processes_that_share_weights_must_keep_step():
+    def dist(fsdp: bool, zero3: bool) -> Any:
+        return SimpleNamespace(is_fsdp=fsdp, is_zero3=zero3)
+
+    assert in_step_to_sample(dist(True, False), True)
+    assert in_step_to_sample(dist(False, True), False)
+    assert not in_step_to_sample(dist(False, True), True)
+    assert not in_step_to_sample(dist(False, False), False)
+
+
+def test_the_order_of_an_epoch_does_not_depend_on_the_epochs_sampled_before():
+    epoch = 0
+
+    def order(sampler: EpochSampler) -> list[int]:
+        return list(sampler)
+
+    def sampler() -> EpochSampler:
+        return EpochSampler(list(range(10)), 1, seed=3, epoch=lambda: epoch)
+
+    through = sampler()
+    first, again = order(through), order(sampler())
+    epoch = 1
+    assert order(through) == order(sampler()) != first
+    assert first == again
+
+
+def test_rows_added_late_are_names_of_the_config_too(tmp_path, monkeypatch):
+    options = {"output_dir": str(tmp_path), "max_completion_length": 8, "block_length": 4, "diffusion_steps": 4}
+    options |= {"num_generations": 4, "per_device_train_batch_size": 4}
+    rows = {"objective": (OBJECTIVES, reinforce), "estimator": (ESTIMATORS, Estimator(draw))}
+    for name, (table, row) in rows.items():
+        with pytest.raises(ValueError, match=f"--{name} must be one of .*, got 'late'"):
+            DiffuGRPOConfig(**options, **{name: "late"})
+        monkeypatch.setitem(table, "late", row)
+        assert getattr(DiffuGRPOConfig(**options, **{name: "late"}), name) == "late"

@@ -1,0 +1,232 @@
+"""Batches of masked SFT: their rows, their padding, and noise that estimates the loss without bias."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import EvalPrediction, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from d1.models import prepare
+from d1.sft.batches import GlobalBatchSampler, Slot, dLLMDataCollator, dLLMSFTDataset
+from d1.sft.trainer import band_losses, dLLMTrainer
+
+
+class ThreeTokens:
+    """A tokenizer of the vocabulary 0 (mask), 1 and 2 (EOS)."""
+
+    mask_token_id, eos_token_id, pad_token_id = 0, 2, 1
+
+
+def make_rows(lengths: list[int], ids: list[int] | None = None) -> Dataset:
+    return Dataset.from_list(
+        [
+            {
+                "input_ids": ids or [1] * (length - 1) + [2],
+                "answer": [False] + [True] * (length - 1),
+                "length": length,
+                "start": 1,
+                "status": "ok",
+            }
+            for length in lengths
+        ]
+    )
+
+
+def sample(lengths: list[int], batch_size: int = 8, multiple: int = 2, epoch: int = 0, **options: Any) -> list[Slot]:
+    return list(GlobalBatchSampler(lengths, batch_size, multiple, 0, lambda: epoch, **options))
+
+
+@pytest.mark.parametrize(("block_size", "complementary"), [(None, False), (2, False), (2, True)])
+def test_estimate_is_unbiased(tmp_path: Path, block_size: int | None, complementary: bool) -> None:
+    """The mean over many draws against the expectation: masks enumerated, t integrated by quadrature, a block at a
+    time behind clean text. The prompt of one token shares the first block."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=3, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        initializer_range=1.0, pad_token_id=1,
+    )  # fmt: skip
+    config.is_causal, config.block_size = False, block_size
+    model = prepare(LlamaForCausalLM(config))
+    ids, answers, size = [1, 2, 1, 2], 3, block_size or 4
+
+    nodes, weights = np.polynomial.legendre.leggauss(8)  # exact for these polynomials of t
+    p = (1 - 1e-3) * (nodes + 1) / 2 + 1e-3
+    exact = 0.0
+    for start in range(0, 4, size):
+        maskable = range(max(1, start), start + size)
+        for hidden in itertools.product((False, True), repeat=len(maskable)):
+            places = [place for place, hides in zip(maskable, hidden, strict=True) if hides]
+            noised = [0 if place in places else token for place, token in enumerate(ids[: start + size])]
+            with torch.no_grad():
+                logps = model(input_ids=torch.tensor([noised])).logits[0].log_softmax(-1)
+            surprise = -sum(float(logps[place, ids[place]]) for place in places)
+            probability = p ** len(places) * (1 - p) ** (len(maskable) - len(places))
+            exact += float((weights / 2 * probability / p).sum()) * surprise / answers
+
+    tokenizer: Any = ThreeTokens()
+    dataset = dLLMSFTDataset(make_rows([4] * 8, ids), tokenizer, 8, eos_padding=0)
+    collate = dLLMDataCollator(tokenizer, block_size=block_size, complementary=complementary)
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    trainer = dLLMTrainer(model=model, args=args, data_collator=collate, train_dataset=dataset, eval_dataset=dataset)
+    means = []
+    for epoch in range(600):
+        slots = sample(dataset.lengths, epoch=epoch)
+        batch = collate([dataset[slot] for slot in slots[:8]])
+        with torch.no_grad():
+            means.append(float(trainer.compute_loss(model, batch)))
+    error = np.std(means) / len(means) ** 0.5
+    assert error < 0.05 * exact
+    assert np.mean(means) == pytest.approx(exact, abs=4 * error)
+
+
+def test_a_plain_number_is_a_row_in_epoch_0() -> None:
+    tokenizer: Any = ThreeTokens()
+    dataset = dLLMSFTDataset(make_rows([4, 6, 5]), tokenizer, 64)
+    assert [len(row["input_ids"]) for row in dataset] == [4, 6, 5]
+    assert dataset[1] == dataset[Slot(1)] == dataset[-2]
+    (batch,) = torch.utils.data.DataLoader(dataset, batch_size=3, collate_fn=dLLMDataCollator(tokenizer))
+    assert torch.equal(
+        batch["input_ids"], dLLMDataCollator(tokenizer)([dataset[Slot(i)] for i in range(3)])["input_ids"]
+    )
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone(block_size: int | None) -> None:
+    tokenizer: Any = ThreeTokens()
+    collate = dLLMDataCollator(tokenizer, block_size=block_size)
+
+    def noise(row: int, epoch: int, seed: int = 0) -> torch.Tensor:
+        dataset = dLLMSFTDataset(make_rows([40, 70, 40]), tokenizer, 64, seed=seed)
+        return collate([dataset[Slot(row, epoch)]])["input_ids"][0]
+
+    dataset = dLLMSFTDataset(make_rows([40, 70, 40]), tokenizer, 64, seed=0)
+    together = collate([dataset[Slot(2, 5)], dataset[Slot(0, 5)], dataset[Slot(1)], dataset[Slot(-1)]])
+    assert torch.equal(together["input_ids"][0, :40], noise(2, 5))
+    assert torch.equal(together["input_ids"][1, :40], noise(0, 5))
+    for other in (noise(0, 5), noise(2, 6), noise(2, 5, seed=1)):
+        assert not torch.equal(noise(2, 5), other)
+
+
+def test_blocks_have_times_of_their_own_which_the_complement_mirrors() -> None:
+    """A prompt of one token, and blocks of 1600. The plain draws come first, then those that mirror them."""
+    tokenizer: Any = ThreeTokens()
+    dataset = dLLMSFTDataset(make_rows([4000, 3000]), tokenizer, 4096, seed=0)
+    rows = [dataset[Slot(0)], dataset[Slot(1)]]
+    plain = dLLMDataCollator(tokenizer, block_size=1600)(rows)
+    both = dLLMDataCollator(tokenizer, block_size=1600, complementary=True)(rows)
+    for name, values in plain.items():
+        assert torch.equal(both[name][:2], values)
+    assert torch.equal(both["labels"][2:], plain["labels"])
+    for row, length in enumerate((4000, 3000)):
+        assert plain["t"][row, :length:1600].unique().numel() == -(-length // 1600)
+        for start in range(0, length, 1600):
+            block = slice(max(1, start), min(start + 1600, length))
+            t = plain["t"][row, block]
+            assert t.unique().numel() == 1
+            hidden = (plain["input_ids"][row, block] == 0).double()
+            opposite = (both["input_ids"][2 + row, block] == 0).double()
+            assert hidden.mean() == pytest.approx(t[0].item(), abs=0.06)
+            torch.testing.assert_close(both["t"][2 + row, block], 1 - t)
+            assert bool((hidden + opposite >= 1).all())
+            assert (hidden * opposite).mean() < 0.006
+    held_out = dLLMSFTDataset(make_rows([40, 30]), tokenizer, 64, eval=True)
+    draws = dLLMDataCollator(tokenizer, block_size=16, complementary=True)([held_out[i] for i in range(8)])
+    grid = dLLMDataCollator(tokenizer)([held_out[i] for i in range(8)])["t"]
+    assert torch.equal(draws["t"], grid[:, None].expand(-1, 40))
+
+
+def test_the_draws_of_version_0_1() -> None:
+    """Order, times and hidden tokens (positions), which a resumed or repeated run has to find again."""
+    tokenizer: Any = ThreeTokens()
+    slots = sample([9] * 6, batch_size=4, epoch=1)
+    assert [slot.row for slot in slots] == [5, 0, 2, 1, 3, 4]
+    train = dLLMSFTDataset(make_rows([9] * 6), tokenizer, 64, seed=0)
+    held_out = dLLMSFTDataset(make_rows([9] * 6), tokenizer, 64, eval=True, seed=0)
+    collate = dLLMDataCollator(tokenizer)
+    for dataset, places, times, hidden in (
+        (
+            train,
+            slots[:3],
+            [0.9107581377029419, 0.9534565806388855, 0.202276349067688],
+            [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 7, 8], [1, 4, 7, 8]],
+        ),
+        (
+            held_out,
+            [0, 1, 2],
+            [0.2291666716337204, 0.4791666567325592, 0.7291666865348816],
+            [[7, 8], [1, 3, 5, 7, 8], [1, 2, 3, 4, 7, 8]],
+        ),
+    ):
+        batch = collate([dataset[place] for place in places])
+        assert batch["t"].tolist() == times
+        assert [row.nonzero().flatten().tolist() for row in batch["input_ids"] == 0] == hidden
+
+
+@pytest.mark.parametrize("options", [{}, {"group_by_length": True}, {"fill": True}])
+def test_global_batches_are_the_same_for_every_split(options: dict[str, Any]) -> None:
+    lengths = [3 + (7 * i) % 11 for i in range(20)]
+    whole = sample(lengths, multiple=8, **options)
+    assert [slot for slot in sample(lengths, multiple=2, **options) if slot.row >= 0] == [
+        s for s in whole if s.row >= 0
+    ]
+    assert sorted(slot.row for slot in whole if slot.row >= 0) == [*range(20)]
+    assert len(whole) % 8 == 0
+    assert sample(lengths, epoch=1, **options) != sample(lengths, epoch=0, **options)
+    if "fill" in options:
+        for start in range(0, 20, 8):
+            batch = [slot for slot in whole[start : start + 8] if slot.row >= 0]
+            assert {slot.length for slot in batch} == {max(lengths[slot.row] for slot in batch)}
+
+
+def test_length_grouping_cuts_padding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 200, (400,), generator=generator).tolist()
+
+    def cells(slots: list[Slot]) -> int:
+        return sum(4 * max(lengths[slot.row] for slot in slots[i : i + 4]) for i in range(0, 400, 4))
+
+    assert cells(sample(lengths, multiple=4, group_by_length=True)) < 0.7 * cells(sample(lengths, multiple=4))
+
+
+def test_evaluation_is_a_fixed_even_grid_of_times() -> None:
+    tokenizer: Any = ThreeTokens()
+    rows = make_rows([9, 4, 30, 12, 5])
+    dataset = dLLMSFTDataset(rows, tokenizer, 64, eval=True, eval_draws=4, seed=3)
+    again = dLLMSFTDataset(rows, tokenizer, 64, eval=True, eval_draws=4, seed=3)
+    collate = dLLMDataCollator(tokenizer)
+    batch, repeated = collate([dataset[i] for i in range(20)]), collate([again[i] for i in range(20)])
+    assert torch.equal(batch["input_ids"], repeated["input_ids"])
+    torch.testing.assert_close(batch["t"].sort().values, (torch.arange(20) + 0.5) / 20)
+    assert torch.equal((batch["t"].view(5, 4) * 4).long(), torch.arange(4).expand(5, 4))  # each row in every quarter
+    assert batch["attention_mask"].sum(-1).tolist() == sorted(batch["attention_mask"].sum(-1).tolist())
+
+
+def test_evaluation_loss_is_over_all_draws_and_by_band() -> None:
+    table = np.array([[6.0, 3.0], [10.0, 1.0], [2.0, 4.0]])
+    times = np.array([0.05, 0.99, 0.1])
+    assert band_losses(EvalPrediction(table, times)) == pytest.approx(
+        {"loss": 18 / 8, "loss_t0.0-0.2": 8 / 7, "loss_t0.8-1.0": 10}
+    )
+
+
+@pytest.mark.parametrize(("padding", "length"), [(0, 6), (3, 6), (9, 10), (99, 20), ("batch", 6), ("max", 20)])
+def test_eos_padding_of_whole_and_truncated_answers(padding: int | str, length: int) -> None:
+    """A prompt of 1 and an answer of 5 tokens, at most 20 in all."""
+    tokenizer: Any = ThreeTokens()
+    rows = make_rows([6])
+    whole = dLLMSFTDataset(rows, tokenizer, 20, eos_padding=padding)
+    cut = dLLMSFTDataset(
+        rows.remove_columns("status").add_column("status", ["truncated"]), tokenizer, 20, eos_padding=padding
+    )
+    slot = Slot(0, length=8 if padding == "batch" else 0)
+    expected = 8 if padding == "batch" else length
+    assert whole[slot]["input_ids"] == [1] * 5 + [2] * (expected - 5)
+    assert whole[slot]["answer"] == [False] + [True] * (expected - 1)
+    assert cut[slot]["input_ids"] == [1] * 5 + [2]
+    assert whole.lengths == [length]

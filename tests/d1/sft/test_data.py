@@ -1,0 +1,324 @@
+"""Anyone's data: formats, the boundary between prompt and answer, bad rows, the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from d1.models import load_tokenizer
+from d1.sft import data as sft_data
+from d1.sft.conversations import tokenize_row
+from d1.sft.data import choose_columns, load_function, load_rows, preprocess_dataset
+
+TEMPLATES = {
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llada": (
+        "<|startoftext|>{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}<|eot|>"
+        "{% endfor %}{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
+    ),
+    "unasked": (  # LLaDA's own: it goes on to the next answer's header, whatever add_generation_prompt says
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}"
+    ),
+    "plain": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    ),
+    "instruct": (  # no generation prompt, a space before the answer, EOS after it
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
+    ),
+    "glued": "{% for m in messages %}{{ m.content }}{% endfor %}",  # tokens do straddle this boundary
+    "thinking": (  # the generation prompt is not in the finished conversation
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+    ),
+}
+S1K = [{"question": "1+1=?", "thinking_trajectories": ["add them"], "attempt": "2"}]
+PAIR = [{"prompt": "ab", "completion": "cd"}]
+
+
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with merges over spaces and newlines, trained on a line of text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<pad>", "<eos>", "<mask>", "<|im_end|>", "<|im_start|>", "<|eot|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(
+        ["user\n\nassistant: abab\n\n abc  ab\nab: ba [INST] ab [/INST] ab\n\n\n"] * 20, trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=template,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        mask_token="<mask>",
+        extra_special_tokens={"eot_token": "<|im_end|>"},
+        clean_up_tokenization_spaces=False,
+    )
+
+
+TOKENIZERS: dict[str, Any] = {name: byte_tokenizer(template) for name, template in TEMPLATES.items()}
+TEXT = st.text(alphabet="ab c\n:é", min_size=1, max_size=12).filter(str.strip)
+
+
+def prepare(
+    rows: list[dict] | Dataset, tokenizer: Any = TOKENIZERS["chatml"], max_length: int = 10_000, **options: Any
+):
+    data = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
+    return preprocess_dataset(data, tokenizer, max_length, 0.0, **options)[0]
+
+
+def parts(row: dict[str, Any], tokenizer: Any) -> list[tuple[str, bool]]:
+    """The row's text, cut where training starts and stops."""
+    cut: list[tuple[list[int], bool]] = []
+    for token, answer in zip(row["input_ids"], row["answer"], strict=True):
+        if not cut or cut[-1][1] != answer:
+            cut.append(([], answer))
+        cut[-1][0].append(token)
+    return [(tokenizer.decode(ids), answer) for ids, answer in cut]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(TEXT, min_size=1, max_size=3), answer=TEXT)
+def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    messages = []
+    for text in texts[:-1]:
+        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
+    messages += [{"role": "user", "content": texts[-1]}, {"role": "assistant", "content": answer}]
+    row = tokenize_row({"messages": messages}, tokenizer, 10_000, "truncate", "last", None, None)
+    assert row["status"] == "ok", row["problem"]
+    prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    start = row["start"]
+    assert row["answer"] == [False] * start + [True] * (row["length"] - start)
+    prompt_ids, answer_ids = row["input_ids"][:start], row["input_ids"][start:]
+    # The prompt is what RL and evaluation feed the model, and the text is the template's.
+    assert prompt_ids == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert answer_ids[-1] == tokenizer.eos_token_id
+    assert answer_ids.count(tokenizer.eos_token_id) == 1
+    text = tokenizer.decode(prompt_ids + answer_ids[:-1])
+    expected = whole if whole.startswith(prompt) else prompt + answer
+    if name == "unasked":
+        expected = expected.removesuffix("<|im_start|>assistant\n")
+    assert text.rstrip() == expected.removesuffix("<eos>").rstrip()
+    # The ids are those of the whole text, unless one of its tokens reaches over the boundary.
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if len(prompt) in {end for _, end in encoded["offset_mapping"]}:
+        assert prompt_ids + answer_ids[:-1] == encoded["input_ids"]
+    else:
+        assert answer_ids[:-1] == tokenizer(text[len(prompt) :], add_special_tokens=False)["input_ids"]
+
+
+def test_boundary_without_straddling_tokens_is_that_of_the_whole(tiny_model_dir: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2!"}]
+    (row,) = prepare([{"messages": messages}], tokenizer)
+    assert row["input_ids"] == tokenizer.apply_chat_template(messages, return_dict=False)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv"])
+def test_local_files(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"rows{suffix}"
+    rows = PAIR * 3 if suffix == ".csv" else S1K * 3
+    writers: dict[str, Callable[[Dataset], object]] = {
+        ".json": lambda data: data.to_json(file, lines=False),
+        ".jsonl": lambda data: data.to_json(file),
+        ".parquet": lambda data: data.to_parquet(file),
+        ".csv": lambda data: data.to_csv(file),
+    }
+    writers[suffix](Dataset.from_list(rows))
+    assert prepare(load_rows(str(file))).to_list() == prepare(rows).to_list()
+
+
+def test_cells_of_csv_files_stay_what_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text('prompt,completion\n0012,None\n1e5,"a, b\nNA"\n')
+    assert load_rows(str(file)).to_list() == [
+        {"prompt": "0012", "completion": "None"},
+        {"prompt": "1e5", "completion": "a, b\nNA"},
+    ]
+    file.write_text("prompt,completion\nhow many, exactly?,3\n")
+    with pytest.raises(ValueError, match=r"rows.csv: cannot be read: .*row 1 has 3 cells, the header 2"):
+        load_rows(str(file))
+
+
+def test_schemas() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    (s1k,) = prepare(S1K)
+    (prompt, _), (answer, _) = parts(s1k, tokenizer)
+    assert prompt.endswith("\n\n1+1=?<|im_end|>\n<|im_start|>assistant\n")
+    assert answer == "<reasoning>add them</reasoning>\n<answer>2</answer><|im_end|><eos>"
+    text = [{"prompt": "ab", "completion": "cd"}]
+    chat = [{"prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "cd"}]}]
+    conversation = [{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}]
+    assert prepare(text).to_list() == prepare(chat).to_list() == prepare(conversation).to_list()
+
+
+def test_columns_template_and_function(tmp_path: Path) -> None:
+    expected = prepare(PAIR).to_list()
+    other = Dataset.from_list([{"prompt": "not this", "q": "ab", "a": "cd"}])
+    assert prepare(choose_columns(other, "q", "a")).to_list() == expected
+    assert prepare(other, template=("{q}", "{a}")).to_list() == expected
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import json\ndef copy(x):\n    return json.loads(json.dumps(x))\n"
+        "def convert(row):\n    return {'prompt': copy(row['q']), 'completion': copy(row['a'])}\n"
+    )
+    assert prepare(other, function=load_function(f"{file}:convert")).to_list() == expected
+    many = Dataset.from_list([{"q": f"q{i}", "a": "cd"} for i in range(1000)])  # the function goes to other processes
+    parallel = prepare(many, function=load_function(f"{file}:convert"), num_proc=2)
+    assert parallel.to_list() == prepare(choose_columns(many, "q", "a"), num_proc=1).to_list()
+    with pytest.raises(ValueError, match="no column x in the data, which has prompt, q, a"):
+        choose_columns(other, "q", "x")
+    with pytest.raises(ValueError, match="defines no function 'absent'"):
+        load_function(f"{file}:absent")
+    with pytest.raises(ValueError, match=r"FILE.py:FUNCTION with a file that exists"):
+        load_function("absent.py:convert")
+
+
+def test_last_turn_or_all_turns() -> None:
+    tokenizer = TOKENIZERS["chatml"]
+    turns = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "thanks")]
+    rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
+    (last,), (every,) = prepare(rows), prepare(rows, train_on="all")
+    assert [text for text, answer in parts(last, tokenizer) if answer] == ["d<|im_end|><eos>"]
+    assert [text for text, answer in parts(every, tokenizer) if answer] == ["b<|im_end|>\n", "d<|im_end|><eos>"]
+    assert every["input_ids"] == last["input_ids"]
+    assert every["start"] == last["start"]
+    greeted = [{"messages": [{"role": "assistant", "content": "hi"}, *rows[0]["messages"]]}]
+    answers = [text for text, answer in parts(prepare(greeted, train_on="all")[0], tokenizer) if answer]
+    assert answers == ["b<|im_end|>\n", "d<|im_end|><eos>"]
+    (unasked,) = prepare(rows, TOKENIZERS["unasked"], train_on="all")
+    assert [text for text, answer in parts(unasked, tokenizer) if answer] == ["b<|im_end|>", "d<|im_end|><eos>"]
+    with pytest.raises(ValueError, match="use --train_on last"):
+        prepare(rows, TOKENIZERS["thinking"], train_on="all")
+
+
+def test_rows_that_the_model_cannot_read_say_what_it_reads() -> None:
+    tokenizer = load_tokenizer(Path(__file__).parents[3] / "pocket/base")
+    rows = [{"prompt": "2 + 2?", "completion": "4"}, {"prompt": "1234341221430321", "completion": "Four"}]
+    with pytest.raises(ValueError, match=r"(?s)row 0: .* reads a 4x4 Sudoku.* row 1: .* no token for 'Four"):
+        prepare(rows, tokenizer)
+
+
+def test_overlong_rows(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = TOKENIZERS["plain"]
+    rows = [{"prompt": "a", "completion": "b" * 30}, {"prompt": "a", "completion": "c"}]
+    (long,) = [row for row in prepare(rows, tokenizer) if "b" in tokenizer.decode(row["input_ids"][-2:])]
+    cut = [row for row in prepare(rows, tokenizer, max_length=20) if row["status"] == "truncated"]
+    assert [row["input_ids"] for row in cut] == [long["input_ids"][:20]]
+    assert cut[0]["input_ids"][-1] != tokenizer.eos_token_id
+    assert "truncated 1 of 2 rows" in caplog.text
+    assert len(prepare(rows, tokenizer, max_length=20, overlong="drop")) == 1
+    assert "dropped 1 of 2 rows" in caplog.text
+    with pytest.raises(ValueError, match=r"row 0: \d+ tokens are more than --max_length 20"):
+        prepare(rows, tokenizer, max_length=20, overlong="refuse")
+
+
+BAD = {
+    "completion is empty": {"prompt": "a", "completion": " "},
+    "completion is NoneType, not text": {"prompt": "a", "completion": None},
+    "prompt is NoneType, not text": {"prompt": None, "completion": "a"},
+    "the mask token <mask> is in the text": {"prompt": "a <mask>", "completion": "b"},
+    "no answer tokens left: the prompt has": {"prompt": "a" * 300, "completion": "b"},
+}
+
+
+@pytest.mark.parametrize("problem", BAD)
+def test_bad_rows_are_named_or_skipped(problem: str, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*PAIR, BAD[problem], *PAIR]
+    with pytest.raises(ValueError, match=r"1 of 3 rows cannot be trained on") as raised:
+        prepare(rows, max_length=100)
+    assert f"row 1: {problem}" in str(raised.value)
+    assert "--bad_rows skip" in str(raised.value)
+    assert len(prepare(rows, max_length=100, bad_rows="skip")) == 2
+    assert f"row 1: {problem}" in caplog.text
+    with pytest.raises(ValueError, match="nothing to train on"):
+        prepare([BAD[problem]], max_length=100, bad_rows="skip")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"question": "a", "thinking_trajectories": [], "attempt": "b"}, "thinking_trajectories is not a list with"),
+        ({"question": "a", "thinking_trajectories": ["c"], "attempt": ""}, "attempt is empty"),
+        ({"question": 3, "thinking_trajectories": ["c"], "attempt": "b"}, "question is int, not text"),
+        ({"prompt": 3, "completion": "a"}, "prompt is int, not text"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+            "assistant message is empty",
+        ),
+        ({"messages": "text"}, "messages is not a list"),
+        ({"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}, "a message's role is NoneType"),
+    ],
+)
+def test_malformed_rows(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"row 0: .*{problem}"):
+        prepare([row])
+
+
+def test_template_and_function_problems_name_the_row() -> None:
+    with pytest.raises(ValueError, match="row 0: there is no 'absent'"):
+        prepare(PAIR, template=("{absent}", "{completion}"))
+    with pytest.raises(ValueError, match="row 0: ZeroDivisionError"):
+        prepare(PAIR, function=lambda row: 1 / 0)
+
+
+def test_unknown_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="the data has the columns answer, text; understood are"):
+        prepare([{"text": "a", "answer": "b"}])
+
+
+def test_unreachable_data_says_how_to_give_a_local_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"--train_data rows.jsonl"):
+        load_rows("nobody/no-such-data")
+    with pytest.raises(FileNotFoundError, match="no file"):
+        load_rows(str(tmp_path / "rows.jsonl"))
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{not json\n")
+    with pytest.raises(ValueError, match=r"broken.jsonl: cannot be read"):
+        load_rows(str(broken))
+
+
+def test_split_holds_out_and_keeps_every_row_once() -> None:
+    rows = [{"prompt": f"q{i}", "completion": "a"} for i in range(250)]
+    train, held_out = preprocess_dataset(Dataset.from_list(rows), TOKENIZERS["chatml"], 100, 0.01)
+    assert (len(train), len(held_out)) == (247, 3)
+    texts = [TOKENIZERS["chatml"].decode(row["input_ids"]) for row in [*train, *held_out]]
+    assert len(set(texts)) == 250
+
+
+def test_preprocessing_is_parallel_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"q{i}", "completion": "a"}) + "\n" for i in range(1100)))
+    alone = prepare(load_rows(str(file)), num_proc=1)
+    assert prepare(Dataset.from_list(load_rows(str(file)).to_list()), num_proc=2).to_list() == alone.to_list()
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(sft_data, "tokenize_row", fail)
+    assert prepare(load_rows(str(file)), num_proc=1).to_list() == alone.to_list()
+    with pytest.raises(AssertionError, match="tokenised again"):
+        prepare(load_rows(str(file)), max_length=99, num_proc=1)

@@ -1,0 +1,168 @@
+"""SFT that diverges stops at once, says where, and saves only numbers; losses are counted over resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from d1.sft.train import main, make_parser
+from d1.sft.trainer import dLLMTrainer
+
+SFT = Path(__file__).parents[3] / "SFT"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}+{i}", "completion": f"={2 * i}!"}) + "\n" for i in range(40)))
+    flags = {"--model_name": tiny_model_dir, "--train_data": path, "--batch_size": 4, "--grad_accum_steps": 1}
+    more = ["--test_split", "0", "--full_finetuning", "--debugging", "--job_name", "job"]
+    return [str(word) for flag in flags.items() for word in flag] + more
+
+
+@pytest.fixture(scope="module")
+def blocks_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    """The tiny model with blocks of 4 tokens."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path_factory.mktemp("blocks"), dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"block_size": 4}))
+    return folder
+
+
+def run(flags: list[str], folder: Path, **changes: str | int | float) -> dLLMTrainer:
+    words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    return main(make_parser().parse_args([*flags, "--output_dir", str(folder), *words]))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_its_rows(
+    flags: list[str], blocks_dir: Path, tmp_path: Path, blocks: bool
+) -> None:
+    flags = [*flags, "--model_name", str(blocks_dir)] if blocks else flags
+    with pytest.raises(FloatingPointError, match=r"the loss became (nan|inf) at step \d+; its rows are in .*bad_loss"):
+        run(flags, tmp_path, learning_rate=1e30, max_steps=40, eval_steps=1000)
+    (file,) = (tmp_path / "job").glob("bad_loss_step*_rank0.json")
+    rows = json.loads(file.read_text())
+    assert 1 <= len(rows) <= 4
+    for row in rows:
+        prompt, answer = row["text"].split("<assistant>")
+        assert "<user>" in prompt
+        assert row["answer"].replace(" ", "").startswith("=")
+        assert row["answer"].replace(" ", "") == answer.replace(" ", "")
+        times = row["t"] if blocks else [row["t"]]
+        tokens = re.findall(r"<[a-z]+>|\S", row["text"])
+        assert len(times) == (-(-len(tokens) // 4) if blocks else 1)
+        assert all(0 <= t <= 1 for t in times)
+        assert 1 <= row["hidden_tokens"] <= len(answer)
+        assert row["loss"] != row["loss"] or abs(row["loss"]) == float("inf")
+    assert not list((tmp_path / "job").rglob("*.safetensors"))
+
+
+def test_only_the_rows_to_blame_are_named(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_losses, seen = dLLMTrainer.row_losses, []
+
+    def third_is_infinite(self: dLLMTrainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        losses = true_losses(self, model, inputs)
+        if self.state.global_step < 2:
+            return losses
+        seen.append(inputs["t"][2].item())
+        return losses * torch.tensor([1.0, 1.0, torch.inf, 1.0])
+
+    monkeypatch.setattr(dLLMTrainer, "row_losses", third_is_infinite)
+    with pytest.raises(FloatingPointError, match=r"became inf at step 2"):
+        run(flags, tmp_path, max_steps=40)
+    (row,) = json.loads((tmp_path / "job/bad_loss_step2_rank0.json").read_text())
+    assert row["t"] == seen[0]
+
+
+class AtStep(TrainerCallback):
+    def __init__(self, step: int, act: Callable[[Any], None]) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.act(kwargs["model"])
+
+
+def call_at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[Any], None]) -> None:
+    """Has trainers call `act(model)` after a step."""
+    start = dLLMTrainer.__init__
+
+    def start_with_callback(self: dLLMTrainer, **options: Any) -> None:
+        start(self, **options)
+        self.add_callback(AtStep(step, act))
+
+    patch.setattr(dLLMTrainer, "__init__", start_with_callback)
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run_too(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call_at_step(monkeypatch, 2, lambda model: model.lm_head.weight.data.fill_(torch.nan))
+    with pytest.raises(FloatingPointError, match=r"the loss became nan at step 2"):
+        run([*flags, "--test_split", "0.2"], tmp_path, max_steps=40, eval_steps=2)
+    assert not list((tmp_path / "job").rglob("*.safetensors"))
+
+
+def test_weights_that_are_not_finite_are_not_saved(flags: list[str], tmp_path: Path) -> None:
+    """The update of the last step makes them so: no loss shows it."""
+    with pytest.raises(FloatingPointError, match=r"no longer finite after step 2 \(the first is model\.embed_tokens"):
+        run(flags, tmp_path, learning_rate=1e39, max_steps=2, eval_steps=1, warmup_steps=2)  # 0, then half of it
+    saved = list((tmp_path / "job").rglob("*.safetensors"))
+    assert [file.parent.name for file in saved] == ["checkpoint-1"]
+    assert all(torch.isfinite(tensor).all() for tensor in load_file(saved[0]).values())
+
+
+def test_two_processes_stop_as_well(flags: list[str], tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "sft_train.py"]
+    training = ["--learning_rate", "1e30", "--max_steps", "40", "--output_dir", str(tmp_path)]
+    done = subprocess.run(
+        [*launch, *flags, *training],
+        cwd=SFT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    assert "the loss became" in done.stderr
+    assert list((tmp_path / "job").glob("bad_loss_step*_rank*.json"))
+    assert not list((tmp_path / "job").rglob("*.safetensors"))
+
+
+def interrupt(model: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("save_steps", "blocks"), [(4, False), (5, True)])  # 5: a step is not logged yet (every 2)
+def test_train_loss_counts_all_steps_after_a_resume(
+    flags: list[str], blocks_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_steps: int, blocks: bool
+) -> None:
+    settings: dict[str, Any] = {"learning_rate": 1e-3, "max_steps": 8, "eval_steps": save_steps, "logging_steps": 2}
+    if blocks:
+        flags = [*flags, "--model_name", str(blocks_dir), "--complementary_masks"]
+    whole = run(flags, tmp_path / "whole", **settings)
+    with monkeypatch.context() as patch:
+        call_at_step(patch, 7, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(flags, tmp_path / "killed", **settings)
+    resumed = run([*flags, "--resume"], tmp_path / "killed", **settings)
+
+    def losses(trainer: dLLMTrainer) -> list[float]:
+        return [entry[key] for entry in trainer.state.log_history for key in ("loss", "train_loss") if key in entry]
+
+    assert len(losses(whole)) == 5
+    assert losses(resumed) == losses(whole)
+    assert losses(whole)[-1] == pytest.approx(sum(losses(whole)[:4]) / 4, rel=1e-6)

@@ -1,0 +1,336 @@
+"""The loss and its gradient are the formula's, for every way of splitting a global batch.
+
+Run under torchrun, this file is also the process that takes the one optimizer step: see `step_in_processes`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
+
+from d1.models import load_model, load_tokenizer, prepare
+from d1.runs.entry import leave
+from d1.sft.batches import Slot
+from d1.sft.trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+
+ROOT = Path(__file__).parents[3]
+ROWS = 8
+SPLITS_ALONE = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
+SPLITS_OF_TWO = [(4, 1), (2, 2)]
+EOS_PADDINGS: list[int | str] = [1, "batch"]  # rows of 2 to 38 tokens with padding between them, and without
+BLOCKS: dict[str, Any] = {"block_size": 4, "complementary": True}
+WAYS: dict[str, dict[str, Any]] = {"full attention": {}, "blocks": {"block_size": 4}, "complementary": BLOCKS}
+WAYS |= {"packed": {"packed": True}, "packed blocks": BLOCKS | {"packed": True}}
+SAME = {"packed": "full attention", "packed blocks": "complementary"}  # the way without packing
+CASES_OF_TWO = [*itertools.product(WAYS.items(), EOS_PADDINGS, SPLITS_OF_TWO)]
+SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty slots
+DEEPSPEED = ["accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--zero_stage"]
+LAUNCHERS = {
+    "MULTI_CPU": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "ZERO2": [*DEEPSPEED, "2"],
+    "ZERO3": [*DEEPSPEED, "3", "--zero3_save_16bit_model", "true"],
+}
+
+
+def rows_of_all_lengths(count: int = ROWS) -> Dataset:
+    rows = []
+    for i in range(count):
+        prompt, answer = 1 + i % 3, 1 + (i * i) % 37
+        rows.append(
+            {
+                "input_ids": [8 + (7 * i + k) % 40 for k in range(prompt + answer - 1)] + [2],
+                "answer": [False] * prompt + [True] * answer,
+                "length": prompt + answer,
+                "start": prompt,
+                "status": "ok",
+            }
+        )
+    return Dataset.from_list(rows)
+
+
+def model_of(model_dir: Path, block_size: int | None, dtype: torch.dtype | None = None) -> Any:
+    """The model with the attention of blocks of that size, if any."""
+    config = LlamaConfig.from_pretrained(model_dir)
+    config.block_size = block_size
+    return prepare(LlamaForCausalLM.from_pretrained(model_dir, config=config, dtype=dtype))
+
+
+def test_noise_for_other_blocks_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    collate = dLLMDataCollator(load_tokenizer(str(tiny_model_dir)), block_size=8)
+    for size in (4, None):
+        with pytest.raises(ValueError, match=rf"for blocks of 8 tokens and this llama has blocks of {size}"):
+            dLLMTrainer(model=model_of(tiny_model_dir, size), args=args, data_collator=collate)
+
+
+def make_trainer(
+    model_dir: Path,
+    folder: Path,
+    batch: int,
+    accumulation: int,
+    block_size: int | None = None,
+    complementary: bool = False,
+    packed: bool = False,
+    **options: Any,
+) -> dLLMTrainer:
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    rows = options.pop("rows", None) or rows_of_all_lengths()
+    tokenizer = load_tokenizer(str(model_dir))
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=1,
+        max_steps=options.pop("max_steps", -1),
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=not deepspeed,  # asked for the CPU, Accelerate would leave DeepSpeed out
+        ddp_backend="gloo" if deepspeed else None,
+        disable_tqdm=True,
+        report_to="none",
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+    )
+    return dLLMTrainer(
+        model=model_of(model_dir, block_size, dtype=torch.float32 if deepspeed else torch.float64),
+        args=args,
+        data_collator=dLLMDataCollator(tokenizer, block_size=block_size, complementary=complementary, packed=packed),
+        train_dataset=dLLMSFTDataset(rows, tokenizer, 64, eos_padding=options.pop("eos_padding", "batch")),
+        processing_class=tokenizer,
+        **options,
+    )
+
+
+def one_step(model_dir: Path, folder: Path, batch: int, accumulation: int, **options: Any) -> None:
+    """An epoch of plain SGD at rate 1: of one step, unless `rows` has more than the global batch."""
+    trainer = make_trainer(model_dir, folder, batch, accumulation, **options)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.accelerator.wait_for_everyone()
+
+
+def found(model_dir: Path, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """The step's loss, and its gradient: what the weights lost."""
+    before = load_model(str(model_dir)).state_dict()
+    after = load_model(str(folder), dtype=torch.float64).state_dict()
+    loss = json.loads((folder / "trainer_state.json").read_text())["log_history"][0]["loss"]
+    return loss, {name: before[name] - after[name] for name in before}
+
+
+def brute_force(model_dir: Path, folder: Path, eos_padding: int | str, **way: Any) -> tuple[float, dict[str, Tensor]]:
+    """The formula, row by row and block by block without padding: sum of cross-entropy / t' over hidden tokens, over
+    all answer tokens. A block is noised behind the clean text before it."""
+    model = model_of(model_dir, way.get("block_size"), dtype=torch.float64)
+    trainer = make_trainer(model_dir, folder, ROWS, 1, eos_padding=eos_padding, **way)
+    (batch,) = trainer.get_train_dataloader()
+    answers = sum(label != IGNORED for row in batch["labels"].tolist() for label in row)
+    total, naive = 0.0, torch.zeros((), dtype=torch.float64)
+    for ids, labels, visible, t in zip(
+        batch["input_ids"], batch["labels"], batch["attention_mask"], batch["t"], strict=True
+    ):
+        length = int(visible.sum())
+        whole = torch.where(labels == IGNORED, ids, labels)
+        size = way.get("block_size", length)
+        times = [float(t)] * length if t.dim() == 0 else t.tolist()
+        for start in range(0, length, size):
+            block = slice(start, min(start + size, length))
+            logits = model(input_ids=torch.cat([whole[:start], ids[block]])[None]).logits[0, start:]
+            assert len(set(times[block])) == 1
+            probability = (1 - 1e-3) * times[start] + 1e-3
+            for noised, clean, scores in zip(ids[block].tolist(), labels[block].tolist(), logits, strict=True):
+                if clean == IGNORED or noised == clean:
+                    continue
+                assert noised == 3
+                exponentials = [math.exp(score) for score in scores.tolist()]
+                total += -math.log(exponentials[clean] / sum(exponentials)) / probability / answers
+                naive = naive - scores.log_softmax(-1)[clean] / probability / answers
+    naive.backward()
+    return total, {name: cast(Tensor, weight.grad) for name, weight in model.named_parameters()}
+
+
+def assert_same(
+    result: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]], atol: float = 1e-7
+) -> None:
+    assert result[0] == pytest.approx(expected[0], rel=1e-6)
+    assert result[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(result[1][name].to(gradient.dtype), gradient, rtol=1e-6, atol=atol)
+
+
+def step_in_processes(kind: str, model_dir: Path, folder: Path) -> None:
+    """Two processes of this very file take the step in every way, EOS padding and split, and save what they find."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "SFT")])
+    done = subprocess.run(
+        [sys.executable, "-m", *LAUNCHERS[kind], __file__, kind, str(model_dir), str(folder)],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def process(kind: str, model_dir: Path, folder: Path) -> None:
+    for (name, way), eos_padding, (batch, accumulation) in CASES_OF_TWO:
+        target = folder / f"{name}-{eos_padding}-{batch}"
+        one_step(model_dir, target, batch, accumulation, eos_padding=eos_padding, **way)
+    if kind == "MULTI_CPU":
+        one_step(model_dir, folder / "short", 2, 1, rows=rows_of_all_lengths(6))
+    trainer = make_trainer(model_dir, folder, 1, 1)
+    assert trainer.args.world_size == 2
+    state = trainer.accelerator.state
+    assert state.distributed_type.value == ("MULTI_CPU" if kind == "MULTI_CPU" else "DEEPSPEED")
+    assert kind == "MULTI_CPU" or state.deepspeed_plugin.zero_stage == int(kind[-1])
+    trainer.end()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | str], Any]:
+    folder = tmp_path_factory.mktemp("brute_force")
+    found = {
+        (name, eos_padding): brute_force(tiny_model_dir, folder, eos_padding, **way)
+        for (name, way), eos_padding in itertools.product(WAYS.items(), EOS_PADDINGS)
+        if name not in SAME
+    }
+    return found | {(name, padding): found[same, padding] for name, same in SAME.items() for padding in EOS_PADDINGS}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("eos_padding", EOS_PADDINGS)
+@pytest.mark.parametrize("split", SPLITS_ALONE)
+def test_one_process(
+    tiny_model_dir: Path, tmp_path: Path, expected: Any, split: tuple[int, int], eos_padding: int | str, way: str
+) -> None:
+    one_step(tiny_model_dir, tmp_path, *split, eos_padding=eos_padding, **WAYS[way])
+    assert_same(found(tiny_model_dir, tmp_path), expected[way, eos_padding])
+
+
+def test_a_block_of_the_whole_row_is_full_attention(tiny_model_dir: Path, tmp_path: Path, expected: Any) -> None:
+    one_step(tiny_model_dir, tmp_path, 4, 2, block_size=64)
+    assert_same(found(tiny_model_dir, tmp_path), expected["full attention", "batch"])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("block_size", [None, 4])
+def test_packing_changes_no_loss_and_no_gradient_of_an_adapter(
+    tiny_model_dir: Path, tmp_path: Path, block_size: int | None, attention: str
+) -> None:
+    """In fp32, with a row that hides nothing and an empty slot; and what is said of each evaluation row."""
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    dataset = dLLMSFTDataset(rows_of_all_lengths(), tokenizer, 64, eos_padding=1)
+    held_out = dLLMSFTDataset(rows_of_all_lengths(5), tokenizer, 64, eval=True, eval_draws=3)
+    found = []
+    for packed in (False, True):
+        model = model_of(tiny_model_dir, block_size, torch.float32)
+        model.set_attn_implementation(attention)
+        torch.manual_seed(0)
+        adapter = get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+        trainer = dLLMTrainer(
+            model=adapter.eval(),
+            args=TrainingArguments(
+                str(tmp_path), use_cpu=True, report_to=[], per_device_eval_batch_size=4, remove_unused_columns=False
+            ),
+            data_collator=dLLMDataCollator(tokenizer, block_size=block_size, packed=packed),
+            train_dataset=dataset,
+            eval_dataset=held_out,
+        )
+        slots = [Slot(2, t=0.0), *[Slot(row, epoch=3) for row in range(ROWS)], Slot(-1)]
+        batch = trainer.data_collator(dataset.__getitems__(slots))
+        assert batch["attention_mask"].all() == packed
+        loss, outputs = trainer.compute_loss(adapter, batch, return_outputs=True)
+        loss.backward()
+        gradients = {name: weight.grad for name, weight in adapter.named_parameters() if weight.requires_grad}
+        found.append((loss, outputs["row_losses"], gradients, trainer.evaluate()))
+    plain, packed_ones = found
+    assert plain[1][0] == plain[1][-1] == 0
+    torch.testing.assert_close(packed_ones[:3], plain[:3], rtol=1e-6, atol=1e-6)
+    losses = [{name: value for name, value in metrics[3].items() if "loss" in name} for metrics in found]
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_blocks_of_one_token_are_left_to_right(tmp_path: Path, lora: bool) -> None:
+    """With everything hidden, the loss and gradient of an autoregressive model: the next token's cross-entropy."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        use_cache=False,
+    )
+    causal: Any = Qwen2ForCausalLM(config).double()
+    blocks = copy.deepcopy(causal)
+    blocks.config.update({"block_size": 1, "predicts_next_token": True})
+    prepare(blocks)
+    if lora:
+        adapter = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        blocks, causal = get_peft_model(blocks, adapter), get_peft_model(causal, adapter)
+        causal.load_state_dict(blocks.state_dict())
+    tokenizer = SimpleNamespace(mask_token_id=3, eos_token_id=2, pad_token_id=0)
+    trainer = dLLMTrainer(
+        model=blocks,
+        args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        data_collator=dLLMDataCollator(cast(Any, tokenizer), block_size=1),
+    )
+    clean = torch.randint(4, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    labels, visible = clean.clone(), torch.ones_like(clean)
+    labels[0, :2] = labels[1, :5] = labels[0, 7:] = IGNORED
+    visible[0, 7:] = 0
+    batch = {"input_ids": torch.where(labels == IGNORED, clean, 3), "labels": labels, "attention_mask": visible}
+    loss = trainer.compute_loss(blocks, batch | {"t": torch.ones(clean.shape)})
+    loss.backward()
+    expected = causal(input_ids=clean, attention_mask=visible, labels=labels).loss
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for (name, weight), same in zip(blocks.named_parameters(), causal.parameters(), strict=True):
+        if weight.requires_grad and not name.endswith("embed_tokens.weight"):  # blocks read masks as well
+            torch.testing.assert_close(weight.grad, same.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_two_processes(tiny_model_dir: Path, tmp_path: Path, expected: Any) -> None:
+    step_in_processes("MULTI_CPU", tiny_model_dir, tmp_path)
+    for (name, _), eos_padding, (batch, _) in CASES_OF_TWO:
+        assert_same(found(tiny_model_dir, tmp_path / f"{name}-{eos_padding}-{batch}"), expected[name, eos_padding])
+    for split in SHORT_EPOCH:
+        one_step(tiny_model_dir, tmp_path / "alone", *split, rows=rows_of_all_lengths(6))
+        assert_same(found(tiny_model_dir, tmp_path / "short"), found(tiny_model_dir, tmp_path / "alone"))
+
+
+@pytest.mark.parametrize("kind", ["ZERO2", "ZERO3"])
+def test_two_processes_of_deepspeed(tiny_model_dir: Path, tmp_path: Path, expected: Any, kind: str) -> None:
+    pytest.importorskip("deepspeed")
+    step_in_processes(kind, tiny_model_dir, tmp_path)
+    for (name, _), eos_padding, (batch, _) in CASES_OF_TWO:
+        result = found(tiny_model_dir, tmp_path / f"{name}-{eos_padding}-{batch}")
+        assert_same(result, expected[name, eos_padding], atol=1e-6)  # weights and gradients in fp32
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    process(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    leave()

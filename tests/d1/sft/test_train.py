@@ -1,0 +1,348 @@
+"""sft_train.py as users start it: real processes and whole runs on a small model and local data."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from d1.models import load_model, load_tokenizer
+from d1.models.convert import a2d
+from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
+from d1.sft.setup import on_gpu
+from d1.sft.train import eos_padding, main, make_parser
+from d1.sft.trainer import dLLMTrainer
+
+SFT = Path(__file__).parents[3] / "SFT"
+ALONE = ["-m", "accelerate.commands.launch", "--config_file", "../launch/cpu.yaml"]
+DDP = [
+    "-m",
+    "accelerate.commands.launch",
+    "--config_file",
+    "../launch/ddp.yaml",
+    "--num_processes",
+    "2",
+    "--mixed_precision",
+    "no",
+]
+ZERO2 = [*DDP[:3], "ddp_config.yaml", *DDP[4:]]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
+    """Flags of every run here; forty rows in s1K's schema, of very different lengths."""
+    path = tmp_path_factory.mktemp("s1k") / "rows.jsonl"
+    with path.open("w") as lines:
+        for i in range(40):
+            row = {"question": f"{i}+{i}=?", "thinking_trajectories": ["add " * (1 + i % 9)], "attempt": str(2 * i)}
+            lines.write(json.dumps(row) + "\n")
+    return ["--model_name", str(tiny_model_dir), "--train_data", str(path), "--test_split", "0.2", "--batch_size", "4"]
+
+
+def start(launcher: list[str], flags: list[str], folder: Path, **environment: Any) -> subprocess.Popen[bytes]:
+    """sft_train.py in the folder of d1's command line, in a process group of its own, writing to `folder`/log."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR"),
+    }
+    variables |= environment
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, *launcher, "sft_train.py", *flags, "--output_dir", str(folder), "--job_name", "job"],
+        cwd=SFT,
+        env={name: value for name, value in (os.environ | variables).items() if value is not None},
+        stdout=(folder / "log").open("ab"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[bytes], folder: Path, timeout: float = 900) -> None:
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, (folder / "log").read_text()[-4000:]
+
+
+def run(flags: list[str], folder: Path, *more: str) -> dLLMTrainer:
+    """The same in this process."""
+    return main(
+        make_parser().parse_args([*flags, "--output_dir", str(folder), "--job_name", "job", "--debugging", *more])
+    )
+
+
+def history(folder: Path, name: str) -> list[float]:
+    log = json.loads((folder / "job/trainer_state.json").read_text())["log_history"]
+    return [entry[name] for entry in log if name in entry]
+
+
+def history_names(folder: Path) -> set[str]:
+    return set().union(*json.loads((folder / "job/trainer_state.json").read_text())["log_history"])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_model(str(folder)).state_dict()
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return load_model(str(folder))(input_ids=torch.arange(8, 40)[None]).logits
+
+
+def test_twenty_steps_lower_the_loss(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    """As a user without an account types it: Weights & Biases logs to files."""
+    training = ["--full_finetuning", "--learning_rate", "3e-3", "--max_steps", "20", "--eval_steps", "10"]
+    home = tmp_path / "home"
+    home.mkdir()
+    environment: dict[str, Any] = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": str(home)}
+    finish(start(ALONE, [*flags, *training, "--eos_padding", "40"], tmp_path, **environment), tmp_path)
+    losses = history(tmp_path, "eval_loss")
+    assert losses[-1] < 0.8 * losses[0]
+    before, after = weights(tiny_model_dir), weights(tmp_path / "job")
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert list((tmp_path / "job/wandb").glob("offline-run-*"))
+    assert (tmp_path / "job/losses.png").stat().st_size > 5000
+    names = {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"}
+    assert names <= history_names(tmp_path)
+
+
+def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
+    """SIGKILL in the middle of the second epoch; dropout, noise, order and optimizer go on bit for bit."""
+    training = ["--lora_dropout", "0.3", "--learning_rate", "1e-3", "--max_steps", "36", "--eval_steps", "5"]
+    training += ["--grad_accum_steps", "1", "--logging_steps", "5", "--group_by_length", "--debugging"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start([], [*flags, *training], whole), whole)
+    process = start([], [*flags, *training], killed)
+    deadline = time.monotonic() + 900
+    while not (killed / "job/checkpoint-10").exists():
+        assert process.poll() is None, (killed / "log").read_text()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (killed / "job/trainer_state.json").exists()
+    assert (killed / "job/metrics.jsonl").exists()
+    finish(start([], [*flags, *training, "--resume"], killed), killed)
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert history(killed, name) == history(whole, name)
+    logs = [json.loads(line) for line in (killed / "job/metrics.jsonl").read_text().splitlines()]
+    assert logs == json.loads((killed / "job/trainer_state.json").read_text())["log_history"]
+    assert history(killed, "eval_loss")[-3:] == history(whole, "eval_loss")[-3:]
+    expected, found = weights(whole / "job"), weights(killed / "job")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kind"), [(DDP, "MULTI_CPU"), pytest.param(ZERO2, "DEEPSPEED", marks=pytest.mark.slow)]
+)
+def test_two_processes(flags: list[str], tmp_path: Path, launcher: list[str], kind: str) -> None:
+    """The shipped configurations, told to stay off a GPU; d1's compiles DeepSpeed's CPU Adam, which takes minutes."""
+    odd = [*flags, "--test_split", "0.13", "--eval_draws", "3"]  # 18 draws, which batches of 8 do not divide
+    training = ["--max_steps", "3", "--learning_rate", "1e-3", "--merge_at_end", "--debugging"]
+    on_cpu = {"ACCELERATE_USE_CPU": "true"} if kind == "MULTI_CPU" else {"CUDA_VISIBLE_DEVICES": ""}
+    finish(start(launcher, [*odd, *training], tmp_path, **on_cpu), tmp_path)
+    settings = json.loads((tmp_path / "job/run.json").read_text())["settings"]
+    assert (settings["world_size"], settings["distributed_type"]) == (2, kind)
+    run([*odd, "--max_steps", "1"], tmp_path / "alone")
+    first = history(tmp_path, "eval_loss")[0]
+    assert first == pytest.approx(history(tmp_path / "alone", "eval_loss")[0], rel=1e-5)
+    torch.testing.assert_close(logits(tmp_path / "job"), logits(tmp_path / "job/merged"), rtol=0, atol=1e-4)
+
+
+def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: list[str], tmp_path: Path) -> None:
+    """Steps and rates are those of the same batches unpacked; resumed in the middle of an epoch, by one process too
+    where two had begun, if the steps keep their rows."""
+    step = ["--learning_rate", "1e-3", "--grad_accum_steps", "2", "--logging_steps", "1", "--eos_padding", "1"]
+    step += ["--eval_steps", "3", "--lora_dropout", "0", "--debugging", "--max_steps", "5"]
+    plain, packed, two = tmp_path / "plain", tmp_path / "packed", tmp_path / "two"
+    run([*flags, *step], plain)
+    run([*flags, *step, "--packing"], packed)
+    finish(start(DDP, [*flags, *step, "--packing", "--batch_size", "2"], two, ACCELERATE_USE_CPU="true"), two)
+    for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_loss_t0.0-0.2"):
+        expected = history(plain, name)
+        assert len(expected) >= 2
+        assert history(packed, name) == pytest.approx(expected, rel=1e-4)
+        assert history(two, name) == pytest.approx(expected, rel=1e-4)
+    assert history(packed, "padding_share") == [0] * 5 < history(plain, "padding_share")
+    assert "packed" not in (packed / "job/adapter_config.json").read_text()
+    again = tmp_path / "again"
+    shutil.copytree(packed / "job/checkpoint-3", again / "job/checkpoint-3")
+    run([*flags, *step, "--packing", "--resume"], again)
+    assert history(again, "loss") == history(packed, "loss")
+    found, expected = weights(again / "job"), weights(packed / "job")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    fewer = tmp_path / "fewer"
+    shutil.copytree(two / "job/checkpoint-3", fewer / "job/checkpoint-3")
+    shutil.copy(two / "job/run.json", fewer / "job/run.json")
+    with pytest.raises(
+        ValueError, match=r"trained with 8 rows a step and cannot go on with 4 .*choose these to make 8"
+    ):
+        run([*flags, *step, "--packing", "--batch_size", "2", "--resume"], fewer)
+    run([*flags, *step, "--packing", "--resume"], fewer)
+    assert history(fewer, "loss") == pytest.approx(history(plain, "loss"), rel=1e-4)
+
+
+def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    run(flags, tmp_path, "--max_steps", "3", "--learning_rate", "1e-2", "--merge_at_end", "--gradient_checkpointing")
+    adapter, merged = tmp_path / "job", tmp_path / "job/merged"
+    assert (logits(adapter) - logits(tiny_model_dir)).abs().max() > 0.01
+    torch.testing.assert_close(logits(merged), logits(adapter), rtol=0, atol=1e-4)
+    assert load_tokenizer(str(merged)).mask_token_id == load_tokenizer(str(adapter)).mask_token_id == 3
+    # Training on from the adapter starts from the model that it makes.
+    run([*flags, "--model_name", str(adapter)], tmp_path / "on", "--max_steps", "1", "--learning_rate", "0")
+    torch.testing.assert_close(logits(tmp_path / "on/job"), logits(adapter), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [["--full_finetuning"], ["--lora_r", "8", "--complementary_masks"]])
+def test_a_model_made_block_causal_learns(
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path, how: list[str]
+) -> None:
+    torch.manual_seed(0)
+    fields = json.loads((tiny_model_dir / "config.json").read_text())
+    sizes = {name: fields[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "causal")
+    load_tokenizer(str(tiny_model_dir)).save_pretrained(tmp_path / "causal")
+    a2d(str(tmp_path / "causal"), str(tmp_path / "base"), mask_token="<mask>", block_size=4)
+    training = ["--model_name", str(tmp_path / "base"), "--learning_rate", "1e-2", "--max_steps", "20", *how]
+    run([*flags, *training, "--eval_steps", "10"], tmp_path)
+    losses = history(tmp_path, "eval_loss")
+    assert losses[-1] < 0.7 * losses[0]
+    assert len([name for name in history_names(tmp_path) if name.startswith("eval_loss_t")]) == 5
+    assert load_model(str(tmp_path / "job")).config.block_size == 4
+
+
+def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
+    """A model that has learned something is ruined by weight decay: the first evaluation is the best."""
+    run([*flags, "--max_steps", "20", "--learning_rate", "1e-2", "--full_finetuning"], tmp_path / "good")
+    ruin = ["--max_steps", "12", "--eval_steps", "2", "--learning_rate", "1e-3", "--weight_decay", "100"]
+    trainer = run([*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin], tmp_path)
+    losses = history(tmp_path, "eval_loss")[1:]
+    assert trainer.state.best_metric == min(losses) < losses[-1]
+    best = weights(Path(str(trainer.state.best_model_checkpoint)))
+    last = weights(tmp_path / "job/checkpoint-12")
+    final = weights(tmp_path / "job")
+    assert all(torch.equal(final[name], best[name]) for name in best)
+    assert any(not torch.equal(final[name], last[name]) for name in best)
+
+
+def test_a_hub_out_of_reach_costs_nothing_and_an_adapter_gets_a_card(
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT's own card names folders of this machine."""
+    push = ["--max_steps", "2", "--eval_steps", "2", "--push_to_hub", "--hub_model_id", "me/sft", "--lora_r", "2"]
+    run(flags, tmp_path, *push)
+    weights(tmp_path / "job")
+    card = (tmp_path / "job" / "README.md").read_text()
+    assert "| --lora_r | `2` |" in card
+    assert f'load_model("{tiny_model_dir.name}", adapter="me/sft")' in card
+    assert not [path for path in (tmp_path, tiny_model_dir) if str(path) in card]
+    (tmp_path / "job" / "README.md").write_text(f"{card}With results that were added since.\n")
+    run(flags, tmp_path, *push, "--resume")
+    assert (tmp_path / "job" / "README.md").read_text().endswith("added since.\n")
+    failed = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(failed) == 2
+    assert all("is complete, but was not uploaded to me/sft: " in message for message in failed)
+
+
+def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
+    still = [*flags, "--learning_rate", "0", "--eval_steps", "1", "--grad_accum_steps", "1", "--full_finetuning"]
+    assert run([*still, "--max_steps", "2", "--early_stop", "2"], tmp_path).state.global_step == 2
+    for _ in range(2):  # on with the patience that was left; then with none
+        resumed = run([*still, "--max_steps", "9", "--early_stop", "2", "--resume"], tmp_path)
+        assert resumed.state.global_step == 3
+    moving = [*flags, "--learning_rate", "1e-3", "--max_steps", "2", "--full_finetuning"]
+    run(moving, tmp_path / "done")
+    expected = weights(tmp_path / "done/job")
+    trainer = run(moving, tmp_path / "done", "--resume")
+    assert trainer.state.global_step == 2
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "done/job").items())
+    with pytest.raises(ValueError, match=r"holds another run \(checkpoint-2\): continue it with --resume"):
+        run(moving, tmp_path / "done")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--prompt_column", "question"], "need each other"),
+        (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
+        (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
+        (["--early_stop", "1", "--test_split", "0"], "hold rows out"),
+        (["--max_length", "-5"], "--max_length -5 "),
+        (["--grad_accum_steps", "0"], "--grad_accum_steps 0 "),
+        (["--num_epochs", "0"], "--num_epochs 0.0 "),
+        pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(
+    flags: list[str], tmp_path: Path, more: list[str], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        run(flags, tmp_path, *more)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(tiny_model_dir, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    without = [*flags, "--model_name", str(base), "--max_steps", "1"]
+    with pytest.raises(ValueError, match="has no chat template: --plain_chat_template gives it one"):
+        run(without, tmp_path)
+    run(without, tmp_path, "--plain_chat_template")
+    assert load_tokenizer(str(tmp_path / "job")).chat_template == PLAIN_CHAT_TEMPLATE
+
+
+def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a row has 4096 tokens and .* 512 positions: lower --max_length"):
+        run(flags, tmp_path, "--eos_padding", "max")
+    with pytest.raises(ValueError, match=r"not found in the base model.*--lora_target_modules attention"):
+        run(flags, tmp_path, "--lora_target_modules", "c_attn")
+
+
+def test_eos_padding_flag() -> None:
+    assert [eos_padding(text) for text in ("32", "batch", "max")] == [32, "batch", "max"]
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["--eos_padding", "longest"])
+
+
+def test_defaults_are_d1s() -> None:
+    args = make_parser().parse_args([])
+    assert (args.model_name, args.batch_size, args.max_length) == ("GSAI-ML/LLaDA-8B-Instruct", 1, 4096)
+    assert (args.num_epochs, args.learning_rate, args.grad_accum_steps) == (20, 1e-5, 4)
+    assert (args.job_name, args.train_data, args.debugging) == ("llada-s1", "simplescaling/s1K", False)
+    assert (args.lora_r, args.lora_alpha, args.lora_dropout) == (128, 256, 0.05)
+    assert args.lora_target_modules == ["q_proj", "k_proj", "v_proj"]
+    assert (args.weight_decay, args.max_grad_norm, args.eval_steps, args.test_split) == (0.1, 1.0, 100, 0.01)
+
+
+@pytest.mark.gpu
+def test_qlora(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = tmp_path / "base"  # 4-bit blocks have 64 weights: the tiny model's layers are too small
+    config = LlamaConfig.from_pretrained(tiny_model_dir)
+    config.update({"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 32})
+    LlamaForCausalLM(config).save_pretrained(base)
+    load_tokenizer(str(tiny_model_dir)).save_pretrained(base)
+    more = ["--load_in_4bit", "--max_steps", "12", "--learning_rate", "3e-3"]
+    trainer: Any = run([*flags, "--model_name", str(base)], tmp_path, *more)
+    assert trainer.model.get_base_model().model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    losses = history(tmp_path, "eval_loss")
+    assert losses[-1] < 0.9 * losses[0]
+    trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    assert trained
+    assert all(".lora_" in name for name in trained)
+    assert (logits(tmp_path / "job") - logits(base)).abs().max() > 0.01

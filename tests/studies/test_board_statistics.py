@@ -1,0 +1,146 @@
+"""The leaderboard's statistics: against sums written out, closed forms, a simulation, and Holm's rule by hand."""
+
+import math
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+
+from studies.leaderboard.statistics import (
+    Square,
+    holm,
+    mean_of,
+    pooled_seeds,
+    rank_correlation,
+    t_quantile,
+    t_tail,
+    variance_of_mean,
+)
+
+
+def written_out(scores):
+    """Mean squares of the crossed design, cell by cell."""
+    seeds, problems = len(scores), len(scores[0])
+    total = fmean(value for row in scores for value in row)
+    seed_means = [fmean(row) for row in scores]
+    problem_means = [fmean(row[p] for row in scores) for p in range(problems)]
+    of_seeds = sum(problems * (mean - total) ** 2 for mean in seed_means) / (seeds - 1)
+    of_problems = sum(seeds * (mean - total) ** 2 for mean in problem_means) / (problems - 1)
+    rest = sum(
+        (scores[s][p] - seed_means[s] - problem_means[p] + total) ** 2 for s in range(seeds) for p in range(problems)
+    )
+    return of_seeds, of_problems, rest / ((seeds - 1) * (problems - 1))
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.4])
+def test_the_variance_is_that_of_seeds_and_problems(bias):
+    generator = np.random.default_rng(3)
+    chance = generator.uniform(size=40)
+    scores = [
+        [float(u < c + bias * s) for u, c in zip(generator.uniform(size=40), chance, strict=True)] for s in (0, 1)
+    ]
+    of_seeds, of_problems, rest = written_out(scores)
+    assert of_problems > rest
+    assert (of_seeds > rest) == bool(bias)
+    parts = [(of_problems, 39), (of_seeds, 1), (-rest, 39)] if bias else [(of_problems, 39)]
+    both = sum(square for square, _ in parts)
+    variance, freedom = variance_of_mean(np.array(scores))
+    assert variance == pytest.approx(both / 80, rel=1e-12)
+    assert freedom == pytest.approx(both**2 / sum(square**2 / of for square, of in parts), rel=1e-12)
+    found = mean_of(np.array(scores))
+    assert found.value == pytest.approx(fmean(value for row in scores for value in row))
+    assert found.high - found.value == pytest.approx(t_quantile(0.95, freedom) * math.sqrt(variance))
+
+
+def test_of_one_seed_it_is_students_interval_over_problems():
+    values = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    found = mean_of(np.array([values]))
+    error = stdev(values) / math.sqrt(7)
+    assert found.high - found.value == pytest.approx(2.4469119 * error, rel=1e-6)  # t of 6 degrees, from a table
+    assert found.p == pytest.approx(t_tail(fmean(values) / error, 6))
+    assert mean_of(np.zeros((3, 5))) == (0, 0, 0, 1)
+    with pytest.raises(ValueError, match="an interval needs two problems"):
+        mean_of(np.ones((3, 1)))
+
+
+def test_students_tail_is_the_closed_form_where_there_is_one():
+    for t in (0.0, 0.3, 1.0, 4.0, 50.0):
+        assert t_tail(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t), rel=1e-4, abs=1e-7)
+        assert t_tail(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-5, abs=1e-7)
+        share = t / math.sqrt(4 + t * t)
+        assert t_tail(t, 4) == pytest.approx(1 - share * (1 + (4 / (4 + t * t)) / 2), rel=1e-5, abs=1e-7)
+        if t < 5:
+            assert t_tail(t, 1e6) == pytest.approx(math.erfc(t / math.sqrt(2)), rel=1e-3)
+    assert t_quantile(0.95, 2) == pytest.approx(4.302653, rel=1e-5)
+    assert t_quantile(0.95, 10) == pytest.approx(2.228139, rel=1e-5)
+
+
+def test_an_interval_holds_the_true_mean_of_seeds_and_problems_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        seeds, problems = generator.normal(size=(3, 1)), generator.normal(size=(1, 60))
+        found = mean_of(5.0 + 0.2 * seeds + problems + generator.normal(size=(3, 60)))
+        held += found.low < 5.0 < found.high
+    assert 0.93 < held / 400 <= 0.995
+
+
+def test_the_seeds_of_many_methods_are_the_mean_of_those_of_all_their_pairs():
+    """Each pair's own M_s, written out; of two methods that is the estimate itself. Seeds that one method lacks do not
+    count."""
+    generator = np.random.default_rng(5)
+    methods = [{seed: generator.normal(size=30) for seed in (0, 1, 2)} for _ in range(4)]
+    methods[3][7] = generator.normal(size=30)
+
+    def own(a, b):
+        return written_out([[float(value) for value in b[seed] - a[seed]] for seed in (0, 1, 2)])[0]
+
+    pairs = [own(a, b) for place, a in enumerate(methods) for b in methods[:place]]
+    found = pooled_seeds(methods)
+    assert found == (pytest.approx(fmean(pairs), rel=1e-12), 3 * 2)
+    assert pooled_seeds(methods[:2]) == (pytest.approx(own(*methods[:2]), rel=1e-12), 2)
+    assert pooled_seeds([{0: methods[0][0]}, methods[1]]) is None
+    assert pooled_seeds(methods[:1]) is None
+    difference = np.stack([methods[1][seed] - methods[0][seed] for seed in (0, 1, 2)])
+    own_square = Square(own(*methods[:2]), 2)
+    assert variance_of_mean(difference, own_square) == pytest.approx(variance_of_mean(difference), rel=1e-12)
+    wide = Square(9.0, 6)
+    _, of_problems, rest = written_out(difference.tolist())
+    assert variance_of_mean(difference, wide)[0] == pytest.approx((9 + max(of_problems - rest, 0)) / 90, rel=1e-12)
+
+
+def test_an_interval_with_the_seeds_of_all_methods_is_as_often_right_and_shorter():
+    generator = np.random.default_rng(1)
+    held, lengths = 0, []
+    for trial in range(400):
+        problems, seeds = generator.normal(size=60), generator.normal(size=3)
+        methods = [
+            {s: problems + seeds[s] + 0.5 * generator.normal() + generator.normal(size=60) for s in range(3)}
+            for _ in range(8)
+        ]
+        difference = np.stack([methods[1][seed] - methods[0][seed] for seed in range(3)])
+        found = mean_of(difference, pooled_seeds(methods))
+        held += found.low < 0.0 < found.high
+        if trial < 50:
+            alone = mean_of(difference)
+            lengths.append((found.high - found.low, alone.high - alone.low))
+    assert 0.925 < held / 400 < 0.975
+    assert np.median(lengths, axis=0)[0] < 0.7 * np.median(lengths, axis=0)[1]
+
+
+def test_holms_rule_by_hand():
+    # 4 x .005, then 3 x .01, then 2 x .03, and .04, which may not fall below the one before it
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_spearmans_correlation_by_hand():
+    a, b = np.array([1.0, 2, 3, 4, 5]), np.array([2.0, 1, 4, 3, 5])
+    found = rank_correlation(a, b)  # squared differences of ranks sum to 4
+    assert found.value == pytest.approx(1 - 6 * 4 / (5 * 24))
+    assert found.p == pytest.approx(0.104088, abs=1e-6)  # t = 2.3094 with three degrees of freedom
+    ties = rank_correlation(np.array([1.0, 2, 2, 3]), np.array([10.0, 40, 30, 90]))
+    assert ties.value == pytest.approx(np.corrcoef([1, 2.5, 2.5, 4], [1, 3, 2, 4])[0, 1])
+    assert rank_correlation(np.ones(4), np.arange(4.0)) is None
+    assert rank_correlation(a, np.exp(-a)) == (pytest.approx(-1), 0.0)
