@@ -29,6 +29,7 @@ LAYERS = (
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 OUTSIDE = {  # what uses the package as anyone would -> the other folders it may import from
     "dataset": (),
+    "examples": (),
     "pocket": ("dataset", "studies"),
     "studies": ("pocket",),
     "benchmarks": ("pocket", "dataset"),
