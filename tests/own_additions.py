@@ -5,11 +5,6 @@
 Every table of the library is a dictionary; a row added before `main` is called is a name like any other.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "diffu-grpo"))
-
 from d1.models.formats.names import key_mapping
 from d1.models.kinds import DECODER_LORA, KINDS, Kind
 from d1.rl.train import main, make_parser

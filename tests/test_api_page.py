@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import torch
 
@@ -14,10 +13,8 @@ PIECES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/api.md").read_text(), 
 
 
 def test_the_pages_pieces_run_in_order(tmp_path, monkeypatch, capsys) -> None:
-    for room in ("pocket", "SFT", "diffu-grpo"):
-        (tmp_path / room).symlink_to(ROOT / room)
+    (tmp_path / "pocket").symlink_to(ROOT / "pocket")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     names: dict = {}
     seen = []
     for number, piece in enumerate(PIECES):

@@ -24,7 +24,7 @@ SETTINGS = {
     "logging_steps": 1,
     "report_to": "none",
     "seed": 1,
-    "task": str(ROOT / "tests" / "diffu-grpo" / "letters_task.py"),
+    "task": str(ROOT / "tests" / "d1" / "rl" / "letters_task.py"),
     "method": str(ROOT / "tests" / "my_method.py"),
 }
 

@@ -179,10 +179,9 @@ def assert_same(
 
 def step_in_processes(kind: str, model_dir: Path, folder: Path) -> None:
     """Two processes of this very file take the step in every way, EOS padding and split, and save what they find."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "SFT")])
     done = subprocess.run(
         [sys.executable, "-m", *LAUNCHERS[kind], __file__, kind, str(model_dir), str(folder)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=900,
