@@ -18,7 +18,7 @@ from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval")
 # d1's rooms from the ground up: each may import those of the lines above its own, and itself.
 LAYERS = (
-    ("lazy", "show", "transformers_bridge"),
+    ("lazy", "ranges", "show", "transformers_bridge"),
     ("models", "masking", "tasks"),
     ("sampling", "scoring"),
     ("runs",),

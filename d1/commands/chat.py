@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from d1.ranges import check_ranges
 from d1.runs.entry import MISTAKES, one_line
-from d1.runs.ranges import check_ranges
-from d1.sampling.flags import ALIASES, FLAGS, add_sampling_flags, sampling_settings
+from d1.sampling.flags import ALIASES, FLAGS, add_model_flags, add_sampling_flags, sampling_settings
 from d1.sampling.settings import check_room
 from d1.show.film import MASK, harmless
 
@@ -42,15 +42,11 @@ class Chat:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = PIPES
     parser.add_argument("model", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="(default: bfloat16 on a GPU)")
-    parser.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
-    parser.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add_model_flags(parser, leave_out=("model_path", "checkpoint_path"))
     add_sampling_flags(parser.add_argument_group("sampling, also set by /settings"))
 
 
 def run(args: argparse.Namespace) -> None:
-    check_ranges(vars(args), "chat")
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     chat = load(args)
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
@@ -139,7 +135,8 @@ def obey(chat: Chat, line: str) -> str:
     if name != "/settings":
         raise ValueError(f"there is no command {name}: /help lists them, and a space before it makes it a message")
     chosen = chat.chosen | dict(map(read_setting, words))
-    check_ranges(chosen, "chat")
+    given = {name: flag["type"] for name, flag in FLAGS.items() if "type" in flag and chosen[name] is not None}
+    check_ranges(chosen, given)
     shown = vars(sampling_settings(chosen, chat.model.config)) | {"seed": chosen["seed"]}
     chat.chosen = chosen
     return "\n".join(f"{name}={value}" for name, value in shown.items())
@@ -155,7 +152,7 @@ def read_setting(word: str) -> tuple[str, Any]:
         return name, FLAGS[name].get("default")
     try:
         return name, FLAGS[name].get("type", str)(value)
-    except ValueError:
+    except argparse.ArgumentTypeError:
         raise ValueError(f"{name} is a number, got {value!r}") from None
 
 

@@ -7,8 +7,7 @@ import re
 import sys
 from typing import Any
 
-from d1.runs.ranges import check_ranges
-from d1.sampling.flags import FLAGS, add_sampling_flags
+from d1.sampling.flags import FLAGS, add_model_flags, add_sampling_flags
 from d1.sampling.settings import BLOCK_LENGTH, check_room
 
 PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")
@@ -18,16 +17,13 @@ LEFT_OUT = ("gen_length", "kv_cache")  # the text says how many tokens are fille
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
     parser.add_argument("text", metavar="TEXT", help="[MASK:3] is three tokens, [MASK] one; all else stays as it is")
-    parser.add_argument("--checkpoint_path", help="LoRA adapter to put on the model")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="(default: bfloat16 on a GPU)")
-    parser.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add_model_flags(parser, leave_out=("model_path", "plain_chat_template"))
     group = parser.add_argument_group("sampling")
     add_sampling_flags(
         group,
         LEFT_OUT,
         block_length={"help": f"masks filled before the next (default: the model's own blocks, or {BLOCK_LENGTH})"},
-        diffusion_steps={"help": "forward passes (default: one a mask)"},
+        diffusion_steps={"help": "forward passes (default: one per mask)"},
         sampler={"help": "exact or parallel: there is no cache here (default: %(default)s)"},
     )
     group.add_argument("--order", choices=["left", "right"], default="left", help="from which side (default: left)")
@@ -39,7 +35,6 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError: an argument, the text or the model makes no sense.
     """
-    check_ranges(vars(args), "fill")
     pieces = pieces_of(args.text)
     import torch
 

@@ -7,30 +7,32 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from d1.ranges import AMOUNT, COUNT, NATURAL, Range
 from d1.rl.methods import METHODS, WITHOUT_REFERENCE
-from d1.runs.ranges import check_ranges
+
+ZERO = Range(0, 3, integer=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_path", "--model_name", required=True, help="only its config.json is read")
     parser.add_argument("--stage", choices=["sft", "rl", "eval"], required=True)
-    parser.add_argument("--batch", type=int, default=1, help="rows a GPU (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a row, prompt and completion")
-    parser.add_argument("--block_length", type=int, default=32)
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="DeepSpeed ZeRO stage; 0 is plain DDP")
+    parser.add_argument("--batch", type=COUNT, default=1, help="rows per GPU (default: %(default)s)")
+    parser.add_argument("--length", type=COUNT, default=4096, help="tokens of a row, prompt and completion")
+    parser.add_argument("--block_length", type=COUNT, default=32)
+    parser.add_argument("--gpus", type=COUNT, default=1)
+    parser.add_argument("--zero", type=ZERO, default=0, help="DeepSpeed ZeRO stage, 0 to 3; 0 is plain DDP")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="bfloat16")
-    parser.add_argument("--lora_r", type=int, default=128, help="0: all weights are trained (default: %(default)s)")
+    parser.add_argument("--lora_r", type=NATURAL, default=128, help="0: all weights are trained (default: %(default)s)")
     parser.add_argument("--lora_targets", default="attention", help="attention or all-linear (default: %(default)s)")
     parser.add_argument("--load_in_4bit", action="store_true", help="frozen weights in NF4")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     rl = parser.add_argument_group("RL, named and set as in training")
     rl.add_argument("--method", choices=list(METHODS), default="d1", help="(default: %(default)s)")
-    rl.add_argument("--beta", type=float, help="without LoRA a reference model is kept if > 0; the method's if unset")
-    rl.add_argument("--views_at_once", type=int, default=1)
-    rl.add_argument("--max_completion_length", type=int, default=256, help="(default: %(default)s)")
-    rl.add_argument("--diffusion_steps", type=int, default=128, help="(default: %(default)s)")
-    rl.add_argument("--steps_per_generation", type=int, default=1, help="micro-batches of a rollout")
+    rl.add_argument("--beta", type=AMOUNT, help="without LoRA a reference model is kept if > 0; the method's if unset")
+    rl.add_argument("--views_at_once", type=COUNT, default=1)
+    rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
+    rl.add_argument("--diffusion_steps", type=COUNT, default=128, help="(default: %(default)s)")
+    rl.add_argument("--steps_per_generation", type=COUNT, default=1, help="micro-batches of a rollout")
 
 
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
@@ -63,7 +65,6 @@ def run(args: argparse.Namespace) -> None:
 
     if args.beta is None:
         args.beta = METHODS[args.method].values["beta"]
-    check_ranges(vars(args), "fit")
     fields = {name: value for name, value in vars(args).items() if name in FitSettings.__annotations__}
     base, _ = adapter_chain(args.model_path, None)
     config, _ = native_config(base)

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from d1.ranges import AMOUNT, NATURAL
 from d1.runs.entry import OneLineParser
-from d1.runs.ranges import check_ranges
-from d1.sampling.flags import add_sampling_flags, sampling_settings
+from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 from d1.sampling.settings import check_room
 from d1.show.film import Film, filmed, piece
 from d1.tasks import SPLITS, TASKS, load_task
@@ -28,17 +28,11 @@ OUTPUTS = ("html", "svg", "gif")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    model = parser.add_argument_group("model")
-    model.add_argument("--model_path", "--model_name", required=True, help="folder or hub name, or an adapter's folder")
-    model.add_argument("--checkpoint_path", help="LoRA adapter to put on the model")
-    model.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="(default: bfloat16 on a GPU)")
-    model.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
-    model.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
-    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add_model_flags(parser.add_argument_group("model"))
     asked = parser.add_argument_group("what is asked: a prompt, or a problem of a task")
     asked.add_argument("--prompt", help="what a user says; the model's chat template is put around it")
     asked.add_argument("--dataset", help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
-    asked.add_argument("--index", type=int, default=0, help="which problem of the split, from 0")
+    asked.add_argument("--index", type=NATURAL, default=0, help="which problem of the split, from 0")
     asked.add_argument("--split", choices=SPLITS, default="test")
     asked.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
     sampling = parser.add_argument_group("sampling")
@@ -49,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--html", type=Path, help="write a page that plays, to open in any browser")
     shown.add_argument("--svg", type=Path, help="write an animated picture, for a document")
     shown.add_argument("--gif", type=Path, help="write one for where no SVG moves")
-    shown.add_argument("--pause", type=float, default=0.08, help="least seconds a step stays in the terminal")
+    shown.add_argument("--pause", type=AMOUNT, default=0.08, help="minimum seconds that a step stays in the terminal")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -100,7 +94,6 @@ def described(name: str, value: Any) -> str:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    check_ranges(vars(args), "watch")
     if (args.prompt is None) == (args.dataset is None):
         raise ValueError("d1 watch needs something to answer: --prompt TEXT, or --dataset TASK and --index N")
     for path in filter(None, (getattr(args, name) for name in OUTPUTS)):

@@ -19,11 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from d1.ranges import COUNT, SEED
 from d1.runs.entry import OneLineParser
-from d1.runs.ranges import check_ranges
-from d1.sampling.flags import add_sampling_flags, sampling_settings
+from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 
-DTYPES = ("float32", "bfloat16", "float16")
 MISSING = "lm-evaluation-harness is not installed: pip install -e '.[harness]' in the checkout, or pip install lm-eval"
 
 
@@ -41,24 +40,18 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model_path", "--model_name", required=True, help="folder or hub name of a model, or an adapter's folder"
-    )
-    model.add_argument("--checkpoint_path", default="", help="LoRA adapter to put on the model")
-    model.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on a GPU, float32 on a CPU)")
-    model.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
-    model.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
-    model.add_argument("--batch_size", type=int, default=32, help="sequences in a forward pass of each process")
+    add_model_flags(model, leave_out=("trust_remote_code",), checkpoint_path={"default": ""})
+    model.add_argument("--batch_size", type=COUNT, default=32, help="sequences per forward pass of each process")
     sampling = parser.add_argument_group("tasks that generate")
     add_sampling_flags(
         sampling,
         leave_out=("temperature", "seed"),
-        gen_length={"default": None, "help": "tokens of a completion (default: what the task allows)"},
+        gen_length={"default": None, "help": "tokens per completion (default: what the task allows)"},
     )
     scoring = parser.add_argument_group("tasks that compare log-likelihoods")
-    scoring.add_argument("--mc_num", type=int, default=128, help="masks an answer (default: 128, as LLaDA)")
+    scoring.add_argument("--mc_num", type=COUNT, default=128, help="masks per answer (default: 128, as LLaDA)")
     scoring.add_argument("--antithetic", action="store_true", help="draw masks in opposite pairs")
-    parser.add_argument("--draw_seed", type=int, default=0, help="of masks and of sampling; --seed is the harness's")
+    parser.add_argument("--draw_seed", type=SEED, default=0, help="of masks and of sampling; --seed is the harness's")
     return parser
 
 
@@ -69,7 +62,6 @@ def main(args: argparse.Namespace) -> None:
         ImportError: the harness is not installed.
         ValueError: a setting makes no sense, or the cache is of another run; before the model is loaded.
     """
-    check_ranges({name: value for name, value in vars(args).items() if value is not None}, "eval")
     from d1.eval.processes import leave_processes
     from d1.eval.prompts import config_of
 

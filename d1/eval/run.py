@@ -28,11 +28,11 @@ from d1.eval.accuracy import as_table
 from d1.eval.files import generation_file, read_setups
 from d1.eval.journal import Journal
 from d1.eval.scores import Row, score_setup
+from d1.ranges import COUNT, NATURAL, check_ranges
 from d1.runs.entry import OneLineParser, quick_imports, run_script
 from d1.runs.output_dir import check_output_dir
-from d1.runs.ranges import check_ranges
 from d1.runs.record import run_record
-from d1.sampling.flags import add_sampling_flags, sampling_settings
+from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 from d1.sampling.settings import check_room
 from d1.tasks import SPLITS, TASKS, load_task
 from d1.tasks.protocols import PROTOCOLS, shots_of, under_protocol
@@ -42,30 +42,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eval")
 
-DTYPES = ("float32", "bfloat16", "float16")
 
-
-def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def make_parser(prog: str | None = None) -> OneLineParser:
     parser = OneLineParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model_path", "--model_name", required=True, help="folder or hub name of a model, or an adapter's folder"
-    )
-    model.add_argument("--checkpoint_path", default="", help="LoRA adapter to put on the model")
-    model.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on a GPU, float32 on a CPU)")
-    model.add_argument("--attn_implementation", help="sdpa, eager or flash_attention_2")
-    model.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without a chat template")
-    model.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add_model_flags(parser.add_argument_group("model"), checkpoint_path={"default": ""})
     task = parser.add_argument_group("task")
     task.add_argument("--dataset", required=True, help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
     task.add_argument("--split", choices=SPLITS, default="test")
     task.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
-    task.add_argument("--limit", type=int, help="evaluate this many problems, drawn once and for all from the split")
+    task.add_argument("--limit", type=COUNT, help="evaluate this many problems, drawn once and for all from the split")
     task.add_argument(
         "--prompt_protocol", default="d1", help=f"how problems are asked and answers read: {', '.join(PROTOCOLS)}"
     )
     task.add_argument(
-        "--few_shot", type=int, help="solved training problems shown before each (default: as the protocol has it)"
+        "--few_shot", type=NATURAL, help="solved training problems shown before each (default: as the protocol has it)"
     )
     task.add_argument("--few_shot_file", help="local file of the training problems for --few_shot")
     task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
@@ -73,17 +63,19 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     sampling = parser.add_argument_group("sampling")
     add_sampling_flags(
         sampling,
-        gen_length={"nargs": "+", "default": [128], "help": "tokens of a completion; several: one file each"},
+        gen_length={"nargs": "+", "default": [128], "help": "tokens per completion; several: one file each"},
         seed={"help": "of sampling and of the few-shot draw (default: %(default)s)"},
     )
-    sampling.add_argument("--num_samples", type=int, default=1, help="completions a problem, for pass@k and majority")
+    sampling.add_argument(
+        "--num_samples", type=COUNT, default=1, help="completions per problem, for pass@k and majority"
+    )
     sampling.add_argument(
         "--eos_stop", action="store_true", help="leave out the blocks after a completion's end: same answers, less work"
     )
     run = parser.add_argument_group("run")
     run.add_argument(
         "--batch_size",
-        type=int,
+        type=COUNT,
         default=4,
         help="completions generated at a time by each process; below float32 it changes some (see above)",
     )
@@ -125,9 +117,11 @@ def evaluate(model_path: str, dataset: str, **settings: Any) -> list[Row]:
         TypeError: a setting that is no flag.
         ValueError, FileNotFoundError: a setting, a file or a path makes no sense, before the model is loaded.
     """
-    args = make_parser().parse_args(["--model_path", model_path, "--dataset", dataset])
+    parser = make_parser()
+    args = parser.parse_args(["--model_path", model_path, "--dataset", dataset])
     if unknown := sorted(settings.keys() - vars(args).keys()):
         raise TypeError(f"evaluate() has no setting {', '.join(unknown)}; it takes {', '.join(vars(args))}")
+    check_ranges(settings, parser.ranges())
     return run(argparse.Namespace(**{**vars(args), **settings}))
 
 
@@ -138,8 +132,6 @@ def run(args: argparse.Namespace) -> list[Row]:
     Raises:
         ValueError, FileNotFoundError: an argument, a file or a path makes no sense, before the model is loaded.
     """
-    for length in args.gen_length:
-        check_ranges(vars(args) | {"gen_length": length}, "eval")
     check_output_dir(args.output_dir)
 
     # Only now, for they take seconds and `--help` needs none of them.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
 from trl import GRPOConfig
 
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.choices import check_choices
 from d1.rl.choose_method import check_names, find_method
@@ -17,7 +18,7 @@ from d1.rl.combinations import check_combination
 from d1.rl.methods import METHODS, WITHOUT_REFERENCE
 from d1.rl.objectives import OBJECTIVES, WITHOUT_OLD
 from d1.rl.penalties import PENALTIES
-from d1.runs.ranges import check_ranges
+from d1.runs.settings import setting
 from d1.sampling.blocks import check_sampler
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
@@ -27,186 +28,164 @@ from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import TASKS
 from d1.tasks.protocols import PROTOCOLS
 
+# Ranges of numbers that are inherited from Transformers and TRL, by range. A number that is always refused has none.
+STEPS = Range(0, 1, open_low=True, open_high=True) | COUNT  # a share of all steps, or a number of them
+INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
+    COUNT: (
+        *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        *("ref_model_sync_steps", "ddp_timeout", "lora_r", "lora_alpha"),
+    ),
+    COUNT | None: (
+        *("steps_per_generation", "num_generations_eval", "eval_accumulation_steps", "torch_empty_cache_steps"),
+        *("save_total_limit", "num_completions_to_print", "ddp_bucket_cap_mb", "dataloader_prefetch_factor"),
+    ),
+    COUNT | None | "auto" | "none" | "null": ("pad_to_multiple_of",),
+    COUNT | -1: ("max_steps",),
+    STEPS: ("logging_steps", "save_steps"),
+    STEPS | None: ("eval_steps",),
+    NATURAL: ("dataloader_num_workers",),
+    Range(-1, integer=True): ("local_rank",),
+    SEED: ("seed",),
+    SEED | None: ("data_seed",),
+    POSITIVE: ("num_train_epochs", "sapo_temperature_neg", "sapo_temperature_pos"),
+    POSITIVE | None: ("delta",),
+    AMOUNT: (
+        *("warmup_steps", "weight_decay", "adam_epsilon", "max_grad_norm", "eval_delay", "entropy_coef_delta"),
+        *("entropy_target", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
+    ),
+    AMOUNT | None: ("neftune_noise_alpha", "epsilon_high", "off_policy_mask_threshold"),
+    BELOW_ONE: ("adam_beta1", "adam_beta2", "lora_dropout"),
+    SHARE: ("label_smoothing_factor", "ref_model_mixup_alpha", "top_entropy_quantile"),
+    NUMBER: ("entropy_coef", "entropy_coef_min", "entropy_coef_max"),
+    replace(NUMBER, many=True) | None: ("reward_weights",),
+}
+INHERITED = {name: row for row, names in INHERITED_BY_RANGE.items() for name in names}
+
 
 @dataclass
 class DiffuGRPOConfig(GRPOConfig):
     """Arguments of `DiffuGRPOTrainer`. Defaults are d1's (arXiv 2504.12216, appendix), not TRL's, where they differ."""
 
     # What is trained, on what
-    model_path: str | None = field(
-        default=None,
-        metadata={
-            "aliases": ["--model_name"],
-            "help": "Model to start from: a base or merged model, or the folder of an SFT adapter.",
-        },
+    model_path: str | None = setting(
+        None, "Model to start from: a base or merged model, or the folder of an SFT adapter.", aliases=["--model_name"]
     )
-    dataset: str = field(
-        default="gsm8k",
-        metadata={
-            "aliases": ["--task"],
-            "help": f"Task: {', '.join(TASKS)}, or the path of your own task file.",
-        },
+    dataset: str = setting("gsm8k", f"Task: {', '.join(TASKS)}, or the path of your own task file.", aliases=["--task"])
+    prompt_protocol: str = setting("d1", f"How problems are asked and answers rewarded: {', '.join(PROTOCOLS)}.")
+    data_file: str | None = setting(None, "Local json, jsonl, csv or parquet file to train on, in the task's schema.")
+    eval_data_file: str | None = setting(
+        None, "Local file of validation problems, used when eval_strategy is not 'no'."
     )
-    prompt_protocol: str = field(
-        default="d1",
-        metadata={"help": f"How problems are asked and answers rewarded: {', '.join(PROTOCOLS)}."},
+    eval_limit: Annotated[int | None, COUNT | None] = setting(None, "Use only the first N validation problems.")
+    resume_from_checkpoint: str | None = setting(
+        None,
+        "Continue from the last complete checkpoint (alone, or 'true'), or from the one in this folder.",
+        aliases=["--resume"],
+        nargs="?",
+        const="true",
     )
-    data_file: str | None = field(
-        default=None, metadata={"help": "Local json, jsonl, csv or parquet file to train on, in the task's schema."}
-    )
-    eval_data_file: str | None = field(
-        default=None, metadata={"help": "Local file of validation problems, used when eval_strategy is not 'no'."}
-    )
-    eval_limit: int | None = field(default=None, metadata={"help": "Use only the first N validation problems."})
-
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "aliases": ["--resume"],
-            "nargs": "?",
-            "const": "true",
-            "help": "Continue from the last complete checkpoint (alone, or 'true'), or from the one in this folder.",
-        },
-    )
-    report: bool = field(
-        default=False, metadata={"help": "Write report.html at the end: curves, and completions before and after."}
-    )
-
-    max_compute_tokens: int | None = field(
-        default=None, metadata={"help": "End the run at the first step with so many compute_tokens, or at max_steps."}
+    report: bool = setting(False, "Write report.html at the end: curves, and completions before and after.")
+    max_compute_tokens: Annotated[int | None, COUNT | None] = setting(
+        None, "End the run at the first step with at least this number of compute_tokens, or at max_steps."
     )
 
     # Rollout
-    max_prompt_length: int = field(default=200, metadata={"help": "Longest prompt in tokens; longer ones are refused."})
-    truncate_prompts: bool = field(
-        default=False, metadata={"help": "Cut the beginning off prompts longer than max_prompt_length instead."}
+    max_prompt_length: Annotated[int, COUNT] = setting(200, "Maximum prompt length in tokens; longer ones are refused.")
+    truncate_prompts: bool = setting(False, "Cut the beginning off prompts longer than max_prompt_length instead.")
+    plain_chat_template: bool = setting(False, "Give a plain chat template to a tokenizer without one.")
+    block_length: Annotated[int | None, COUNT | None] = setting(
+        None, "Tokens per block; blocks are filled left to right. By default the model's own, or else 32."
     )
-    plain_chat_template: bool = field(
-        default=False, metadata={"help": "Give a tokenizer without a chat template a plain one."}
+    diffusion_steps: Annotated[int | None, COUNT | None] = setting(
+        128, "Forward passes per completion, spread over the blocks; one per token if unset."
     )
-    block_length: int | None = field(
-        default=None,
-        metadata={"help": "Tokens a block; blocks are filled left to right. By default the model's own, or else 32."},
+    cfg_scale: Annotated[float, AMOUNT] = setting(0.0, "Classifier-free guidance; 0 turns it off.")
+    remasking: str = setting("low_confidence", f"One of {', '.join(REMASKING)}.")
+    sampler: str = setting("exact", f"One of {', '.join(SAMPLERS)}; all but exact trade accuracy for speed.")
+    kv_cache: str | None = setting(None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset).")
+    reveal: str | None = setting(None, f"Rule of a parallel sampler: {', '.join(RULES)} (threshold if unset).")
+    reveal_level: Annotated[float | None, AMOUNT | None] = setting(
+        None, f"Level of the rule; if unset {', '.join(str(v) for _, v in RULES.values())}."
     )
-    diffusion_steps: int | None = field(
-        default=128, metadata={"help": "Forward passes a completion, spread over the blocks; one a token if unset."}
+    eos_stop: bool | None = setting(
+        None,
+        "Leave out the blocks after a completion's EOS: less work, the same completions. Unset means on, except where "
+        "processes must take equal numbers of steps.",
     )
-    cfg_scale: float = field(default=0.0, metadata={"help": "Classifier-free guidance; 0 turns it off."})
-    remasking: str = field(default="low_confidence", metadata={"help": f"One of {', '.join(REMASKING)}."})
-    sampler: str = field(
-        default="exact",
-        metadata={"help": f"One of {', '.join(SAMPLERS)}; all but exact trade accuracy for speed."},
-    )
-    kv_cache: str | None = field(
-        default=None, metadata={"help": f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset)."}
-    )
-    reveal: str | None = field(
-        default=None, metadata={"help": f"A parallel sampler's rule: {', '.join(RULES)} (threshold if unset)."}
-    )
-    reveal_level: float | None = field(
-        default=None, metadata={"help": f"The rule's level; if unset {', '.join(str(v) for _, v in RULES.values())}."}
-    )
-    eos_stop: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Leave out the blocks after a completion's EOS: less work, the same completions. Unset means on, "
-            "save where processes must keep step."
-        },
-    )
-    rollout_batch_size: int | None = field(
-        default=None, metadata={"help": "Completions sampled at once on a device; the whole generation batch if unset."}
+    rollout_batch_size: Annotated[int | None, COUNT | None] = setting(
+        None, "Completions sampled at once per device; the whole generation batch if unset."
     )
 
     # Estimator and objective
-    method: str = field(
-        default="d1",
-        metadata={
-            "help": f"Sets the flags below as a published method has them: {', '.join(METHODS)}; or the path of your "
-            "own file. Flags beside it win."
-        },
+    method: str = setting(
+        "d1",
+        f"Sets the flags below as a published method has them: {', '.join(METHODS)}; or the path of your own file. "
+        "Flags given with it win.",
     )
-    estimator: str = field(
-        default="one_step",
-        metadata={"help": f"How log-probabilities are estimated: {', '.join(ESTIMATORS)}."},
+    estimator: str = setting("one_step", f"How log-probabilities are estimated: {', '.join(ESTIMATORS)}.")
+    num_views: Annotated[int | None, COUNT | None] = setting(
+        None, "Monte Carlo draws per row and update, for estimators that draw; replay scores all if unset."
     )
-    num_views: int | None = field(
-        default=None,
-        metadata={"help": "Monte Carlo draws a row and update, for estimators that draw; replay scores all if unset."},
+    antithetic: bool = setting(False, "elbo: draws in pairs of opposite masks, which together hide every token.")
+    stratified: bool = setting(
+        False, "elbo: the times of a row's draws lie in equal parts of [0, 1), one time per part."
     )
-    antithetic: bool = field(
-        default=False, metadata={"help": "elbo: draws in pairs of opposite masks, which together hide every token."}
+    segments: Annotated[int | None, COUNT | None] = setting(
+        None, "replay: merge the steps of a rollout into this number of segments."
     )
-    stratified: bool = field(
-        default=False, metadata={"help": "elbo: the times of a row's draws lie one in each of equal parts of [0, 1)."}
+    segment_steps: Annotated[int | None, COUNT | None] = setting(None, "replay: merge this number of steps into one.")
+    draw_steps: str = setting("uniform", f"replay with num_views: how steps are drawn: {', '.join(DRAW_STEPS)}.")
+    views_at_once: Annotated[int, COUNT] = setting(
+        1, "Views of a row per forward pass: more of them take more memory, and use a fast device better."
     )
-    segments: int | None = field(default=None, metadata={"help": "replay: merge a rollout's steps into this many."})
-    segment_steps: int | None = field(default=None, metadata={"help": "replay: merge this many steps into one."})
-    draw_steps: str = field(
-        default="uniform", metadata={"help": f"replay with num_views: how steps are drawn: {', '.join(DRAW_STEPS)}."}
+    objective: str = setting(
+        "trl", f"trl: TRL's loss_type and importance_sampling_level; or one of {', '.join(OBJECTIVES)}."
     )
-    views_at_once: int = field(
-        default=1, metadata={"help": "Views of a row in one forward pass: more take memory, and fill a fast device."}
+    kl: str = setting("k3", f"What beta weighs: {', '.join(PENALTIES)}.")
+    advantage: str = setting("trl", f"trl: as scale_rewards says; or of that, {', '.join(ADVANTAGES)}.")
+    right_share: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
+        None, "Lower and upper bound: prompts whose fraction of correct completions lies outside are dropped."
     )
-    objective: str = field(
-        default="trl",
-        metadata={"help": f"trl: TRL's loss_type and importance_sampling_level; or one of {', '.join(OBJECTIVES)}."},
+    eubo_beta: Annotated[float, POSITIVE] = setting(1.5, "spg: the exponent of its upper bound.")
+    eubo_share: Annotated[float, SHARE] = setting(0.5, "spg: the upper bound's share where the advantage is < 0.")
+    ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: the largest ratio of a completion.")
+    sampling_weight_cap: Annotated[float | None, POSITIVE | None] = setting(
+        None,
+        "Weight each token by its probability under the trained policy over that under the policy that sampled, at "
+        "most by this (truncated importance sampling); unset: no weights.",
     )
-    kl: str = field(default="k3", metadata={"help": f"What beta weighs: {', '.join(PENALTIES)}."})
-    advantage: str = field(
-        default="trl", metadata={"help": f"trl: as scale_rewards says; or of that, {', '.join(ADVANTAGES)}."}
-    )
-    right_share: list[float] | None = field(
-        default=None,
-        metadata={"help": "Two shares: prompts with fewer or more right completions than these leave the loss."},
-    )
-    eubo_beta: float = field(default=1.5, metadata={"help": "spg: the exponent of its upper bound."})
-    eubo_share: float = field(
-        default=0.5, metadata={"help": "spg: the upper bound's share where the advantage is < 0."}
-    )
-    ratio_cap: float = field(default=5.0, metadata={"help": "stable_drl: the largest ratio of a completion."})
-    sampling_weight_cap: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight each token by how much likelier the trained policy finds it than the one that sampled, at "
-            "most by this (truncated importance sampling); unset: no weights."
-        },
-    )
-    p_mask_prompt: float = field(default=0.15, metadata={"help": "Probability that a prompt token is masked."})
-    random_masking: bool = field(
-        default=True, metadata={"help": "A fresh prompt mask for each inner update; false: one mask for all of them."}
-    )
-    protect_special_tokens: bool = field(
-        default=False, metadata={"help": "Never mask the chat template's special tokens in the prompt."}
-    )
-    mask_id: int | None = field(default=None, metadata={"help": "Id of the mask token; the tokenizer's if unset."})
+    p_mask_prompt: Annotated[float, BELOW_ONE] = setting(0.15, "Probability that a prompt token is masked.")
+    random_masking: bool = setting(True, "A fresh prompt mask for each inner update; false: one mask for all of them.")
+    protect_special_tokens: bool = setting(False, "Never mask the chat template's special tokens in the prompt.")
+    mask_id: Annotated[int | None, NATURAL | None] = setting(None, "Id of the mask token; the tokenizer's if unset.")
 
     # d1's objective and optimiser
-    learning_rate: float = field(default=3e-6, metadata={"help": "Peak learning rate."})
-    num_generations: int | None = field(default=6, metadata={"help": "Completions a prompt (the group)."})
-    num_iterations: int = field(default=12, metadata={"help": "mu: optimiser passes over each rollout."})
-    max_completion_length: int | None = field(default=256, metadata={"help": "Length of the canvas in tokens."})
-    temperature: float = field(default=0.9, metadata={"help": "Gumbel temperature of the rollout."})
-    beta: float = field(default=0.04, metadata={"help": "Weight of the KL term to the reference model."})
-    epsilon: float = field(default=0.5, metadata={"help": "Clipping range of the probability ratio."})
-    loss_type: str = field(default="bnpo", metadata={"help": "How token losses are averaged; d1's is TRL's 'bnpo'."})
-    scale_rewards: str = field(default="none", metadata={"help": "d1 does not divide advantages by the group's std."})
-    use_bias_correction_kl: bool = field(default=False, metadata={"help": "Importance-weight the KL term; d1: no."})
-    bf16: bool | None = field(default=None, metadata={"help": "bf16 mixed precision; by default where there is a GPU."})
-    ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Every trained weight has a part in every loss; DDP need not look for others."}
+    learning_rate: Annotated[float, AMOUNT] = setting(3e-6, "Peak learning rate.")
+    num_generations: Annotated[int | None, Range(2, integer=True)] = setting(6, "Completions per prompt (the group).")
+    num_iterations: Annotated[int, COUNT] = setting(12, "mu: optimiser passes over each rollout.")
+    max_completion_length: Annotated[int | None, COUNT] = setting(256, "Length of the canvas in tokens.")
+    temperature: Annotated[float, AMOUNT] = setting(0.9, "Gumbel temperature of the rollout.")
+    beta: Annotated[float, AMOUNT] = setting(0.04, "Weight of the KL term to the reference model.")
+    epsilon: Annotated[float, AMOUNT] = setting(0.5, "Clipping range of the probability ratio.")
+    loss_type: str = setting("bnpo", "How token losses are averaged; d1's is TRL's 'bnpo'.")
+    scale_rewards: str = setting("none", "d1 does not divide advantages by the group's std.")
+    use_bias_correction_kl: bool = setting(False, "Importance-weight the KL term; d1: no.")
+    bf16: bool | None = setting(None, "bf16 mixed precision; by default where there is a GPU.")
+    ddp_find_unused_parameters: bool | None = setting(
+        False, "Every trained weight is part of every loss, so DDP need not look for unused ones."
     )
-    logging_nan_inf_filter: bool = field(
-        default=False, metadata={"help": "A loss that is not finite ends the run; to look for it again would wait."}
+    logging_nan_inf_filter: bool = setting(
+        False, "A loss that is not finite ends the run; filtering it as well would wait for the device."
     )
-    disable_dropout: bool = field(default=True, metadata={"help": "Without it the first ratio would not be 1."})
-    router_aux_loss_coef: float | None = field(
-        default=0.0, metadata={"help": "Of a mixture's load balancing; only 0: scores do not ask for router logits."}
+    disable_dropout: bool = setting(True, "Without it the first ratio would not be 1.")
+    router_aux_loss_coef: Annotated[float | None, AMOUNT | None] = setting(
+        0.0, "Weight of a mixture's load balancing; only 0: scoring does not ask for router logits."
     )
 
     def __post_init__(self) -> None:
         if self.diffusion_steps is None:
             self.diffusion_steps = self.max_completion_length
-        check_ranges(vars(self))  # before TRL divides by some of them
+        check_ranges(vars(self), INHERITED | ranges_of(type(self)))  # before TRL divides by some of them
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available()
         if not torch.accelerator.is_available():

@@ -20,6 +20,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from d1.ranges import COUNT
+from d1.runs.entry import OneLineParser
 from d1.show.curves import panel_svg, panels, running_mean, save_figure
 from d1.show.film import Film
 from d1.show.page import Scene, film_page
@@ -34,12 +36,12 @@ SHOWN_FILE = "shown_rollouts.json"  # which `shown_rollouts.py` writes
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="output folders of diffu_grpo_train.py")
     parser.add_argument("--labels", nargs="+", help="one a run; the folders' names if left out")
     parser.add_argument("--output", help="the PNG to write (default: curves.png, unless a page is)")
     parser.add_argument("--html", type=Path, help="write a page: curves, settings, completions before and after")
-    parser.add_argument("--smooth", type=int, default=5, help="points averaged (training curves only)")
+    parser.add_argument("--smooth", type=COUNT, default=5, help="points averaged (training curves only)")
     return parser
 
 

@@ -18,10 +18,9 @@ from trl import ModelConfig, get_peft_config
 from d1.models import load_model
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.rl.choose_method import find_method
-from d1.rl.config import DiffuGRPOConfig
+from d1.rl.config import INHERITED, DiffuGRPOConfig
 from d1.runs.checkpoints import copy_model
 from d1.runs.console import write_metrics
-from d1.runs.ranges import RANGES
 from d1.runs.record import changed
 from d1.tasks.protocols import with_shots
 
@@ -90,7 +89,7 @@ def changed_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> dict[str
         for field in (*fields(args), *fields(model_args))
     }
     method = find_method(args.method)
-    known = {*DiffuGRPOConfig.__annotations__, *RANGES, "lr_scheduler_type", "optim", "sync_ref_model"}
+    known = {*DiffuGRPOConfig.__annotations__, *INHERITED, "lr_scheduler_type", "optim", "sync_ref_model"}
     settings = {name: value for name, value in vars(args).items() if name in known} | vars(model_args)
     return changed(settings, {**defaults, **method.scale, **method.values}, NOT_OF_THE_METHOD)
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 from trl import ModelConfig, TrlParser
 
+from d1.ranges import check_ranges
 from d1.runs.entry import quick_imports, refuse_flags, run_script
 from d1.runs.output_dir import check_output_dir, writing
-from d1.runs.ranges import check_ranges
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -120,7 +120,9 @@ def main(
     Raises:
         ValueError, OSError: a setting, a file or a row makes no sense; wherever possible, before the model is loaded.
     """
-    check_ranges(vars(model_args))
+    from d1.rl.config import INHERITED
+
+    check_ranges(vars(model_args), INHERITED)
     check_output_dir(str(args.output_dir))
 
     # Only now, for they take seconds and `--help` needs none of them.

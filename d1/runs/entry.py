@@ -10,8 +10,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn
 
+from d1.ranges import Range, check_ranges
 from d1.runs.quiet import silence
 
 # Seconds that a process other than the first waits before it speaks: where the first failed, a launcher stops it.
@@ -33,7 +35,22 @@ def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors take one line."""
+    """A parser whose errors take one line, and which checks the flags whose `type` is a `Range`."""
+
+    def ranges(self) -> dict[str, Range]:
+        """The range of each of these flags; None is allowed where it is the default."""
+        rows = {}
+        for action in self._actions:
+            if isinstance(action.type, Range):
+                row = replace(action.type, many=action.nargs == "+")
+                rows[action.dest] = row if action.default is not None or None in row else row | None
+        return rows
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does; a ValueError names all flags that are out of range."""
+        known, rest = super().parse_known_args(args, namespace)
+        check_ranges(vars(known), self.ranges())
+        return known, rest
 
     def error(self, message: str) -> NoReturn:
         refuse_flags(self, message)

@@ -1,4 +1,4 @@
-"""The flags of every command that samples, and the settings they choose. Needs no torch to be imported."""
+"""The flags of every command that loads a model and samples, and the settings they choose. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,47 +6,68 @@ from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from d1.ranges import AMOUNT, COUNT, SEED
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import BLOCK_LENGTH, CACHES, SAMPLERS, SamplingSettings
 
+DTYPES = ("float32", "bfloat16", "float16")
+MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse's `add_argument`
+    "model_path": {"required": True, "help": "folder or hub name of a model, or folder of an adapter"},
+    "checkpoint_path": {"help": "LoRA adapter to put on the model"},
+    "dtype": {"choices": DTYPES, "help": "of the weights (default: bfloat16 on a GPU, float32 on a CPU)"},
+    "attn_implementation": {"help": "sdpa, eager or flash_attention_2"},
+    "plain_chat_template": {"action": "store_true", "help": "for a tokenizer without a chat template"},
+    "trust_remote_code": {"action": "store_true", "help": "run code that comes with the model"},
+}
 LEVELS = ", ".join(f"{rule} {level}" for rule, (_, level) in RULES.items())
-FLAGS: dict[str, dict[str, Any]] = {  # name -> the options of argparse's `add_argument`
-    "gen_length": {"type": int, "default": 128, "help": "tokens of a completion (default: %(default)s)"},
+FLAGS: dict[str, dict[str, Any]] = {  # of sampling; name -> the arguments of `add_argument`
+    "gen_length": {"type": COUNT, "default": 128, "help": "tokens per completion (default: %(default)s)"},
     "block_length": {
-        "type": int,
+        "type": COUNT,
         "help": f"tokens filled before moving right (default: the model's own blocks, or {BLOCK_LENGTH})",
     },
-    "diffusion_steps": {"type": int, "help": "forward passes a completion (default: gen_length / 2)"},
-    "temperature": {"type": float, "default": 0.0, "help": "0 is greedy, the default"},
-    "cfg_scale": {"type": float, "default": 0.0, "help": "classifier-free guidance; 0 is off, the default"},
+    "diffusion_steps": {"type": COUNT, "help": "forward passes per completion (default: gen_length / 2)"},
+    "temperature": {"type": AMOUNT, "default": 0.0, "help": "0 is greedy, the default"},
+    "cfg_scale": {"type": AMOUNT, "default": 0.0, "help": "classifier-free guidance; 0 is off, the default"},
     "remasking": {
         "choices": REMASKING,
         "default": "low_confidence",
         "help": "which tokens are revealed first (default: %(default)s)",
     },
-    "seed": {"type": int, "default": 0, "help": "of the random draws (default: %(default)s)"},
+    "seed": {"type": SEED, "default": 0, "help": "of the random draws (default: %(default)s)"},
     "sampler": {
         "choices": SAMPLERS,
         "default": "exact",
         "help": "all but exact trade accuracy for speed (default: %(default)s)",
     },
     "kv_cache": {"choices": CACHES, "help": "what a cached sampler keeps (default: dual)"},
-    "reveal": {"choices": RULES, "help": "a parallel sampler's rule (default: threshold)"},
-    "reveal_level": {"type": float, "help": f"the rule's level (default: {LEVELS})"},
+    "reveal": {"choices": RULES, "help": "rule of a parallel sampler (default: threshold)"},
+    "reveal_level": {"type": AMOUNT, "help": f"level of the rule (default: {LEVELS})"},
 }
-ALIASES = {"steps": "diffusion_steps"}  # second names of flags
+ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second names of flags
+
+
+def add_model_flags(group: Any, leave_out: Collection[str] = (), **changes: dict[str, Any]) -> None:
+    """Add `MODEL_FLAGS` to a parser or a group, as `add_sampling_flags` does."""
+    add_flags(group, MODEL_FLAGS, leave_out, changes)
 
 
 def add_sampling_flags(group: Any, leave_out: Collection[str] = (), **changes: dict[str, Any]) -> None:
-    """Adds `FLAGS` to a parser or a group of one.
+    """Add `FLAGS` to a parser or a group.
 
     Args:
-        changes: by a flag's name, options that replace or join those in the table.
+        changes: by the name of a flag, arguments that replace or join those in the table.
     """
-    for name in (name for name in FLAGS if name not in leave_out):
+    add_flags(group, FLAGS, leave_out, changes)
+
+
+def add_flags(
+    group: Any, table: Mapping[str, dict[str, Any]], leave_out: Collection[str], changes: Mapping[str, dict[str, Any]]
+) -> None:
+    for name in (name for name in table if name not in leave_out):
         names = [name, *(alias for alias, flag in ALIASES.items() if flag == name)]
-        group.add_argument(*(f"--{one}" for one in names), **FLAGS[name] | changes.get(name, {}))
+        group.add_argument(*(f"--{one}" for one in names), **table[name] | changes.get(name, {}))
 
 
 def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:

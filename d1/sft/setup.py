@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from transformers import TrainerState, TrainingArguments
 from d1.models import load_model
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.kinds import native_config
+from d1.sft.config import SFTConfig
 from d1.sft.data import choose_columns, load_function, load_rows, preprocess_dataset
 from d1.sft.trainer import dLLMSFTDataset
 
@@ -24,12 +24,12 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
 
 
-def check_device(args: argparse.Namespace) -> None:
+def check_device(args: SFTConfig) -> None:
     if args.load_in_4bit and not on_gpu():  # on a CPU, an evaluation turns its weights into a form without gradients
         raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
 
 
-def training_arguments(args: argparse.Namespace, folder: Path, fresh: bool) -> TrainingArguments:
+def training_arguments(args: SFTConfig, folder: Path, fresh: bool) -> TrainingArguments:
     evaluate = args.test_split > 0
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     return TrainingArguments(
@@ -96,12 +96,12 @@ def check_step_rows(checkpoint: str, training: TrainingArguments) -> None:
 
 
 def load_data(
-    args: argparse.Namespace, training: TrainingArguments, tokenizer: Any
+    args: SFTConfig, training: TrainingArguments, tokenizer: Any
 ) -> tuple[dLLMSFTDataset, dLLMSFTDataset | None]:
     """The training and the evaluation rows; the first process prepares them, the others read its cache."""
     with training.main_process_first(local=False, desc="tokenising"):
         data = load_rows(args.train_data)
-        if args.prompt_column:
+        if args.prompt_column and args.completion_column:
             data = choose_columns(data, args.prompt_column, args.completion_column)
         train, held_out = preprocess_dataset(
             data,
@@ -116,7 +116,7 @@ def load_data(
             num_proc=args.num_proc,
             seed=args.seed,
         )
-    shared = {"eos_padding": args.eos_padding, "seed": args.seed, "eval_draws": args.eval_draws}
+    shared: dict[str, Any] = {"eos_padding": args.eos_padding, "seed": args.seed, "eval_draws": args.eval_draws}
     train_dataset = dLLMSFTDataset(train, tokenizer, args.max_length, **shared)
     if not args.test_split:
         return train_dataset, None
@@ -131,7 +131,7 @@ def check_room(model_name: str, longest: int) -> None:
         raise ValueError(f"a row has {longest} tokens and {model_name} {room} positions: lower --max_length")
 
 
-def prepare_model(args: argparse.Namespace) -> Any:
+def prepare_model(args: SFTConfig) -> Any:
     """The model to train: all of it in fp32, or frozen in `--dtype` or 4 bits with an fp32 LoRA adapter.
 
     A model path that is itself an adapter is merged first: training goes on from the model it makes.

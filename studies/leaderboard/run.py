@@ -17,9 +17,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from d1.ranges import COUNT
 from d1.rl.methods import METHODS
 from d1.runs.entry import OneLineParser, RunError, run_script
-from d1.runs.ranges import COUNT, fits
 from pocket.demo import sft
 from pocket.phases import Phase, PhaseError, run_phases
 from studies.leaderboard.plan import (
@@ -71,7 +71,7 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     args.tasks = [next(iter(TASKS))] if args.quick else [*TASKS]
     args.starts = ["sft"] if args.quick and len(args.starts) > 1 else args.starts
     for name in ("budget", "jobs"):
-        if not fits(getattr(args, name), COUNT):
+        if getattr(args, name) not in COUNT:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.limit < 0 or min(args.seeds) < 0:
         raise ValueError("--limit and --seeds must not be negative")

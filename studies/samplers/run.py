@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from d1.ranges import COUNT
 from d1.runs.entry import OneLineParser, run_script
-from d1.runs.ranges import COUNT, fits
 from studies.leaderboard.plan import ROOT, SEEDS, START, TASKS
 from studies.samplers.report import write_report
 from studies.samplers.runs import CURES, ESTIMATORS, NO_CURE, RATE, SAMPLERS, Run, check_numbers, run_missing
@@ -60,7 +60,7 @@ def planned(args: argparse.Namespace) -> list[Run]:
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError for a number out of its range."""
     check_numbers(args)
-    if not fits(args.points, COUNT) or not args.seconds > 0:
+    if args.points not in COUNT or not args.seconds > 0:
         raise ValueError("--points and --seconds must be above 0")
 
 
