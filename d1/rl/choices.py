@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from trl import GRPOConfig
+
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
@@ -21,6 +23,8 @@ AUTOREGRESSIVE_ONLY = {
     "generation_kwargs": None,
     "use_vllm": False,
     "use_transformers_continuous_batching": False,
+    "max_tool_calling_iterations": None,
+    **{name: field.default for name, field in GRPOConfig.__dataclass_fields__.items() if name.startswith("vllm_")},
 }
 
 # Settings of TRL's that are one name of a few. TRL 1.16 looks at them only at the first loss.

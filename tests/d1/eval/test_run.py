@@ -383,7 +383,7 @@ def test_several_lengths_give_a_file_each_as_alone_and_load_the_model_once(tiny_
     assert loaded == ["model", "model"]
     # One of them is refused before a completion of the other is made.
     for lengths in (("8", "500"), ("8", "0")):
-        with pytest.raises(ValueError, match=r"exceed the model's 512|out of range: --gen_length 0"):
+        with pytest.raises(ValueError, match=r"exceed the model's 512|out of range: --gen_length 8 0"):
             files("refused", *lengths)
     assert not (tmp_path / "refused").exists()
 

@@ -202,7 +202,7 @@ def test_an_exception_without_a_message_gives_its_name() -> None:
     [
         (sft_train.make_parser(), ["--stratified_t"], "unrecognized arguments: --stratified_t"),
         (evaluation.make_parser(), ["--dataset", "sudoku"], "required: --model_path/--model_name"),
-        (tools.make_parser(), ["fit", "--gpus", "x"], "--gpus: invalid int value: 'x'"),
+        (tools.make_parser(), ["fit", "--gpus", "x"], "--gpus: must be an integer in [1, inf), got 'x'"),
         (rl_parser(), ["--beta", "x"], "--beta: invalid float value: 'x'"),
         (rl_parser(), ["--config"], "--config: expected the path"),
     ],

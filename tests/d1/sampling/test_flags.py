@@ -10,7 +10,7 @@ import pytest
 from transformers import BertConfig, LlamaConfig
 
 from d1.sampling import SamplingSettings
-from d1.sampling.flags import FLAGS, add_sampling_flags, sampling_settings
+from d1.sampling.flags import FLAGS, add_model_flags, add_sampling_flags, sampling_settings
 
 IN_BLOCKS = LlamaConfig(block_size=4)
 
@@ -33,6 +33,14 @@ def test_a_command_leaves_flags_out_and_changes_others():
     assert list(flags) == [name for name in FLAGS if name not in ("seed", "kv_cache")]
     assert (flags["gen_length"], flags["diffusion_steps"]) == (None, 3)
     assert parsed()["gen_length"] == 128
+
+
+def test_commands_share_the_flags_of_a_model():
+    parser = argparse.ArgumentParser()
+    add_model_flags(parser, leave_out=("trust_remote_code",), checkpoint_path={"default": ""})
+    flags = vars(parser.parse_args(["--model_name", "m", "--plain_chat_template"]))
+    unset = {"dtype": None, "attn_implementation": None}
+    assert flags == {"model_path": "m", "checkpoint_path": "", "plain_chat_template": True, **unset}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from d1.models import load_model, load_tokenizer
 from d1.models.convert import a2d
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.sft.setup import on_gpu
-from d1.sft.train import eos_padding, main, make_parser
+from d1.sft.train import main, make_parser
 from d1.sft.trainer import dLLMTrainer
 
 SFT = Path(__file__).parents[3] / "SFT"
@@ -314,7 +314,8 @@ def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], 
 
 
 def test_eos_padding_flag() -> None:
-    assert [eos_padding(text) for text in ("32", "batch", "max")] == [32, "batch", "max"]
+    typed = [make_parser().parse_args(["--eos_padding", text]) for text in ("32", "batch", "max")]
+    assert [args.eos_padding for args in typed] == [32, "batch", "max"]
     with pytest.raises(SystemExit):
         make_parser().parse_args(["--eos_padding", "longest"])
 

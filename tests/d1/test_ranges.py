@@ -1,0 +1,247 @@
+"""Ranges: a range is what its text says, every number of every command has one, and every command refuses the rest."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import ModelConfig, TrlParser
+
+from d1 import __main__ as tools
+from d1.eval import evaluate, harness
+from d1.eval import run as evaluation
+from d1.ranges import COUNT, NATURAL, NUMBER, SHARE, Range, check_ranges, ranges_of
+from d1.rl import curves
+from d1.rl import train as diffu_grpo_train
+from d1.rl.choices import AUTOREGRESSIVE_ONLY
+from d1.rl.config import INHERITED, DiffuGRPOConfig
+from d1.runs.entry import OneLineParser
+from d1.sft import SFTConfig
+from d1.sft import train as sft_train
+
+NAN, INF = math.nan, math.inf
+CANDIDATES = [-INF, -1e9, -7, -2, -1, -0.5, 0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 2**32 - 1, 2**32, 1e12, INF, NAN]
+
+
+def allowed(value: float, text: str) -> bool:
+    """A second reading of a range, by comparison with what its text has between the brackets."""
+    return any(lies_in(value, part) for part in text.split(" or "))
+
+
+def lies_in(value: float, part: str) -> bool:
+    if not part.endswith(("]", ")")):
+        return part == str(value)
+    low, high = (float(end) for end in part.partition("in ")[2].strip("[]()").split(", "))
+    at_open_end = (value == low and "(" in part) or (value == high and ")" in part)
+    whole = not part.startswith("an integer") or (math.isfinite(value) and value == int(value))
+    return math.isfinite(value) and low <= value <= high and not at_open_end and whole
+
+
+ENDS = st.integers(-3, 3)
+RANGES = st.builds(Range, ENDS | st.just(-INF), ENDS | st.just(INF), st.booleans(), st.booleans(), st.booleans())
+VALUES = st.integers(-4, 4) | st.floats(-4, 4) | st.sampled_from([*CANDIDATES, None, "max"])
+
+
+@given(RANGES, st.lists(RANGES | st.sampled_from([None, "max", -1]), max_size=3), VALUES)
+def test_a_range_contains_what_its_text_says(row: Range, others: list[Any], value: Any) -> None:
+    for other in others:
+        row = row | other
+    parts = str(row).split(" or ")
+    numeric = isinstance(value, (int, float))
+    assert (value in row) == (allowed(value, str(row)) if numeric else str(value) in parts)
+
+
+@pytest.mark.parametrize("value", [True, False, "batch", "", [1], [], {}, 1j, 10**400, object()])
+def test_what_is_no_number_lies_in_no_range(value: object) -> None:
+    assert value not in NUMBER
+    assert value not in COUNT | None | -1
+
+
+def test_lists_are_taken_only_where_the_range_says_so() -> None:
+    shares = Range(0, 1, many=True) | None
+    assert all(value in shares for value in (None, [], [0, 0.5], (1,)))
+    assert not any(value in shares for value in (0.5, [0.5, 2], [NAN], [None], ["x"], [[0.5]]))
+
+
+def test_words_of_a_command_line_become_numbers() -> None:
+    assert [(COUNT | "max")(text) for text in ("7", "-7", "max")] == [7, -7, "max"]
+    assert [SHARE(text) for text in ("7", "1e-3")] == [7.0, 0.001]
+    for row, text in ((COUNT, "2.5"), (COUNT, "x"), (SHARE, ""), (NATURAL | "max", "min")):
+        with pytest.raises(argparse.ArgumentTypeError, match=re.escape(f"must be {row}, got {text!r}")):
+            row(text)
+
+
+@dataclass
+class Own(DiffuGRPOConfig):
+    decay: Annotated[float, SHARE] = 0.5
+    depths: Annotated[list[int] | None, Range(1, integer=True, many=True) | None] = None
+
+
+def test_the_message_names_every_setting_with_value_and_range() -> None:
+    wrong: dict[str, Any] = {"beta": -1.0, "reward_weights": [1.0, NAN], "max_steps": 0, "p_mask_prompt": 1.0}
+    wrong |= {"decay": 2, "depths": [2, 0]}
+    with pytest.raises(ValueError, match="out of range") as caught:
+        check_ranges({"epsilon": 0.5, "unknown": -1, **wrong}, INHERITED | ranges_of(Own))
+    assert str(caught.value) == (
+        "out of range: --beta -1.0 (must be in [0, inf)); --reward_weights 1.0 nan (must be numbers in (-inf, inf) or "
+        "None); --max_steps 0 (must be an integer in [1, inf) or -1); --p_mask_prompt 1.0 (must be in [0, 1)); "
+        "--decay 2 (must be in [0, 1]); --depths 2 0 (must be integers in [1, inf) or None)"
+    )
+
+
+# ---- the commands
+
+
+@dataclass
+class Command:
+    """A command of the library: its parser, the words it requires, its main and its ranges."""
+
+    parser: argparse.ArgumentParser
+    required: list[str]
+    main: Callable[[Any], object]
+    ranges: dict[str, Range]
+
+    def start(self, flags: list[str]) -> None:
+        parse = getattr(self.parser, "parse_args_and_config", self.parser.parse_args)
+        self.main(parse([*self.required, *flags]))
+
+    def parsed(self, name: str, text: str) -> Any:
+        """What `--name=text` becomes; None where it is refused as no number, or the flag is another's second name."""
+        try:
+            value = vars(self.parser.parse_args([*self.required, f"--{name}={text}"])).get(name)
+        except SystemExit:
+            return None
+        except ValueError as error:
+            return float(text) if f"out of range: --{name} " in str(error) else None
+        return value[0] if isinstance(value, list) else value
+
+    @functools.cached_property
+    def numbers(self) -> list[str]:
+        """All flags in the help that take 7 for a number."""
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+            self.parser.parse_args([*self.required, "--help"])
+        names = sorted(set(re.findall(r"--([a-z]\w*)", text.getvalue())))
+        return [name for name in names if type(self.parsed(name, "7")) in (int, float)]
+
+
+BARE = ["--output_dir", "/dev/null/no"]  # no folder can be made there
+RL = [*BARE, "--report_to", "none", "--per_device_train_batch_size", "6", "--bf16", "false"]
+REQUIRED = {  # of the tools
+    "a2d": ["SRC", "OUT"],
+    "merge": ["BASE", "ADAPTER", "OUT"],
+    "export": ["SRC", "OUT", "--format", "llada"],
+    "fit": ["--model_path", "none", "--stage", "rl"],
+    "methods": [],
+    "chat": ["none"],
+    "card": ["none"],
+    "watch": ["--model_path", "none", "--prompt", "a"],
+    "fill": ["none", "[MASK]"],
+}
+WITHOUT_NUMBERS = {"merge", "export", "methods", "card"}
+
+
+def tool(name: str) -> Command:
+    parser = OneLineParser()
+    tools.COMMANDS[name].add_arguments(parser)
+    return Command(parser, REQUIRED[name], tools.COMMANDS[name].run, parser.ranges())
+
+
+def commands() -> dict[str, Command]:
+    found = {name: tool(name) for name in tools.COMMANDS}
+    found["sft"] = Command(sft_train.make_parser(), BARE, sft_train.main, ranges_of(SFTConfig))
+    rl_ranges = INHERITED | ranges_of(DiffuGRPOConfig)
+    found["rl"] = Command(diffu_grpo_train.make_parser(), RL, lambda both: diffu_grpo_train.main(*both), rl_ranges)
+    for name, module, required in (
+        ("eval", evaluation, ["--model_path", "none", "--dataset", "sudoku", *BARE]),
+        ("harness", harness, ["--model_path", "none"]),
+        ("curves", curves, ["none"]),
+    ):
+        found[name] = Command(module.make_parser(), required, module.main, module.make_parser().ranges())
+    return found
+
+
+COMMANDS = commands()
+WITH_NUMBERS = sorted(COMMANDS.keys() - WITHOUT_NUMBERS)
+
+
+def test_rl_settings_that_may_be_numbers_are_all_seen() -> None:
+    """What the search above finds by parsing, checked against the types in the dataclasses."""
+    fields = {**DiffuGRPOConfig.__dataclass_fields__, **ModelConfig.__dataclass_fields__}
+    kinds = {name: str(field.type) for name, field in fields.items()}
+    numeric = {name for name, kind in kinds.items() if "int" in kind or "float" in kind}
+    assert numeric - set(COMMANDS["rl"].numbers) <= {"pad_to_multiple_of"}  # a word or a number, so a text
+    assert COMMANDS["rl"].ranges.keys() <= fields.keys()
+
+
+def test_every_number_of_a_command_has_a_range_or_is_refused_with_the_reason() -> None:
+    missing = {name: [*{*command.numbers} - command.ranges.keys()] for name, command in COMMANDS.items()}
+    refused = missing.pop("rl")
+    assert missing == {name: [] for name in missing}
+    assert {name for name, command in COMMANDS.items() if not command.numbers} == WITHOUT_NUMBERS
+    for name in refused:
+        assert name in AUTOREGRESSIVE_ONLY or name == "generation_batch_size"
+        with pytest.raises(ValueError, match="belongs to autoregressive decoding|Use steps_per_generation"):
+            COMMANDS["rl"].start([f"--{name}=2"])
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+@pytest.mark.parametrize("end", [0, -1])
+def test_every_command_refuses_every_number_outside_its_range(name: str, end: int) -> None:
+    """By its flag, through its own parser, before it looks at its folders or its model."""
+    command, texts = COMMANDS[name], {}
+    for flag in command.ranges.keys() & {*command.numbers}:
+        outside = [v for v in CANDIDATES if not allowed(v, str(command.ranges[flag]))]
+        shown = [str(int(v) if math.isfinite(v) and v == int(v) else v) for v in outside]
+        texts[flag] = [text for text in shown if command.parsed(flag, text) is not None][end]
+    while texts:  # settings that are checked together are named together
+        with pytest.raises(ValueError, match="^out of range: ") as caught:
+            command.start([f"--{flag}={text}" for flag, text in texts.items()])
+        named = set(re.findall(r"--(\w+) \S+ \(must be", str(caught.value)))
+        assert named
+        assert named <= texts.keys()
+        texts = {flag: text for flag, text in texts.items() if flag not in named}
+
+
+def test_a_yaml_is_held_to_the_same_ranges(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("beta: .nan\nnum_iterations: 2.5\n")
+    with pytest.raises(ValueError, match=r"--beta nan .*; --num_iterations 2\.5 \(must be an integer in \[1, inf"):
+        COMMANDS["rl"].start(["--config", str(settings)])
+
+
+def test_settings_given_in_python_are_held_to_the_same_ranges() -> None:
+    with pytest.raises(ValueError, match=r"--limit 0 \(must be .* or None\); --gen_length 8 0 \(must be integers in"):
+        evaluate("none", "sudoku", limit=0, gen_length=[8, 0])
+    with pytest.raises(
+        ValueError, match=r"--num_epochs nan .*; --max_steps 0 \(must be an integer in \[1, inf\) or -1"
+    ):
+        SFTConfig(num_epochs=NAN, max_steps=0)
+    with pytest.raises(ValueError, match="--overlong must be one of truncate, drop, refuse, got 'cut'"):
+        SFTConfig(overlong="cut")
+
+
+def test_other_parsers_take_the_settings_of_rl(tmp_path: Path) -> None:
+    """Scripts written for d1 make them with TRL's parser."""
+    words = ["--output_dir", str(tmp_path), "--per_device_train_batch_size", "6", "--use_cpu", "true", "--segments=2"]
+    (config,) = TrlParser((DiffuGRPOConfig,)).parse_args_and_config([*words, "--estimator=replay", "--p_mask_prompt=0"])
+    assert (config.segments, config.num_views, config.right_share) == (2, None, None)
+
+
+def test_the_settings_of_sft_are_its_flags() -> None:
+    assert COMMANDS["sft"].parser.parse_args([]) == SFTConfig()
+    words = ["--template", "{a}", "{b}", "--lora_target_modules", "x", "y", "--eos_padding", "8", "--packing"]
+    given = SFTConfig(template=["{a}", "{b}"], lora_target_modules=["x", "y"], eos_padding=8, packing=True)
+    assert COMMANDS["sft"].parser.parse_args(words) == given
+    assert SFTConfig().lora_target_modules is not SFTConfig().lora_target_modules
