@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,26 +49,21 @@ FLAGS: dict[str, dict[str, Any]] = {  # of sampling; name -> the arguments of `a
 ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second names of flags
 
 
-def add_model_flags(group: Any, leave_out: Collection[str] = (), **changes: dict[str, Any]) -> None:
-    """Add `MODEL_FLAGS` to a parser or a group, as `add_sampling_flags` does."""
-    add_flags(group, MODEL_FLAGS, leave_out, changes)
-
-
-def add_sampling_flags(group: Any, leave_out: Collection[str] = (), **changes: dict[str, Any]) -> None:
-    """Add `FLAGS` to a parser or a group.
+def add_flags(
+    table: Mapping[str, dict[str, Any]], group: Any, leave_out: Collection[str] = (), **changes: dict[str, Any]
+) -> None:
+    """Add the flags of a table to a parser or a group.
 
     Args:
         changes: by the name of a flag, arguments that replace or join those in the table.
     """
-    add_flags(group, FLAGS, leave_out, changes)
-
-
-def add_flags(
-    group: Any, table: Mapping[str, dict[str, Any]], leave_out: Collection[str], changes: Mapping[str, dict[str, Any]]
-) -> None:
     for name in (name for name in table if name not in leave_out):
         names = [name, *(alias for alias, flag in ALIASES.items() if flag == name)]
         group.add_argument(*(f"--{one}" for one in names), **table[name] | changes.get(name, {}))
+
+
+add_model_flags = partial(add_flags, MODEL_FLAGS)
+add_sampling_flags = partial(add_flags, FLAGS)
 
 
 def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:

@@ -192,7 +192,7 @@ def test_every_number_of_a_command_has_a_range_or_is_refused_with_the_reason() -
     assert {name for name, command in COMMANDS.items() if not command.numbers} == WITHOUT_NUMBERS
     for name in refused:
         assert name in AUTOREGRESSIVE_ONLY or name == "generation_batch_size"
-        with pytest.raises(ValueError, match="belongs to autoregressive decoding|Use steps_per_generation"):
+        with pytest.raises(ValueError, match=r"belongs to autoregressive decoding|Use steps_per_generation"):
             COMMANDS["rl"].start([f"--{name}=2"])
 
 
@@ -206,7 +206,7 @@ def test_every_command_refuses_every_number_outside_its_range(name: str, end: in
         shown = [str(int(v) if math.isfinite(v) and v == int(v) else v) for v in outside]
         texts[flag] = [text for text in shown if command.parsed(flag, text) is not None][end]
     while texts:  # settings that are checked together are named together
-        with pytest.raises(ValueError, match="^out of range: ") as caught:
+        with pytest.raises(ValueError, match=r"^out of range: ") as caught:
             command.start([f"--{flag}={text}" for flag, text in texts.items()])
         named = set(re.findall(r"--(\w+) \S+ \(must be", str(caught.value)))
         assert named
