@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from d1.eval.completions import Request, generate_rows, load_model_for
+from d1.eval.completions import Request, generate_rows, join_processes, load_model_for
+from d1.eval.harness import make_parser
 from d1.eval.likelihood import Pair, are_greedy, check_likelihood, log_likelihoods, seed_of
-from d1.eval.processes import join_processes
-from d1.eval.prompts import Prompt, tokenizer_path
+from d1.eval.run import parse_settings
+from d1.eval.setup import Prompt, tokenizer_path
 from d1.models import load_tokenizer
 from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
 from d1.sampling.settings import check_room
@@ -42,38 +43,25 @@ class HarnessModel:
     def __init__(
         self,
         model_path: str,
-        checkpoint_path: str = "",
-        dtype: str | None = None,
-        attn_implementation: str | None = None,
-        plain_chat_template: bool = False,
-        trust_remote_code: bool = False,
-        gen_length: int | None = None,
-        block_length: int | None = None,
-        diffusion_steps: int | None = None,
-        cfg_scale: float = 0.0,
-        remasking: str = "low_confidence",
-        sampler: str = "exact",
-        kv_cache: str | None = None,
-        reveal: str | None = None,
-        reveal_level: float | None = None,
-        mc_num: int = 128,
-        antithetic: bool = False,
-        draw_seed: int = 0,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         device: str | None = None,
+        trust_remote_code: bool = False,
+        **flags: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         if not str(batch_size).isdecimal() or max_batch_size is not None:
             raise ValueError(f"--batch_size must be a number, got {batch_size!r}: no batch size is searched for here")
-        self.args = argparse.Namespace(**given)
+        self.args = parse_settings(make_parser(), {"model_path": model_path, **flags})
+        self.args.trust_remote_code = trust_remote_code
         self.batch_size = int(batch_size)
         self._rank, self._world_size = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else join_processes()
         )
         self.tokenizer: Any = load_tokenizer(
-            tokenizer_path(self.args), plain_chat_template=plain_chat_template, trust_remote_code=trust_remote_code
+            tokenizer_path(self.args),
+            plain_chat_template=self.args.plain_chat_template,
+            trust_remote_code=trust_remote_code,
         )
         self.model = load_model_for(self.args)
         if device == "cpu":  # else each process has the GPU of its rank: the harness would name the first for all

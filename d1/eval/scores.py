@@ -68,10 +68,9 @@ def score_setup(
         return row, []
     details, seen = [], set()
     for problem in setup.problems:
-        repeated = problem.key in seen
-        seen.add(problem.key)
-        if repeated and task is not None:
+        if problem.key in seen and task is not None:
             continue
+        seen.add(problem.key)
         if any(len(sample.raw) > MAX_TEXT for sample in problem.samples):
             row.notes.append(f"{problem.where}: only the last {MAX_TEXT} characters of a long completion were read")
         try:
@@ -82,7 +81,11 @@ def score_setup(
         details.append({"setup": setup.name, "where": problem.where, "question": problem.question} | detail)
     if details:
         summarise(row, setup, details)
-    row.complete = not row.errors and not row.missing_ranks and row.n > 0 and row.n >= (row.expected or 0)
+    if row.expected is not None and len(seen) > row.expected:
+        row.errors.append(
+            f"{setup.name}: {len(seen)} problems where {row.expected} are expected: another run's are mixed in"
+        )
+    row.complete = not row.errors and not row.missing_ranks and len(details) > 0 and len(seen) >= (row.expected or 0)
     return row, details
 
 

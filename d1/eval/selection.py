@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from d1.eval.files import read_setups
-from d1.eval.journal import write_atomically
 from d1.eval.scores import Row, score_setup
 from d1.runs.entry import OneLineParser, run_script
+from d1.runs.output_dir import write_atomically
 from d1.tasks import TASKS, load_task
 
 TRAINED_WITH = {  # flags of eval.py: the training settings in run.json they default to

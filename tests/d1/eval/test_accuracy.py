@@ -14,8 +14,9 @@ import pytest
 
 from d1.eval import accuracy as parse_and_get_acc
 from d1.models import load_tokenizer
+from tests.commands import ROOT
 
-SCRIPT = Path(parse_and_get_acc.__file__)
+SCRIPT = ROOT / "eval" / "parse_and_get_acc.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -15,12 +15,13 @@ from d1.eval import run as evaluation
 from d1.eval.harness import check_cache, main, make_parser, register
 from d1.eval.harness_model import cut, how_to_generate
 from d1.eval.likelihood import log_likelihoods
-from d1.eval.prompts import read_prompts
+from d1.eval.setup import read_prompts
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import encode_prompt
 from d1.tasks import load_task
+from tests.commands import ROOT
 
-EVAL = Path(evaluation.__file__).parent
+EVAL = ROOT / "eval"
 CANVAS = {"gen_length": 12, "block_length": 4}
 
 
