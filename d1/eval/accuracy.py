@@ -56,7 +56,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code: 1 where a setup is incomplete or holds errors."""
     if args.folder == str(BASELINES) and not BASELINES.is_dir():
-        raise FileNotFoundError("name a folder of generation files: those of the pocket models come with a checkout only")
+        raise FileNotFoundError("name a folder of generation files: only a checkout has those of the pocket models")
     user_tasks = {Path(path).stem: load_task(path) for path in args.task_file}
     if args.compare:
         scored = [score_setup(find_setup(name, args.folder), args.scoring, user_tasks) for name in args.compare]

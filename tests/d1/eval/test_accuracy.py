@@ -74,6 +74,12 @@ def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
     assert "5 of 8 problems" in done.stderr
     assert "no file of rank 0" in done.stderr
     assert run(tmp_path, "--allow-partial").returncode == 0
+    write_sudoku(tmp_path / "sudoku_base_32_16_0_generations.json", 2, of=12, expected=8)
+    (tmp_path / "sudoku_base_32_16_1_generations.json").unlink()
+    done = run(tmp_path)
+    assert done.returncode == 1
+    assert "12/8 (!)" in done.stdout
+    assert "ERROR sudoku_base_32_16: 12 problems where 8 are expected" in done.stderr
 
 
 def test_missing_ranks_are_named_in_one_short_line(tmp_path, write_sudoku):
