@@ -206,26 +206,27 @@ def read_problem(where: str, item: Any) -> GeneratedProblem:
     """
     if not isinstance(item, dict):
         raise TypeError(f"an item must be an object, got {type(item).__name__}")
-    for name in ("question", "generations"):
-        if not isinstance(item.get(name), str):
-            raise TypeError(f'"{name}" must be text, got {type(item.get(name)).__name__}')
     samples = item.get("samples", [item])
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
         raise TypeError('"samples" must be a list of objects')
     index = item["index"] if isinstance(item.get("index"), int) else None
+    text_in(item, "generations")  # of the first sample
     completions = [read_sample(sample) for sample in samples]
-    return GeneratedProblem(where, index, item["question"], item.get("ground_truth"), completions)
+    return GeneratedProblem(where, index, text_in(item, "question"), item.get("ground_truth"), completions)
 
 
 def read_sample(sample: dict[str, Any]) -> Sample:
-    raw = sample.get("generations")
-    if not isinstance(raw, str):
-        raise TypeError(f'"generations" must be text, got {type(raw).__name__}')
-    text = sample.get("text", TURN_ENDS.split(raw, maxsplit=1)[0])
-    if not isinstance(text, str):
-        raise TypeError(f'"text" must be text, got {type(text).__name__}')
+    raw = text_in(sample, "generations")
+    text = text_in({"text": TURN_ENDS.split(raw, maxsplit=1)[0]} | sample, "text")
     tokens, passes = (sample.get(name) for name in ("tokens", "forward_passes"))
     for count in (tokens, passes):
         if count is not None and not isinstance(count, int):
             raise TypeError(f"a count must be a whole number, got {count!r}")
     return Sample(raw, text, tokens, passes)
+
+
+def text_in(fields: dict[str, Any], name: str) -> str:
+    text = fields.get(name)
+    if not isinstance(text, str):
+        raise TypeError(f'"{name}" must be text, got {type(text).__name__}')
+    return text

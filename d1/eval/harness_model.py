@@ -116,21 +116,18 @@ class HarnessModel:
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="completions", disable=disable_tqdm or self.rank != 0) as progress:
             for (length, temperature, until), rows in kinds.items():
-                for place, text in self.complete(rows, self.sampling_args(length, temperature), until):
+                of_the_task = {"gen_length": self.args.gen_length or length, "temperature": temperature}
+                for place, text in self.complete(rows, of_the_task, until):
                     texts[place] = text
                     self.cache_hook.add_partial("generate_until", requests[place].args, text)
                     progress.update()
         return texts
 
-    def sampling_args(self, length: int, temperature: float) -> argparse.Namespace:
-        """The settings of generate_rows for a task that asks for this length and temperature."""
-        of_the_task = {"gen_length": self.args.gen_length or length, "temperature": temperature}
-        return argparse.Namespace(**vars(self.args) | of_the_task | {"seed": self.args.draw_seed, "eos_stop": True})
-
     def complete(
-        self, rows: list[tuple[int, Request]], args: argparse.Namespace, until: tuple[str, ...]
+        self, rows: list[tuple[int, Request]], of_the_task: dict[str, Any], until: tuple[str, ...]
     ) -> Iterator[tuple[int, str]]:
         """The text of each row up to its end, as it ends, the longest prompts first."""
+        args = argparse.Namespace(**vars(self.args) | of_the_task | {"seed": self.args.draw_seed, "eos_stop": True})
         check_room(self.model.config, max(len(prompt.ids) for _, (prompt, _) in rows), args.gen_length)
         special = [
             self.tokenizer.convert_tokens_to_ids(stop) for stop in until if stop in self.tokenizer.all_special_tokens

@@ -199,9 +199,9 @@ def run(args: argparse.Namespace) -> list[Row]:
             logger.info("%s is complete already; --overwrite starts again", journal.results)
     scored = []
     if rank == 0:
-        user_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
         setups = {setup.name: setup for setup in read_setups(output_dir)}
-        scored = [score_setup(setups[journal.setup], "strict", user_tasks)[0] for journal in journals]
+        own_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
+        scored = [score_setup(setups[journal.setup], "strict", own_tasks)[0] for journal in journals]
         if args.dont_save:
             shutil.rmtree(output_dir)
     leave_processes()
