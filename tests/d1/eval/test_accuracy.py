@@ -1,7 +1,8 @@
-"""The command line of the parser, as a real process: formats, exit codes, details, comparison, plot."""
+"""The command line of the parser: formats, exit codes, details, comparison, plot."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -20,7 +21,11 @@ SCRIPT = ROOT / "eval" / "parse_and_get_acc.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, check=False)
+    """The command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
+        parse_and_get_acc.cli("parse_and_get_acc.py", [*map(str, arguments)])
+    return subprocess.CompletedProcess(arguments, int(str(left.value.code)), out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")

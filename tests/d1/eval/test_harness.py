@@ -286,8 +286,8 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(tiny_
 
 
 def test_without_the_harness_the_command_says_what_to_install():
-    program = "import sys; sys.modules['lm_eval'] = None; import harness; harness.register()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EVAL), str(EVAL.parent)])}
+    program = "import sys; sys.modules['lm_eval'] = None; from d1.eval.harness import register; register()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr.rstrip().endswith("in the checkout, or pip install lm-eval")
