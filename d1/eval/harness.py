@@ -111,7 +111,7 @@ def register() -> type:
 
     @register_model("d1")
     class D1(HarnessModel, TemplateLM):
-        pass
+        parser = staticmethod(make_parser)
 
     return D1
 
