@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from d1.eval.files import GeneratedSetup, read_setups
-from d1.eval.scores import Row, compare, score_setup
+from d1.eval.scores import Row, compare, score_setup, user_tasks
 from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
-from d1.tasks import load_task
 
 BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # of a checkout
 
@@ -54,16 +53,18 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
-    user_tasks = {Path(path).stem: load_task(path) for path in args.task_file}
+    """Runs the command; returns the exit code: 1 where a setup is incomplete or holds errors."""
+    if args.folder == str(BASELINES) and not BASELINES.is_dir():
+        raise FileNotFoundError("name a folder of generation files: only a checkout has those of the pocket models")
+    own_tasks = user_tasks(*args.task_file)
     if args.compare:
-        scored = [score_setup(find_setup(name, args.folder), args.scoring, user_tasks) for name in args.compare]
+        scored = [score_setup(find_setup(name, args.folder), args.scoring, own_tasks) for name in args.compare]
     else:
         setups = read_setups(args.folder)
         if args.tokenizer:
             for setup in setups:
                 count_tokens(setup, args.tokenizer)
-        scored = [score_setup(setup, args.scoring, user_tasks) for setup in setups]
+        scored = [score_setup(setup, args.scoring, own_tasks) for setup in setups]
     rows = [row for row, _ in scored]
     if args.details:
         lines = (json.dumps(detail, default=str) + "\n" for _, details in scored for detail in details)

@@ -1,26 +1,28 @@
-"""Generates the completions that are missing of an evaluation into the journal, with the batch kept full.
+"""Generates the completions that an evaluation lacks into its journal, with full batches, in one or several processes.
 
-In fp32 no row depends on those beside it, and each process takes rows from the queue one by one, as its batch has room.
-In 16 bits a row's tokens depend on them now and then. So there the queue holds whole parts of the run: they are the
-same whatever is left to do and however many processes share them, a part has its batch for itself, and one that a kill
-left half done is generated again, whole.
+In fp32 no row depends on the others in its batch: each process takes rows from the queue one by one, as its batch has
+room. In 16 bits a row's tokens depend on them now and then. So there the queue holds whole parts of the run, which are
+the same whatever is left to do and however many processes share them. A part has its batch for itself, and one that a
+kill left unfinished is generated again, whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
-from d1.eval.identity import in_fp32, part_size
 from d1.eval.journal import Journal, Key
-from d1.eval.processes import STORE, count_together, queue_of
-from d1.eval.prompts import Prompt
+from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
 from d1.models.load import load_on_device
 from d1.models.tokenizer import end_ids
@@ -28,7 +30,70 @@ from d1.sampling import rollout_stream
 from d1.sampling.flags import sampling_settings
 from d1.sampling.settings import check_room
 
+logger = logging.getLogger("eval")
+
 Request = tuple[Prompt, int]  # what one completion answers: a prompt, and which of its samples it is
+T = TypeVar("T")
+STORE: list[dist.Store] = []  # what the processes count in; empty where there is one process
+
+
+# ---- processes, which take problems from one queue and otherwise only wait for each other
+
+
+def join_processes() -> tuple[int, int]:
+    """(rank, number of processes), as torchrun or accelerate started them."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        patience = timedelta(days=7)  # a rank may be hours behind another
+        store, rank, _ = next(dist.rendezvous("env://", timeout=patience))
+        STORE[:] = [dist.PrefixStore("eval", store)]
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=world, timeout=patience
+        )
+    return int(os.environ.get("RANK", "0")), world
+
+
+def leave_processes() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    STORE.clear()
+
+
+def count_together(name: str, more: int) -> int:
+    """Adds to a count that all processes share, from 0, and returns it."""
+    return STORE[0].add(name, more) if STORE else more
+
+
+def queue_of(items: Sequence[T], name: str) -> Iterator[T]:
+    """`items` in their order, each given to one process only: to whichever asks next. Once a launch for each name."""
+    if not STORE:
+        yield from items
+        return
+    while (number := count_together(f"{name} taken", 1) - 1) < len(items):
+        yield items[number]
+
+
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def from_rank_0(compute: Callable[[], Any]) -> Any:
+    """What `compute` returns on rank 0; an exception there is raised on every rank, so that none waits for ever."""
+    outcome: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            outcome[0] = compute()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+# ---- completions
 
 
 def key_of(row: Request) -> Key:
@@ -46,44 +111,45 @@ def all_parts(args: argparse.Namespace, prompts: Iterable[Prompt]) -> list[list[
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def unfinished(parts: list[list[Request]], done: dict[Key, dict[str, Any]]) -> list[list[Request]]:
-    """The parts that are not all in `done`."""
-    return [part for part in parts if any(key_of(row) not in done for row in part)]
-
-
-def generate_missing(
+def complete(
     args: argparse.Namespace,
     load: Callable[[], Any],
     tokenizer: Any,
-    parts: list[list[Request]],
-    done: dict[Key, dict[str, Any]],
+    prompts: Iterable[Prompt],
     journal: Journal,
     take: Callable[[list[list[Request]], str], Iterable[list[Request]]] = queue_of,
 ) -> None:
-    """Generates the `parts` that this process gets, and journals what is not `done` of them, each row as it ends.
+    """Generates what the journal lacks and adds each row as it ends; returns when all processes are done.
 
     Args:
-        load: gives the model, and is called only if a part is missing.
+        load: returns the model; called only if a completion is missing.
         take: gives this process its parts of the setup of that name, the next one when it is asked for.
     """
-    if not parts:
-        return
-    model = load()
-    check_room(model.config, max(len(prompt.ids) for part in parts for prompt, _ in part), args.gen_length)
-    ends = torch.tensor(end_ids(tokenizer), device=model.device)
-    generated, passes, rows, started = 0, 0, 0, time.perf_counter()
-    missing = sum(key_of(row) not in done for part in parts for row in part)
-    mine = take(parts, journal.setup)
-    with tqdm(total=missing, desc=journal.setup, unit="problem", disable=journal.rank != 0) as progress:
-        for requests in [chain.from_iterable(mine)] if in_fp32(args) else mine:
-            for _, entry in generate_rows(args, model, tokenizer, requests, ends, args.batch_size):
-                generated, passes, rows = generated + entry["tokens"], passes + entry["forward_passes"], rows + 1
-                if (entry["index"], entry["sample"]) in done:
-                    continue
-                journal.append(entry)
-                progress.update(count_together(f"{journal.setup} done", 1) - progress.n if STORE else 1)
-                rate = generated / (time.perf_counter() - started)
-                progress.set_postfix_str(f"{rate:.0f} tokens/s, {passes / rows:.1f} forward passes each", refresh=False)
+    parts = all_parts(args, prompts)
+    done = journal.read({key_of(row) for part in parts for row in part})
+    wait_for_all()  # nobody writes before everybody has read
+    total = sum(map(len, parts))
+    if done and journal.rank == 0:
+        logger.info("Resuming: %d of %d completions are there", len(done), total)
+    parts = [part for part in parts if any(key_of(row) not in done for row in part)]
+    if parts:
+        model = load()
+        check_room(model.config, max(len(prompt.ids) for part in parts for prompt, _ in part), args.gen_length)
+        ends = torch.tensor(end_ids(tokenizer), device=model.device)
+        generated, passes, rows, started = 0, 0, 0, time.perf_counter()
+        mine = take(parts, journal.setup)
+        bar = {"total": total - len(done), "desc": journal.setup, "unit": "problem", "disable": journal.rank != 0}
+        with tqdm(**bar) as progress:
+            for requests in [chain.from_iterable(mine)] if in_fp32(args) else mine:
+                for _, entry in generate_rows(args, model, tokenizer, requests, ends, args.batch_size):
+                    generated, passes, rows = generated + entry["tokens"], passes + entry["forward_passes"], rows + 1
+                    if (entry["index"], entry["sample"]) in done:
+                        continue
+                    journal.append(entry)
+                    progress.update(count_together(f"{journal.setup} done", 1) - progress.n if STORE else 1)
+                    speed = f"{generated / (time.perf_counter() - started):.0f} tokens/s"
+                    progress.set_postfix_str(f"{speed}, {passes / rows:.1f} forward passes each", refresh=False)
+    wait_for_all()
 
 
 def load_model_for(args: argparse.Namespace) -> Any:

@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # scoring imports no tokenizer
     from d1.eval.journal import Key
-    from d1.eval.prompts import Prompt
+    from d1.eval.setup import Prompt
 
 FILE_NAME = re.compile(r"(?P<setup>(?P<head>.+)_(?P<length>\d+)_(?P<steps>\d+))_(?P<rank>\d+)_generations\.json")
 D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}
 D1_PROBLEMS = {"gsm8k": 1319, "math": 500, "countdown": 256, "sudoku": 256}  # in d1's evaluation
+RUN = (  # what the files of a setup have in common, where they are ours
+    *("task", "expected_problems", "prompt_protocol", "model_path", "checkpoint_path"),
+    *("gen_length", "diffusion_steps", "block_length", "split", "seed"),
+)
 HIGHEST_RANK = 9999  # no run has more processes: a larger number in a file's name is no rank
 TURN_ENDS = re.compile(r"<\|(?:eot_id|endoftext|im_end)\|>")
 
@@ -42,10 +46,15 @@ class GeneratedProblem:
     """A problem as a file has it, with its completions."""
 
     where: str  # "FILE, item N", for messages
-    key: str  # what identifies the problem within a setup
+    index: int | None  # in the split; None in d1's files
     question: str
     ground_truth: Any
     samples: list[Sample]
+
+    @property
+    def key(self) -> str:
+        """What identifies the problem within a setup."""
+        return json.dumps([self.question, self.ground_truth] if self.index is None else self.index)
 
 
 @dataclass
@@ -74,19 +83,19 @@ def generation_file(
         args: eval.py's.
         done: the journal's entries of all `prompts` and their samples.
     """
-    items = []
+    items, seconds = [], 0.0
     for prompt in prompts:
         samples = [
             {name: value for name, value in done[prompt.index, sample].items() if name not in ("index", "sample")}
             for sample in range(args.num_samples)
         ]
+        seconds += sum(sample["seconds"] for sample in samples)
         items.append(
             {"question": prompt.question, "prompt_input": prompt.text}
             | samples[0]
             | {"ground_truth": prompt.ground_truth, "index": prompt.index}
             | ({"samples": samples} if len(samples) > 1 else {})
         )
-    seconds = sum(entry["seconds"] for entry in done.values())
     names = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
     settings = {name: getattr(args, name) for name in (*names, "prompt_protocol")}
     return {
@@ -144,16 +153,26 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     setup.missing_ranks = sorted(set(range(max(files) + 1)) - set(files))
     seen: set[str] = set()
     for rank, data in contents.items():
+        name = files[rank].name
+        if ours and data and (other := [f"{key} {data.get(key)!r}" for key in RUN if data.get(key) != own.get(key)]):
+            errors.append(
+                f"{name}: not read, because {files[ours[0]].name} is of another run (here {', '.join(other)})"
+            )
+            continue
         for number, item in enumerate(data.get("generations", [])):
-            where = f"{files[rank].name}, item {number}"
             try:
-                problem = read_problem(where, item)
+                problem = read_problem(f"{name}, item {number}", item)
             except (TypeError, ValueError) as error:
-                errors.append(f"{where}: {error}")
+                errors.append(f"{name}, item {number}: {error}")
                 continue
-            setup.duplicates += problem.key in seen
+            if problem.key in seen:
+                setup.duplicates += 1
+                if problem.index is not None:
+                    errors.append(f"{problem.where}: index {problem.index} is there already")
             seen.add(problem.key)
             setup.problems.append(problem)
+    if any(problem.index is not None for problem in setup.problems):
+        errors += [f"{p.where}: no index, so it is not of this run" for p in setup.problems if p.index is None]
     return setup
 
 
@@ -187,27 +206,27 @@ def read_problem(where: str, item: Any) -> GeneratedProblem:
     """
     if not isinstance(item, dict):
         raise TypeError(f"an item must be an object, got {type(item).__name__}")
-    for name in ("question", "generations"):
-        if not isinstance(item.get(name), str):
-            raise TypeError(f'"{name}" must be text, got {type(item.get(name)).__name__}')
     samples = item.get("samples", [item])
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, dict) for sample in samples):
         raise TypeError('"samples" must be a list of objects')
-    index = item.get("index")
-    key = f"#{index}" if isinstance(index, int) else json.dumps([item["question"], item.get("ground_truth")])
+    index = item["index"] if isinstance(item.get("index"), int) else None
+    text_in(item, "generations")  # of the first sample
     completions = [read_sample(sample) for sample in samples]
-    return GeneratedProblem(where, key, item["question"], item.get("ground_truth"), completions)
+    return GeneratedProblem(where, index, text_in(item, "question"), item.get("ground_truth"), completions)
 
 
 def read_sample(sample: dict[str, Any]) -> Sample:
-    raw = sample.get("generations")
-    if not isinstance(raw, str):
-        raise TypeError(f'"generations" must be text, got {type(raw).__name__}')
-    text = sample.get("text", TURN_ENDS.split(raw, maxsplit=1)[0])
-    if not isinstance(text, str):
-        raise TypeError(f'"text" must be text, got {type(text).__name__}')
+    raw = text_in(sample, "generations")
+    text = text_in({"text": TURN_ENDS.split(raw, maxsplit=1)[0]} | sample, "text")
     tokens, passes = (sample.get(name) for name in ("tokens", "forward_passes"))
     for count in (tokens, passes):
         if count is not None and not isinstance(count, int):
             raise TypeError(f"a count must be a whole number, got {count!r}")
     return Sample(raw, text, tokens, passes)
+
+
+def text_in(fields: dict[str, Any], name: str) -> str:
+    text = fields.get(name)
+    if not isinstance(text, str):
+        raise TypeError(f'"{name}" must be text, got {type(text).__name__}')
+    return text

@@ -21,6 +21,7 @@ from typing import Any
 
 from d1.ranges import COUNT, SEED
 from d1.runs.entry import OneLineParser
+from d1.runs.output_dir import write_atomically
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 
 MISSING = "lm-evaluation-harness is not installed: pip install -e '.[harness]' in the checkout, or pip install lm-eval"
@@ -62,8 +63,8 @@ def main(args: argparse.Namespace) -> None:
         ImportError: the harness is not installed.
         ValueError: a setting makes no sense, or the cache is of another run; before the model is loaded.
     """
-    from d1.eval.processes import leave_processes
-    from d1.eval.prompts import config_of
+    from d1.eval.completions import leave_processes
+    from d1.eval.setup import config_of
 
     own = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
     length = args.gen_length or 1024  # a task's own is not known yet
@@ -102,7 +103,7 @@ def register() -> type:
 
     @register_model("d1")
     class D1(HarnessModel, TemplateLM):
-        pass
+        parser = staticmethod(make_parser)
 
     return D1
 
@@ -113,12 +114,9 @@ def check_cache(record: Path, settings: dict[str, Any]) -> None:
     Raises:
         ValueError: they were made with other weights or settings.
     """
-    from d1.eval.identity import weights_fingerprint
-    from d1.eval.journal import write_atomically
-    from d1.models.adapters import adapter_chain
+    from d1.eval.setup import fingerprints
 
-    base, adapters = adapter_chain(settings["model_path"], settings["checkpoint_path"] or None)
-    now = {**settings, "weights": [weights_fingerprint(path) for path in (base, *adapters)]}
+    now = {**settings, "weights": fingerprints(settings["model_path"], settings["checkpoint_path"])}
     if not record.exists():
         record.parent.mkdir(parents=True, exist_ok=True)
         if os.environ.get("RANK", "0") == "0":

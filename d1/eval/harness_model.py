@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from d1.eval.completions import Request, generate_rows, load_model_for
+from d1.eval.completions import Request, generate_rows, join_processes, load_model_for
 from d1.eval.likelihood import Pair, are_greedy, check_likelihood, log_likelihoods, seed_of
-from d1.eval.processes import join_processes
-from d1.eval.prompts import Prompt, tokenizer_path
+from d1.eval.run import parse_settings
+from d1.eval.setup import Prompt, tokenizer_path
 from d1.models import load_tokenizer
 from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
 from d1.sampling.settings import check_room
@@ -35,6 +35,7 @@ class HarnessModel:
     answer depends on `batch_size`, on the order of the requests or on the number of processes.
     """
 
+    parser: Callable[[], argparse.ArgumentParser]  # that of harness.py
     cache_hook: Any  # these three are the harness's
     rank: int
     world_size: int
@@ -42,38 +43,25 @@ class HarnessModel:
     def __init__(
         self,
         model_path: str,
-        checkpoint_path: str = "",
-        dtype: str | None = None,
-        attn_implementation: str | None = None,
-        plain_chat_template: bool = False,
-        trust_remote_code: bool = False,
-        gen_length: int | None = None,
-        block_length: int | None = None,
-        diffusion_steps: int | None = None,
-        cfg_scale: float = 0.0,
-        remasking: str = "low_confidence",
-        sampler: str = "exact",
-        kv_cache: str | None = None,
-        reveal: str | None = None,
-        reveal_level: float | None = None,
-        mc_num: int = 128,
-        antithetic: bool = False,
-        draw_seed: int = 0,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         device: str | None = None,
+        trust_remote_code: bool = False,
+        **flags: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         if not str(batch_size).isdecimal() or max_batch_size is not None:
             raise ValueError(f"--batch_size must be a number, got {batch_size!r}: no batch size is searched for here")
-        self.args = argparse.Namespace(**given)
+        self.args = parse_settings(self.parser(), {"model_path": model_path, **flags})
+        self.args.trust_remote_code = trust_remote_code
         self.batch_size = int(batch_size)
         self._rank, self._world_size = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else join_processes()
         )
         self.tokenizer: Any = load_tokenizer(
-            tokenizer_path(self.args), plain_chat_template=plain_chat_template, trust_remote_code=trust_remote_code
+            tokenizer_path(self.args),
+            plain_chat_template=self.args.plain_chat_template,
+            trust_remote_code=trust_remote_code,
         )
         self.model = load_model_for(self.args)
         if device == "cpu":  # else each process has the GPU of its rank: the harness would name the first for all
@@ -128,21 +116,18 @@ class HarnessModel:
         texts = [""] * len(requests)
         with tqdm(total=len(requests), desc="completions", disable=disable_tqdm or self.rank != 0) as progress:
             for (length, temperature, until), rows in kinds.items():
-                for place, text in self.complete(rows, self.sampling_args(length, temperature), until):
+                of_the_task = {"gen_length": self.args.gen_length or length, "temperature": temperature}
+                for place, text in self.complete(rows, of_the_task, until):
                     texts[place] = text
                     self.cache_hook.add_partial("generate_until", requests[place].args, text)
                     progress.update()
         return texts
 
-    def sampling_args(self, length: int, temperature: float) -> argparse.Namespace:
-        """The settings of generate_rows for a task that asks for this length and temperature."""
-        of_the_task = {"gen_length": self.args.gen_length or length, "temperature": temperature}
-        return argparse.Namespace(**vars(self.args) | of_the_task | {"seed": self.args.draw_seed, "eos_stop": True})
-
     def complete(
-        self, rows: list[tuple[int, Request]], args: argparse.Namespace, until: tuple[str, ...]
+        self, rows: list[tuple[int, Request]], of_the_task: dict[str, Any], until: tuple[str, ...]
     ) -> Iterator[tuple[int, str]]:
         """The text of each row up to its end, as it ends, the longest prompts first."""
+        args = argparse.Namespace(**vars(self.args) | of_the_task | {"seed": self.args.draw_seed, "eos_stop": True})
         check_room(self.model.config, max(len(prompt.ids) for _, (prompt, _) in rows), args.gen_length)
         special = [
             self.tokenizer.convert_tokens_to_ids(stop) for stop in until if stop in self.tokenizer.all_special_tokens

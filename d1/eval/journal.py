@@ -1,25 +1,39 @@
-"""What keeps an evaluation whole: an append-only journal a killed run resumes from, and files replaced atomically.
+"""An append-only journal, which keeps the completions of an evaluation that is interrupted.
 
-While a setup runs, `{setup}.partial/` holds `identity.json` (all that determines the results) and one journal a rank:
-one JSON line a completion, written in a single call. Whoever resumes reads all journals, whatever the number of
-processes was. When every completion is there, they become `{setup}_0_generations.json` and the folder goes.
+While a setup runs, `{setup}.partial/` holds `identity.json` (all that determines the results) and one journal per rank:
+one JSON line per completion, written in a single call. A resumed run reads all journals, with any number of processes.
+When every completion is there, they become `{setup}_0_generations.json` and the folder is removed.
 
-Rank 0 holds a lock on `{setup}.lock`, every rank one on its own journal. The system takes a lock back when its process
-ends, however it ends, so the files of a killed run block no other.
+Rank 0 locks `{setup}.lock`, and every rank its own journal. The system releases a lock when its process ends, however
+it ends, so the files of a killed run block no other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import json
+import logging
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from d1.runs.output_dir import write_atomically
+
+logger = logging.getLogger("eval")
+
 Key = tuple[int, int]  # problem index in its split, sample
+ENTRY: dict[str, type | tuple[type, ...]] = {  # what a line must hold to be a completion
+    "index": int,
+    "sample": int,
+    "generations": str,
+    "text": str,
+    "tokens": int,
+    "forward_passes": int,
+    "seconds": (int, float),
+}
 
 # Version 0.1 did not record these, so they are not compared where it began the run.
 UNKNOWN_OF_0_1 = ("batch_size", "attn_implementation", "device", "libraries")
@@ -41,7 +55,7 @@ class Journal:
         """Makes the folder ready for `identity` (rank 0 only); False when the results are already complete.
 
         Raises:
-            ValueError: results of another run are there, or a run of this setup is still going; nothing was changed.
+            ValueError: results of another run are there, or another process writes this setup; nothing was changed.
         """
         if not overwrite and self.is_complete(identity):
             return False
@@ -49,14 +63,16 @@ class Journal:
         self.take_lock()
         try:
             if overwrite:
-                self.remove()
+                self.results.unlink(missing_ok=True)
+                self.record.unlink(missing_ok=True)
+                shutil.rmtree(self.folder, ignore_errors=True)
             elif self.is_complete(identity):  # since the first look
                 self.release_lock()
                 return False
             self.folder.mkdir(exist_ok=True)
             known = self.folder / "identity.json"
             if known.exists():
-                self.check_identity(json.loads(known.read_text()), identity)
+                self.check_identity(read_object(known), identity)
             else:
                 write_atomically(known, json.dumps(identity, indent=1))
         except (ValueError, OSError):
@@ -64,24 +80,22 @@ class Journal:
             raise
         return True
 
-    def remove(self) -> None:
-        for path in (self.results, self.record):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     def is_complete(self, identity: dict[str, Any]) -> bool:
         """Whether the results are there. Raises ValueError where they are those of another run."""
         if not (self.results.exists() and self.record.exists()):
             return False
-        self.check_identity(json.loads(self.record.read_text())["identity"], identity)
+        self.check_identity(read_object(self.record).get("identity") or {}, identity)
         return True
 
     def take_lock(self) -> None:
         """Raises ValueError where another process, of any rank, is writing this setup's results."""
         self.lock = lock_file(self.lock_path)
-        journals = sorted(self.folder.glob("rank_*.jsonl"))
-        if self.lock is None or not all(map(is_unlocked, journals)):
-            self.release_lock()
+        for path in sorted(self.folder.glob("rank_*.jsonl")) if self.lock else ():
+            if journal := lock_file(path):
+                journal.close()
+            else:
+                self.release_lock()
+        if self.lock is None:
             raise ValueError(
                 f"another process is evaluating into {self.folder}: wait until it is done or end it; otherwise choose "
                 "another --suffix or --output_dir"
@@ -105,38 +119,57 @@ class Journal:
                 "Choose another --suffix or --output_dir, or pass --overwrite to start again"
             )
 
-    def read(self) -> dict[Key, dict[str, Any]]:
-        """Every completion written so far, by any rank of any launch; a line cut off by a kill does not count."""
+    def read(self, wanted: Collection[Key] | None = None) -> dict[Key, dict[str, Any]]:
+        """Every completion written so far, by any rank of any launch; the first line of a key counts.
+
+        Args:
+            wanted: the keys of this run. If given, other keys are left out, and rank 0 warns of lines that are none of
+                the run's completions: cut off by a kill, damaged, or of another setup. They stay in the file.
+        """
         done: dict[Key, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("rank_*.jsonl")):
-            for line in path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n") and line.strip():
-                    entry = parse_line(line)
-                    if entry is not None:
-                        done.setdefault((entry["index"], entry["sample"]), entry)
+            skipped = []
+            for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+                entry = self.parse(line)
+                if entry is not None and (wanted is None or (entry["index"], entry["sample"]) in wanted):
+                    done.setdefault((entry["index"], entry["sample"]), entry)
+                elif line.strip():
+                    skipped.append(number)
+            if skipped and wanted is not None and self.rank == 0:
+                logger.warning(
+                    "%s: %d line(s) skipped (first: line %d), which are no completions of this run: cut off by a kill, "
+                    "damaged, or of another setup. What they stand for is generated again",
+                    *(path, len(skipped), skipped[0]),
+                )
         return done
 
+    def parse(self, line: bytes) -> dict[str, Any] | None:
+        """The completion of a line, or None if it is none of this setup's."""
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(entry, dict) or entry.pop("setup", self.setup) != self.setup:
+            return None
+        whole = all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items())
+        return entry if whole else None
+
     def append(self, entry: dict[str, Any]) -> None:
-        """Adds one completion with `index` and `sample`, in one write to the end of this rank's journal.
+        """Adds one completion, which has the fields of `ENTRY`, in one write to the end of this rank's journal.
 
         Raises:
             OSError: it could not be written, because the disk is full for example; says what is safe.
         """
         try:
             if self.lines is None:
-                self.lines = self.open_lines()
-            write_whole(self.lines, json.dumps(entry).encode() + b"\n")
+                self.lines = lock_file(self.folder / f"rank_{self.rank}.jsonl")
+                if self.lines is None:
+                    raise BlockingIOError(f"another process is writing {self.folder}/rank_{self.rank}.jsonl")
+                if os.fstat(self.lines.fileno()).st_size:
+                    write_whole(self.lines, b"\n")  # ends what a kill may have cut off
+            write_whole(self.lines, json.dumps({**entry, "setup": self.setup}).encode() + b"\n")
         except OSError as error:
             raise self.stopped(error) from error
-
-    def open_lines(self) -> io.FileIO:
-        """This rank's journal, open to append and locked."""
-        lines = lock_file(self.folder / f"rank_{self.rank}.jsonl")
-        if lines is None:
-            raise BlockingIOError(f"another process is writing {self.folder}/rank_{self.rank}.jsonl")
-        if os.fstat(lines.fileno()).st_size:
-            write_whole(lines, b"\n")  # ends what a kill may have cut off
-        return lines
 
     def stopped(self, error: OSError) -> OSError:
         """The error that ends a run that can write no more."""
@@ -160,16 +193,19 @@ class Journal:
         self.release_lock()
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of ours. Raises ValueError, with the file's name, where there is none."""
     try:
-        entry = json.loads(line)
-    except ValueError:
-        return None  # cut off by a kill, and ended by the launch after it
-    return entry if isinstance(entry, dict) and {"index", "sample"} <= set(entry) else None
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it, or pass --overwrite to start again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (not an object): restore it, or pass --overwrite to start again")
+    return content
 
 
 def lock_file(path: Path) -> io.FileIO | None:
-    """`path`, made if need be, open to append and locked until it is closed; None where another process has it."""
+    """`path`, created if necessary, open to append and locked until it is closed; None if another process has it."""
     while True:
         file = io.FileIO(path, "ab")
         try:
@@ -177,17 +213,10 @@ def lock_file(path: Path) -> io.FileIO | None:
         except BlockingIOError:
             file.close()
             return None
-        # Its last owner may have removed it in between: then this one locks nobody out.
+        # Its last owner may have removed it in between: then this lock excludes nobody.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()
-
-
-def is_unlocked(path: Path) -> bool:
-    file = lock_file(path)
-    if file is not None:
-        file.close()
-    return file is not None
 
 
 def write_whole(file: io.FileIO, data: bytes) -> None:
@@ -199,18 +228,3 @@ def write_whole(file: io.FileIO, data: bytes) -> None:
     except OSError:
         file.truncate(size)
         raise
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces `path` as a whole: readers see the old content or the new, never a part."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(staging, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staging, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            staging.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -56,27 +56,24 @@ def seed_of(pair: Pair) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps(pair).encode()).digest()[:8], "big")
 
 
-def by_length(pairs: Sequence[Pair], batch_size: int) -> Iterator[list[int]]:
-    """The places of the pairs, `batch_size` at a time: a batch's answers are equally long, and the longest come first.
-
-    Empty answers are left out.
-    """
+def batches(
+    pairs: Sequence[Pair], batch_size: int, pad_token_id: int, device: Any
+) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor]]:
+    """The places of the pairs, at most `batch_size` at a time, with ids and attention mask of their prompts, padded on
+    the left, and their answers, which are equally long within a batch; the longest come first. Empty answers are left
+    out."""
     order = sorted(
         (i for i, pair in enumerate(pairs) if pair[1]), key=lambda i: [-len(part) for part in pairs[i][::-1]]
     )
     while order:
         length = len(pairs[order[0]][1])
         same = [i for i in order[:batch_size] if len(pairs[i][1]) == length]
-        yield same
+        prompts, answers = zip(*(pairs[i] for i in same), strict=True)
+        width = max(map(len, prompts))
+        ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        yield same, ids.to(device), mask.to(device), torch.tensor(answers, device=device)
         order = order[len(same) :]
-
-
-def padded(prompts: Sequence[list[int]], pad_token_id: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask (rows, longest) of prompts, padded on the left."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids.to(device), mask.to(device)
 
 
 def check_likelihood(config: Any) -> None:
@@ -110,21 +107,18 @@ def log_likelihoods(
         batch_size: sequences in a forward pass.
     """
     yield from ((i, 0.0) for i, (_, answer) in enumerate(pairs) if not answer)
-    for places in by_length(pairs, batch_size):
-        prompts, answers = zip(*(pairs[i] for i in places), strict=True)
-        ids, mask = padded(prompts, pad_token_id, model.device)
-        own = [
-            llada_views(len(answers[0]), draws, keyed_generator(seed, seed_of(pairs[i])), antithetic) for i in places
-        ]
+    for places, ids, mask, answers in batches(pairs, batch_size, pad_token_id, model.device):
+        length = answers.shape[1]
+        own = [llada_views(length, draws, keyed_generator(seed, seed_of(pairs[i])), antithetic) for i in places]
         views = joined(own, ids.shape[1])
         scores = score(
             model,
             ids,
             mask,
-            torch.tensor(answers, device=ids.device),
+            answers,
             Views(views.noise.to(ids.device), views.weights.to(ids.device)),
             mask_token_id=mask_token_id,
-            gen_length=len(answers[0]),
+            gen_length=length,
             views_at_once=max(batch_size // len(places), 1),
         )
         yield from zip(places, scores.logps.double().sum(-1).tolist(), strict=True)
@@ -149,10 +143,7 @@ def are_greedy(
     That is LLaDA's own check (`suffix_greedy_prediction` in its evaluation code).
     """
     yield from ((i, True) for i, (_, answer) in enumerate(pairs) if not answer)
-    for places in by_length(pairs, batch_size):
-        prompts, answers = zip(*(pairs[i] for i in places), strict=True)
-        ids, mask = padded(prompts, pad_token_id, model.device)
-        wanted = torch.tensor(answers, device=ids.device)
+    for places, ids, mask, wanted in batches(pairs, batch_size, pad_token_id, model.device):
         length = wanted.shape[1]
         settings = SamplingSettings(gen_length=length, block_length=length, steps=length)
         right = torch.ones(len(places), dtype=torch.bool, device=ids.device)

@@ -20,15 +20,15 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from d1.eval.accuracy import as_table
 from d1.eval.files import generation_file, read_setups
 from d1.eval.journal import Journal
 from d1.eval.scores import Row, score_setup
-from d1.ranges import COUNT, NATURAL, check_ranges
+from d1.ranges import COUNT, NATURAL
 from d1.runs.entry import OneLineParser, quick_imports, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.record import run_record
@@ -36,9 +36,6 @@ from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_sett
 from d1.sampling.settings import check_room
 from d1.tasks import SPLITS, TASKS, load_task
 from d1.tasks.protocols import PROTOCOLS, shots_of, under_protocol
-
-if TYPE_CHECKING:
-    from d1.eval.prompts import Prompt
 
 logger = logging.getLogger("eval")
 
@@ -96,33 +93,53 @@ def make_parser(prog: str | None = None) -> OneLineParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Runs the evaluation that arguments ask for and prints its table."""
-    rows = run(args)
-    if rows:
+    """Runs the evaluation and prints its table."""
+    if rows := run(args):
         sys.stdout.write(as_table(rows))
 
 
-def evaluate(model_path: str, dataset: str, **settings: Any) -> list[Row]:
+def evaluate(model_path: str | Path, dataset: str | Path, **settings: Any) -> list[Row]:
     """Evaluates a model on the problems of a task; writes generation files into `output_dir`.
 
+    A call that was interrupted continues where it stopped. Prints nothing to stdout.
+
     Args:
-        model_path: a folder or hub name of a model, or an adapter's folder.
-        dataset: a task's name, or the path of a task file.
-        settings: flags of `d1 eval` by name, e.g. `gen_length=[128, 256]`, `split="validation"`, `dont_save=True`.
+        model_path: folder or hub name of a model, or an adapter's folder.
+        dataset: name of a task, or path of a task file.
+        settings: flags of `d1 eval` by name, e.g. `gen_length=[128, 256]`, `split="validation"`, `dont_save=True`. None
+            is the default.
 
     Returns:
-        A row for each length: accuracies and intervals in percent. Empty on every process but the first.
+        One row per length: accuracies and intervals in percent. Empty on every process but the first.
 
     Raises:
-        TypeError: a setting that is no flag.
+        TypeError: a setting is no flag.
         ValueError, FileNotFoundError: a setting, a file or a path makes no sense, before the model is loaded.
     """
-    parser = make_parser()
-    args = parser.parse_args(["--model_path", model_path, "--dataset", dataset])
-    if unknown := sorted(settings.keys() - vars(args).keys()):
-        raise TypeError(f"evaluate() has no setting {', '.join(unknown)}; it takes {', '.join(vars(args))}")
-    check_ranges(settings, parser.ranges())
-    return run(argparse.Namespace(**{**vars(args), **settings}))
+    return run(parse_settings(make_parser(), {"model_path": model_path, "dataset": dataset} | settings))
+
+
+def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any]) -> argparse.Namespace:
+    """The flags of a parser from Python values, checked and converted as on the command line.
+
+    Raises:
+        TypeError: a setting is no flag.
+        ValueError: a value is not one that its flag takes.
+    """
+    typed: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, list | tuple):
+            typed += [f"--{name}", *map(str, value)]
+        elif value is not None and value is not False:
+            typed.append(f"--{name}" if value is True else f"--{name}={value}")
+    parser.exit_on_error = parser.allow_abbrev = False
+    try:
+        args, unknown = parser.parse_known_args(typed)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    if unknown:
+        raise TypeError(f"no such setting: {' '.join(unknown)} (`d1 eval --help` lists what there is)")
+    return args
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -134,12 +151,10 @@ def run(args: argparse.Namespace) -> list[Row]:
     """
     check_output_dir(args.output_dir)
 
-    # Only now, for they take seconds and `--help` needs none of them.
+    # Only now: these imports take seconds, and `--help` needs none of them.
     with quick_imports():
-        from d1.eval.completions import load_model_for
-        from d1.eval.identity import run_identity, setup_name, task_name
-        from d1.eval.processes import from_rank_0, join_processes, leave_processes
-        from d1.eval.prompts import config_of, read_prompts, tokenizer_path
+        from d1.eval.completions import complete, from_rank_0, join_processes, leave_processes, load_model_for
+        from d1.eval.setup import config_of, read_prompts, run_identity, setup_name, task_name, tokenizer_path
         from d1.models import load_tokenizer
         from d1.models.tokenizer import check_chat_template
 
@@ -168,14 +183,15 @@ def run(args: argparse.Namespace) -> list[Row]:
             complete(one, model, tokenizer, prompts, journal)
             if rank == 0:
                 results = generation_file(one, task_name(one), prompts, journal.read())
-                journal.finish(results, run_settings(one) | {"identity": identity} | run_record())
+                paths = {"model_path": one.model_path, "checkpoint_path": one.checkpoint_path}
+                journal.finish(results, {**paths, "settings": vars(one), "identity": identity, **run_record()})
         elif rank == 0:
             logger.info("%s is complete already; --overwrite starts again", journal.results)
     scored = []
     if rank == 0:
-        user_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
         setups = {setup.name: setup for setup in read_setups(output_dir)}
-        scored = [score_setup(setups[journal.setup], "strict", user_tasks)[0] for journal in journals]
+        own_tasks = {} if args.dataset in TASKS else {task_name(args): as_d1}
+        scored = [score_setup(setups[journal.setup], "strict", own_tasks)[0] for journal in journals]
         if args.dont_save:
             shutil.rmtree(output_dir)
     leave_processes()
@@ -189,26 +205,6 @@ def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse
         settings = sampling_settings(vars(run), model_config)
         run.block_length, run.diffusion_steps = settings.block_length, settings.steps
     return runs
-
-
-def complete(
-    args: argparse.Namespace, model: Callable[[], Any], tokenizer: Any, prompts: list[Prompt], journal: Journal
-) -> None:
-    """Generates what the journal lacks, the processes from one queue; returns when all of it is there."""
-    with quick_imports():
-        from d1.eval.completions import all_parts, generate_missing, unfinished
-        from d1.eval.processes import wait_for_all
-
-    done = journal.read()
-    wait_for_all()  # nobody writes before everybody has read
-    if done and journal.rank == 0:
-        logger.info("Resuming: %d of %d completions are there", len(done), len(prompts) * args.num_samples)
-    generate_missing(args, model, tokenizer, unfinished(all_parts(args, prompts), done), done, journal)
-    wait_for_all()
-
-
-def run_settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {"model_path": args.model_path, "checkpoint_path": args.checkpoint_path, "settings": vars(args)}
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 from typing import Any
@@ -46,13 +47,13 @@ class Row:
 
 
 def score_setup(
-    setup: GeneratedSetup, scoring: str, user_tasks: Mapping[str, ModuleType]
+    setup: GeneratedSetup, scoring: str, own_tasks: Mapping[str, ModuleType]
 ) -> tuple[Row, list[dict[str, Any]]]:
     """The row of a setup and what was made of each of its problems.
 
     Args:
         scoring: "strict" (`d1.tasks`; each problem once) or "published" (d1's released rules; repeats count again).
-        user_tasks: task modules beyond d1's own, by the task's name in the files.
+        own_tasks: task modules beyond d1's own, by the task's name in the files.
     """
     row = Row(setup.name, setup.task, setup.model, setup.gen_length, scoring, expected=setup.expected)
     row.duplicates, row.missing_ranks = setup.duplicates, setup.missing_ranks
@@ -62,16 +63,15 @@ def score_setup(
     try:
         if scoring == "published" and setup.protocol != "d1":
             raise ValueError(f"the published rules are for d1's prompts, and these are {setup.protocol}'s")
-        task = under_protocol(task_module(setup.task, user_tasks), setup.protocol) if scoring == "strict" else None
+        task = under_protocol(task_module(setup.task, own_tasks), setup.protocol) if scoring == "strict" else None
     except ValueError as error:
         row.errors.append(f"{setup.name}: {error}")
         return row, []
     details, seen = [], set()
     for problem in setup.problems:
-        repeated = problem.key in seen
-        seen.add(problem.key)
-        if repeated and task is not None:
+        if problem.key in seen and task is not None:
             continue
+        seen.add(problem.key)
         if any(len(sample.raw) > MAX_TEXT for sample in problem.samples):
             row.notes.append(f"{problem.where}: only the last {MAX_TEXT} characters of a long completion were read")
         try:
@@ -82,13 +82,22 @@ def score_setup(
         details.append({"setup": setup.name, "where": problem.where, "question": problem.question} | detail)
     if details:
         summarise(row, setup, details)
-    row.complete = not row.errors and not row.missing_ranks and row.n > 0 and row.n >= (row.expected or 0)
+    if row.expected is not None and len(seen) > row.expected:
+        row.errors.append(
+            f"{setup.name}: {len(seen)} problems where {row.expected} are expected: another run's are mixed in"
+        )
+    row.complete = not row.errors and not row.missing_ranks and len(details) > 0 and len(seen) >= (row.expected or 0)
     return row, details
 
 
-def task_module(name: str, user_tasks: Mapping[str, ModuleType]) -> ModuleType:
-    if name in user_tasks:
-        return user_tasks[name]
+def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
+    """The tasks among these that are files, by their names in generation files."""
+    return {Path(path).stem: load_task(path) for path in names_or_paths if path not in TASKS}
+
+
+def task_module(name: str, own_tasks: Mapping[str, ModuleType]) -> ModuleType:
+    if name in own_tasks:
+        return own_tasks[name]
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: name its file with --task_file")
     return load_task(name)

@@ -15,10 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from d1.eval.files import read_setups
-from d1.eval.journal import write_atomically
-from d1.eval.scores import Row, score_setup
+from d1.eval.scores import Row, score_setup, user_tasks
 from d1.runs.entry import OneLineParser, run_script
-from d1.tasks import TASKS, load_task
+from d1.runs.output_dir import write_atomically
 
 TRAINED_WITH = {  # flags of eval.py: the training settings in run.json they default to
     "dataset": "dataset",
@@ -108,9 +107,8 @@ def evaluate(checkpoint: Path, split: str, data_file: str | None, output_dir: Pa
 
 def read_row(folder: Path, checkpoint: str, dataset: str) -> Row:
     """The strict result of one checkpoint, whose name is part of its setup's."""
-    task = {} if dataset in TASKS else {Path(dataset).stem: load_task(dataset)}
     setup = next(setup for setup in read_setups(folder) if f"_{checkpoint}_" in setup.name)
-    row, _ = score_setup(setup, "strict", task)
+    row, _ = score_setup(setup, "strict", user_tasks(dataset))
     if not row.complete:
         raise ValueError(f"{setup.name} is incomplete: {'; '.join(row.errors)}")
     return row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # How Python, safetensors (Rust's words) and torch.save (its last two) say that a file could not be written to its end.
@@ -50,3 +50,18 @@ def writing(path: str | Path) -> Iterator[None]:
             f"could not write {path}: the disk or your share of it is full ({free:.1f} GiB are free there). Make room "
             "and continue: what was saved before is whole"
         ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces `path` as a whole: readers see the old content or the new, never a part."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(staging, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    except OSError as error:
+        with suppress(OSError):
+            staging.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -156,3 +156,10 @@ def column(columns: dict[str, Any], name: str) -> list[Any]:
     if name not in columns:
         raise KeyError(f"the reward needs the column {name!r}; the rows have {', '.join(sorted(columns))}")
     return columns[name]
+
+
+def judged(
+    completions: Sequence[Completion], columns: dict[str, Any], value: Callable[[str, Any], float]
+) -> list[float]:
+    """`value(text, ground truth)` of each completion."""
+    return [value(text_of(c), truth) for c, truth in zip(completions, column(columns, "ground_truth"), strict=True)]

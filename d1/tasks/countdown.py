@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, ask, column, final_answer, format_completion, text_of
+from d1.tasks import Completion, ask, final_answer, format_completion, judged
 from d1.tasks.data import JSON, check_split, hold_out, read_file, read_hub, shipped_file, task_rows
 
 INSTRUCTIONS = (
@@ -138,11 +138,12 @@ def _is_correct(expression: str | None, ground_truth: Any) -> bool:
 
 def expression_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """1.0 for a correct expression, 0.1 for another answer, 0 for none (d1's Countdown reward)."""
-    rewards = []
-    for completion, truth in zip(completions, column(columns, "ground_truth"), strict=True):
-        expression = extract(text_of(completion))
-        rewards.append(0.0 if expression is None else 1.0 if _is_correct(expression, truth) else 0.1)
-    return rewards
+
+    def reward(text: str, truth: Any) -> float:
+        expression = extract(text)
+        return 0.0 if expression is None else 1.0 if _is_correct(expression, truth) else 0.1
+
+    return judged(completions, columns, reward)
 
 
 REWARDS = [expression_reward]

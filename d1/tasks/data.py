@@ -51,6 +51,8 @@ def read_file(path: str, *schemas: Iterable[str]) -> Dataset:
         else:
             raise ValueError("not a .json, .jsonl, .csv or .parquet file")
     except Exception as error:  # the readers raise many kinds; all of them mean that this file cannot be used
+        if "corresponds to no data" in str(error) or file.read_bytes().strip() in (b"", b"[]"):
+            raise ValueError(f"{path} has no rows") from error
         raise ValueError(f"cannot read {path}: {error.__cause__ or error}") from error
     check_columns(rows, path, *schemas)
     return rows
@@ -86,6 +88,27 @@ def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str])
         ) from error
     check_columns(rows, name, *schemas)
     return rows
+
+
+def read_problems(
+    split: str,
+    data_file: str | None,
+    train: tuple[str, str | None],
+    test: tuple[str, str | None],
+    *schemas: Iterable[str],
+) -> tuple[str, Dataset]:
+    """The source of a task's rows, for messages, and the rows: all of `data_file`, or a split of the hub's.
+
+    The hub's training split gives up its last `HELD_OUT` rows after a seed-42 shuffle as the validation split.
+
+    Args:
+        train, test: name and config of the hub's datasets.
+    """
+    check_split(split)
+    if data_file:
+        return data_file, read_file(data_file, *schemas)
+    name, config = test if split == "test" else train
+    return name, hold_out(read_hub(name, config, "test" if split == "test" else "train", *schemas), split)
 
 
 def hold_out(rows: Dataset, split: str) -> Dataset:

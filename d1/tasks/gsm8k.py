@@ -9,8 +9,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import MAX_TEXT, Completion, ask, column, final_answer, format_completion, text_of
-from d1.tasks.data import NUMBER, check_split, hold_out, read_file, read_hub, task_rows
+from d1.tasks import MAX_TEXT, Completion, ask, final_answer, format_completion, judged, text_of
+from d1.tasks.data import NUMBER, read_problems, task_rows
 
 INSTRUCTIONS = "Solve the problem below step by step."
 ANSWER = r"the final number as \boxed{number}"
@@ -31,17 +31,9 @@ _NUMBER = re.compile(
 
 
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
-    """GSM8K from the hub, or every row of `data_file`, which has the same columns.
-
-    The hub's training split gives up the last 500 rows after a seed-42 shuffle as the validation split.
-    """
-    check_split(split)
-    if data_file:
-        source, rows = data_file, read_file(data_file, COLUMNS)
-    else:
-        source = "openai/gsm8k"
-        rows = read_hub(source, "main", "test" if split == "test" else "train", COLUMNS)
-        rows = hold_out(rows, split)
+    """GSM8K from the hub, or every row of `data_file`, which has the same columns (`data.read_problems`)."""
+    hub = ("openai/gsm8k", "main")
+    source, rows = read_problems(split, data_file, hub, hub, COLUMNS)
     return task_rows((_task_row(source, i, row) for i, row in enumerate(rows, start=1)), NUMBER)
 
 
@@ -93,14 +85,10 @@ def _value(chosen: re.Match[str]) -> float | None:
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:
-    return {"accuracy": float(_is_correct(text, row["ground_truth"]))}
+    return {"accuracy": float(_is_right(extract(text), row["ground_truth"]))}
 
 
-def _is_correct(text: str, gold: float) -> bool:
-    return _same(extract(text), gold)
-
-
-def _same(answer: float | None, gold: float) -> bool:
+def _is_right(answer: float | None, gold: float) -> bool:
     if not isinstance(gold, int | float) or isinstance(gold, bool) or not math.isfinite(gold):
         raise ValueError(f"the ground truth must be a number, got {gold!r}")
     return answer is not None and math.isclose(answer, gold, rel_tol=1e-9, abs_tol=1e-9)
@@ -134,8 +122,7 @@ def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[fl
 
 def correct_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """2.0 if the answer is the ground truth."""
-    rows = zip(completions, column(columns, "ground_truth"), strict=True)
-    return [2.0 if _is_correct(text_of(text), gold) else 0.0 for text, gold in rows]
+    return judged(completions, columns, lambda text, gold: 2.0 * _is_right(extract(text), gold))
 
 
 REWARDS = [tag_count_reward, soft_format_reward, strict_format_reward, integer_reward, correct_reward]
@@ -152,14 +139,9 @@ def last_number(text: str) -> float | None:
     return _value(numbers[-1]) if numbers else None
 
 
-def _ends_right(text: str, gold: float) -> bool:
-    return _same(last_number(text), gold)
-
-
 def last_number_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """2.0 if the last number is the ground truth."""
-    rows = zip(completions, column(columns, "ground_truth"), strict=True)
-    return [2.0 if _ends_right(text_of(text), gold) else 0.0 for text, gold in rows]
+    return judged(completions, columns, lambda text, gold: 2.0 * _is_right(last_number(text), gold))
 
 
 PROTOCOLS = {
@@ -168,7 +150,7 @@ PROTOCOLS = {
         "SHOTS": 4,
         "demonstrate": lambda row: f"{row['solution']}\nThe answer is {row['ground_truth']:.15g}.",
         "extract": last_number,
-        "score": lambda text, row: {"accuracy": float(_ends_right(text, row["ground_truth"]))},
+        "score": lambda text, row: {"accuracy": float(_is_right(last_number(text), row["ground_truth"]))},
         "REWARDS": [last_number_reward],
     }
 }

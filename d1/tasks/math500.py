@@ -8,8 +8,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, answer_block, ask, column, final_answer, format_completion, last_boxed, text_of
-from d1.tasks.data import TEXT, check_split, hold_out, read_file, read_hub, task_rows
+from d1.tasks import Completion, answer_block, ask, final_answer, format_completion, judged, last_boxed, text_of
+from d1.tasks.data import TEXT, read_problems, task_rows
 from d1.tasks.maths import equivalent
 
 INSTRUCTIONS = "Solve the mathematics problem below step by step."
@@ -20,19 +20,10 @@ _INLINE_MATH = re.compile(r"(?<!\\)\$([^$]{1,500})\$|\\\((.{1,500}?)\\\)")
 
 
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
-    r"""MATH from the hub, or every row of `data_file`: `problem` with `answer`, or with a `solution` that boxes it.
-
-    The hub's training split gives up the last 500 rows after a seed-42 shuffle as the validation split.
-    """
-    check_split(split)
-    if data_file:
-        source, rows = data_file, read_file(data_file, *SCHEMAS)
-    elif split == "test":
-        source = "HuggingFaceH4/MATH-500"
-        rows = read_hub(source, None, "test", *SCHEMAS)
-    else:
-        source = "ankner/math-500"
-        rows = hold_out(read_hub(source, None, "train", *SCHEMAS), split)
+    """MATH from the hub, or every row of `data_file`: `problem` with `answer`, or with a `solution` that boxes it
+    (`data.read_problems`)."""
+    train, test = ("ankner/math-500", None), ("HuggingFaceH4/MATH-500", None)
+    source, rows = read_problems(split, data_file, train, test, *SCHEMAS)
     return task_rows((_task_row(source, i, row) for i, row in enumerate(rows, start=1)), TEXT)
 
 
@@ -70,8 +61,7 @@ def _is_correct(text: str, gold: str) -> bool:
 
 def correct_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """2.0 if the answer is equivalent to the ground truth."""
-    rows = zip(completions, column(columns, "ground_truth"), strict=True)
-    return [2.0 if _is_correct(text_of(text), gold) else 0.0 for text, gold in rows]
+    return judged(completions, columns, lambda text, gold: 2.0 * _is_correct(text, gold))
 
 
 def boxed_in_answer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from d1.eval import run as evaluation_script
-from d1.eval.identity import setup_name as eval_setup_name
+from d1.eval.setup import setup_name as eval_setup_name
 from d1.rl import train as diffu_grpo_train
 from d1.sft import train as sft_train
 from pocket import task_report

@@ -1,7 +1,8 @@
-"""The command line of the parser, as a real process: formats, exit codes, details, comparison, plot."""
+"""The command line of the parser: formats, exit codes, details, comparison, plot."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -14,12 +15,17 @@ import pytest
 
 from d1.eval import accuracy as parse_and_get_acc
 from d1.models import load_tokenizer
+from tests.commands import ROOT
 
-SCRIPT = Path(parse_and_get_acc.__file__)
+SCRIPT = ROOT / "eval" / "parse_and_get_acc.py"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, check=False)
+    """The command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
+        parse_and_get_acc.cli("parse_and_get_acc.py", [*map(str, arguments)])
+    return subprocess.CompletedProcess(arguments, int(str(left.value.code)), out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +79,12 @@ def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
     assert "5 of 8 problems" in done.stderr
     assert "no file of rank 0" in done.stderr
     assert run(tmp_path, "--allow-partial").returncode == 0
+    write_sudoku(tmp_path / "sudoku_base_32_16_0_generations.json", 2, of=12, expected=8)
+    (tmp_path / "sudoku_base_32_16_1_generations.json").unlink()
+    done = run(tmp_path)
+    assert done.returncode == 1
+    assert "12/8 (!)" in done.stdout
+    assert "ERROR sudoku_base_32_16: 12 problems where 8 are expected" in done.stderr
 
 
 def test_missing_ranks_are_named_in_one_short_line(tmp_path, write_sudoku):

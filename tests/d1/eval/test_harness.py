@@ -15,12 +15,13 @@ from d1.eval import run as evaluation
 from d1.eval.harness import check_cache, main, make_parser, register
 from d1.eval.harness_model import cut, how_to_generate
 from d1.eval.likelihood import log_likelihoods
-from d1.eval.prompts import read_prompts
+from d1.eval.setup import read_prompts
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import encode_prompt
 from d1.tasks import load_task
+from tests.commands import ROOT
 
-EVAL = Path(evaluation.__file__).parent
+EVAL = ROOT / "eval"
 CANVAS = {"gen_length": 12, "block_length": 4}
 
 
@@ -285,8 +286,8 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(tiny_
 
 
 def test_without_the_harness_the_command_says_what_to_install():
-    program = "import sys; sys.modules['lm_eval'] = None; import harness; harness.register()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EVAL), str(EVAL.parent)])}
+    program = "import sys; sys.modules['lm_eval'] = None; from d1.eval.harness import register; register()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr.rstrip().endswith("in the checkout, or pip install lm-eval")

@@ -9,31 +9,36 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from d1.eval.journal import Journal
 
-EVAL = Path(__file__).resolve().parents[3] / "eval"
 IDENTITY = {"seed": 0, "dtype": "torch.bfloat16", "batch_size": 4, "device": "cpu"}
 WRITER = """
-import sys
+import json, sys
 from d1.eval.journal import Journal
-folder, rank = sys.argv[1:]
+folder, rank, entry = sys.argv[1:]
 journal = Journal(folder, "s", int(rank))
 if rank == "0":
     journal.prepare({"seed": 0}, overwrite=False)
-journal.append({"index": int(rank), "sample": 0})
+journal.append(json.loads(entry))
 print("writing", flush=True)
 sys.stdin.read()
 """
 
 
+def completion(index: int, text: str = "x", **fields: Any) -> dict[str, Any]:
+    counts = {"tokens": 1, "forward_passes": 2, "forward_tokens": 3, "seconds": 0.5}
+    return {"index": index, "sample": 0, "generations": text, "text": text, **counts, **fields}
+
+
 @contextmanager
 def alive(folder: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
     """A process that has written a completion as `rank` and lives."""
-    command = [sys.executable, "-c", WRITER, str(folder), str(rank)]
-    with subprocess.Popen(command, cwd=EVAL, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", WRITER, str(folder), str(rank), json.dumps(completion(rank))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"
         try:
@@ -45,13 +50,13 @@ def alive(folder: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
 def test_lines_cut_off_by_a_kill_do_not_count(tmp_path):
     journal = Journal(tmp_path, "s", 0)
     assert journal.prepare({"seed": 0}, overwrite=False)
-    journal.append({"index": 0, "sample": 0, "text": "line\nbreak \u2028"})
+    journal.append(completion(0, "line\nbreak \u2028"))
     with open(journal.folder / "rank_0.jsonl", "ab") as file:
-        file.write(b'{"index": 1, "sample": 0, "te')
+        file.write(json.dumps(completion(1)).encode()[:40])
     assert set(journal.read()) == {(0, 0)}
     journal.lines = None  # which closes it, as a kill does
-    journal.append({"index": 2, "sample": 0})
-    journal.append({"index": 1, "sample": 0})
+    journal.append(completion(2))
+    journal.append(completion(1))
     assert set(journal.read()) == {(0, 0), (1, 0), (2, 0)}
     second = Journal(tmp_path, "s", 0)
     with pytest.raises(ValueError, match="another process"):
@@ -88,15 +93,14 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):
     journal = Journal(tmp_path, "s", 0)
     assert journal.prepare({"seed": 0}, overwrite=False)
-    entries = [{"index": index, "sample": 0, "text": "x" * 100} for index in range(10)]
+    entries = [completion(index) for index in range(10)]
     with files_of_at_most(500):
         for entry in entries[:3]:
             journal.append(entry)
         with pytest.raises(OSError, match=r"could not write .*: 3 completions are safe in .*same command again"):
             journal.append(entries[3])
-    assert (journal.folder / "rank_0.jsonl").read_bytes() == b"".join(
-        json.dumps(entry).encode() + b"\n" for entry in entries[:3]
-    )
+    lines = (journal.folder / "rank_0.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{**entry, "setup": "s"} for entry in entries[:3]]
     for entry in entries[3:]:
         journal.append(entry)
     with files_of_at_most(500), pytest.raises(OSError, match="10 completions are safe"):
@@ -121,3 +125,48 @@ def test_what_an_older_version_did_not_write_down_is_no_difference(tmp_path):
             journal.prepare(IDENTITY | changed, overwrite=False)
     with pytest.raises(ValueError, match="batch_size: 4 there, None now"):
         journal.prepare(old, overwrite=False)
+
+
+FOREIGN = {  # lines that are valid JSON, or nearly, and none of the completions of this run
+    "not an entry": b'{"reward": 1.0}',
+    "not an object": b"[1, 2]",
+    "without its time": json.dumps({k: v for k, v in completion(1).items() if k != "seconds"}).encode(),
+    "of another type": json.dumps(completion(1, tokens="3")).encode(),
+    "of another setup": json.dumps(completion(1, setup="other")).encode(),
+    "of another problem": json.dumps(completion(99)).encode(),
+    "of another sample": json.dumps(completion(1, sample=7)).encode(),
+    "damaged": b"\x00\xff\x00",
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("line", FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_line_is_skipped_named_and_counted_and_finished_work_is_kept(tmp_path, caplog, line):
+    journal = Journal(tmp_path, "s", 0)
+    assert journal.prepare({"seed": 0}, overwrite=False)
+    path = journal.folder / "rank_1.jsonl"
+    before_there_were_setups = json.dumps(completion(2)).encode()
+    path.write_bytes(before_there_were_setups + b"\n" + line + b"\n\n" + line + b"\n")
+    journal.append(completion(0))
+    wanted = {(index, 0) for index in range(3)}
+    assert journal.read(wanted) == {(0, 0): completion(0), (2, 0): completion(2)}
+    assert f"{path}: 2 line(s) skipped (first: line 2)" in caplog.text
+    caplog.clear()
+    assert Journal(tmp_path, "s", 1).read(wanted).keys() == {(0, 0), (2, 0)}
+    assert not caplog.text  # one process says it
+    journal.append(completion(1))
+    assert journal.read(wanted).keys() == wanted
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"identity": '])
+def test_a_damaged_identity_or_record_is_named(tmp_path, content):
+    journal = Journal(tmp_path, "s", 0)
+    journal.folder.mkdir()
+    (journal.folder / "identity.json").write_text(content)
+    with pytest.raises(ValueError, match=r"identity\.json is damaged .*--overwrite"):
+        journal.prepare({"seed": 0}, overwrite=False)
+    journal.results.touch()
+    journal.record.write_text(content)
+    with pytest.raises(ValueError, match=r"s_record\.json is damaged .*--overwrite"):
+        journal.prepare({"seed": 0}, overwrite=False)
+    assert journal.prepare({"seed": 0}, overwrite=True)

@@ -17,8 +17,9 @@ import torch
 
 from d1.eval import run as evaluation
 from d1.models import load_model, load_tokenizer
+from tests.commands import ROOT
 
-EVAL = Path(evaluation.__file__).parent
+EVAL = ROOT / "eval"
 LENGTHS = ["--gen_length", "12", "--block_length", "4"]
 
 

@@ -14,13 +14,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import BertConfig
 
 from d1.eval import completions as generate_completions
-from d1.eval import identity as run_identity
 from d1.eval import run as evaluation
+from d1.eval import setup as run_setup
 from d1.eval.files import read_setups
-from d1.eval.identity import setup_name
 from d1.eval.journal import Journal
-from d1.eval.prompts import Prompt, read_prompts
 from d1.eval.scores import score_setup
+from d1.eval.setup import Prompt, read_prompts, setup_name
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import generate, rollout
@@ -439,12 +438,13 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
     def generate_by(world: int, asked: list[Prompt], done: dict) -> Journal:
         """What each of the processes took from the queue, one after the other, into the journal of the one setup."""
         journals = [Journal(args.output_dir, setup_name(args), rank) for rank in range(world)]
-        assert journals[0].prepare(run_identity.run_identity(args, prompts), overwrite=not done)
-        parts = generate_completions.unfinished(generate_completions.all_parts(args, asked), done)
+        assert journals[0].prepare(run_setup.run_identity(args, prompts), overwrite=not done)
+        model = partial(generate_completions.load_model_for, args)
         for rank, journal in enumerate(journals):
-            taken = parts[rank::world]
-            model = partial(generate_completions.load_model_for, args)
-            generate_completions.generate_missing(args, model, tokenizer, parts, done, journal, lambda *_, of=taken: of)
+            for entry in done.values() if rank == 0 else ():
+                journal.append(entry)
+            share = world - rank  # of what the processes before it have left
+            generate_completions.complete(args, model, tokenizer, asked, journal, lambda left, _, n=share: left[::n])
         return journals[0]
 
     expected = dict(texts(whole))
@@ -458,15 +458,15 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
     for path in Path(args.output_dir).glob("*.partial/rank_*.jsonl"):
         path.unlink()
     found = generate_by(3, prompts, kept).read()
-    assert {key[0] for key in found} == {prompt.index for prompt in left}
-    assert {index: entry["generations"] for (index, _), entry in (kept | found).items()} == expected
+    assert found == found | kept
+    assert {index: entry["generations"] for (index, _), entry in found.items()} == expected
 
 
 def test_the_identity_holds_what_moves_a_logit_where_that_may_change_a_token(tiny_model_dir):
     def identity(*flags: str) -> dict[str, Any]:
         required = ["--model_path", str(tiny_model_dir), "--dataset", "sudoku", "--diffusion_steps", "64"]
         (run,) = evaluation.runs_of(evaluation.make_parser().parse_args([*required, *flags]))
-        return run_identity.run_identity(run, [])
+        return run_setup.run_identity(run, [])
 
     in_fp32 = identity("--dtype", "float32")  # that of version 0.1, whose runs resume
     assert list(in_fp32) == [
@@ -482,17 +482,17 @@ def test_the_identity_holds_what_moves_a_logit_where_that_may_change_a_token(tin
 
 
 def test_large_weights_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_identity, "WHOLE_FILE", 1 << 10)
-    monkeypatch.setattr(run_identity, "PIECE", 1 << 4)
+    monkeypatch.setattr(run_setup, "WHOLE_FILE", 1 << 10)
+    monkeypatch.setattr(run_setup, "PIECE", 1 << 4)
     content = bytearray(torch.randint(256, (1 << 14,), generator=keyed_generator(0)).to(torch.uint8).numpy().tobytes())
     prints = set()
     for change in (None, 0, len(content) - 1):
         if change is not None:
             content[change] ^= 1
         (tmp_path / "model.safetensors").write_bytes(content)
-        prints.add(run_identity.weights_fingerprint(str(tmp_path)))
+        prints.add(run_setup.weights_fingerprint(str(tmp_path)))
     assert len(prints) == 3
-    assert run_identity.weights_fingerprint("org/name") == "org/name"
+    assert run_setup.weights_fingerprint("org/name") == "org/name"
 
 
 def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch):

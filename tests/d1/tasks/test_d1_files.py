@@ -49,8 +49,8 @@ def test_d1s_generations_score_near_the_published_figures(name, length):
             if row["ground_truth"] is None:  # two negative answers that d1 could not read
                 assert name == "gsm8k"
                 continue
-            start = time.perf_counter()
+            start = time.process_time()  # of this process alone: other work does not slow it down
             scores.append(task.score(row["generations"], row)[metric])
-            assert time.perf_counter() - start < 1.0
+            assert time.process_time() - start < 1.0
     assert len(scores) == {"gsm8k": 1128, "math500": 500}.get(name, 256)
     assert 100 * sum(scores) / len(scores) == pytest.approx(PUBLISHED[name, length], abs=4)

@@ -1,0 +1,186 @@
+"""What the arguments of an evaluation mean: its prompts, its name in files, and all that determines its results."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+
+from d1.models.adapters import adapter_chain
+from d1.models.kinds import native_config
+from d1.models.load import named_dtype
+from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.sampling.flags import sampling_settings
+from d1.tasks import TASKS, few_shot_messages
+from d1.tasks.protocols import shots_of
+
+BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # how the tasks' prompts ask for a boxed answer
+PART = 4  # batches per part in 16 bits where rows may end early: more of them waste less of the half-empty last one
+WHOLE_FILE = 16 << 20  # bytes up to which a weights file is hashed whole
+PIECES, PIECE = 256, 1 << 16  # larger files are hashed in pieces spread over the file
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem to ask: its index in the split, text and ids of its prompt, and the row it comes from."""
+
+    index: int
+    text: str
+    ids: list[int]
+    question: str
+    ground_truth: Any
+
+
+# ---- prompts
+
+
+def tokenizer_path(args: argparse.Namespace) -> str:
+    """The adapter's folder where it holds a tokenizer, else the model's."""
+    own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
+    return args.checkpoint_path if own else args.model_path
+
+
+def config_of(model_path: str, checkpoint_path: str, trust_remote_code: bool) -> Any:
+    """The model's config, before its weights are read; None where the model's own code may change it.
+
+    Raises:
+        ValueError, OSError: there is no such model or adapter, or its kind is not supported.
+    """
+    return None if trust_remote_code else native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
+
+
+def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Prompt]:
+    """The problems to evaluate, in the order of their split.
+
+    Raises:
+        ValueError: the split has no problem, or the task's rows or examples cannot be used.
+    """
+    rows = task.load_rows(args.split, args.data_file)
+    if not len(rows):
+        raise ValueError(f"--dataset {args.dataset} has no rows in {args.data_file or f'its {args.split} split'}")
+    chosen: Sequence[int] = range(len(rows))
+    if args.limit is not None and args.limit < len(rows):
+        chosen = sorted(random.Random(0).sample(chosen, args.limit))
+    asked = rows.select(chosen)["question"]
+    try:
+        shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
+    except ConnectionError as error:  # its message names the flag for the problems asked
+        raise ConnectionError(str(error).replace("--data_file", "--few_shot_file")) from error
+    prompts = []
+    for index in chosen:
+        row = rows[index]
+        *before, last = row["prompt"]
+        content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
+        messages = [*shots, *before, {**last, "content": content}]
+        text = render_prompt(tokenizer, messages) + ("<reasoning>" if args.add_reasoning else "")
+        prompts.append(Prompt(index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"]))
+    return prompts
+
+
+# ---- parts of a run
+
+
+def in_fp32(args: argparse.Namespace) -> bool:
+    return named_dtype(args.dtype) == torch.float32
+
+
+def may_end_early(args: argparse.Namespace) -> bool:
+    """Whether one row may take fewer forward passes than another."""
+    return args.eos_stop or sampling_settings(vars(args)).rule is not None
+
+
+def part_size(args: argparse.Namespace) -> int:
+    """Rows that a process takes from the queue at a time: one in fp32, where a row does not depend on the others in its
+    batch; in 16 bits, as many as share a batch, one after the other."""
+    if in_fp32(args):
+        return 1
+    return args.batch_size * (PART if may_end_early(args) else 1)
+
+
+# ---- name and identity
+
+
+def task_name(args: argparse.Namespace) -> str:
+    return args.dataset if args.dataset in TASKS else Path(args.dataset).stem
+
+
+def setup_name(args: argparse.Namespace) -> str:
+    """`{task}_{model}_{gen_length}_{steps}`; the model is named after its folder."""
+    path = Path(args.checkpoint_path or args.model_path)
+    within_run = path.name.startswith("checkpoint-") or path.name == "merged"
+    parts = [path.resolve().parent.name, path.name] if within_run else [path.resolve().name]
+    if args.split != "test":
+        parts.append(args.split)
+    if args.prompt_protocol != "d1":
+        parts.append(args.prompt_protocol)
+    if args.few_shot:
+        parts.append(f"fs{args.few_shot}")
+    model = re.sub(r"[^\w.-]+", "-", "_".join([*parts, *filter(None, [args.suffix])]))
+    return f"{task_name(args)}_{model}_{args.gen_length}_{args.diffusion_steps}"
+
+
+def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
+    """All that determines the completions: a run resumes only if all of it agrees."""
+    asked = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
+    names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
+    identity = {
+        "weights": fingerprints(args.model_path, args.checkpoint_path),
+        "problems": len(prompts),
+        "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
+        "seed": args.seed,
+        "dtype": str(named_dtype(args.dtype)),
+        **{name: getattr(args, name) for name in names},
+    }
+    # What is off is left out, so that runs begun before there was a choice can still be resumed.
+    if args.sampler != "exact":
+        sampling = sampling_settings(vars(args))
+        identity["sampler"] = {"kv_cache": sampling.cache, "reveal": sampling.rule, "reveal_level": sampling.level}
+    if args.eos_stop:
+        identity["eos_stop"] = True
+    if args.prompt_protocol != "d1":
+        identity["prompt_protocol"] = args.prompt_protocol
+    if not in_fp32(args):  # what changes the rounding of a logit, and so a token now and then
+        identity |= {
+            "batch_size": args.batch_size,
+            "attn_implementation": args.attn_implementation or "default",
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "libraries": f"torch {torch.__version__}, transformers {transformers.__version__}",
+            **({"rows_in_turn": part_size(args)} if may_end_early(args) else {}),
+        }
+    return identity
+
+
+def fingerprints(model_path: str, checkpoint_path: str) -> list[str]:
+    """The fingerprints of a model's base weights and of each adapter on them."""
+    base, adapters = adapter_chain(model_path, checkpoint_path or None)
+    return [weights_fingerprint(path) for path in (base, *adapters)]
+
+
+def weights_fingerprint(path: str) -> str:
+    """A hash of the weights in a local folder, which tells a retrained model from the one before.
+
+    A hub name stands for itself. Files larger than `WHOLE_FILE` count by size and by pieces spread over them.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with open(file, "rb") as weights:
+            starts = [0] if size <= WHOLE_FILE else [i * (size - PIECE) // (PIECES - 1) for i in range(PIECES)]
+            for start in starts:
+                weights.seek(start)
+                digest.update(weights.read(WHOLE_FILE if size <= WHOLE_FILE else PIECE))
+    return digest.hexdigest()[:16]
