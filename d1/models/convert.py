@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
-from d1.models.attention import check_blocks
+from d1.models.attention import check_attention
 from d1.models.kinds import KINDS, is_decoder, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
@@ -230,7 +230,7 @@ def a2d(
         raise ValueError(f"{source} is a masked model already, not an autoregressive decoder")
     if block_size is not None:
         config.block_size = block_size
-        check_blocks(config, source)
+        check_attention(config, source)
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
     rows = model.get_input_embeddings().num_embeddings
     known = min(rows, len(tokenizer))  # rows beyond the tokenizer are padding

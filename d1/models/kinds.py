@@ -44,8 +44,10 @@ class Kind:
         release: the way back: config of the class -> released `config.json`; None has no format to write.
         code: the hub repository of the code that an `auto_map` points to.
         encoder: a masked LM. Others are decoders: causal LMs, which also have a key-value cache.
-        attention: which positions see which, by its name in `d1.models.attention.ATTENTION`.
-        block_size: tokens a block of a block-causal model, where the released `config.json` names none.
+        attention: which tokens see which, by its name in `d1.models.attention.ATTENTION`; "full" leaves it to the
+            config (`attention_name`).
+        block_size: tokens per block of a model that finishes text block by block, where the released `config.json`
+            names none.
         shift: the logits predict the next token, not the one at their own position.
         mask_token_id: where the released `config.json` names no mask token.
         head: the modules of the class that turn hidden states into logits, in order.
@@ -200,16 +202,18 @@ def is_decoder(config: Any) -> bool:
 
 
 def block_size(config: Any) -> int | None:
-    """Tokens a block of a block-causal model; None for others."""
+    """Tokens per block of a model that finishes text block by block; None for others."""
     return getattr(config, "block_size", None) or None
 
 
-def attention_of(config: Any) -> str:
+def attention_name(config: Any) -> str:
     """The name in `d1.models.attention.ATTENTION` of what a model attends with.
 
-    A block-causal model keeps its block size when it is saved under the name of its class.
+    A config stores it as `attention_pattern`; where it stores none, a `block_size` stands for "block-causal".
     """
-    return "block-causal" if block_size(config) else kind_of(config).attention
+    own = kind_of(config).attention
+    implied = "block-causal" if own == "full" and getattr(config, "block_size", None) is not None else own
+    return getattr(config, "attention_pattern", None) or implied
 
 
 def layer_types(config: Any) -> set[str]:
@@ -272,6 +276,8 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+    from d1.models.attention import attention_of
+
     raw, _ = PreTrainedConfig.get_config_dict(path)
     if not raw:
         raise FileNotFoundError(f"{path} holds no config.json: it is no model folder")
@@ -285,11 +291,14 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
         fields["predicts_next_token"] = True
     if kind.mask_token_id is not None and fields.get("mask_token_id") is None:
         fields["mask_token_id"] = kind.mask_token_id
-    if kind.attention == "block-causal":
+    if kind.block_size is not None:
         fields["block_size"] = fields.get("block_size") or kind.block_size
     if kind.release is as_released:
         fields["released"] = raw
     config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(fields)
-    attend_both_ways(config, path)
+    if kind.attention not in ("full", attention_name(config)) and not hasattr(config, "attention_pattern"):
+        config.attention_pattern = kind.attention
     config.name_or_path = path
+    attention_of(config)
+    attend_both_ways(config, path)
     return config, kind

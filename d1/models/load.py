@@ -21,13 +21,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
-from d1.models.attention import ATTENTION, PREPARED, align_positions, align_states, check_blocks, keep_states
+from d1.models.attention import PREPARED, check_attention, check_rule
 from d1.models.head import narrow, take_computations
+from d1.models.hooks import align_positions, align_states, attend, keep_states
 from d1.models.kinds import (
     OWN_CODE,
     attend_both_ways,
-    attention_of,
-    block_size,
+    attention_name,
     check_kind,
     experts,
     is_encoder,
@@ -58,9 +58,8 @@ def prepare(model: Model) -> Model:
     check_buildable(inner)
     kind, body = kind_of(inner.config), inner.base_model
     attend_both_ways(inner.config, type(inner).__name__)
-    attention = attention_of(inner.config)
     body.register_forward_pre_hook(place_packed, with_kwargs=True)
-    body.register_forward_pre_hook(ATTENTION[attention], with_kwargs=True)
+    body.register_forward_pre_hook(attend, with_kwargs=True)
     if kind.shift:
         inner.config.predicts_next_token = True
     if getattr(inner.config, "predicts_next_token", False):
@@ -76,7 +75,7 @@ def prepare(model: Model) -> Model:
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
     inner.get_input_embeddings().padding_idx = None
     take_computations(inner)
-    setattr(inner, PREPARED, attention)
+    setattr(inner, PREPARED, attention_name(inner.config))
     return model
 
 
@@ -92,8 +91,8 @@ def check_buildable(model: Any) -> None:
         raise ValueError(f"{name} runs code of its own for {config.model_type!r}: load_model(path) has a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
-    if block_size(config):
-        check_blocks(config, name)
+    check_attention(config, name)
+    check_rule(config, name)
     check_two_halves(model)
 
 

@@ -1,9 +1,9 @@
-"""Rows of several texts, one behind the other without padding, of which each attends to itself alone.
+"""Rows of several texts without padding between them, of which each attends to itself alone.
 
-The body of a prepared model takes, beside the ids (1, tokens) of such a row, its `segments`: the tokens of each text,
-and how many noised copies of its last follow them. Flex and flash attention read from a mask or from cumulative lengths
-where texts end. sdpa and eager would score every token against every other and hide most: here they run on one text
-after the other, so that a packed row costs what its texts cost alone.
+The body of a prepared model takes, with the ids (1, tokens) of such a row, its `segments`: the tokens of each text, and
+how many noised copies of its last ones follow them. Flex and flash attention read from a mask or from cumulative
+lengths where texts end. sdpa and eager would score every token against every other and hide most: here they run on one
+text after the other, so that a packed row costs what its texts cost alone.
 """
 
 from __future__ import annotations
@@ -15,22 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from peft import PeftModel
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from d1.models.attention import (
-    Segments,
-    added,
-    before_in_two_streams,
-    fed_tokens,
-    over_blocks,
-    packed_positions,
-    packed_rule,
-    real_before,
-    require_prepared,
-    within_window,
-)
+from d1.models.attention import Segments, Tokens, as_taken, attention_of, require_prepared, within_window
+from d1.models.hooks import before_in_two_streams, fed_tokens, first_position, real_before
 from d1.models.kinds import OWN_CODE, block_size, kind_of, windowed
 from d1.transformers_bridge import PACKED, attention_kernel, takes_packed_rows
 
@@ -90,8 +79,8 @@ def check_packed(config: Any, name: str) -> None:
 
 
 def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the body, before that of its attention: of `segments` makes positions and what the kernel
-    needs to keep texts apart.
+    """Forward pre-hook of the body, before `attend`: makes positions of `segments`, and what the kernel needs to keep
+    texts apart.
 
     Raises:
         ValueError: the kernel would ignore it.
@@ -99,39 +88,37 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     segments = kwargs.pop("segments", None)
     if segments is None:
         return args, kwargs
-    config, device, size = body.config, fed_tokens(args, kwargs).device, block_size(body.config)
+    config, device = body.config, fed_tokens(args, kwargs).device
     check_packed(config, type(body).__name__)
-    kernel, tokens = attention_kernel(config), [length + noised for length, noised in segments]
-    first = config.pad_token_id + 1 if kind_of(config).positions_after_padding else 0
-    kwargs["position_ids"] = packed_positions(segments, device).unsqueeze(0) + first
+    kernel, counts = attention_kernel(config), [length + noised for length, noised in segments]
+    tokens = Tokens.of_texts(segments, device)
+    kwargs["position_ids"] = tokens.place + first_position(config)
     if getattr(config, "predicts_next_token", False):
-        kwargs["token_before"] = packed_before(segments, size, device)
+        kwargs["token_before"] = packed_before(segments, block_size(config), device)
     if kernel in ("sdpa", "eager"):
-        kwargs["texts"] = Texts(tokens, tokens, text_masks(body, segments, device))
+        kwargs["texts"] = Texts(counts, counts, text_masks(body, segments, device))
     elif kernel == "flex_attention":
-        rule, shape = packed_rule(segments, size, device), (1, None, sum(tokens), sum(tokens))
-        kwargs["attention_mask"] = create_block_mask(lambda b, h, q, k: rule(q, k), *shape, device=device)
+        kwargs["attention_mask"] = attention_of(config).mask_for(body, tokens, sum(counts))
     else:
-        ends = torch.tensor([0, *tokens], device=device).cumsum(0).int()
+        ends = torch.tensor([0, *counts], device=device).cumsum(0).int()
         kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
-        kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), max(tokens))
+        kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), max(counts))
     return args, kwargs
 
 
 def text_masks(body: PreTrainedModel, segments: Segments, device: Any) -> dict[str, list[Tensor | None]]:
     """Each text's mask under sdpa or eager; None where it sees all of itself."""
-    config, size = body.config, block_size(body.config)
+    config, attention = body.config, attention_of(body.config)
 
-    def as_taken(mask: Tensor) -> Tensor:
-        return mask if attention_kernel(config) == "sdpa" else added(mask, body.dtype)
+    def own(segment: tuple[int, int]) -> Tensor | None:
+        if attention.sees is None:
+            return None
+        return attention.mask_for(body, Tokens.of_texts([segment], device), sum(segment))
 
-    def of_blocks(length: int, noised: int) -> Tensor | None:
-        ones = torch.ones(1, length, dtype=torch.long, device=device)
-        return None if size is None else as_taken(over_blocks(ones, length + noised, size, noised))
-
-    masks = {FULL: [of_blocks(*segment) for segment in segments]}
+    masks = {FULL: [own(segment) for segment in segments]}
     if windowed(config):
-        masks[WINDOW] = [as_taken(within_window(length, config.sliding_window, device)) for length, _ in segments]
+        windows = (within_window(length, config.sliding_window, device) for length, _ in segments)
+        masks[WINDOW] = [as_taken(body, mask) for mask in windows]
     return masks
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d1.models.kinds import block_size
+from d1.models.attention import attention_of
+from d1.models.kinds import attention_name, block_size
 from d1.sampling.caching import Source, check_cacheable
 from d1.sampling.order import REMASKING, best_first
 from d1.sampling.predict import Generators, uniform
@@ -97,6 +98,12 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
     """
     if settings.cache is not None:
         check_cacheable(config)
+        caches = attention_of(config).caches
+        if caches is not None and settings.cache not in caches:
+            raise ValueError(
+                f"the cache {settings.cache} is wrong for {attention_name(config)} attention, which allows "
+                f"{', '.join(caches) or 'none'}: use the sampler exact or parallel"
+            )
     size = block_size(config)
     if not other_blocks and size not in (None, settings.block_length):
         raise ValueError(

@@ -13,9 +13,9 @@ from d1.masking import keyed_generator
 from d1.models import load_model, prepare
 from d1.models.attention import (
     ATTENTION,
-    check_blocks,
+    Tokens,
+    check_attention,
     count_positions,
-    over_blocks,
     over_queries,
     padding_mask,
     require_prepared,
@@ -91,7 +91,8 @@ def with_blocks(folder: Any, size: int | None, attention: str = "sdpa") -> Any:
 
 
 def test_blocks_count_real_tokens_alone():
-    found = over_blocks(torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1]]), 8, 2)[0, 0]
+    tokens = Tokens.of_rows(torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1]]))
+    found = ATTENTION["block-causal"].mask(Qwen3Config(block_size=2), tokens, 8)[0, 0]
     real = torch.tensor([2, 3, 4, 6, 7])
     assert torch.equal(found[real][:, real], seen_in_blocks(5, 2))
     assert not found[:, [0, 1, 5]].any()
@@ -175,7 +176,7 @@ def test_a_pass_that_reads_the_keys_of_the_blocks_before_it(kind_dirs):
 def test_what_cannot_attend_in_blocks_is_refused(kind_dirs, tmp_path):
     flash = Qwen3Config(block_size=4, attn_implementation="flash_attention_2")
     with pytest.raises(ValueError, match=r"m: block-causal attention runs under .*, not under flash_attention_2"):
-        check_blocks(flash, "m")
+        check_attention(flash, "m")
     for name in ("gemma3_text", "bert"):
         config: Any = load_model(kind_dirs[name]).config
         config.block_size = 4
@@ -186,5 +187,5 @@ def test_what_cannot_attend_in_blocks_is_refused(kind_dirs, tmp_path):
         load_model(write_released(tmp_path, "sdar", block_size=-1))
     late: Any = load_model(kind_dirs["qwen3"])
     late.config.block_size = 4
-    with pytest.raises(ValueError, match="has blocks of 4 tokens, but was prepared without block-causal attention"):
+    with pytest.raises(ValueError, match="asks for block-causal attention, but the model was prepared without it"):
         require_prepared(late)

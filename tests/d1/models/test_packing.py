@@ -11,12 +11,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, LlamaConfig
 
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.adapters import lora_targets
-from d1.models.attention import over_blocks, packed_positions, packed_rule
+from d1.models.attention import Tokens, attention_of
 from d1.models.head import body_and_head
 from d1.models.packing import place_packed, take_packed_rows
 from d1.models.two_streams import packed_two_stream_states, two_stream_states
@@ -110,14 +110,15 @@ def test_flash_attention_is_told_where_texts_end(kind_dirs, kind):
 
 
 @pytest.mark.parametrize("size", [None, 4])
-def test_the_rule_for_flex_attention_is_the_masks_of_the_texts_along_the_diagonal(size):
-    segments = [(9, 5), (1, 0), (6, 6)] if size else [(9, 0), (1, 0), (6, 0)]
-    total = sum(map(sum, segments))
-    place = torch.arange(total)
-    found = packed_rule(segments, size, "cpu")(place[:, None], place)
-    masks = [over_blocks(torch.ones(1, n, dtype=torch.long), n + m, size or 99, m)[0, 0] for n, m in segments]
+def test_a_packed_row_has_the_masks_of_its_texts_along_the_diagonal(size):
+    """The copies in a packed row follow their texts; in a batch of rows they follow everything."""
+    segments, config = [(9, 5), (1, 0), (6, 6)] if size else [(9, 0), (1, 0), (6, 0)], LlamaConfig(block_size=size)
+    attention, total = attention_of(config), sum(map(sum, segments))
+    found = attention.mask(config, Tokens.of_texts(segments, "cpu"), total)[0, 0]
+    rows = [Tokens.of_rows(torch.ones(1, n, dtype=torch.long), noised) for n, noised in segments]
+    masks = [attention.mask(config, row, row.place.shape[1])[0, 0] for row in rows]
     assert torch.equal(found, torch.block_diag(*masks).bool())
-    assert packed_positions([(3, 2), (2, 0)], "cpu").tolist() == [0, 1, 2, 1, 2, 0, 1]
+    assert Tokens.of_texts([(3, 2), (2, 0)], "cpu").place.tolist() == [[0, 1, 2, 1, 2, 0, 1]]
 
 
 def test_what_cannot_keep_texts_apart_is_refused(kind_dirs, tmp_path):

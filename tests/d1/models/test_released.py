@@ -248,8 +248,11 @@ def test_illada_is_a_llada_with_fewer_key_heads_and_a_tied_head(tmp_path, llada_
         ("llada2_moe", {"use_bias": True}, "use_bias"),
         ("llada2_moe", {"num_shared_experts": 0}, "no shared expert"),
         ("llada2_moe", {"edit_threshold": 0.9}, "edits tokens that are revealed already .edit_threshold: 0.9"),
-        ("llada2_moe", {"enable_insertion": True}, "inserts tokens .enable_insertion"),
-        ("llada2_moe", {"token_deletion": True}, "deletes tokens .token_deletion"),
+        ("llada2_moe", {"edit_threshold": 0.9}, "Without this field the model loads"),
+        ("llada2_moe", {"enable_insertion": True}, "inserts tokens .enable_insertion.* with or without this field"),
+        ("llada2_moe", {"delete_token_id": 156930}, "deletes tokens .delete_token_id.* with or without this field"),
+        ("llada2_moe", {"split_token_id": 156931}, "inserts tokens .split_token_id.* with or without this field"),
+        ("llada2_moe", {"expert_capacity": 48}, "experts .* of a block .expert_capacity: 48.*LLaDA2.0 and 2.1 load"),
     ],
 )
 def test_what_no_class_here_has_is_refused_by_name(tmp_path, released, fields, message):
@@ -259,4 +262,5 @@ def test_what_no_class_here_has_is_refused_by_name(tmp_path, released, fields, m
 
 
 def test_editing_that_is_turned_off_is_no_reason(tmp_path):
-    load_model(write_released(tmp_path, "llada2_moe", enable_editing=False, insert_threshold=None))
+    fields = {"enable_editing": False, "insert_threshold": None, "expert_capacity": None}
+    load_model(write_released(tmp_path, "llada2_moe", **fields))

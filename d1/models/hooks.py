@@ -1,0 +1,112 @@
+"""The hooks that `prepare` puts on a model's body: positions and masks, and states aligned to the token they score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from d1.models.attention import Tokens, attention_of, check_attention, count_positions
+from d1.models.kinds import kind_of
+
+
+def fed_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """One value per token of a body's arguments, (rows, length): its id or, of embeddings, the first number."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return kwargs["inputs_embeds"][..., 0] if ids is None else ids
+
+
+def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the body: gives position ids and, where attention is not full, the mask over queries.
+
+    A mask over queries is taken as it is, with the position ids that come with it. With `noised=n` the last n of the
+    tokens fed are a noised copy of the n before them, and the mask is that of the clean tokens alone.
+    """
+    check_attention(body.config, type(body).__name__)
+    attention, noised, mask = attention_of(body.config), kwargs.pop("noised", 0), kwargs.get("attention_mask")
+    if "texts" in kwargs or (mask is not None and len(mask.shape) != 2):  # of a packed row, or made by the sampler
+        return args, kwargs
+    fed = fed_tokens(args, kwargs)
+    visible = torch.ones_like(fed[:, noised:], dtype=torch.long) if mask is None else mask
+    if kwargs.get("position_ids") is None:
+        places = count_positions(visible)
+        places = torch.cat([places, places[:, -noised:]], dim=1) if noised else places
+        kwargs["position_ids"] = places + first_position(body.config)
+    if attention.sees is None:
+        return args, kwargs
+    if noised:
+        kwargs["token_before"] = before_in_two_streams(visible, noised, body.config.block_size)
+    else:
+        kwargs["token_before"] = real_before(visible, fed)
+    kwargs["attention_mask"] = attention.mask_for(body, Tokens.of_rows(visible, noised), fed.shape[1])
+    return args, kwargs
+
+
+def first_position(config: Any) -> int:
+    """The position id of place 0."""
+    return config.pad_token_id + 1 if kind_of(config).positions_after_padding else 0
+
+
+def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
+    """The index (rows, keys + noised) of the real token before each one, with a noised copy of the last keys behind.
+
+    Before a block's first noised token stands a clean one, as when blocks are sampled one after the other.
+    """
+    before, block = real_before(visible, visible), count_positions(visible) // size
+    beside = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # where the copy holds it
+    return torch.cat([before, torch.where(beside, before + noised, before)[:, -noised:]], dim=1)
+
+
+def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
+    """The index of the real token before each of `tokens` (rows, length, ...), for models that predict the next one.
+
+    A row's first real token has none before it and takes its own place, as in Dream's published sampler. With a cache
+    the mask covers it too: the tokens of this pass are its last columns.
+    """
+    rows, length = tokens.shape[:2]
+    index = torch.arange(length, device=tokens.device).expand(rows, length)
+    seen = index if mask is None else torch.where(mask[:, -length:].bool(), index, -1).cummax(-1).values
+    before = torch.cat([seen.new_full((rows, 1), -1), seen[:, :-1]], dim=1)
+    return torch.where(before < 0, index, before)
+
+
+def seen_keys(mask: Tensor | None) -> Tensor | None:
+    """(rows, keys) of a mask that may be over queries already: what some query sees, as each real token sees itself."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    return (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
+
+
+def tokens_before(kwargs: dict[str, Any], tokens: Tensor) -> Tensor:
+    """`real_before` of a body's `tokens`, which `attend` or `place_packed` may have found already."""
+    known = kwargs.get("token_before")
+    return real_before(seen_keys(kwargs.get("attention_mask")), tokens) if known is None else known
+
+
+def align_positions(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of a body that predicts the next token: states are asked for one real token earlier."""
+    positions = kwargs.get("state_positions")
+    if positions is not None:
+        kwargs["state_positions"] = tokens_before(kwargs, kwargs["input_ids"]).gather(1, positions)
+    return args, kwargs
+
+
+def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of a body that predicts the next token: state i becomes that of the real token before i."""
+    if kwargs.get("state_positions") is None:
+        states = output[0]
+        before = tokens_before(kwargs, states)
+        output.last_hidden_state = states.gather(1, before[..., None].expand_as(states))
+    return output
+
+
+def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of an encoder's body: `logits_to_keep`, which Transformers gives to decoders only."""
+    keep = kwargs.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor):
+        output.last_hidden_state = output[0][:, keep]
+    elif keep:
+        output.last_hidden_state = output[0][:, -keep:]
+    return output
