@@ -26,7 +26,7 @@ from benchmarks.clocked_training import ClockedTraining
 from benchmarks.random_models import ROOT, random_model
 from benchmarks.words import different_words, random_words, word_tokenizer
 from d1.models import load_model, load_tokenizer
-from d1.models.head import body_and_head, logit_parts
+from d1.models.head import body_and_head
 from d1.rl import rollouts as canvas_rollout
 from d1.rl import trainer as diffu_grpo_trainer
 from d1.rl import updates as update_views
@@ -226,7 +226,7 @@ def bare_rl(trainer: Any, work: Work, clock: Clock) -> None:
 
     mask = mask_of(prompt_mask)
     with clock.phase("rollout"), torch.no_grad(), trainer.accelerator.autocast():
-        body, _ = body_and_head(trainer.model)
+        body, head = body_and_head(trainer.model)
         end = prompt
         for reveals in reveal_schedule(args.max_completion_length, args.block_length, args.diffusion_steps):
             live = lengths > end - prompt if trainer.eos_stop else torch.ones_like(lengths, dtype=torch.bool)
@@ -236,8 +236,7 @@ def bare_rl(trainer: Any, work: Work, clock: Clock) -> None:
             end += sum(reveals)
             for left in itertools.accumulate(reveals[:-1], operator.sub, initial=sum(reveals)):
                 states = body(rows, visible, torch.arange(end - left, end, device=ids.device).expand(len(rows), -1))
-                for _ in logit_parts(trainer.model, states):  # as the sampler takes them: the faster way
-                    pass
+                head(states)
     with clock.phase("scoring"), torch.no_grad(), trainer.accelerator.autocast():
         for parts, call in passes:
             mask = mask_of(call.prompt_mask)

@@ -91,7 +91,10 @@ def pieces_of(text: str) -> list[str | int]:
 def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bool], int, int]:
     """Ids and which of them are hidden, in the tokenizer's special tokens, and how many of these stand on either side.
 
-    Pieces are read one by one, so that a placeholder has as many tokens as it says whatever stands beside it.
+    Pieces are read one by one, so that a placeholder has as many tokens as it says whatever its neighbours are.
+
+    Raises:
+        ValueError: the tokenizer cannot read the text, or the text holds the model's own mask token.
     """
     from d1.models.tokenizer import encode_prompt
 
@@ -100,6 +103,11 @@ def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bo
     ids, hidden = special[:front], [False] * front
     for piece in pieces:
         own = [tokenizer.mask_token_id] * piece if isinstance(piece, int) else encode_prompt(tokenizer, piece)
+        if isinstance(piece, str) and tokenizer.mask_token_id in own:
+            raise ValueError(
+                f"the text {piece!r} holds {tokenizer.mask_token}, the model's own mask token, which would stay as it "
+                "is: write [MASK] where a token is missing"
+            )
         ids += own
         hidden += [isinstance(piece, int)] * len(own)
     behind = special[front:]

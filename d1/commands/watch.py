@@ -96,9 +96,11 @@ def described(name: str, value: Any) -> str:
 def check_arguments(args: argparse.Namespace) -> None:
     if (args.prompt is None) == (args.dataset is None):
         raise ValueError("d1 watch needs something to answer: --prompt TEXT, or --dataset TASK and --index N")
-    for path in filter(None, (getattr(args, name) for name in OUTPUTS)):
+    for kind, path in ((kind, getattr(args, kind)) for kind in OUTPUTS if getattr(args, kind)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
+        if path.is_dir():
+            raise IsADirectoryError(f"--{kind} {path} is a folder: name a file, such as {path / f'watch.{kind}'}")
 
 
 def messages_of(args: argparse.Namespace) -> list[dict[str, str]]:

@@ -7,7 +7,8 @@ whose logits are asked for (`narrow`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import rotate_half
 
-from d1.models.fast_cpu import in_parts
 from d1.models.kinds import is_decoder, kind_of
 from d1.transformers_bridge import attention_kernel
 
@@ -110,18 +110,13 @@ def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor],
             return states
         return states.gather(1, positions.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
-    return body, lambda states: next(logit_parts(model, states, whole=True))[1]
+    def head(states: Tensor) -> Tensor:
+        for name in kind_of(inner.config).head:
+            states = getattr(inner, name)(states)
+        return states if cap is None else torch.tanh(states / cap) * cap
 
-
-def logit_parts(model: Any, states: Tensor, whole: bool = False) -> Iterator[tuple[int, Tensor]]:
-    """The head of `body_and_head` in parts of the vocabulary: where each starts, and its logits (..., part)."""
-    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     cap = getattr(inner.config, "final_logit_softcapping", None)
-    *before, last = (getattr(inner, name) for name in kind_of(inner.config).head)
-    for module in before:
-        states = module(states)
-    for start, logits in iter([(0, last(states))]) if whole else in_parts(last, states):
-        yield start, logits if cap is None else torch.tanh(logits / cap) * cap
+    return body, head
 
 
 def token_logps(logits: Tensor, ids: Tensor) -> Tensor:
@@ -133,6 +128,31 @@ def token_entropies(logits: Tensor) -> Tensor:
     """Entropy in nats of each position's distribution: (..., vocab) -> (...)."""
     logps = logits.log_softmax(-1)
     return -(logps.exp() * logps).sum(-1)
+
+
+def most_likely(logits: Tensor, excluded: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The most likely id but `excluded`, the first of equals; its log-probability among all ids, and the entropy in
+    nats of their distribution.
+
+    Args:
+        logits: (..., vocab) fp32; overwritten.
+
+    Returns:
+        (...) each.
+    """
+    other = logits[..., excluded].clone()
+    logits[..., excluded] = -torch.inf
+    top, ids = logits.max(-1)
+    # PyTorch's exp2 is vectorised on every processor, its exp not on all.
+    powers = logits.sub_(top.unsqueeze(-1)).mul_(1 / math.log(2))
+    weights = powers.exp2()
+    total = weights.sum(-1)
+    powers[..., excluded] = 0  # its weight is 0, and 0 x infinity would be NaN
+    mean = powers.mul_(weights).sum(-1) / total * math.log(2)
+    other = other - top
+    logps = -torch.logaddexp(total.log(), other)
+    # H = -sum p log p. For all but `excluded`, log p is a log weight plus logps; `mean` is the mean of log weights.
+    return ids, logps, torch.special.entr((other + logps).exp()) - (total.log() + logps).exp() * (mean + logps)
 
 
 def target_logps(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 from d1.models import head
-from d1.models.fast_cpu import joined, most_likely
 from d1.sampling.reveal import PLAIN_ENTROPIES
 from d1.sampling.settings import SamplingSettings
 
@@ -58,12 +57,11 @@ def draw_ids(
     return exponential.log_().mul_(-temperature).add_(logits).max(-1).indices
 
 
-def guided(parts: Iterable[tuple[int, Tensor]], branches: int, scale: float) -> Iterator[tuple[int, Tensor]]:
-    """fp32 logits of parts whose rows are those of the conditional branch, or of it and then the unconditional one:
+def guided(logits: Tensor, branches: int, scale: float) -> Tensor:
+    """fp32 logits whose rows are those of the conditional branch, or of it and then the unconditional one:
     un + (scale + 1) (cond - un)."""
-    for start, logits in parts:
-        logits = logits.float().unflatten(0, (branches, -1))
-        yield start, logits[0] if branches == 1 else logits[1] + (scale + 1) * (logits[0] - logits[1])
+    logits = logits.float().unflatten(0, (branches, -1))
+    return logits[0] if branches == 1 else logits[1] + (scale + 1) * (logits[0] - logits[1])
 
 
 def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
@@ -107,17 +105,16 @@ def predict(
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     logps = torch.empty(rows, n, device=states.device)
     entropies = torch.empty_like(logps)
-    plain = settings.rule in PLAIN_ENTROPIES
+    plain, (_, run_head) = settings.rule in PLAIN_ENTROPIES, head.body_and_head(model)
     for first in range(0, rows, rows_at_once):
         some = slice(first, first + rows_at_once)
         generators = generator[some] if isinstance(generator, Sequence) else generator
         for start in range(0, n, at_once):
             part = some, slice(start, start + at_once)
-            parts = guided(head.logit_parts(model, states[:, *part].flatten(0, 1)), len(states), settings.cfg_scale)
+            logits = guided(run_head(states[:, *part].flatten(0, 1)), len(states), settings.cfg_scale)
             if settings.temperature == 0 and not plain:
-                ids[part], logps[part], entropies[part] = most_likely(parts, mask_token_id)
+                ids[part], logps[part], entropies[part] = head.most_likely(logits, mask_token_id)
                 continue
-            logits = joined(parts)
             log_normaliser = logits.logsumexp(-1)
             entropies[part] = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
             logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token

@@ -1,7 +1,7 @@
 """One completion as it was sampled, for people to look at: what each place of the canvas came to hold, and when.
 
-A `Film` is plain data. `filmed` makes one from the steps of a rollout, as they happen; `page.py`, `terminal.py`,
-`flow.py` and `denoise.py` show it.
+A `Film` is plain data. `filmed` makes one from the steps of a rollout, as they happen; `page.py`, `terminal.py` and
+`flow.py` show it.
 """
 
 from __future__ import annotations

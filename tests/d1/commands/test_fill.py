@@ -72,6 +72,7 @@ def test_a_piece_is_read_alone_and_special_tokens_stand_around_the_whole():
         (["a1 [MASK:]"], r"\[MASK:\] says no number"),
         (["a1 [MASK:-2] [MASK]"], r"\[MASK:-2\] says no number"),
         (["Paris [MASK]"], "it has no token for 'Paris'"),
+        (["a1 [MASK] <mask> b3"], "<mask>, the model's own mask token, .*: write .MASK. where a token is missing"),
         (["a1 [MASK:300]"], "1 tokens of text and 300 to fill in exceed the model's 256 positions"),
         (["a1 [MASK]", "--sampler", "cached"], "use the sampler exact or parallel"),
         (["a1 [MASK]", "--reveal", "factor"], "would be ignored by the sampler exact"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,15 @@ def test_two_runs_of_a_problem_are_those_of_the_sampler_and_every_file_shows_bot
     assert sum(line.startswith("step ") for line in printed.splitlines()) == 16 + parallel["passes"]
 
 
+def test_the_picture_of_the_readme_is_what_its_command_writes(monkeypatch, tmp_path):
+    """The command stands in docs/watch.md."""
+    monkeypatch.chdir(ROOT)
+    command = next(line for line in Path("docs/watch.md").read_text().splitlines() if "--svg docs/denoise.svg" in line)
+    picture = tmp_path / "denoise.svg"
+    watched(*command.replace("docs/denoise.svg", str(picture)).split()[4:], "--pause", "0")
+    assert picture.read_text(encoding="utf-8") == Path("docs/denoise.svg").read_text(encoding="utf-8")
+
+
 def test_before_and_after_are_two_models_of_one_prompt(tiny_model_dir, tmp_path):
     page = tmp_path / "watch.html"
     flags = ["--model_path", POCKET, "--gen_length", "8", "--html", str(page)]
@@ -86,12 +96,15 @@ def test_a_block_causal_model_is_watched_in_blocks_of_its_own(tiny_model_dir, tm
         (["--dataset", "sudoku", "--index", "-1"], "--index -1"),
         (["--dataset", "sudoku", "--index", "9999"], "--index 9999: test has 512 problems"),
         (["--prompt", "a", "--html", "no/such/page.html"], "no folder no/such"),
+        (["--prompt", "a", "--svg", "pocket"], "--svg pocket is a folder: name a file, such as pocket/watch.svg"),
+        (["--prompt", "a", "--against", "gif=pocket"], "--gif pocket is a folder"),
         (["--prompt", "0" * 16, "--kv_cache", "dual"], "kv_cache='dual' would be ignored"),
         (["--prompt", "0" * 16, "--gen_length", "500"], "exceed the model's"),
         (["--prompt", "a", "--against", "gen_length=0"], "--gen_length 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(flags, problem):
+def test_what_makes_no_sense_is_refused(monkeypatch, flags, problem):
+    monkeypatch.chdir(ROOT)
     with pytest.raises((ValueError, OSError), match=re.escape(problem)):
         watched("--model_path", POCKET, *flags)
 

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.adapters import lora_targets
-from d1.models.fast_cpu import PART, in_parts, joined, most_likely
-from d1.models.head import body_and_head
+from d1.models.head import body_and_head, most_likely
 from d1.models.kinds import is_decoder
 
 LENGTH = 14
@@ -129,17 +128,12 @@ def test_compiled(kind_dirs, name):
     torch.testing.assert_close(compiled, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("rows", [(0,), (1,), (10,), (130,), (2, 3)])
-@pytest.mark.parametrize("excluded", [0, PART + 5, 2 * PART + 6])
-def test_the_head_in_parts(rows, excluded):
+@pytest.mark.parametrize("rows", [(0,), (1,), (10,), (2, 3)])
+@pytest.mark.parametrize("excluded", [0, 130])
+def test_the_most_likely_token(rows, excluded):
     torch.manual_seed(0)
-    head = nn.Linear(24, 2 * PART + 7, bias=False)
-    states = torch.randn(*rows, 24) * 6
-    with torch.no_grad():
-        logits = head(states)
-        assert len(list(in_parts(head, states))) == 3
-        torch.testing.assert_close(joined(in_parts(head, states)), logits, atol=1e-5, rtol=0)
-        tokens, logps, entropies = most_likely(in_parts(head, states), excluded)
+    logits = torch.randn(*rows, 131) * 6
+    tokens, logps, entropies = most_likely(logits.clone(), excluded)
     allowed = logits.clone()
     allowed[..., excluded] = -torch.inf
     assert torch.equal(tokens, allowed.argmax(-1))
@@ -149,37 +143,9 @@ def test_the_head_in_parts(rows, excluded):
 
 
 def test_the_most_likely_of_equals_is_the_first_and_no_logit_overflows():
-    parts = [torch.tensor([[1.0, 5.0]]), torch.tensor([[5.0, 1e4]]), torch.tensor([[5.0, -1e4]])]
+    logits = torch.tensor([[1.0, 5.0, 5.0, 1e4, 5.0, -1e4]])
     for excluded, token, logp in ((3, 1, 5 - 1e4), (0, 3, 0.0)):
-        tokens, logps, entropies = most_likely(zip((0, 2, 4), [part.clone() for part in parts], strict=True), excluded)
+        tokens, logps, entropies = most_likely(logits.clone(), excluded)
         assert tokens.tolist() == [token]
         assert logps.item() == pytest.approx(logp)
         assert entropies.item() == 0.0
-
-
-def test_a_head_that_trains_is_called():
-    head, states = nn.Linear(8, 2 * PART, bias=False), torch.randn(2, 8)
-    joined(in_parts(head, states)).sum().backward()
-    assert head.weight.grad is not None
-
-
-class Doubled(nn.Linear):
-    def forward(self, states: Tensor) -> Tensor:
-        return 2 * super().forward(states)
-
-
-@pytest.mark.parametrize("what", ["before", "after", "bias", "class", "bfloat16", "narrow"])
-def test_a_head_that_is_more_than_a_wide_matrix_in_fp32_is_called(what):
-    torch.manual_seed(0)
-    cls = Doubled if what == "class" else nn.Linear
-    head, states = cls(8, 2 * PART - (what == "narrow"), bias=what == "bias"), torch.randn(2, 8)
-    if what == "before":
-        head.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    if what == "after":
-        head.register_forward_hook(lambda module, args, output: output + 1)
-    if what == "bfloat16":
-        head, states = head.bfloat16(), states.bfloat16()
-    with torch.no_grad():
-        ((start, logits),) = in_parts(head, states)
-        assert start == 0
-        assert torch.equal(logits, head(states))

@@ -176,7 +176,7 @@ def test_what_it_asks_for_is_checked(folder):
 def test_a_cache_that_it_does_not_list_is_refused():
     """The caches of full attention store keys out of order."""
     near = ATTENTION["near"] = Attention(lambda config, query, key: (query - key).abs() <= 2)
-    cached, config = SamplingSettings(sampler="cached", kv_cache="dual"), LlamaConfig(attention_pattern="near")
+    cached, config = SamplingSettings(8, 4, 8, sampler="cached"), LlamaConfig(attention_pattern="near")
     with pytest.raises(ValueError, match="the cache dual is wrong for near attention, which allows none"):
         check_sampler(cached, config)
     ATTENTION["near"] = Attention(near.sees, caches=("dual",))

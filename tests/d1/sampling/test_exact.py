@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import d1.models.fast_cpu
 import d1.models.head
 from benchmarks import published
 from d1.masking import keyed_generator
@@ -59,7 +58,6 @@ def cases(draw):
         },
         "row_generators": draw(st.booleans()),
         "seed": draw(st.integers(0, 1000)),
-        "part": draw(st.sampled_from([16, 8192])),
         "chunk": draw(st.sampled_from([1, 3 * VOCAB, 2**23])),
     }
 
@@ -79,7 +77,6 @@ def model(request, kind_dirs):
 @settings(**GIVEN)
 def test_tokens_and_draws_are_those_of_the_published_algorithm(model, monkeypatch, case):
     monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 2 * case["chunk"])
-    monkeypatch.setattr(d1.models.fast_cpu, "PART", case["part"])  # the head in parts, or whole
     ids, mask = make_prompts(case["widths"], case["seed"])
     ours, theirs = make_generators(case), make_generators(case)
     got = generate(model, ids, mask, generator=ours, **case["settings"])

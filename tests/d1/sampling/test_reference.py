@@ -5,7 +5,6 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import d1.models.fast_cpu
 import d1.models.head
 from d1.masking import keyed_generator
 from d1.models import load_model
@@ -39,7 +38,6 @@ def cases(draw):
         ),
         "ends": draw(st.sampled_from([None, list(range(4, 20))])),
         "seed": draw(st.integers(0, 1000)),
-        "part": draw(st.sampled_from([16, 8192])),  # the head in parts, or whole
         "chunk": draw(st.sampled_from([1, 3 * VOCAB, 2**23])),
     }
 
@@ -65,7 +63,6 @@ ALL_IS_WINDOW = {  # with Dream's shift, the window begins at the prompt's only 
     "settings": SamplingSettings(3, 3, 3, **SAMPLERS[6] | {"reveal_level": 0.1}),
     "ends": None,
     "seed": 0,
-    "part": 8192,
     "chunk": 2**23,
 }
 
@@ -75,7 +72,6 @@ ALL_IS_WINDOW = {  # with Dream's shift, the window begins at the prompt's only 
 @settings(**GIVEN)
 def test_rows_of_a_padded_batch_equal_the_reference_on_each_row_alone(model, monkeypatch, case):
     monkeypatch.setattr(d1.models.head, "CHUNK_ELEMENTS", 2 * case["chunk"])
-    monkeypatch.setattr(d1.models.fast_cpu, "PART", case["part"])
     check_against_the_reference(model, case)
 
 

@@ -153,6 +153,12 @@ def test_a_picture_shows_each_token_in_its_step_and_colour_and_text_as_text():
     assert [group[0] for group in tokens[:6]] == ["s1", "s3", "s2", "s2", "s1", "s3"]
     assert [group[1] for group in tokens[:6]] == [*map(colour, film.logps[:5]), None]
     assert tokens[1][2] == visible(ANSI)
+    assert "step 3 of 3" in "".join(root.itertext())
+    assert "prefers-color-scheme:dark" in text
+    assert "prefers-reduced-motion" in text
+    starts = [float(re.search(rf"@keyframes s{step}{{0%,([\d.]+)%", text)[1]) for step in "123"]
+    assert starts == sorted(starts)
+    assert starts[0] > 0
     assert not re.search(r"<script|href|url\(|@import|<foreignObject|\son\w+=|\x1b", text)
 
 
