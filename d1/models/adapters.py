@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,37 @@ from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from d1.models.formats.names import rename
-from d1.models.kinds import KINDS
+from d1.models.kinds import KINDS, kind_of
 
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
 
 
-def lora_targets(model_type: str, name: str) -> list[str]:
-    """The modules LoRA goes on: `name` is "attention" (its four projections) or "all-linear" (the MLP's too)."""
-    targets = KINDS[model_type].lora if model_type in KINDS else None
-    if targets is None or name not in targets:
-        known = ", ".join(kind for kind, row in KINDS.items() if row.lora)
-        raise ValueError(
-            f"no LoRA targets {name!r} for model_type {model_type!r}: "
-            f"names are {', '.join(targets or ('attention', 'all-linear'))}; kinds are {known}"
-        )
-    return list(targets[name])
+def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
+    """What `--lora_target_modules` means in SFT and RL, as PEFT's `target_modules`: endings of module names.
+
+    Args:
+        asked: "attention" (its four projections), "all-linear" (also the feed-forward's), endings of module names, or
+            several of these. A single text with other characters than those of names is a regular expression for whole
+            names of modules; PEFT 0.21 would take it for endings in a mixture, so the names are written out.
+
+    Raises:
+        ValueError: nothing in the model goes by these names.
+    """
+    names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora or {}
+    modules = [module for module, _ in model.named_modules()]
+    if len(names) == 1 and names[0] not in own and re.search(r"[^\w.-]", names[0]):
+        try:
+            targets = [module for module in modules if re.fullmatch(names[0], module)]
+        except re.error as error:
+            raise ValueError(f"LoRA targets {names[0]!r} are no regular expression: {error}") from error
+        found = bool(targets)
+    else:
+        targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
+        found = any(name in own for name in names) or any(f".{m}".endswith(f".{t}") for m in modules for t in targets)
+    if not found:
+        presets = f"{', '.join(own)} stand for those of its kind" if own else "its kind has no names for them"
+        raise ValueError(f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: {presets}")
+    return targets
 
 
 def check_there(path: str) -> None:

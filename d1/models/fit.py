@@ -141,7 +141,7 @@ def build(config: PreTrainedConfig, settings: FitSettings, layers: int | None = 
     if training and settings.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if training and not full:
-        targets = lora_targets(config.model_type, settings.lora_targets)
+        targets = lora_targets(model, settings.lora_targets)
         model = get_peft_model(model, LoraConfig(r=settings.lora_r, target_modules=targets), low_cpu_mem_usage=True)
         if settings.gradient_checkpointing:
             model.enable_input_require_grads()

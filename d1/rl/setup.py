@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -69,15 +68,13 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
 
 
 def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
-    """The LoRA adapter to train, None for all weights. `--lora_target_modules` takes "attention" and single names, too.
+    """The LoRA adapter to train, None for all weights; `--lora_target_modules` means what it means in SFT.
 
     TRL 1.16 makes a text of a list of one name, which PEFT takes for a pattern that the whole name must match.
     """
     config: Any = get_peft_config(model_args)
-    if config is not None and config.target_modules == "attention":
-        config.target_modules = set(lora_targets(model.config.model_type, "attention"))
-    elif config is not None and re.fullmatch(r"\w+", str(config.target_modules or "")):
-        config.target_modules = {config.target_modules}
+    if config is not None and config.target_modules is not None:
+        config.target_modules = set(lora_targets(model, config.target_modules))
     return config
 
 

@@ -149,9 +149,7 @@ def prepare_model(args: SFTConfig) -> Any:
         model = merge_adapter(model, args.model_name)
     if args.full_finetuning:
         return model
-    targets = args.lora_target_modules
-    if targets[0] in ("attention", "all-linear"):
-        targets = lora_targets(model.config.model_type, targets[0])
+    targets = lora_targets(model, args.lora_target_modules)
     if args.load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     config = LoraConfig(
@@ -160,7 +158,4 @@ def prepare_model(args: SFTConfig) -> Any:
         lora_dropout=args.lora_dropout,
         target_modules=targets,
     )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:  # PEFT says only that it found no such module
-        raise ValueError(f"{error} (--lora_target_modules attention has the names of every kind of model)") from error
+    return get_peft_model(model, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def logits_of(model: Any) -> Tensor:
 def train_adapter(model: Any, folder: Path, name: str = "all-linear", seed: int = 0) -> Tensor:
     """Save an adapter with random weights on `model`; returns the logits it gives."""
     torch.manual_seed(seed)
-    targets = lora_targets(model.config.model_type, name)
+    targets = lora_targets(model, name)
     peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
     with torch.no_grad():
         for parameter in peft.parameters():
@@ -48,7 +49,7 @@ def test_targets_are_the_linear_layers_of_each_block_and_nothing_else(kind_dirs,
     blocks = {n for n in linear if ".layers." in n or ".layer." in n}
     mlp = {n for n in blocks if ".mlp." in n or any(n.endswith(f".{end}") for end in MLP_NAMES.get(kind, ()))}
     mlp -= {n for n in mlp if "attention.output" in n}
-    peft = get_peft_model(model, LoraConfig(target_modules=lora_targets(model.config.model_type, name)))
+    peft = get_peft_model(model, LoraConfig(target_modules=lora_targets(model, name)))
     adapted = {n.removesuffix(".lora_A") for n, _ in peft.named_modules() if n.endswith(".lora_A")}
     hit = {n.removeprefix("base_model.model.") for n in adapted}
     if name == "all-linear" and (stacks := {n for n, _ in model.named_modules() if n.endswith(".mlp.experts")}):
@@ -57,15 +58,25 @@ def test_targets_are_the_linear_layers_of_each_block_and_nothing_else(kind_dirs,
     assert hit == (blocks if name == "all-linear" else blocks - mlp)
 
 
-def test_unknown_targets_are_refused_by_name():
-    with pytest.raises(
-        ValueError, match="no LoRA targets 'everything' for model_type 'llama': names are attention, all"
-    ):
-        lora_targets("llama", "everything")
-    with pytest.raises(
-        ValueError, match=r"no LoRA targets 'attention' for model_type 'gpt2': .* kinds are llada, Dream"
-    ):
-        lora_targets("gpt2", "attention")
+def test_names_lists_and_patterns_of_targets(kind_dirs):
+    model: Any = load_model(kind_dirs["llama"])
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert lora_targets(model, "attention") == lora_targets(model, ["attention"]) == attention
+    assert lora_targets(model, "q_proj") == lora_targets(model, ["q_proj"]) == ["q_proj"]
+    assert lora_targets(model, ["attention", "up_proj"]) == [*attention, "up_proj"]
+    layer = [f"model.layers.1.self_attn.{name}_proj" for name in "kv"]
+    assert lora_targets(model, [r".*\.1\..*\.(k|v)_proj"]) == layer
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no modules every for LoRA: .* attention, all-linear"):
+        lora_targets(model, "every")
+    with pytest.raises(ValueError, match=r"has no modules .*every for LoRA"):
+        lora_targets(model, ".*every")
+    with pytest.raises(ValueError, match=r"'\*proj' are no regular expression"):
+        lora_targets(model, "*proj")
+    own_code = SimpleNamespace(
+        config=SimpleNamespace(model_type="gpt2"), named_modules=torch.nn.Linear(1, 1).named_modules
+    )
+    with pytest.raises(ValueError, match="its kind has no names for them"):
+        lora_targets(own_code, "attention")
 
 
 def test_an_adapter_folder_loads_with_its_base(kind_dirs, kind, tmp_path):
@@ -196,7 +207,7 @@ def test_nf4_weights_compute_what_their_dequantised_values_do(tmp_path, llada_wr
     assert quantised == 3 * 7
     logits = model.train()(input_ids=IDS).logits.detach()  # in eval mode a CPU kernel computes in bf16
     torch.testing.assert_close(logits, logits_of(plain), atol=1e-4, rtol=1e-4)
-    peft = get_peft_model(model, LoraConfig(target_modules=lora_targets("llama", "attention")))
+    peft = get_peft_model(model, LoraConfig(target_modules=lora_targets(model, "attention")))
     peft(input_ids=IDS).logits.square().mean().backward()
     assert all(p.grad is not None for p in peft.parameters() if p.requires_grad)
     for name in ("sft", "rl"):

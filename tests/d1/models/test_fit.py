@@ -60,7 +60,7 @@ def measured_peak(kind: str, settings: FitSettings) -> int:
         model.gradient_checkpointing_enable()
     inner = model
     if settings.stage != "eval" and settings.lora_r:
-        targets = lora_targets(config.model_type, settings.lora_targets)
+        targets = lora_targets(model, settings.lora_targets)
         model = get_peft_model(model, LoraConfig(r=settings.lora_r, target_modules=targets))
         model.enable_input_require_grads()
     ids = torch.randint(3, 512, (settings.batch, LENGTH))

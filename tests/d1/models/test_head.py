@@ -37,7 +37,7 @@ def batch(padded: bool) -> tuple[Tensor, Tensor | None]:
 def build(folder: Any, attention: str, lora: bool = False) -> Any:
     model = load_model(folder, attn_implementation=attention)
     if lora:
-        targets = lora_targets(model.config.model_type, "all-linear")
+        targets = lora_targets(model, "all-linear")
         model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
     return model
 

@@ -117,7 +117,7 @@ def test_a_class_of_ones_own_is_registered_and_one_row(kind_dirs, tmp_path, monk
     model = load_model(tmp_path)
     assert (type(model), model.config.model_type) == (OwnForCausalLM, "own_toy")
     assert torch.equal(logits_of(model), logits_of(load_model(kind_dirs["qwen3"])))
-    assert lora_targets(model.config.model_type, "attention") == ["q_proj"]
+    assert lora_targets(model, "attention") == ["q_proj"]
     assert is_decoder(model.config)
 
     monkeypatch.setitem(KINDS, "own_toy", Kind(shift=True))

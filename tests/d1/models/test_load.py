@@ -86,7 +86,7 @@ def test_body_and_head_make_up_the_logits(kind_dirs, kind, lora):
     ids, mask = pad(rows(9, 12), [3, 0], 12)
     if lora:
         plain = logits_of(model, ids, mask)
-        targets = lora_targets(model.config.model_type, "all-linear")
+        targets = lora_targets(model, "all-linear")
         model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
         assert (logits_of(model, ids, mask) - plain).abs().max() > 1e-3
     body, head = body_and_head(model)

@@ -67,7 +67,7 @@ def test_gradients_through_checkpointed_layers_and_an_adapter(kind_dirs, kind):
     for packed in (False, True):
         torch.manual_seed(0)
         model: Any = load_model(kind_dirs[kind])
-        adapter = LoraConfig(target_modules=lora_targets(model.config.model_type, "attention"), init_lora_weights=False)
+        adapter = LoraConfig(target_modules=lora_targets(model, "attention"), init_lora_weights=False)
         model = get_peft_model(model, adapter).train()
         for dropout in (module for module in model.modules() if isinstance(module, torch.nn.Dropout)):
             dropout.p = 0.0

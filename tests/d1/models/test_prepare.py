@@ -80,7 +80,7 @@ def test_copies_adapters_and_a_resized_vocabulary_stay_prepared(kind_dirs, name,
     copied = copy.deepcopy(model)
     require_prepared(copied)
     assert torch.equal(logits_of(copied), expected)
-    targets = lora_targets(model.config.model_type, "attention")
+    targets = lora_targets(model, "attention")
     peft: Any = get_peft_model(copied, LoraConfig(target_modules=targets)).eval()
     require_prepared(peft)
     assert prepare(peft) is peft
