@@ -7,7 +7,7 @@ model is loaded again.
 """
 
 from d1.models.attention import ATTENTION, Attention
-from d1.models.kinds import DECODER_LORA, KINDS, Kind
+from d1.models.kinds import KINDS, Kind
 
 
 def window_within_blocks(config, query, key):
@@ -16,7 +16,7 @@ def window_within_blocks(config, query, key):
 
 
 ATTENTION["window-within-blocks"] = Attention(window_within_blocks, fields=("block_size", "window"))
-KINDS["own_window"] = Kind(becomes="llama", attention="window-within-blocks", block_size=4, lora=DECODER_LORA)
+KINDS["own_window"] = Kind(becomes="llama", attention="window-within-blocks", block_size=4)
 
 if __name__ == "__main__":
     from d1.rl.train import main, make_parser

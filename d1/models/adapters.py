@@ -28,7 +28,7 @@ def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
     Raises:
         ValueError: nothing in the model goes by these names.
     """
-    names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora or {}
+    names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora
     modules = [module for module, _ in model.named_modules()]
     if len(names) == 1 and names[0] not in own and re.search(r"[^\w.-]", names[0]):
         try:

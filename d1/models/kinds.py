@@ -8,7 +8,7 @@ of Transformers; one that Transformers does not know is first registered with it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
@@ -24,9 +24,6 @@ DECODER_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DECODER_LORA = {"attention": DECODER_ATTENTION, "all-linear": (*DECODER_ATTENTION, "gate_proj", "up_proj", "down_proj")}
 BERT_ATTENTION = ("query", "key", "value", "attention.output.dense")
 BERT_LORA = {"attention": BERT_ATTENTION, "all-linear": (*BERT_ATTENTION, "intermediate.dense", "output.dense")}
-# In a mixture PEFT 0.21 moves the feed-forward's three names onto the stacks of experts: all of them get LoRA, and the
-# dense layers and shared experts of a Glm4Moe, which go by the same names, get none.
-MIXTURE_LORA = DECODER_LORA
 MODERNBERT_LORA = {"attention": ("Wqkv", "attn.Wo"), "all-linear": ("Wqkv", "Wo", "Wi")}
 
 
@@ -51,7 +48,9 @@ class Kind:
         shift: the logits predict the next token, not the one at their own position.
         mask_token_id: where the released `config.json` names no mask token.
         head: the modules of the class that turn hidden states into logits, in order.
-        lora: name -> endings of the module names that LoRA goes on. The head is never among them.
+        lora: name -> endings of the module names that LoRA goes on, never the head's. In a mixture PEFT 0.21 moves the
+            feed-forward's three names onto the stacks of experts: all experts get LoRA, and the dense layers and shared
+            experts of a Glm4Moe, which go by the same names, get none.
         positions_after_padding: the table of positions begins after the row of the padding token.
         tokenizer: the Transformers class to use where the released tokenizer names code of its own, which only wraps
             that class.
@@ -70,7 +69,7 @@ class Kind:
     shift: bool = False
     mask_token_id: int | None = None
     head: tuple[str, ...] = ("lm_head",)
-    lora: Mapping[str, tuple[str, ...]] | None = None
+    lora: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DECODER_LORA)
     positions_after_padding: bool = False
     tokenizer: str = "AutoTokenizer"
 
@@ -87,7 +86,6 @@ KINDS: dict[str, Kind] = {
         names=FROM_LLADA,
         apart=llada_weights,
         release=llada_from_llama,
-        lora=DECODER_LORA,
         tokenizer="PreTrainedTokenizerFast",
     ),
     "Dream": Kind(
@@ -95,7 +93,6 @@ KINDS: dict[str, Kind] = {
         release=as_released,
         code="Dream-org/Dream-v0-Instruct-7B",
         shift=True,
-        lora=DECODER_LORA,
         tokenizer="Qwen2Tokenizer",
     ),
     "sdar": Kind(
@@ -105,7 +102,6 @@ KINDS: dict[str, Kind] = {
         attention="block-causal",
         block_size=4,
         mask_token_id=151669,
-        lora=DECODER_LORA,
         tokenizer="Qwen2Tokenizer",
     ),
     "sdar_moe": Kind(
@@ -117,7 +113,6 @@ KINDS: dict[str, Kind] = {
         attention="block-causal",
         block_size=4,
         mask_token_id=151669,
-        lora=MIXTURE_LORA,
         tokenizer="Qwen2Tokenizer",
     ),
     "Fast_dLLM_Qwen": Kind(
@@ -129,7 +124,6 @@ KINDS: dict[str, Kind] = {
         block_size=32,
         shift=True,
         mask_token_id=151665,
-        lora=DECODER_LORA,
         tokenizer="Qwen2Tokenizer",
     ),
     "lladamoe": Kind(
@@ -140,7 +134,6 @@ KINDS: dict[str, Kind] = {
         release=as_released,
         code="inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
         mask_token_id=156895,
-        lora=MIXTURE_LORA,
         tokenizer="PreTrainedTokenizerFast",
     ),
     "llada2_moe": Kind(
@@ -154,17 +147,16 @@ KINDS: dict[str, Kind] = {
         attention="block-causal",
         block_size=32,
         mask_token_id=156895,
-        lora=MIXTURE_LORA,
         tokenizer="PreTrainedTokenizerFast",
     ),
-    "llama": Kind(lora=DECODER_LORA),
-    "qwen2": Kind(lora=DECODER_LORA),
-    "qwen3": Kind(lora=DECODER_LORA),
-    "qwen3_moe": Kind(lora=MIXTURE_LORA),
-    "glm4_moe": Kind(lora=MIXTURE_LORA),
-    "gemma": Kind(lora=DECODER_LORA),
-    "gemma2": Kind(lora=DECODER_LORA),
-    "gemma3_text": Kind(lora=DECODER_LORA),
+    "llama": Kind(),
+    "qwen2": Kind(),
+    "qwen3": Kind(),
+    "qwen3_moe": Kind(),
+    "glm4_moe": Kind(),
+    "gemma": Kind(),
+    "gemma2": Kind(),
+    "gemma3_text": Kind(),
     "modernbert": Kind(encoder=True, head=("head", "decoder"), lora=MODERNBERT_LORA),
     "bert": Kind(encoder=True, head=("cls",), lora=BERT_LORA),
     "roberta": Kind(encoder=True, lora=BERT_LORA, positions_after_padding=True),
@@ -176,7 +168,7 @@ REFUSED = {  # model_type -> why this project cannot train or sample it
     "gemma3": "it is the image and text model: take a text-only checkpoint (model_type gemma3_text)",
     "t5": "an encoder-decoder cannot score all positions of one sequence",
 }
-OWN_CODE = Kind()  # a model that runs code from its checkpoint is taken to be split as a Llama is
+OWN_CODE = Kind(lora={})  # a model that runs code from its checkpoint is taken to be split as a Llama is
 
 # Fields of a released config that speak of its files and code, not of the model.
 ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version")

@@ -66,7 +66,7 @@ def test_names_lists_and_patterns_of_targets(kind_dirs):
     assert lora_targets(model, ["attention", "up_proj"]) == [*attention, "up_proj"]
     layer = [f"model.layers.1.self_attn.{name}_proj" for name in "kv"]
     assert lora_targets(model, [r".*\.1\..*\.(k|v)_proj"]) == layer
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no modules every for LoRA: .* attention, all-linear"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no modules every for LoRA: attention, all-linear"):
         lora_targets(model, "every")
     with pytest.raises(ValueError, match=r"has no modules .*every for LoRA"):
         lora_targets(model, ".*every")
