@@ -268,8 +268,6 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    from d1.models.attention import attention_of
-
     raw, _ = PreTrainedConfig.get_config_dict(path)
     if not raw:
         raise FileNotFoundError(f"{path} holds no config.json: it is no model folder")
@@ -290,7 +288,6 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
     config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(fields)
     if kind.attention not in ("full", attention_name(config)) and not hasattr(config, "attention_pattern"):
         config.attention_pattern = kind.attention
-    config.name_or_path = path
-    attention_of(config)
     attend_both_ways(config, path)
+    config.name_or_path = path
     return config, kind

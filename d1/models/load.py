@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
-from d1.models.attention import PREPARED, check_attention, check_rule
+from d1.models.attention import PREPARED, attention_of, check_attention, check_rule
 from d1.models.head import narrow, take_computations
 from d1.models.hooks import align_positions, align_states, attend, keep_states
 from d1.models.kinds import (
@@ -178,6 +178,7 @@ def load_base(
         setattr(model, PREPARED, True)  # nothing here can check that its code masks as it should
         return model
     config, kind = native_config(path)
+    attention_of(config)  # an unknown name is an error before the weights are read
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     options["key_mapping"] = None if kind.names is None else dict(kind.names)
     stacked = experts(config) > 0
