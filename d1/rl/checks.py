@@ -1,10 +1,8 @@
-"""What diffu_grpo_train.py refuses before a model is loaded."""
+"""What RL refuses before a model is loaded, and what a resume may change."""
 
 from __future__ import annotations
 
-import json
 import logging
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -15,6 +13,7 @@ from d1.models.adapters import adapter_chain
 from d1.models.kinds import block_size, native_config
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.rl.config import DiffuGRPOConfig
+from d1.runs.record import OnResume, whole
 
 logger = logging.getLogger(__name__)
 
@@ -26,35 +25,53 @@ ONLY = {  # settings of TRL's that nothing here reads, and their defaults
     "bnb_4bit_quant_storage": None,
 }
 
-# A checkpoint's rollout, counters and weights are of use only where these settings are the same.
-SAME_RUN = (
-    "model_path",
-    "use_peft",
-    "dataset",
-    "data_file",
-    "prompt_protocol",
-    "seed",
-    "per_device_train_batch_size",
-    "steps_per_generation",
-    "num_generations",
-    "num_iterations",
-    "max_completion_length",
-    "method",
-    "estimator",
-    "num_views",
-    "antithetic",
-    "stratified",
-    "segments",
-    "segment_steps",
-    "draw_steps",
-    "p_mask_prompt",
-    "random_masking",
-    "protect_special_tokens",
-    "objective",
-    "kl",
-    "advantage",
-    "scale_rewards",
-    "right_share",
+ON_RESUME = OnResume(
+    fixed={
+        **dict.fromkeys(
+            (
+                # The task, the order of its rows, and random numbers
+                *("dataset", "data_file", "prompt_protocol", "seed", "shuffle_dataset", "world_size"),
+                # The rollout in the checkpoint and its place in the cycle of updates
+                *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
+                *("num_generations", "num_iterations", "max_completion_length", "mask_id"),
+                *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
+                *("draw_steps", "p_mask_prompt", "random_masking", "protect_special_tokens"),
+                *("objective", "kl", "advantage", "scale_rewards", "right_share"),
+                # The weights in the checkpoint
+                *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
+                *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
+                # The state of its optimizer and scheduler, which a new value would not reach
+                *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
+                *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs"),
+            ),
+            whole,
+        ),
+        "beta": bool,  # 0: no reference was scored
+    },
+    free=(
+        *("output_dir", "resume_from_checkpoint", "run_name", "report*", "project", "trackio_*", "disable_tqdm"),
+        *(
+            "log*",
+            "num_completions_to_print",
+            "skip_memory_metrics",
+            "include_*",
+            "debug",
+            "do_*",
+            "prediction_loss_only",
+        ),
+        *("save_*", "eval_*", "per_device_eval_batch_size", "num_generations_eval", "batch_eval_metrics"),
+        *("push_to_hub", "hub_*", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "local_rank"),
+        *(
+            "dataloader_*",
+            "ddp_*",
+            "accelerator_config",
+            "torch_empty_cache_steps",
+            "remove_unused_columns",
+            "label_names",
+        ),
+        *("activation_checkpointing*", "gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once"),
+        *("rollout_batch_size", "generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop"),
+    ),
 )
 
 
@@ -75,27 +92,12 @@ def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None
             "--load_in_4bit (NF4, bitsandbytes) needs a GPU and --use_peft: on a CPU leave it out, and without LoRA "
             "there would be nothing to train"
         )
+    if model_args.attn_implementation == "flex_attention" and not torch.cuda.is_available():
+        raise ValueError("--attn_implementation flex_attention trains on a GPU only: take sdpa or eager on a CPU")
     if args.sync_ref_model and model_args.use_peft:
         raise ValueError(
             "sync_ref_model needs a reference model in memory; with LoRA the reference is the model without its "
             "adapter. Train fully, or leave sync_ref_model off (with LoRA it did nothing in d1 either)"
-        )
-
-
-def check_same_run(checkpoint: str, args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
-    """Refuses to continue a run whose checkpoints mean something else under the settings of now."""
-    record = Path(checkpoint).parent / "run.json"
-    if not record.exists():
-        return
-    settings = json.loads(record.read_text())["settings"]
-    now = {**vars(args), **vars(model_args)}
-    before = {**now, **settings, **settings["model"]}
-    names = [*SAME_RUN] if bool(before["beta"]) == bool(now["beta"]) else [*SAME_RUN, "beta"]
-    changed = [f"{name} {before[name]} (now {now[name]})" for name in names if before[name] != now[name]]
-    if changed:
-        raise ValueError(
-            f"{record.parent} holds another run, of {', '.join(changed)}: continue it with its own settings, or choose "
-            "another output_dir"
         )
 
 

@@ -1,9 +1,8 @@
-"""Makes the problems and the model of diffu_grpo_train.py from its settings, and finishes a run killed at its end."""
+"""The problems, the model and the trainer of an RL run, made from its settings."""
 
 from __future__ import annotations
 
 import logging
-import shutil
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType
@@ -11,30 +10,99 @@ from typing import Any
 
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
-from transformers import TrainerState
+from transformers import TrainerCallback
 from trl import ModelConfig, get_peft_config
 
-from d1.models import load_model
+from d1.models import load_model, load_tokenizer
 from d1.models.adapters import lora_targets, merge_adapter
+from d1.models.tokenizer import check_chat_template
+from d1.rl.budget import StopAtCompute, is_spent
+from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_prompts
 from d1.rl.choose_method import find_method
-from d1.rl.config import INHERITED, DiffuGRPOConfig
-from d1.runs.checkpoints import copy_model
-from d1.runs.console import write_metrics
-from d1.runs.record import changed
-from d1.tasks.protocols import with_shots
+from d1.rl.config import DiffuGRPOConfig
+from d1.rl.plan import plan
+from d1.rl.rewards import accuracy_of, check_rewards
+from d1.rl.shown_rollouts import ShowRollouts
+from d1.rl.state import check_rollout
+from d1.rl.trainer import DiffuGRPOTrainer
+from d1.runs.console import RunConsole
+from d1.runs.skeleton import Prepared, Stage
+from d1.tasks import load_task
+from d1.tasks.protocols import under_protocol, with_shots
 
 logger = logging.getLogger(__name__)
 
-# Settings that a model card has elsewhere, that made no difference to the model, or that follow from others.
-NOT_OF_THE_METHOD = (
-    *("model_path", "dataset", "data_file", "method", "resume_from_checkpoint", "bf16", "local_rank"),
-    *("generation_batch_size", "steps_per_generation", "pad_to_multiple_of", "logging_steps", "save_steps"),
-    *("save_total_limit", "eval_steps", "eval_limit", "per_device_eval_batch_size"),
-)
+# Settings that a model card has elsewhere, or that follow from others.
+SHOWN_ELSEWHERE = ("model_path", "dataset", "data_file", "method", "bf16", "steps_per_generation")
+
+
+def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
+    """RL as the skeleton of a run takes it."""
+    check_model_settings(args, model_args)
+    return Stage(
+        training=args,
+        settings=lambda: {**args.to_dict(), "model": vars(model_args)},
+        on_resume=ON_RESUME,
+        ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
+        check=lambda checkpoint: check_rollout(checkpoint, args.world_size),
+        prepare=lambda: prepare(args, model_args, callbacks),
+        conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,
+    )
+
+
+def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Prepared:
+    """The problems and the plan of a run, checked."""
+    changed = changed_settings(args, model_args)
+    task = under_protocol(load_task(args.dataset), args.prompt_protocol)
+    train_rows, eval_rows = load_problems(task, args)
+    check_rewards(task, train_rows, args.dataset)
+    weights = args.reward_weights or [1.0] * len(task.REWARDS)
+    if len(weights) != len(task.REWARDS):
+        count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
+        raise ValueError(f"--reward_weights takes a number for each: {count}, got {len(weights)}")
+    args.reward_weights = [*weights, 0.0]  # the accuracy is only watched
+    tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
+    check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
+    longest = max(check_prompts(rows, tokenizer, args) for rows in (train_rows, eval_rows) if rows is not None)
+    numbers = plan(args, len(train_rows), check_config(longest, args))
+    if args.should_save:
+        logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
+
+    def start() -> tuple[DiffuGRPOTrainer, RunConsole]:
+        model = start_model(args, model_args)
+        trainer = DiffuGRPOTrainer(
+            model=model,
+            reward_funcs=[*task.REWARDS, accuracy_of(task)],
+            args=args,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            processing_class=tokenizer,
+            peft_config=adapter_config(model_args, model),
+            task_name=args.dataset,
+            callbacks=callbacks,
+        )
+        if args.report:
+            trainer.add_callback(ShowRollouts(trainer))
+        if args.max_compute_tokens:
+            trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
+        cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
+        return trainer, RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
+
+    facts = {
+        "plan": numbers,
+        "paper": find_method(args.method).paper,
+        "changed": changed,
+        "validation_problems": len(eval_rows or []),
+    }
+    return facts, start
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
-    """Training rows and, if the run evaluates, validation rows, with the columns the rewards ask for."""
+    """Training rows and, if the run evaluates, validation rows, with the columns the rewards ask for.
+
+    Raises:
+        ValueError: there are no rows, or they have no prompt.
+    """
     train = task.load_rows("train", args.data_file)
     evaluation = None
     if args.eval_strategy != "no":
@@ -43,6 +111,9 @@ def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dat
         except ConnectionError as error:  # which speaks of the flag for the rows trained on
             raise ConnectionError(str(error).replace("--data_file", "--eval_data_file")) from error
         evaluation = evaluation.select(range(min(args.eval_limit or len(evaluation), len(evaluation))))
+    for rows, what, flag in ((train, "train", "data_file"), (evaluation, "validate", "eval_data_file")):
+        if rows is not None and not len(rows):
+            raise ValueError(f"task {args.dataset} gives no rows to {what} on (--{flag} {getattr(args, flag)})")
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
     return with_shots(task, train, args.data_file, evaluation)
@@ -79,35 +150,19 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
 
 
 def changed_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """The settings of a run that differ from those of its method, for its model card: of TRL's and Transformers' own,
-    numbers and a few names, without what they derive from others."""
+    """The settings of a run that differ from those of its method, for its model card."""
     defaults = {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in (*fields(args), *fields(model_args))
     }
     method = find_method(args.method)
-    known = {*DiffuGRPOConfig.__annotations__, *INHERITED, "lr_scheduler_type", "optim", "sync_ref_model"}
-    settings = {name: value for name, value in vars(args).items() if name in known} | vars(model_args)
-    return changed(settings, {**defaults, **method.scale, **method.values}, NOT_OF_THE_METHOD)
+    settings = {**args.to_dict(), **vars(model_args)}
+    return ON_RESUME.differing(settings, {**defaults, **method.scale, **method.values}, SHOWN_ELSEWHERE)
 
 
-def save_finished(checkpoint: str, args: DiffuGRPOConfig) -> None:
-    """Finishes a run that was killed after its last checkpoint: copies its model and state from there."""
-    states = [Path(folder) / "trainer_state.json" for folder in (checkpoint, str(args.output_dir))]
-    steps = [TrainerState.load_from_json(str(state)).global_step for state in states if state.exists()]
-    if steps[1:] != steps[:1]:
-        best = TrainerState.load_from_json(str(states[0])).best_model_checkpoint
-        copy_model(best if args.load_best_model_at_end and best else checkpoint, str(args.output_dir))
-        shutil.copy(states[0], states[1])
-        write_metrics(str(args.output_dir), TrainerState.load_from_json(str(states[0])).log_history)
-    logger.info("%s is finished: there is nothing left to train.", args.output_dir)
+def write_report(folder: Path) -> None:
+    """Writes report.html into the folder of a finished run."""
+    from d1.rl.curves import report_page  # only now: matplotlib takes a second
 
-
-def write_report(args: DiffuGRPOConfig) -> None:
-    """Writes report.html into the folder of a run that ends, if it was asked for."""
-    if args.report:
-        from d1.rl.curves import report_page
-
-        folder = Path(str(args.output_dir))
-        (folder / "report.html").write_text(report_page([folder], [folder.name]), encoding="utf-8")
-        logger.info("Report: %s", folder / "report.html")
+    (folder / "report.html").write_text(report_page([folder], [folder.name]), encoding="utf-8")
+    logger.info("Report: %s", folder / "report.html")

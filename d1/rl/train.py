@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
@@ -26,7 +24,7 @@ from trl import ModelConfig, TrlParser
 
 from d1.ranges import check_ranges
 from d1.runs.entry import quick_imports, refuse_flags, run_script
-from d1.runs.output_dir import check_output_dir, writing
+from d1.runs.output_dir import check_output_dir
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
     from d1.rl.config import DiffuGRPOConfig
     from d1.rl.methods import Method
     from d1.rl.trainer import DiffuGRPOTrainer
-
-logger = logging.getLogger(__name__)
 
 RENAMED = {  # names that d1's settings have and TRL and Transformers no longer know
     "torch_dtype": "dtype",
@@ -124,99 +120,11 @@ def main(
 
     check_ranges(vars(model_args), INHERITED)
     check_output_dir(str(args.output_dir))
+    with quick_imports():  # only now: they take seconds, and `--help` needs none of them
+        from d1.rl.setup import stage
+        from d1.runs.skeleton import run
 
-    # Only now, for they take seconds and `--help` needs none of them.
-    with quick_imports():
-        from accelerate import PartialState
-
-        from d1.models import load_tokenizer
-        from d1.models.tokenizer import check_chat_template
-        from d1.rl import setup
-        from d1.rl.budget import StopAtCompute, is_spent
-        from d1.rl.checks import check_config, check_model_settings, check_prompts, check_same_run
-        from d1.rl.choose_method import find_method
-        from d1.rl.plan import plan
-        from d1.rl.rewards import accuracy_of, check_rewards
-        from d1.rl.shown_rollouts import ShowRollouts
-        from d1.rl.state import check_rollout
-        from d1.rl.trainer import DiffuGRPOTrainer
-        from d1.runs.checkpoints import checkpoint_to_resume, is_finished
-        from d1.runs.console import RunConsole, log_to_console, train_with_console
-        from d1.runs.hub import hold_push, publish
-        from d1.runs.processes import check_processes
-        from d1.runs.record import log_without_account, save_record
-        from d1.tasks import load_task
-        from d1.tasks.protocols import under_protocol
-
-    log_to_console()
-    check_processes(args.world_size)
-    check_model_settings(args, model_args)
-    push, changed = hold_push(args), setup.changed_settings(args, model_args)
-    checkpoint = checkpoint_to_resume(str(args.output_dir), args.resume_from_checkpoint)
-    if checkpoint:
-        check_same_run(checkpoint, args, model_args)
-        args.eval_on_start = False  # it was, at the start
-        if is_finished(checkpoint, args) or is_spent(checkpoint, args.max_compute_tokens):
-            if args.should_save:
-                setup.save_finished(checkpoint, args)
-                setup.write_report(args)
-                publish(args, push, started_again=True)
-            return None
-        check_rollout(Path(checkpoint), args.world_size)
-    task = under_protocol(load_task(args.dataset), args.prompt_protocol)
-    train_rows, eval_rows = setup.load_problems(task, args)
-    check_rewards(task, train_rows, args.dataset)
-    weights = args.reward_weights or [1.0] * len(task.REWARDS)
-    if len(weights) != len(task.REWARDS):
-        count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
-        raise ValueError(f"--reward_weights takes a number for each: {count}, got {len(weights)}")
-    args.reward_weights = [*weights, 0.0]  # the accuracy is only watched
-    tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
-    check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
-    longest = max(check_prompts(rows, tokenizer, args) for rows in filter(None, (train_rows, eval_rows)))
-    numbers = plan(args, len(train_rows), check_config(longest, args))
-    kind = str(args.distributed_state.distributed_type) if args.distributed_state else "NO"
-    if PartialState().is_main_process:
-        logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
-        settings = {**args.to_dict(), "model": vars(model_args), "plan": numbers, "distributed_type": kind}
-        settings |= {
-            "paper": find_method(args.method).paper,
-            "changed": changed,
-            "validation_problems": len(eval_rows or []),
-        }
-        save_record(str(args.output_dir), "run.json", settings)
-        if "wandb" in args.report_to:
-            log_without_account(str(args.output_dir))
-
-    model = setup.start_model(args, model_args)
-    trainer = DiffuGRPOTrainer(
-        model=model,
-        reward_funcs=[*task.REWARDS, accuracy_of(task)],
-        args=args,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        processing_class=tokenizer,
-        peft_config=setup.adapter_config(model_args, model),
-        task_name=args.dataset,
-        callbacks=callbacks,
-    )
-    if args.report:
-        trainer.add_callback(ShowRollouts(trainer))
-    cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
-    console = RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
-    if args.max_compute_tokens:
-        trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
-    train_with_console(trainer, console, checkpoint)
-    with writing(str(args.output_dir)):
-        trainer.save_model(args.output_dir)
-        trainer.save_state()
-        if args.should_save:
-            setup.write_report(args)
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
-    if args.should_save:  # the other processes need not wait for an upload
-        publish(args, push)
-    return trainer
+    return run(stage(args, model_args, callbacks))
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:

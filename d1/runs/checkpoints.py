@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from d1.runs.console import write_metrics
 from d1.runs.output_dir import writing
 
 logger = logging.getLogger(__name__)
 
+STATE = "trainer_state.json"
 
 # Files of the Trainer, DeepSpeed, FSDP and diffu-GRPO that a model does not need.
 ONLY_TO_RESUME = (
@@ -24,6 +29,8 @@ ONLY_TO_RESUME = (
     *("global_step*", "latest", "zero_to_fp32.py", "pytorch_model_fsdp*"),
     *("rollout_rank*", "reference.safetensors", "loss_sums.json"),
 )
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")
 
 
 @contextlib.contextmanager
@@ -54,7 +61,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
         state.best_model_checkpoint = str(best)
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
-        state.save_to_json(str(staging / name / "trainer_state.json"))
+        state.save_to_json(str(staging / name / STATE))
         shutil.rmtree(final / name, ignore_errors=True)
         os.replace(staging / name, final / name)
         shutil.rmtree(staging)
@@ -67,16 +74,16 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     trainer.accelerator.wait_for_everyone()
 
 
-def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | None:
+def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> Path | None:
     """The checkpoint a run continues from: None (start), the last one ("true"), or the folder named.
 
     Raises:
         ValueError: `output_dir` already holds checkpoints or a finished run and resuming was not asked for, or the
             folder named is no checkpoint.
     """
-    last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    last = get_last_checkpoint(str(output_dir)) if os.path.isdir(output_dir) else None
     if resume is None or str(resume).lower() == "false":
-        if last is not None or (Path(output_dir) / "trainer_state.json").exists():
+        if last is not None or (Path(output_dir) / STATE).exists():
             raise ValueError(
                 f"{output_dir} holds another run ({Path(last).name if last else 'finished'}): continue it with "
                 "--resume, or write to another folder"
@@ -85,24 +92,157 @@ def checkpoint_to_resume(output_dir: str, resume: str | bool | None) -> str | No
     if str(resume).lower() == "true":
         if last is None:
             logger.warning("No checkpoint in %s yet: starting from the beginning.", output_dir)
-        return last
-    if not (Path(str(resume)) / "trainer_state.json").is_file():
+        return last and Path(last)
+    folder = Path(str(resume))
+    if not folder.is_dir() or (step_of(folder) < 0 and not (folder / STATE).is_file()):
         raise ValueError(f"--resume {resume}: neither true, false nor the folder of a checkpoint")
-    return str(resume)
+    return folder
 
 
-def is_finished(checkpoint: str | None, args: TrainingArguments) -> bool:
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name, -1 for a folder of another name."""
+    number = checkpoint.name.removeprefix("checkpoint-")
+    return int(number) if number.isdigit() else -1
+
+
+def broken(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
+    """The error of a checkpoint that cannot be resumed because its file `name` "is missing" or "is damaged".
+
+    The message names the checkpoint before it, with which the run can continue.
+    """
+    steps = [path for path in checkpoint.parent.glob("checkpoint-*") if step_of(path) < step_of(checkpoint)]
+    earlier = max(steps, key=step_of, default=None)
+    way_out = "no earlier checkpoint is left: start the run again in another folder"
+    if earlier:
+        way_out = f"continue from the checkpoint before it with --resume {earlier}"
+    return ValueError(f"{checkpoint / name} {problem}; {way_out}")
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """The Trainer's state in a checkpoint.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    if not (checkpoint / STATE).is_file():
+        raise broken(checkpoint, STATE, "is missing")
+    try:
+        return TrainerState.load_from_json(str(checkpoint / STATE))
+    except (ValueError, TypeError) as error:
+        raise broken(checkpoint, STATE, f"is damaged ({error})") from error
+
+
+def check_weights_file(checkpoint: Path) -> None:
+    """Refuses a checkpoint whose model or adapter is missing or damaged.
+
+    Raises:
+        ValueError: names the file.
+    """
+    if not any(path for pattern in WEIGHTS for path in checkpoint.glob(pattern)):
+        raise broken(checkpoint, WEIGHTS[0], "is missing")
+    for index in checkpoint.glob("*.index.json"):
+        check_content(checkpoint, index)
+        for shard in sorted({*json.loads(index.read_text())["weight_map"].values()}):
+            if not (checkpoint / shard).is_file():
+                raise broken(checkpoint, shard, "is missing")
+    for file in sorted(checkpoint.rglob("*model*.safetensors")):
+        check_content(checkpoint, file)
+
+
+def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int | None) -> None:
+    """Refuses a checkpoint without a file that the Trainer (5.23) needs to continue exactly, or with a damaged one.
+
+    Without the optimizer or the scheduler, the Trainer would begin with a fresh one and the peak learning rate, and
+    without the state of the random generators, with other random numbers; it does not say so. The first process reads
+    every file to its end and compares checksums. Nothing is unpickled.
+
+    Args:
+        processes: how many wrote it; None: not known.
+
+    Raises:
+        ValueError: names the file.
+    """
+    for names in needed(checkpoint, args, processes):
+        if not any(path for pattern in names for path in checkpoint.glob(pattern)):
+            raise broken(checkpoint, names[0], "is missing")
+    if not args.should_save:
+        return
+    if not args.deepspeed_plugin:
+        check_weights_file(checkpoint)
+    for pattern in ("*.pt", "*.pth", "optimizer.bin", "global_step*/*.pt", "loss_sums.json"):
+        for file in sorted(checkpoint.glob(pattern)):
+            check_content(checkpoint, file)
+
+
+def needed(checkpoint: Path, args: TrainingArguments, processes: int | None) -> list[tuple[str, ...]]:
+    """Files of which the Trainer needs one each: alternatives, as patterns, the usual one first.
+
+    DeepSpeed keeps the optimizer in the folder that `latest` names: under ZeRO in a file per process, else with the
+    weights. FSDP keeps it in `optimizer.bin` or, in parts, in the folder `optimizer_0`.
+    """
+    random = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes else ["rng_state*.pth"]
+    files: list[tuple[str, ...]] = [(name,) for name in (["rng_state.pth"] if processes == 1 else random)]
+    if not args.deepspeed_plugin:
+        return [("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata"), ("scheduler.pt",), *files]
+    if not (checkpoint / "latest").is_file():
+        return [("latest",)]
+    step, stage = (checkpoint / "latest").read_text().strip(), args.deepspeed_plugin.zero_stage
+    ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(args.world_size)]
+    files += [(f"{step}/{rank}_model_states.pt",) for rank in (ranks if stage == 3 else ["mp_rank_00"])]
+    if stage:
+        files += [(f"{step}/{rank}_optim_states.pt", f"{step}/*_{rank}_optim_states.pt") for rank in ranks]
+    return files if "scheduler" in args.deepspeed_plugin.deepspeed_config else [("scheduler.pt",), *files]
+
+
+def check_content(checkpoint: Path, file: Path) -> None:
+    """Reads a json file, the header of a safetensors file, or all of a file that `torch.save` wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        if file.suffix == ".json":
+            json.loads(file.read_text())
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "pt"):
+                pass
+        else:
+            with zipfile.ZipFile(file) as archive:
+                if changed := archive.testzip():
+                    raise ValueError(f"the checksum of {changed} differs")
+    except (ValueError, SafetensorError, zipfile.BadZipFile, EOFError) as error:
+        raise broken(checkpoint, file.relative_to(checkpoint), f"is damaged ({error})") from error
+
+
+def is_finished(checkpoint: Path, args: TrainingArguments) -> bool:
     """Whether `checkpoint` is the run's last step. A Trainer resumed there would take one step too many."""
-    if checkpoint is None:
-        return False
-    state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+    state = read_state(checkpoint)
     if args.max_steps > 0:
         return state.global_step >= args.max_steps
     return state.num_train_epochs == args.num_train_epochs and state.global_step >= state.max_steps
 
 
-def copy_model(checkpoint: str, output_dir: str | Path) -> None:
-    """The files of a checkpoint without those that only a resume needs: what a Trainer saves at the end of a run. The
-    card that PEFT puts beside an adapter stays behind, for the run has its own."""
+def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
+    """What a Trainer leaves at the end of a run, made from its last checkpoint: the model, its state, its metrics.
+
+    Files that only a resume needs stay behind, and so does the card that PEFT writes for an adapter, because the run
+    has its own. A folder that is finished stays as it is.
+
+    Args:
+        keep_best: the model is that of the best checkpoint (`load_best_model_at_end`).
+
+    Raises:
+        ValueError: the model in the checkpoint is damaged.
+    """
+    state = read_state(checkpoint)
+    last = output_dir / STATE
+    if last.is_file() and TrainerState.load_from_json(str(last)).global_step == state.global_step:
+        return
+    best = keep_best and state.best_model_checkpoint
+    source = checkpoint.with_name(Path(best).name) if best else checkpoint
+    check_weights_file(source)
     left_out = shutil.ignore_patterns(*ONLY_TO_RESUME, "README.md")
-    shutil.copytree(checkpoint, output_dir, ignore=left_out, dirs_exist_ok=True)
+    with writing(output_dir):
+        shutil.copytree(source, output_dir, ignore=left_out, dirs_exist_ok=True)
+        shutil.copy(checkpoint / STATE, last)
+        write_metrics(output_dir, state.log_history)

@@ -6,12 +6,14 @@ import json
 import logging
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from datasets import disable_progress_bars
 from tqdm import tqdm
@@ -50,6 +52,23 @@ def log_to_console() -> None:
     if not sys.stderr.isatty():
         disable_progress_bars()
         disable_progress_bar()
+
+
+def log_without_account(folder: str | Path) -> None:
+    """Weights & Biases logs to local files where no account is set up or its server cannot be reached."""
+    import wandb
+
+    os.environ.setdefault("WANDB_DIR", str(folder))
+    if "WANDB_MODE" in os.environ:
+        return
+    server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    try:
+        socket.create_connection((server.hostname, server.port or 443), timeout=5).close()
+        online = wandb.login(prompt=False)
+    except OSError:
+        online = False
+    if not online:
+        os.environ["WANDB_MODE"] = "offline"
 
 
 def summary(logs: Mapping[str, Any]) -> str:
@@ -104,7 +123,7 @@ class RunConsole(TrainerCallback):
         self.last_step: Callable[[TrainerState], int] = lambda state: state.max_steps
         self.bar: tqdm | None = None
         self.started = self.last_log = time.perf_counter()
-        self.first_step = self.evaluated = 0
+        self.first_step = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.started = self.last_log = time.perf_counter()
@@ -126,18 +145,6 @@ class RunConsole(TrainerCallback):
         if self.bar is not None:
             self.bar.total = self.last_step(state)
             self.bar.update(state.global_step - self.bar.n)
-
-    def on_prediction_step(
-        self, args: Any, state: TrainerState, control: Any, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        if self.bar is not None and sys.stderr.isatty():
-            self.evaluated += 1
-            self.bar.set_postfix_str(f"evaluating, batch {self.evaluated} of {len(eval_dataloader)}")
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self.bar is not None:
-            self.evaluated = 0
-            self.bar.set_postfix_str("")
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
@@ -173,7 +180,7 @@ class RunConsole(TrainerCallback):
                 enable_progress_bar()
 
 
-def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | None) -> None:
+def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | Path | None) -> None:
     """Trains, from `checkpoint` on if there is one, with `console` in place of what Transformers prints with.
 
     A callback that ends the run before `max_steps` says by its own `last_step` where. Where training raises, the bar is
@@ -186,6 +193,6 @@ def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | None
     trainer.add_callback(console)
     try:
         with writing(trainer.args.output_dir):
-            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
         console.close()

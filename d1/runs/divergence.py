@@ -29,7 +29,7 @@ def bad_loss(
 
 
 def check_weights(model: Any, step: int) -> None:
-    """Refuses to go on with trained weights that are not finite, before they are saved.
+    """Refuse trained weights that are not finite, before they are saved.
 
     Of weights that are split over processes, each process looks at its own part.
 

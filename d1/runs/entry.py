@@ -5,28 +5,62 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import logging
 import os
+import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from d1.ranges import Range, check_ranges
-from d1.runs.quiet import silence
+
+# (raised by, what it says, why it says nothing to a user). Each to delete with the version that no longer says it.
+WARNINGS = (
+    ("transformers 5.23", "`gradient_checkpointing` is deprecated", "TRL 1.16 sets it by its old name"),
+    ("transformers 5.23", "`is_gradient_checkpointing` is deprecated", "TRL 1.16 asks for it by its old name"),
+    ("transformers 5.23", "`gradient_checkpointing_enable` is deprecated", "TRL 1.16 calls it by its old name"),
+    ("transformers 5.23", "`gradient_checkpointing_disable` is deprecated", "TRL 1.16 calls it by its old name"),
+    (
+        "peft 0.21",
+        "Could not find a config file in",
+        "said where an adapter was merged before; no vocabulary grows here",
+    ),
+)
+
+# (said by, its logger, what it says, why)
+MESSAGES = (
+    ("deepspeed 0.19", "DeepSpeed", "Setting accelerator to CPU", "said at import, whether it is used or not"),
+    ("transformers 5.23", "transformers.trainer_utils", "mtime may not be reliable", "the order is right all the same"),
+)
 
 # Seconds that a process other than the first waits before it speaks: where the first failed, a launcher stops it.
 PATIENCE = 3.0
 
 
 class RunError(RuntimeError):
-    """Ends a run with a message that needs no traceback: its user has to mend something, such as a reward function."""
+    """Ends a run with a message that needs no traceback: the user has to fix something, such as a reward function."""
 
 
 # What the library and those it stands on raise for settings, files and machines that do not fit. FloatingPointError is
 # a loss that is not finite, ImportError an optional package that a setting needs.
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
+
+
+def silence() -> None:
+    """Silences the warnings in the tables, without importing the libraries that raise them."""
+    for _, text, _ in WARNINGS:
+        warnings.filterwarnings("ignore", message=re.escape(text))
+    for _, logger, text, _ in MESSAGES:
+        logging.getLogger(logger).addFilter(unless(text))
+
+
+def unless(text: str) -> Callable[[logging.LogRecord], bool]:
+    """A filter of log messages that drops those that start with `text`."""
+    return lambda record: not record.getMessage().startswith(text)
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -58,7 +92,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Inside, imports take a quarter less: Python does not search what they make, which stays, for what could go."""
+    """Imports with the garbage collector off, which saves a quarter: imported objects live as long as the process."""
     collected = gc.isenabled()
     gc.disable()
     try:

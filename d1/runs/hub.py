@@ -20,7 +20,7 @@ from d1.runs.model_card import has_card, write_card
 
 logger = logging.getLogger(__name__)
 
-# What a run's folder holds beside the model: its checkpoints, and files that name folders of this machine.
+# What the folder of a run holds besides the model: its checkpoints, and files that name folders of this machine.
 STAYS_HERE = (
     *(*ONLY_TO_RESUME, "checkpoint-*", "_*", ".*", "wandb/*", "completions/*", "merged/*"),
     *("run.json", "trainer_state.json", "training_args.bin"),
@@ -52,7 +52,7 @@ def repository(args: Any) -> str:
 
 
 def publish(args: Any, push: bool, started_again: bool = False) -> None:
-    """Writes the card of a finished run, and uploads its model if `push`. Where that fails, says why and goes on.
+    """Writes the card of a finished run, and uploads its model if `push`. A failed upload is logged and does no harm.
 
     Args:
         args: its `TrainingArguments`.

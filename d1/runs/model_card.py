@@ -1,7 +1,7 @@
 """The model card of a run, README.md in its folder: how the model was made, what it reaches, and how to load it.
 
 It is made of what lies in the folder (`run.json`, `trainer_state.json`), so that it can be written again at any time:
-`python -m d1 card` adds the results of an evaluation. Of a path of this machine it shows the last name alone.
+`python -m d1 card` adds the results of an evaluation. It shows only the last name of a local path.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def write_card(folder: str | Path, name: str | None = None, results: Sequence[Ma
     folder, name = Path(folder), name or local_name(folder)
     if not (folder / "run.json").is_file():
         raise FileNotFoundError(f"{folder} holds no run.json: it is no folder of an SFT or RL run")
-    settings = json.loads((folder / "run.json").read_text())["settings"]
+    record = json.loads((folder / "run.json").read_text())
+    settings = record["settings"]
     base = settings["model_path" if "method" in settings else "model_name"]
     evaluated = evaluation_table(results)
     parts = [
         f"# {name.rpartition('/')[2]}\n\n{OPENING}\n",
         markdown_table(["", ""], made_of(settings, base)),
         "## Settings that differ from the defaults\n",
-        settings_table(settings.get("changed", {})),
+        settings_table(settings.get("changed", {})) + changes_table(record.get("changes", [])),
         "## Results\n",
         evaluated + watched_table(folder, settings) or "None were recorded.\n",
         how_to_load(folder, name, local_name(base)),
@@ -92,9 +93,10 @@ def made_of(settings: Mapping[str, Any], base: str) -> list[list[str]]:
     if "method" not in settings:
         return [["base", code(local_name(base))], ["method", linked(SFT)], ["data", code(settings["train_data"])]]
     method = settings["method"]
-    paper = code(method) if method.endswith(".py") else f"diffu-GRPO, `{method}`: {linked(settings['paper'])}"
+    paper = ": " + linked(settings["paper"]) if settings.get("paper") else ""  # a run of version 0.1 has none
+    name = code(method) if method.endswith(".py") else f"diffu-GRPO, `{method}`{paper}"
     data = f"task {code(settings['dataset'])}" + (f", {code(settings['data_file'])}" if settings["data_file"] else "")
-    return [["base", code(local_name(base))], ["method", paper], ["data", data]]
+    return [["base", code(local_name(base))], ["method", name], ["data", data]]
 
 
 def linked(paper: str) -> str:
@@ -111,6 +113,18 @@ def code(value: Any) -> str:
 def settings_table(changed: Mapping[str, Any]) -> str:
     rows = [[f"--{name}", code(value)] for name, value in sorted(changed.items())]
     return markdown_table(["setting", "value"], rows) if rows else "None.\n"
+
+
+def changes_table(changes: Sequence[Mapping[str, Any]]) -> str:
+    """Which settings a resume changed, and from which step on."""
+    rows = [
+        [f"--{name}", *map(code, values), str(change["step"])]
+        for change in changes
+        for name, values in change.items()
+        if name != "step"
+    ]
+    header = ["setting changed on a resume", "before", "after", "from step"]
+    return "\n" + markdown_table(header, rows) if rows else ""
 
 
 def evaluation_table(results: Sequence[Mapping[str, Any]]) -> str:

@@ -1,36 +1,78 @@
-"""What a run leaves behind about itself: settings, versions, hardware."""
+"""What a run leaves behind about itself in run.json: settings, how they changed on a resume, versions, hardware."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
-import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
+logger = logging.getLogger(__name__)
+
+RECORD = "run.json"
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes")
 
 
-def log_without_account(folder: str | Path) -> None:
-    """Weights & Biases logs to local files where no account is set up or its server cannot be reached."""
-    import wandb
+@dataclass(frozen=True)
+class Past:
+    """What a resumed run was up to the step of its checkpoint: its settings, flat, and how they had changed."""
 
-    os.environ.setdefault("WANDB_DIR", str(folder))
-    if "WANDB_MODE" in os.environ:
-        return
-    server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    try:
-        socket.create_connection((server.hostname, server.port or 443), timeout=5).close()
-        online = wandb.login(prompt=False)
-    except OSError:
-        online = False
-    if not online:
-        os.environ["WANDB_MODE"] = "offline"
+    step: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    changes: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """What a resume may do to each setting of a stage. A setting that neither table names may change; it is recorded.
+
+    Args:
+        fixed: a setting, and what of its value must stay the same (`whole`, or, of a weight, whether it is 0).
+        free: patterns of names that make no difference to the model (output, logging, speed); they are not recorded.
+    """
+
+    fixed: Mapping[str, Callable[[Any], Any]]
+    free: Sequence[str]
+
+    def differing(
+        self, settings: Mapping[str, Any], defaults: Mapping[str, Any], leave_out: Collection[str]
+    ) -> dict[str, Any]:
+        """The settings that differ from their defaults and are not free, save those to leave out."""
+        patterns = (*leave_out, *self.free)
+        kept = {name: value for name, value in settings.items() if not any(fnmatch(name, one) for one in patterns)}
+        return {name: value for name, value in kept.items() if value != defaults.get(name, value)}
+
+    def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
+        """The settings that a resume changes, free ones left out: {name: [before, now]}.
+
+        Raises:
+            ValueError: a fixed setting changed; names all of them with both values.
+        """
+        before, now = past.settings, flat(settings)
+        both = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
+        other = [
+            f"{name} {both[name][0]} (now {both[name][1]})"
+            for name, part in self.fixed.items()
+            if name in both and part(both[name][0]) != part(both[name][1])
+        ]
+        if other:
+            raise ValueError(
+                f"{folder} holds another run, of {', '.join(other)}: continue it with its own settings, or choose "
+                "another output_dir"
+            )
+        free = {name for name in both.keys() - self.fixed.keys() if any(fnmatch(name, one) for one in self.free)}
+        return {name: values for name, values in both.items() if name not in free}
+
+
+def whole(value: Any) -> Any:
+    return value
 
 
 def cpu_model() -> str:
@@ -42,7 +84,7 @@ def cpu_model() -> str:
 
 
 def run_record() -> dict[str, Any]:
-    """Versions and hardware, to be saved beside results."""
+    """Versions and hardware, to be saved with results."""
     versions = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -59,15 +101,50 @@ def run_record() -> dict[str, Any]:
     }
 
 
-def save_record(output_dir: str, name: str, settings: dict[str, Any]) -> Path:
-    """Writes `output_dir/name` with the resolved settings of a run and `run_record()`."""
-    path = Path(output_dir) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"settings": settings} | run_record(), indent=1, default=str) + "\n")
-    return path
+def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: Mapping[str, list[Any]]) -> None:
+    """Writes `run.json`, whole or not at all: the resolved settings of a run, their changes and `run_record()`.
+
+    Args:
+        changed: what a resume changed after `past`; each is logged.
+    """
+    for name, (old, new) in changed.items():
+        logger.warning("From step %d on, --%s is %s (before: %s).", past.step, name, new, old)
+    changes = [*past.changes, *([{"step": past.step, **changed}] if changed else [])]
+    record = {"settings": settings, "changes": changes} | run_record()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{RECORD}"
+    partial.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    os.replace(partial, folder / RECORD)
 
 
-def changed(settings: Mapping[str, Any], defaults: Mapping[str, Any], leave_out: Collection[str]) -> dict[str, Any]:
-    """The settings that differ from their defaults, save those to leave out."""
-    kept = {name: value for name, value in settings.items() if name not in leave_out}
-    return {name: value for name, value in kept.items() if value != defaults.get(name, value)}
+def history(checkpoint: Path | None) -> Past:
+    """The past of a checkpoint, from the run.json next to it; without settings where there is none.
+
+    A change after the checkpoint does not count: a run may continue from an earlier checkpoint than its last.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if checkpoint is None:
+        return Past()
+    from d1.runs.checkpoints import read_state  # only now: `eval.py --help` reads this module, without Transformers
+
+    file, step = checkpoint.parent / RECORD, read_state(checkpoint).global_step
+    if not file.is_file():
+        return Past(step)
+    try:
+        record = json.loads(file.read_text())
+        settings, changes = flat(record["settings"]), record.get("changes", [])
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}): delete it to continue without a record") from error
+    for change in reversed(changes):
+        if change["step"] >= step:
+            settings |= {name: values[0] for name, values in change.items() if name != "step"}
+    return Past(step, settings, [change for change in changes if change["step"] < step])
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON has them, those under "model" among the others."""
+    known = json.loads(json.dumps(settings, default=str))
+    inner = known.pop("model", None)
+    return known | (inner or {})

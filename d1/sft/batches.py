@@ -160,7 +160,7 @@ class dLLMDataCollator(DefaultDataCollator):
 
     Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere) and
     `attention_mask` (0 on padding), and `t` (rows,); with a `block_size` `t` is that of each token, (rows, length).
-    Packed, the tensors by token are (1, all tokens), the rows one behind the other, and `lengths` lists their tokens.
+    Packed, the tensors by token are (1, all tokens), the rows concatenated, and `lengths` lists their tokens.
 
     Args:
         mask_token_id: the tokenizer's if None.

@@ -57,7 +57,7 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
     while messages and messages[-1].get("role") != "assistant":
         messages = messages[:-1]
     if len(messages) < 2:
-        raise ValueError("no assistant turn that answers something")
+        raise ValueError("no assistant turn follows a user turn")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
@@ -127,7 +127,7 @@ def conversation_segments(
 def first_turn(answer: str, content: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """`answer` up to the token that ends its turn.
 
-    Templates that do not ask whether an answer is wanted, such as LLaDA's, may go on to the next answer's header.
+    Templates that do not ask whether an answer is wanted, such as LLaDA's, may add the header of the next answer.
     """
     after = answer.find(content) + len(content) if content in answer else 0
     marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from d1.sft import conversations
 from d1.sft.conversations import FEATURES, S1K, Row, tokenize_row
-from d1.tasks.data import read_csv
+from d1.tasks.data import no_rows, read_csv
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ def load_rows(train_data: str) -> Dataset:
         else:
             rows = load_dataset(train_data, split="train")
     except Exception as error:  # each reader and the hub client fail in their own ways
+        if no_rows(error):
+            raise ValueError(f"--train_data {train_data}: no rows") from error
         reason = error.__cause__ or error
         if path.exists():
             raise ValueError(f"--train_data {train_data}: cannot be read: {type(reason).__name__}: {reason}") from error
@@ -172,7 +174,7 @@ def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -
     if bad and bad_rows == "error":
         raise ValueError(
             f"{len(bad)} of {len(status)} rows cannot be trained on (rows count from 0):\n{listed}\n"
-            "Mend them, or leave them out with --bad_rows skip"
+            "Fix them, or leave them out with --bad_rows skip"
         )
     if bad:
         logger.warning("skipped %d of %d rows that cannot be trained on:\n%s", len(bad), len(status), listed)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import matplotlib
+from d1.show.curves import panels, save_figure
 
 
-def plot_losses(history: list[dict[str, float]], path: Path) -> None:
+def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
     """Training and evaluation loss, and the latter's bands of t, against optimizer steps."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = sorted({key for entry in history for key in entry if key == "loss" or key.startswith("eval_loss")})
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name in names:
+    figure, (axes,) = panels(1, 1, (8, 5))
+    for name in sorted({key for entry in history for key in entry if key == "loss" or key.startswith("eval_loss")}):
         points = [(entry["step"], entry[name]) for entry in history if name in entry]
         label = {"loss": "training", "eval_loss": "evaluation"}.get(name, name.replace("eval_loss_t", "evaluation, t "))
         axes.plot(*zip(*points, strict=True), label=label, lw=2 if name in ("loss", "eval_loss") else 1, marker=".")
-    axes.set(xlabel="optimizer step", ylabel="cross-entropy / t', nats an answer token", title="Masked SFT")
+    axes.set(xlabel="optimizer step", ylabel="cross-entropy / t', nats per answer token", title="Masked SFT")
     axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=150)

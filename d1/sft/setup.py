@@ -1,23 +1,110 @@
-"""What sft_train.py trains with, made from its flags: the Trainer's arguments, the rows, the model."""
+"""The rows, the model and the trainer of an SFT run, made from its flags."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from transformers import TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
 
-from d1.models import load_model
+from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
-from d1.models.kinds import native_config
+from d1.models.convert import merge
+from d1.models.kinds import block_size, native_config
+from d1.models.tokenizer import check_chat_template
+from d1.runs.checkpoints import read_state
+from d1.runs.console import RunConsole
+from d1.runs.output_dir import writing
+from d1.runs.record import OnResume, whole
+from d1.runs.skeleton import Stage
 from d1.sft.config import SFTConfig
 from d1.sft.data import choose_columns, load_function, load_rows, preprocess_dataset
-from d1.sft.trainer import dLLMSFTDataset
+from d1.sft.plot import plot_losses
+from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+
+ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
+
+ON_RESUME = OnResume(
+    fixed=dict.fromkeys(
+        (
+            # The rows, their order, and the noise
+            *("train_data", "prompt_column", "completion_column", "template", "data_function", "plain_chat_template"),
+            *("train_on", "overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws"),
+            *("group_by_length", "seed", ROWS_PER_STEP),
+            # The weights in the checkpoint
+            *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
+            # The state of its optimizer and scheduler, which a new value would not reach
+            *("weight_decay", "lr_scheduler_type"),
+        ),
+        whole,
+    ),
+    free=(
+        *("output_dir", "job_name", "debugging", "resume", "num_proc", "logging_steps", "push_to_hub", "hub_*"),
+        *("gradient_checkpointing", "merge_at_end"),
+    ),
+)
+
+
+def stage(args: SFTConfig) -> Stage:
+    """SFT as the skeleton of a run takes it."""
+    check_device(args)
+    training = training_arguments(args)
+    rows = args.batch_size * args.grad_accum_steps * training.world_size
+    facts = {"changed": ON_RESUME.differing(vars(args), vars(SFTConfig()), leave_out=("model_name", "train_data"))}
+    return Stage(
+        training=training,
+        settings=lambda: {**vars(args), ROWS_PER_STEP: rows},
+        on_resume=ON_RESUME,
+        ended=lambda checkpoint: is_out_of_patience(checkpoint, args.early_stop),
+        check=lambda checkpoint: None,
+        prepare=lambda: (facts, prepare(args, training)),
+        conclude=lambda: conclude(args, Path(args.output_dir) / args.job_name),
+    )
+
+
+def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], tuple[dLLMTrainer, RunConsole]]:
+    """The rows of a run, checked; returns what loads the model and makes the trainer."""
+    tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
+    check_chat_template(tokenizer, args.model_name)
+    train_dataset, eval_dataset = load_data(args, training, tokenizer)
+    check_room(args, [rows for rows in (train_dataset, eval_dataset) if rows is not None])
+
+    def start() -> tuple[dLLMTrainer, RunConsole]:
+        set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
+        model = prepare_model(args)
+        collator = dLLMDataCollator(
+            tokenizer,
+            block_size=block_size(model.config),
+            complementary=args.complementary_masks,
+            packed=args.packing,
+        )
+        trainer = dLLMTrainer(
+            model=model,
+            args=training,
+            data_collator=collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=[EarlyStoppingCallback(args.early_stop)] if args.early_stop else None,
+            group_by_length=args.group_by_length,
+        )
+        return trainer, RunConsole()
+
+    return start
+
+
+def conclude(args: SFTConfig, folder: Path) -> None:
+    """Plots the losses of a finished run and, if asked for, merges its adapter."""
+    plot_losses(read_state(folder).log_history, folder / "losses.png")
+    if args.merge_at_end:
+        shutil.rmtree(folder / "merged", ignore_errors=True)
+        with writing(folder / "merged"):
+            merge(args.model_name, [str(folder)], str(folder / "merged"))
 
 
 def on_gpu() -> bool:
@@ -25,15 +112,25 @@ def on_gpu() -> bool:
 
 
 def check_device(args: SFTConfig) -> None:
-    if args.load_in_4bit and not on_gpu():  # on a CPU, an evaluation turns its weights into a form without gradients
+    """Refuses what only works on a GPU.
+
+    Raises:
+        ValueError: says which flag, and what to use instead.
+    """
+    if on_gpu():
+        return
+    if args.load_in_4bit:  # on a CPU, an evaluation turns its weights into a form without gradients
         raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
+    if args.attn_implementation == "flex_attention":
+        raise ValueError("--attn_implementation flex_attention trains on a GPU only: take sdpa or eager on a CPU")
 
 
-def training_arguments(args: SFTConfig, folder: Path, fresh: bool) -> TrainingArguments:
+def training_arguments(args: SFTConfig) -> TrainingArguments:
     evaluate = args.test_split > 0
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     return TrainingArguments(
-        output_dir=str(folder),
+        output_dir=str(Path(args.output_dir) / args.job_name),
+        resume_from_checkpoint=args.resume,
         run_name=args.job_name,
         num_train_epochs=args.num_epochs,
         max_steps=args.max_steps,
@@ -49,7 +146,7 @@ def training_arguments(args: SFTConfig, folder: Path, fresh: bool) -> TrainingAr
         activation_checkpointing=args.gradient_checkpointing,
         eval_strategy="steps" if evaluate else "no",
         eval_steps=args.eval_steps,
-        eval_on_start=evaluate and fresh,
+        eval_on_start=evaluate,
         save_strategy="steps",
         save_steps=args.eval_steps,
         save_total_limit=2,
@@ -72,27 +169,11 @@ def training_arguments(args: SFTConfig, folder: Path, fresh: bool) -> TrainingAr
     )
 
 
-def is_out_of_patience(checkpoint: str, patience: int | None) -> bool:
+def is_out_of_patience(checkpoint: Path, patience: int | None) -> bool:
     """Whether a run stopped early at `checkpoint`."""
-    stopping = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").stateful_callbacks or {}
+    stopping: Any = read_state(checkpoint).stateful_callbacks or {}
     counter = stopping.get("EarlyStoppingCallback", {}).get("attributes", {}).get("early_stopping_patience_counter", 0)
     return patience is not None and counter >= patience
-
-
-def check_step_rows(checkpoint: str, training: TrainingArguments) -> None:
-    """Refuses steps of another number of rows than those before `checkpoint`, which would miscount the rows seen."""
-    record = Path(checkpoint).parent / "run.json"
-    before = json.loads(record.read_text())["settings"] if record.exists() else {}
-    parts = ("batch_size", "grad_accum_steps", "world_size")
-    if any(name not in before for name in parts):
-        return
-    now = training.per_device_train_batch_size, training.gradient_accumulation_steps, training.world_size
-    rows = math.prod(before[name] for name in parts)
-    if math.prod(now) != rows:
-        raise ValueError(
-            f"{checkpoint} was trained with {rows} rows a step and cannot go on with {math.prod(now)} "
-            f"(--batch_size {now[0]} x --grad_accum_steps {now[1]} x {now[2]} processes): choose these to make {rows}"
-        )
 
 
 def load_data(
@@ -123,18 +204,25 @@ def load_data(
     return train_dataset, dLLMSFTDataset(held_out, tokenizer, args.max_length, eval=True, **shared)
 
 
-def check_room(model_name: str, longest: int) -> None:
-    """Raises ValueError where a row has more tokens than the model has positions."""
-    config, _ = native_config(adapter_chain(model_name, None)[0])
-    room = config.max_position_embeddings
+def check_room(args: SFTConfig, datasets: Sequence[dLLMSFTDataset]) -> None:
+    """Refuses rows that have more tokens than the model has positions.
+
+    Raises:
+        ValueError: says whether the text or the filling with EOS is too long.
+    """
+    config, _ = native_config(adapter_chain(args.model_name, None)[0])
+    room, longest = config.max_position_embeddings, max(max(rows.lengths) for rows in datasets)
+    text = max(max(rows.rows["length"]) for rows in datasets)
     if longest > room:
-        raise ValueError(f"a row has {longest} tokens and {model_name} {room} positions: lower --max_length")
+        cause = f"--eos_padding {args.eos_padding} fills a row to" if text <= room else "a row has"
+        remedy = "--eos_padding or --max_length" if text <= room else "--max_length"
+        raise ValueError(f"{cause} {longest} tokens and {args.model_name} has {room} positions: lower {remedy}")
 
 
 def prepare_model(args: SFTConfig) -> Any:
     """The model to train: all of it in fp32, or frozen in `--dtype` or 4 bits with an fp32 LoRA adapter.
 
-    A model path that is itself an adapter is merged first: training goes on from the model it makes.
+    A model path that is itself an adapter is merged first: training starts from the merged model.
     """
     frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
     model: Any = load_model(

@@ -2,7 +2,7 @@
 
 The loss is the sum over hidden answer tokens of cross-entropy / t', divided by the number of answer tokens. Both are
 taken over all micro-batches and processes of an optimizer step, so that neither changes the loss or its gradient.
-Of a block-causal model t' is that of the token's block, which is noised behind the clean text (BD3-LM, 2503.09573).
+In a block-causal model each block has its own t', and the noised blocks follow the clean text (BD3-LM, 2503.09573).
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class dLLMTrainer(TrainerHooks, Trainer):
         if getattr(self.data_collator, "packed", False):
             take_packed_rows(model)
         if self.args.n_gpu > 1:
-            raise ValueError("one process a GPU, please: start with `accelerate launch`, or show it a single GPU")
+            raise ValueError(
+                "one process trains on one GPU: start one per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES"
+            )
         if not self.args.average_tokens_across_devices:
             raise ValueError("the loss is over all processes: leave average_tokens_across_devices on")
         self.count_labels_of_step(shifted=False)

@@ -51,11 +51,17 @@ def read_file(path: str, *schemas: Iterable[str]) -> Dataset:
         else:
             raise ValueError("not a .json, .jsonl, .csv or .parquet file")
     except Exception as error:  # the readers raise many kinds; all of them mean that this file cannot be used
-        if "corresponds to no data" in str(error) or file.read_bytes().strip() in (b"", b"[]"):
+        if no_rows(error):
             raise ValueError(f"{path} has no rows") from error
         raise ValueError(f"cannot read {path}: {error.__cause__ or error}") from error
     check_columns(rows, path, *schemas)
     return rows
+
+
+def no_rows(error: Exception) -> bool:
+    """Whether a reader of `datasets` 4 failed because its file has no rows; it has several ways to say so."""
+    cause = error.__cause__ or error
+    return isinstance(cause, StopIteration) or "corresponds to no data" in str(cause)
 
 
 def read_csv(path: str, **options: Any) -> Dataset:

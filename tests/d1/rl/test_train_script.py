@@ -1,5 +1,6 @@
 """The entry point: what it accepts, what it refuses and how it says so, before a model is loaded."""
 
+import fnmatch
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from d1.rl import setup as grpo_setup
 from d1.rl import train as diffu_grpo_train
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.curves import SHOWN_FILE, draw, read_run, report_page, running_mean, series
+from d1.runs.record import Past
 
 ROOT = Path(__file__).parents[3]
 STAGE = ROOT / "diffu-grpo"
@@ -134,6 +136,28 @@ def test_a_checkpoint_of_version_0_1_is_refused_before_a_model_is_loaded(tmp_pat
     (folder / "rollout_rank0.json").write_text('{"step": 4, "batches": 1}')
     with pytest.raises(ValueError, match=r"was written by an earlier version, .* start anew from its weights"):
         run_main(tmp_path, model_path="none", output_dir=str(tmp_path), resume_from_checkpoint="true")
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_task_without_rows_is_refused(tmp_path, split):
+    """As a filter of a user's own task may leave it; a file without rows is named."""
+    task = tmp_path / "filtered.py"
+    row = "[{'prompt': [{'role': 'user', 'content': 'x'}]}]"
+    task.write_text(
+        "from datasets import Dataset\n"
+        f"def load_rows(split, data_file=None):\n    return Dataset.from_list({row}[split == '{split}':])\n"
+        "def extract(text): return text\n"
+        "def score(text, row): return {'accuracy': 1.0}\n"
+        "def equal(completions, **columns): return [0.0]\n"
+        "REWARDS = [equal]\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"task .*filtered.py gives no rows to (train|validate) on \(--(eval_)?data_file"
+    ):
+        run_main(tmp_path, dataset=str(task), eval_strategy="steps", eval_steps=1)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"empty.jsonl has no rows"):
+        run_main(tmp_path, dataset="sudoku", data_file=str(tmp_path / "empty.jsonl"))
 
 
 def test_four_bit_weights_without_a_gpu_are_refused(tmp_path):
@@ -372,23 +396,36 @@ def test_an_output_dir_with_another_run_is_refused(tiny_model_dir, tmp_path):
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        ({}, {"method": "wd1"}, r"method d1 \(now wd1\), objective trl .*, beta 0.04 \(now 0.0\)"),
+        ({}, {"method": "wd1"}, r"method d1 \(now wd1\), .*objective trl .*, beta 0.04 \(now 0.0\)"),
         ({"method": "espo"}, {"method": "espo", "num_views": 3}, r"of num_views 2 \(now 3\): continue"),
         ({"beta": 0.0}, {"beta": 0.04}, r"of beta 0.0 \(now 0.04\): continue"),  # no reference was scored
-        ({}, {"beta": 0.01, "epsilon": 0.2, "learning_rate": 1.0}, None),
+        ({}, {"weight_decay": 0.1}, r"of weight_decay 0.0 \(now 0.1\): continue"),
         ({"prompt_protocol": "llada"}, {}, r"of prompt_protocol llada \(now d1\): continue"),
-        ({"method": "tracerl"}, {"method": "tracerl"}, None),
+        ({}, {"beta": 0.01, "epsilon": 0.2, "learning_rate": 1.0}, {"beta", "epsilon", "learning_rate"}),
+        (
+            {},
+            {"loss_type": "grpo", "sampler": "cached", "reward_weights": [2.0]},
+            {"loss_type", "sampler", "reward_weights"},
+        ),
+        ({"method": "tracerl"}, {"method": "tracerl", "logging_steps": 3, "save_total_limit": 2}, set()),
     ],
 )
-def test_a_run_goes_on_only_with_the_method_that_its_rollout_was_made_for(tmp_path, before, now, message):
-    earlier = DiffuGRPOConfig(**settings(tmp_path, **before))
-    (tmp_path / "run.json").write_text(json.dumps({"settings": {**earlier.to_dict(), "model": {"use_peft": False}}}))
-    given = (str(tmp_path / "checkpoint-1"), DiffuGRPOConfig(**settings(tmp_path, **now)), ModelConfig())
-    if message is None:
-        grpo_checks.check_same_run(*given)
+def test_a_resume_keeps_the_method_that_its_rollout_was_made_for(tmp_path, before, now, message):
+    def flat(changes):
+        return {**DiffuGRPOConfig(**settings(tmp_path, **changes)).to_dict(), **vars(ModelConfig())}
+
+    given = Past(4, flat(before)), flat(now), tmp_path
+    if isinstance(message, set):
+        assert grpo_checks.ON_RESUME.changes(*given).keys() == message
     else:
         with pytest.raises(ValueError, match=message):
-            grpo_checks.check_same_run(*given)
+            grpo_checks.ON_RESUME.changes(*given)
+
+
+def test_every_rule_names_a_setting():
+    known = {*DiffuGRPOConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__, "world_size"}
+    assert grpo_checks.ON_RESUME.fixed.keys() <= known
+    assert all(fnmatch.filter(known, pattern) for pattern in grpo_checks.ON_RESUME.free)
 
 
 @pytest.mark.parametrize("path", [STAGE / "pocket.yaml", STAGE / "slurm_scripts" / "train.yaml"])

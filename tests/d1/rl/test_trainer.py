@@ -327,7 +327,7 @@ def test_a_half_written_checkpoint_is_never_picked(tiny_model_dir, tmp_path, mon
         patch.setattr(diffu_grpo_trainer, "save_rollout", die)
         with pytest.raises(Killed):
             killed.train()
-    checkpoint = checkpoint_to_resume(str(tmp_path / "killed"), "true")
+    checkpoint = str(checkpoint_to_resume(tmp_path / "killed", "true"))
     assert checkpoint is not None
     assert checkpoint.endswith("checkpoint-2")
     resumed = make_trainer(tiny_model_dir, tmp_path / "killed", **options)

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from d1.runs.console import LinesAboveBar, RunConsole, json_line, summary, train_with_console, write_metrics
-from d1.runs.quiet import MESSAGES, WARNINGS, silence
+from d1.runs.entry import MESSAGES, WARNINGS, silence
 
 
 class Line(torch.nn.Module):

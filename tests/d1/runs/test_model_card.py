@@ -18,6 +18,7 @@ from tests.conftest import save_tiny_model
 
 SFT = {"model_name": "GSAI-ML/LLaDA-8B-Instruct", "train_data": "simplescaling/s1K"}
 RL = {"method": "espo", "model_path": "GSAI-ML/LLaDA-8B-Instruct", "dataset": "gsm8k", "data_file": None}
+PAPER = "ESPO, arXiv 2512.03759"
 # What parse_and_get_acc.py prints of an evaluation of 256 problems of which 40 are right.
 SCORES = {"task": "gsm8k", "gen_length": 256, "accuracy": 15.625, "ci_low": 11.68, "ci_high": 20.57, "n": 256}
 
@@ -64,7 +65,7 @@ def test_an_rl_card_has_intervals_and_the_base_that_its_own_base_was_made_of(tmp
     logs = [
         {"step": step, "eval_rewards/accuracy/mean": share, "reward": share} for step, share in ((0, 0.25), (8, 0.5))
     ]
-    settings = RL | {"model_path": str(tmp_path / "my-sft"), "validation_problems": 64}
+    settings = RL | {"model_path": str(tmp_path / "my-sft"), "validation_problems": 64, "paper": PAPER}
     folder = run_of(tmp_path / "run" / "merged", settings, logs)
     (tmp_path / "scores.json").write_text(json.dumps([SCORES | {"complete": True}, SCORES | {"complete": False}]))
     main(make_parser().parse_args(["card", str(folder), "--results", str(tmp_path / "scores.json")]))
@@ -103,7 +104,8 @@ def test_what_a_card_says_of_loading_works(tmp_path, monkeypatch) -> None:
 def test_what_is_no_run_or_no_result_is_refused(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no run\.json"):
         write_card(tmp_path)
-    run_of(tmp_path / "run", RL, [])
+    run_of(tmp_path / "run", RL, [])  # a record without "paper", as earlier versions wrote it
+    assert tables(write_card(tmp_path / "run").read_text())["method"] == ["diffu-GRPO, `espo`"]
     with pytest.raises(ValueError, match=r"no results of `.*`: KeyError"):
         write_card(tmp_path / "run", results=[{"accuracy": 1.0}])
 

@@ -103,8 +103,8 @@ def test_where_a_run_continues(tmp_path: Path) -> None:
         (folder / f"checkpoint-{step}").mkdir(parents=True)
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     for resume in ("true", True):
-        assert checkpoint_to_resume(str(folder), resume) == str(folder / "checkpoint-12")
-    assert checkpoint_to_resume(str(folder), str(folder / "checkpoint-4")) == str(folder / "checkpoint-4")
+        assert checkpoint_to_resume(str(folder), resume) == folder / "checkpoint-12"
+    assert checkpoint_to_resume(str(folder), str(folder / "checkpoint-4")) == folder / "checkpoint-4"
     for resume in (None, "false", False):
         with pytest.raises(ValueError, match=r"holds another run \(checkpoint-12\): continue it with --resume"):
             checkpoint_to_resume(str(folder), resume)

@@ -21,7 +21,6 @@ from d1.models.convert import a2d
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.sft.setup import on_gpu
 from d1.sft.train import main, make_parser
-from d1.sft.trainer import dLLMTrainer
 
 SFT = Path(__file__).parents[3] / "SFT"
 ALONE = ["-m", "accelerate.commands.launch", "--config_file", "../launch/cpu.yaml"]
@@ -77,7 +76,7 @@ def finish(process: subprocess.Popen[bytes], folder: Path, timeout: float = 900)
     assert process.returncode == 0, (folder / "log").read_text()[-4000:]
 
 
-def run(flags: list[str], folder: Path, *more: str) -> dLLMTrainer:
+def run(flags: list[str], folder: Path, *more: str) -> Any:
     """The same in this process."""
     return main(
         make_parser().parse_args([*flags, "--output_dir", str(folder), "--job_name", "job", "--debugging", *more])
@@ -189,7 +188,7 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: li
     shutil.copytree(two / "job/checkpoint-3", fewer / "job/checkpoint-3")
     shutil.copy(two / "job/run.json", fewer / "job/run.json")
     with pytest.raises(
-        ValueError, match=r"trained with 8 rows a step and cannot go on with 4 .*choose these to make 8"
+        ValueError, match=r"another run, of batch_size x grad_accum_steps x world_size 8 \(now 4\): continue"
     ):
         run([*flags, *step, "--packing", "--batch_size", "2", "--resume"], fewer)
     run([*flags, *step, "--packing", "--resume"], fewer)
@@ -262,14 +261,16 @@ def test_a_hub_out_of_reach_costs_nothing_and_an_adapter_gets_a_card(
 def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
     still = [*flags, "--learning_rate", "0", "--eval_steps", "1", "--grad_accum_steps", "1", "--full_finetuning"]
     assert run([*still, "--max_steps", "2", "--early_stop", "2"], tmp_path).state.global_step == 2
-    for _ in range(2):  # on with the patience that was left; then with none
-        resumed = run([*still, "--max_steps", "9", "--early_stop", "2", "--resume"], tmp_path)
-        assert resumed.state.global_step == 3
+    with_patience = [*still, "--max_steps", "9", "--early_stop", "2", "--resume"]
+    assert run(with_patience, tmp_path).state.global_step == 3  # the patience that was left
+    assert run(with_patience, tmp_path) is None
     moving = [*flags, "--learning_rate", "1e-3", "--max_steps", "2", "--full_finetuning"]
     run(moving, tmp_path / "done")
     expected = weights(tmp_path / "done/job")
-    trainer = run(moving, tmp_path / "done", "--resume")
-    assert trainer.state.global_step == 2
+    (tmp_path / "done/job/trainer_state.json").unlink()  # as if it had been killed right after its last checkpoint
+    (tmp_path / "done/job/model.safetensors").write_bytes(b"")
+    assert run(moving, tmp_path / "done", "--resume") is None
+    assert len(history(tmp_path / "done", "train_loss")) == 0
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "done/job").items())
     with pytest.raises(ValueError, match=r"holds another run \(checkpoint-2\): continue it with --resume"):
         run(moving, tmp_path / "done")
@@ -286,6 +287,11 @@ def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Pat
         (["--grad_accum_steps", "0"], "--grad_accum_steps 0 "),
         (["--num_epochs", "0"], "--num_epochs 0.0 "),
         pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
+        pytest.param(
+            ["--packing", "--attn_implementation", "flex_attention"],
+            "flex_attention trains on a GPU only",
+            marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
@@ -307,8 +313,17 @@ def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir
 
 
 def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a row has 4096 tokens and .* 512 positions: lower --max_length"):
-        run(flags, tmp_path, "--eos_padding", "max")
+    for padding in ("max", "9999"):
+        expected = rf"--eos_padding {padding} fills a row to 4096 tokens and .* has 512 positions: lower --eos_padding"
+        with pytest.raises(ValueError, match=expected):
+            run(flags, tmp_path, "--eos_padding", padding)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 600, "completion": "b"}) + "\n")
+    with pytest.raises(ValueError, match=r"a row has 60\d tokens and .* has 512 positions: lower --max_length"):
+        run(flags, tmp_path, "--train_data", str(tmp_path / "long.jsonl"), "--test_split", "0")
+    for name, content in (("a.jsonl", ""), ("b.jsonl", "\n\n"), ("c.json", "[]"), ("d.csv", "prompt,completion\n")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=rf"--train_data .*{name}: no rows"):
+            run(flags, tmp_path, "--train_data", str(tmp_path / name))
     with pytest.raises(ValueError, match=r"has no modules c_attn for LoRA: attention, all-linear stand for"):
         run(flags, tmp_path, "--lora_target_modules", "c_attn")
 

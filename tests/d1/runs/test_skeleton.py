@@ -1,0 +1,227 @@
+"""Resuming through the skeleton of a run: damaged checkpoints are refused by name, changed settings are recorded."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from d1.rl.train import main as rl_main
+from d1.rl.train import make_parser as rl_parser
+from d1.runs.checkpoints import check_checkpoint
+from d1.runs.model_card import write_card
+from d1.sft.train import main as sft_main
+from d1.sft.train import make_parser as sft_parser
+
+TASK = Path(__file__).parents[1] / "rl" / "letters_task.py"
+
+RL = f"""--task {TASK} --per_device_train_batch_size 4 --num_generations 4 --num_iterations 1 --max_completion_length 8
+    --block_length 4 --diffusion_steps 4 --save_steps 1 --report_to none --gradient_checkpointing false
+    --use_cpu true"""
+SFT = "--batch_size 4 --grad_accum_steps 1 --eval_steps 1 --lora_r 2 --test_split 0 --debugging --job_name ."
+
+
+class Run:
+    """A short run of one stage, started by its command line."""
+
+    def __init__(self, stage: str, model: Path, data: Path) -> None:
+        self.stage = stage
+        self.flags = ["--learning_rate", "1e-3", "--logging_steps", "1", "--model_path", str(model)]
+        more = RL if stage == "rl" else f"{SFT} --train_data {data}"
+        self.flags += more.split()
+
+    def __call__(self, folder: Path, *more: str, max_steps: int = 4) -> Any:
+        flags = [*self.flags, "--output_dir", str(folder), "--max_steps", str(max_steps), *more]
+        if self.stage == "rl":
+            return rl_main(*rl_parser().parse_args_and_config(flags))
+        return sft_main(sft_parser().parse_args(flags))
+
+
+@pytest.fixture(scope="module", params=["sft", "rl"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Run:
+    data = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+{i}", "completion": f"={2 * i}!"}) + "\n" for i in range(40)))
+    return Run(request.param, tiny_model_dir, data)
+
+
+@pytest.fixture(scope="module")
+def two_steps(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoint-1 and checkpoint-2."""
+    folder = tmp_path_factory.mktemp(run.stage)
+    run(folder, "--lr_scheduler_type", "linear", max_steps=2)
+    return folder
+
+
+def truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def one_bit(content: bytes) -> bytes:
+    """One bit of the data of the largest part differs."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        part = max(archive.infolist(), key=lambda info: info.file_size)
+        at = content.index(archive.read(part), part.header_offset)
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("optimizer.pt", None, "is missing"),
+        ("scheduler.pt", None, "is missing"),
+        ("rng_state.pth", None, "is missing"),
+        ("trainer_state.json", None, "is missing"),
+        ("{weights}", None, "is missing"),
+        ("optimizer.pt", truncated, "is damaged"),
+        ("optimizer.pt", one_bit, r"is damaged \(the checksum of"),
+        ("scheduler.pt", lambda content: b"", "is damaged"),
+        ("rng_state.pth", lambda content: b"\x80garbage" * 99, "is damaged"),
+        ("trainer_state.json", truncated, "is damaged"),
+        ("trainer_state.json", lambda content: b"[]", "is damaged"),
+        ("{weights}", truncated, "is damaged"),
+        ("{weights}", lambda content: b"", "is damaged"),
+    ],
+)
+def test_a_checkpoint_that_lacks_or_damaged_a_file_is_refused_by_its_name(
+    run: Run, two_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Any, problem: str
+) -> None:
+    """Before a model is loaded; the checkpoint before it is named, and the run continues from that one."""
+    weights = "adapter_model.safetensors" if run.stage == "sft" else "model.safetensors"
+    folder = shutil.copytree(two_steps, tmp_path / "run")
+    file = folder / "checkpoint-2" / name.format(weights=weights)
+    if damage is None:
+        file.unlink()
+        file = file.with_name("model.safetensors") if file.name == weights else file
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    monkeypatch.setattr(f"d1.{run.stage}.setup.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    earlier = folder / "checkpoint-1"
+    with pytest.raises(ValueError, match=rf"{file} {problem}.*; continue from .* --resume {earlier}$"):
+        run(folder, "--resume")
+    shutil.rmtree(earlier)
+    with pytest.raises(ValueError, match=rf"{file} {problem}.*; no earlier checkpoint is left"):
+        run(folder, "--resume")
+
+
+def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
+    run: Run, two_steps: Path, tmp_path: Path
+) -> None:
+    """The new rate on the old schedule: linear from the peak to 0 in the steps of the run."""
+    folder = shutil.copytree(two_steps, tmp_path / "run")
+    rates = {"1e-3": 1e-3, "4e-4": 4e-4}
+
+    def logged() -> list[float]:
+        log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        return [entry["learning_rate"] for entry in log if "learning_rate" in entry]
+
+    def changes() -> list[dict[str, Any]]:
+        return json.loads((folder / "run.json").read_text())["changes"]
+
+    assert changes() == []
+    resume = ["--resume", "--lr_scheduler_type", "linear", "--learning_rate"]
+    run(folder, *resume, "4e-4")
+    assert changes() == [{"step": 2, "learning_rate": [1e-3, 4e-4], "max_steps": [2, 4]}]
+    assert logged()[2:] == pytest.approx([rates["4e-4"] * (1 - step / 4) for step in (2, 3)], rel=1e-12)
+    table = write_card(folder).read_text()
+    assert "| --learning_rate | `0.001` | `0.0004` | 2 |" in table
+
+    first = changes()
+    resume[1:1] = [str(folder / "checkpoint-3")]
+    run(folder, *resume, "1e-3")  # from step 3 on the first rate again
+    assert changes() == [*first, {"step": 3, "learning_rate": [4e-4, 1e-3]}]
+    assert logged()[3:] == pytest.approx([rates["1e-3"] / 4], rel=1e-12)
+    resume[1] = str(folder / "checkpoint-2")
+    shutil.copytree(two_steps / "checkpoint-2", resume[1], dirs_exist_ok=True)
+    run(folder, *resume, "1e-3")  # what came after step 2 no longer counts
+    assert changes() == [{"step": 2, "max_steps": [2, 4]}]
+    assert logged()[2:] == pytest.approx([rates["1e-3"] * (1 - step / 4) for step in (2, 3)], rel=1e-12)
+
+
+def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, two_steps: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(two_steps, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"another run, of (?=.*seed 42 \(now 7\)).*weight_decay 0\.\d \(now 0\.5\)"):
+        run(folder, "--resume", "--seed", "7", "--weight_decay", "0.5")
+    (folder / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run\.json is damaged .* delete it to continue without a record"):
+        run(folder, "--resume")
+
+
+def deepspeed(stage: int, scheduler: bool = False) -> Any:
+    return SimpleNamespace(zero_stage=stage, deepspeed_config={"scheduler": {}} if scheduler else {})
+
+
+ZERO = ["zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "files"),
+    [
+        (None, ["optimizer.pt", "scheduler.pt"]),
+        (None, ["optimizer.bin", "scheduler.pt"]),  # FSDP, FULL_STATE_DICT
+        (None, ["optimizer_0/.metadata", "scheduler.pt"]),  # FSDP, SHARDED_STATE_DICT
+        (deepspeed(0), ["latest", "global_step2/mp_rank_00_model_states.pt", "scheduler.pt"]),
+        (
+            deepspeed(2, scheduler=True),
+            [
+                *("latest", "global_step2/mp_rank_00_model_states.pt"),
+                *(f"global_step2/bf16_{rank}_optim_states.pt" for rank in ZERO),
+            ],
+        ),
+        (
+            deepspeed(3),
+            [
+                *("latest", "scheduler.pt"),
+                *(f"global_step2/{rank}_{what}_states.pt" for rank in ZERO for what in ("model", "optim")),
+            ],
+        ),
+    ],
+)
+def test_each_layout_needs_its_own_files(tmp_path: Path, plugin: Any, files: list[str]) -> None:
+    """Names as Transformers 5.23, Accelerate and DeepSpeed 0.19 write them; two processes."""
+    args: Any = SimpleNamespace(deepspeed_plugin=plugin, world_size=2, should_save=True)
+    folder = tmp_path / "checkpoint-2"
+    every = [*files, "rng_state_0.pth", "rng_state_1.pth"] + ([] if plugin else ["pytorch_model_fsdp.bin"])
+
+    def write(names: list[str]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True)
+            torch.save({"a": torch.ones(3)}, buffer := io.BytesIO())
+            (folder / name).write_bytes(buffer.getvalue())
+        if "latest" in names:
+            (folder / "latest").write_text("global_step2\n")
+
+    write(every)
+    check_checkpoint(folder, args, processes=2)
+    for gone in every:
+        write([name for name in every if name != gone])
+        with pytest.raises(ValueError, match=r"checkpoint-2/.* is missing"):
+            check_checkpoint(folder, args, processes=2)
+    write([*files, "rng_state.pth", *every[-1:]])
+    check_checkpoint(folder, args, processes=1)  # other processes continue it
+
+
+def test_the_shards_of_a_model_are_all_there(tmp_path: Path, tiny_model_dir: Path) -> None:
+    from d1.models import load_model
+
+    folder = tmp_path / "checkpoint-2"
+    load_model(str(tiny_model_dir)).save_pretrained(folder, max_shard_size="20KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert load_file(shards[0])
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({}, folder / name)
+    args: Any = SimpleNamespace(deepspeed_plugin=None, world_size=1, should_save=True)
+    check_checkpoint(folder, args, processes=None)
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=rf"{shards[1].name} is missing"):
+        check_checkpoint(folder, args, processes=None)
