@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from d1.sampling.settings import CACHES
+from d1.sampling.caches import CACHES
 
 LEVELS = {
     "threshold": (0.5, 0.7, 0.8, 0.9),

@@ -8,7 +8,7 @@ Every table of the library is a dictionary; a row added before `main` is called 
 from d1.models.formats.names import key_mapping
 from d1.models.kinds import DECODER_LORA, KINDS, Kind
 from d1.rl.train import main, make_parser
-from d1.sampling.reveal import RULES
+from d1.sampling.reveal import RULES, Rule
 
 
 def half(logps, entropies, level):
@@ -16,7 +16,7 @@ def half(logps, entropies, level):
     return (logps.isfinite().sum(-1) * level).ceil().long()
 
 
-RULES["half"] = (half, 0.5)
+RULES["half"] = Rule(half, 0.5)
 KINDS["own"] = Kind(becomes="llama", names=key_mapping((("net", "model"), ("out", "lm_head"))), lora=DECODER_LORA)
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
 from d1.models.load import load_on_device
 from d1.models.tokenizer import end_ids
-from d1.sampling import rollout_stream
+from d1.sampling import eos_cut, rollout_stream
 from d1.sampling.flags import sampling_settings
 from d1.sampling.settings import check_room
 
@@ -195,7 +195,7 @@ def generate_rows(
     began = time.perf_counter()
     for numbers, sampled in stream:
         output = sampled.ids[:, -args.gen_length :]
-        lengths = (torch.isin(output, ends).cumsum(1) == 0).sum(1).tolist()
+        lengths = eos_cut(output, ends, including=False).sum(1).tolist()
         seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
         for number, row, length, passes, fed in zip(
             numbers, output.tolist(), lengths, sampled.passes.tolist(), sampled.forward_tokens.tolist(), strict=True

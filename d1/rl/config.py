@@ -20,9 +20,10 @@ from d1.rl.objectives import OBJECTIVES, WITHOUT_OLD
 from d1.rl.penalties import PENALTIES
 from d1.runs.settings import setting
 from d1.sampling.blocks import check_sampler
+from d1.sampling.caches import CACHES
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
-from d1.sampling.settings import CACHES, SAMPLERS, SamplingSettings
+from d1.sampling.settings import SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import TASKS
@@ -105,7 +106,7 @@ class DiffuGRPOConfig(GRPOConfig):
     kv_cache: str | None = setting(None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset).")
     reveal: str | None = setting(None, f"Rule of a parallel sampler: {', '.join(RULES)} (threshold if unset).")
     reveal_level: Annotated[float | None, AMOUNT | None] = setting(
-        None, f"Level of the rule; if unset {', '.join(str(v) for _, v in RULES.values())}."
+        None, f"Level of the rule; if unset {', '.join(str(rule.level) for rule in RULES.values())}."
     )
     eos_stop: bool | None = setting(
         None,

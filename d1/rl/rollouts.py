@@ -16,12 +16,6 @@ from d1.scoring import SampledRows
 from d1.scoring.rollouts import blocks_of
 
 
-def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
-    """(rows, tokens) bool, true up to and including each row's first EOS (all true without one)."""
-    is_eos = torch.isin(completion_ids, torch.tensor(eos_token_ids, device=completion_ids.device))
-    return is_eos.cumsum(-1) - is_eos.long() == 0
-
-
 def sample_in_parts(
     model: Any,
     ids: Tensor,

@@ -29,7 +29,7 @@ from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_ma
 from d1.rl.objectives import OBJECTIVES, OVER_ALL_ROWS, LossInputs, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
-from d1.rl.rollouts import eos_cut, record_of, sample_in_parts, sampled_rows, unpack_record
+from d1.rl.rollouts import record_of, sample_in_parts, sampled_rows, unpack_record
 from d1.rl.state import RestoreRollout, save_rollout
 from d1.rl.trainer_checks import check_trainer, refuse_tools
 from d1.rl.updates import (
@@ -44,7 +44,7 @@ from d1.rl.updates import (
 )
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
-from d1.sampling import Rollout
+from d1.sampling import Rollout, eos_cut
 from d1.scoring import Randomness, Scores, Views
 from d1.scoring.rollouts import randomness
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from d1.ranges import AMOUNT, COUNT, SEED
+from d1.sampling.caches import CACHES
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
-from d1.sampling.settings import BLOCK_LENGTH, CACHES, SAMPLERS, SamplingSettings
+from d1.sampling.settings import BLOCK_LENGTH, SAMPLERS, SamplingSettings
 
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse's `add_argument`
@@ -21,7 +22,7 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse'
     "plain_chat_template": {"action": "store_true", "help": "for a tokenizer without a chat template"},
     "trust_remote_code": {"action": "store_true", "help": "run code that comes with the model"},
 }
-LEVELS = ", ".join(f"{rule} {level}" for rule, (_, level) in RULES.items())
+LEVELS = ", ".join(f"{name} {rule.level}" for name, rule in RULES.items())
 FLAGS: dict[str, dict[str, Any]] = {  # of sampling; name -> the arguments of `add_argument`
     "gen_length": {"type": COUNT, "default": 128, "help": "tokens per completion (default: %(default)s)"},
     "block_length": {

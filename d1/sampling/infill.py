@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -13,10 +12,11 @@ from torch import Tensor
 
 from d1.models.attention import count_positions, require_prepared
 from d1.models.kinds import block_size
-from d1.sampling.blocks import Canvas, Step, fill_block, fill_canvas
-from d1.sampling.caching import Passes
+from d1.sampling.blocks import Sampler, Step
+from d1.sampling.caches import NO_CACHE
+from d1.sampling.canvas import Batch, Canvas, Row
 from d1.sampling.loop import Rollout, check_generator, recorded
-from d1.sampling.predict import Generators, predict
+from d1.sampling.predict import Generators
 from d1.sampling.reveal import schedule_of
 from d1.sampling.settings import BLOCK_LENGTH, SamplingSettings
 
@@ -59,17 +59,17 @@ def fill_steps(
     noise_dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Iterator[Step]:
-    """`fill`, with the same arguments, as one `Step` a forward pass. The canvas is whole when the last is taken.
+    """`fill`, with the same arguments, as one `Step` per forward pass. The canvas is whole when the last is taken.
 
     Rows are filled in groups, those together that hide as many tokens, in the same blocks.
 
     Args:
         block_length: hidden places filled before the next; None is 32. A block-causal model fills the hidden places of
             one of its own blocks after those of another.
-        steps: forward passes a row, a row of fewer hidden tokens taking one a token; None is one a token for all.
+        steps: forward passes per row; a row of fewer hidden tokens takes one per token. None: one per token for all.
         order: (length,) or (rows, length) numbers: the hidden places with the lowest are the first block, and so on,
             ties from left to right. None is left to right; `-torch.arange(length)` is right to left.
-        generator: one for the batch, or one a row, which makes a row's draws independent of its batch.
+        generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         fields: more fields of `SamplingSettings`, but for `gen_length`. In the unconditional branch of guidance all
             text is hidden. Samplers with a cache are refused.
 
@@ -80,24 +80,25 @@ def fill_steps(
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
     seen, holes = visible.cpu(), hidden.cpu()  # all that the host asks the device about
     check_hidden(ids, holes, seen, order)
-    own = block_size(model.config)
-    work = []
-    for sizes, rows in groups_of_rows(seen, holes, own).items():
+    size = block_size(model.config)
+    states, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
+    for sizes, rows in groups_of_rows(seen, holes, size).items():
         lengths = {"block_length": block_length, "steps": steps}
         settings = fill_settings(model.config, sum(sizes), ordered=order is not None, **lengths, **fields)
         check_generator(settings, generator, len(ids), None)
-        work.append((rows, settings, settings.schedule() if own is None else schedule_of(sizes, settings.steps)))
-    if own is not None:
+        work.append((rows, Sampler(model, settings, mask_token_id, noise_dtype)))
+        for row in rows:
+            states[row].schedule = settings.schedule() if size is None else schedule_of(sizes, settings.steps)
+    if size is not None:
         warn_of_text_behind(model.config, seen, holes)
-    places = places_of(holes, order, work).to(ids.device, non_blocking=True)
+    places = places_of(holes, order, [state.schedule for state in states]).to(ids.device, non_blocking=True)
     canvas = Canvas.of(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, places)
-    padded = not bool(seen.all())
+    batch = Batch.of(states, canvas, generator)
+    masked = not bool(seen.all())
 
-    def complete(rows: list[int], settings: SamplingSettings, schedule: list[list[int]]) -> Iterator[Step]:
-        guess = partial(predict, model, settings=settings, mask_token_id=mask_token_id, noise_dtype=noise_dtype)
-        unprompted, source = mask_token_id if settings.cfg_scale else None, Passes(model, None, padded)
-        fill = partial(fill_block, canvas, source, guess, settings, generator=generator, unprompted=unprompted)
-        return fill_canvas(canvas, fill, schedule, [], rows)
+    def complete(rows: list[int], sampler: Sampler) -> Iterator[Step]:
+        passes = sampler.passes(NO_CACHE, device=ids.device, masked=masked, aligned=True)
+        return sampler.fill_canvas(batch, rows, passes)
 
     return chain.from_iterable(complete(*group) for group in work)
 
@@ -185,15 +186,13 @@ def groups_of_rows(visible: Tensor, hidden: Tensor, size: int | None) -> dict[tu
     return groups
 
 
-def places_of(hidden: Tensor, order: Tensor | None, work: Iterable[tuple[list[int], Any, list[list[int]]]]) -> Tensor:
+def places_of(hidden: Tensor, order: Tensor | None, schedules: list[list[list[int]]]) -> Tensor:
     """`Canvas.places`: each row's hidden columns in rising `order`, cut into the blocks of its schedule."""
     places = torch.zeros(len(hidden), int(hidden.sum(1).max()), dtype=torch.long)
     ranks = torch.arange(hidden.shape[1]) if order is None else order.cpu()
-    ranks = ranks.expand(hidden.shape)
-    for rows, _, schedule in work:
-        for row in rows:
-            columns = hidden[row].nonzero().flatten()
-            columns = columns[ranks[row, columns].argsort(stable=True)]
-            blocks = columns.split([sum(reveals) for reveals in schedule])
-            places[row, : len(columns)] = torch.cat([block.sort().values for block in blocks])
+    for row, (ranks_of_row, schedule) in enumerate(zip(ranks.expand(hidden.shape), schedules, strict=True)):
+        columns = hidden[row].nonzero().flatten()
+        columns = columns[ranks_of_row[columns].argsort(stable=True)]
+        blocks = columns.split([sum(reveals) for reveals in schedule])
+        places[row, : len(columns)] = torch.cat([block.sort().values for block in blocks]) if schedule else columns
     return places

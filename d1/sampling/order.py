@@ -1,12 +1,14 @@
 """Which of a step's predictions are kept first, called remasking: the others stay hidden for a later step.
 
-A new order is a function here, or anywhere, and a line in `REMASKING`. Needs no torch to be imported.
+A new order is a function here, or anywhere, and a line in the table: `REMASKING["mine"] = Order(f)`. Needs no torch to
+be imported.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,13 +25,26 @@ def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -
     return uniform()
 
 
-Order = Callable[["Tensor", "Tensor", Callable[[], "Tensor"]], "Tensor"]
-# Name -> the order and whether it draws random numbers. An order gets the log-probabilities and the entropies (rows, n)
-# of the predictions, from left to right, and a function that draws uniform numbers (rows, n), each row's from its own
-# generator where it has one; it gives scores (rows, n), the highest of which are kept.
-REMASKING: dict[str, tuple[Order, bool]] = {
-    "low_confidence": (low_confidence, False),
-    "random": (at_random, True),
+@dataclass(frozen=True)
+class Order:
+    """A row of the table.
+
+    Attributes:
+        scores: gets the log-probabilities and the entropies (rows, n) of the predictions, from left to right, and a
+            function that draws uniform numbers (rows, n), each row's from its own generator where it has one. Returns
+            scores (rows, n); the predictions with the highest are kept.
+        draws: calls that function.
+        by_confidence: the scores are the log-probabilities themselves, which reveal rules need.
+    """
+
+    scores: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor]
+    draws: bool = False
+    by_confidence: bool = False
+
+
+REMASKING: dict[str, Order] = {
+    "low_confidence": Order(low_confidence, by_confidence=True),
+    "random": Order(at_random, draws=True),
 }
 
 

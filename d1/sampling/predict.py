@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from d1.models import head
-from d1.sampling.reveal import PLAIN_ENTROPIES
+from d1.sampling.reveal import RULES
 from d1.sampling.settings import SamplingSettings
 
 Generators = Generator | Sequence[Generator] | None
@@ -105,7 +105,8 @@ def predict(
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     logps = torch.empty(rows, n, device=states.device)
     entropies = torch.empty_like(logps)
-    plain, (_, run_head) = settings.rule in PLAIN_ENTROPIES, head.body_and_head(model)
+    plain = settings.rule is not None and RULES[settings.rule].plain_entropies
+    run_head = head.body_and_head(model)[1]
     for first in range(0, rows, rows_at_once):
         some = slice(first, first + rows_at_once)
         generators = generator[some] if isinstance(generator, Sequence) else generator

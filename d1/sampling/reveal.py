@@ -1,11 +1,13 @@
 """How many tokens a step reveals: as scheduled, or by the confidence of each row, the rules of parallel decoding.
 
-A new rule is a function here, or anywhere, and a line in `RULES`. Needs no torch to be imported.
+A new rule is a function here, or anywhere, and a line in the table: `RULES["mine"] = Rule(f, level)`. Needs no torch to
+be imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -76,14 +78,25 @@ def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
     return (entropies.cumsum(-1) - entropies.cummax(-1).values <= level).sum(-1)
 
 
-Rule = Callable[["Tensor", "Tensor", float], "Tensor"]
-# Name -> the rule and its default level. A rule gets (rows, n) log-probabilities, the most confident first, and the
-# entropies at the same places, and gives (rows,) counts.
-RULES: dict[str, tuple[Rule, float]] = {
-    "threshold": (threshold, 0.9),
-    "factor": (factor, 1.0),
-    "entropy": (entropy_bound, 0.1),
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table.
+
+    Attributes:
+        count: gets (rows, n) log-probabilities, the most confident first, the entropies at the same places, and the
+            level. Returns (rows,) how many tokens to reveal.
+        level: the level if none is given.
+        plain_entropies: gets entropies from whole rows of logits, not from a faster way that rounds differently. This
+            only preserves old results; a new rule needs no such entropies.
+    """
+
+    count: Callable[[Tensor, Tensor, float], Tensor]
+    level: float
+    plain_entropies: bool = False
+
+
+RULES: dict[str, Rule] = {
+    "threshold": Rule(threshold, 0.9),
+    "factor": Rule(factor, 1.0),
+    "entropy": Rule(entropy_bound, 0.1, plain_entropies=True),
 }
-# Rules that get entropies from whole rows of logits; other rules get those of a faster way, which rounds differently
-# and could therefore reveal other tokens. Greedy results of the rules here are frozen; a new rule needs no line.
-PLAIN_ENTROPIES = ("entropy",)

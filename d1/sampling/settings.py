@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
 from d1.models.kinds import block_size
+from d1.sampling.caches import CACHES
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES, aligned_schedule, reveal_schedule
 
 BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
-CACHES = ("prefix", "dual", "delayed", "lasting")  # `caching.py` and `delayed.py` say what each keeps
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,19 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         for name in ("gen_length", "block_length", "steps"):
-            check_count(name, getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be positive and whole, got {value!r}")
         for name in ("temperature", "cfg_scale", "reveal_level"):
-            check_amount(name, getattr(self, name))
-        check_name("remasking", self.remasking, REMASKING)
-        check_name("sampler", self.sampler, SAMPLERS)
-        check_name("kv_cache", self.kv_cache, CACHES)
-        check_name("reveal", self.reveal, RULES)
+            value = 0 if name == "reveal_level" and self.reveal_level is None else getattr(self, name)
+            if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
+        tables: dict[str, Collection[str]] = {"remasking": REMASKING, "sampler": SAMPLERS}
+        optional: dict[str, Collection[str]] = {"kv_cache": CACHES, "reveal": RULES}
+        for name, known in (tables | optional).items():
+            value = getattr(self, name)
+            if value not in known and not (value is None and name in optional):
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         self._check_sampler()
         self.schedule()
 
@@ -73,8 +80,11 @@ class SamplingSettings:
             raise ValueError(
                 f"reveal and reveal_level would be ignored by the sampler {self.sampler}: choose a parallel one"
             )
-        if self.rule is not None and self.remasking != "low_confidence":
-            raise ValueError("a parallel sampler reveals by confidence: it needs remasking low_confidence")
+        if self.rule is not None and not REMASKING[self.remasking].by_confidence:
+            fit = " or ".join(name for name, order in REMASKING.items() if order.by_confidence)
+            raise ValueError(
+                f"a parallel sampler reveals by confidence: it needs remasking {fit}, got {self.remasking}"
+            )
 
     def _is(self, part: str) -> bool:
         return part in self.sampler.split("+")
@@ -108,12 +118,12 @@ class SamplingSettings:
         """The level of the rule in use; 0 without one."""
         if self.rule is None:
             return 0.0
-        return RULES[self.rule][1] if self.reveal_level is None else self.reveal_level
+        return RULES[self.rule].level if self.reveal_level is None else self.reveal_level
 
     @property
     def draws(self) -> bool:
         """Whether sampling draws random numbers: without them, all samples of a prompt are alike."""
-        return self.temperature > 0 or REMASKING[self.remasking][1]
+        return self.temperature > 0 or REMASKING[self.remasking].draws
 
     def schedule(self, filled: int | None = None) -> list[list[int]]:
         """Tokens revealed in each step of each block, where no rule reveals more: one list a block.
@@ -133,22 +143,3 @@ def check_room(model_config: Any, shown: int, hidden: int, advice: str = "") -> 
         raise ValueError(
             f"too long: {shown} tokens of text and {hidden} to fill in exceed the model's {room} positions{advice}"
         )
-
-
-def check_count(name: str, value: Any) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be positive and whole, got {value!r}")
-
-
-def check_amount(name: str, value: Any) -> None:
-    if value is None and name == "reveal_level":
-        return
-    if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
-
-
-def check_name(name: str, value: Any, known: Any) -> None:
-    if value is None and name in ("kv_cache", "reveal"):
-        return
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import Rollout, SamplingSettings, fill, rollout
+from d1.sampling.caches import CACHES
 from d1.sampling.reveal import RULES
-from d1.sampling.settings import CACHES
 from tests.d1.conftest import write_kind
 from tests.d1.sampling.reference import MASK, SAMPLERS, make_prompts, sharper
 from tests.rehearsal.device import DEVICE, rehearsal

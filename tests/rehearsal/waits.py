@@ -19,10 +19,10 @@ class Wait(NamedTuple):
 
 SAMPLING = [
     Wait("d1/sampling/loop.py rollout_steps", 1, "rollout", "is there padding? attention is fastest without a mask"),
-    Wait("d1/sampling/blocks.py groups_of_rows", 1, "rollout of blocks", "which rows' blocks begin and end together"),
-    Wait("d1/sampling/blocks.py fill_canvas", 1, "block", "under the EOS stop: which rows have ended and leave"),
+    Wait("d1/sampling/blocks.py tokens_inside", 1, "rollout of blocks", "which rows' blocks begin and end together"),
+    Wait("d1/sampling/canvas.py Batch.finished", 1, "block", "under the EOS stop: which rows have ended and leave"),
     Wait(
-        "d1/sampling/blocks.py fill_block", 1, "parallel step", "which rows have more to reveal; is a step to follow?"
+        "d1/sampling/blocks.py Sampler.step", 1, "parallel step", "which rows have more to reveal; is a step to follow?"
     ),
 ]
 INFILL = [

@@ -14,7 +14,7 @@ from transformers import AddedToken, TrainerCallback
 from d1.models import load_model
 from d1.rl import trainer as diffu_grpo_trainer
 from d1.rl.bridge import rollout_buffer
-from d1.rl.rollouts import eos_cut, special_tokens
+from d1.rl.rollouts import special_tokens
 from d1.rl.state import save_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.runs.checkpoints import checkpoint_to_resume
@@ -400,11 +400,6 @@ def test_micro_batches_of_the_rollout_change_nothing(tiny_model_dir, tmp_path):
         results.append(trainer.rollout([[1, 5, 9, 6]] * 4)[0])
     assert results[0] == results[1] == results[2]
     assert len(set(map(tuple, results[0]))) > 1
-
-
-def test_completions_end_with_their_first_eos():
-    ids = torch.tensor([[7, 2, 8, 2], [7, 7, 7, 7], [2, 7, 7, 7]])
-    assert eos_cut(ids, [2]).tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False]]
 
 
 def test_two_evaluations_see_the_same_random_numbers(tiny_model_dir, tmp_path):

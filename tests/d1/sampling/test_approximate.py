@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import rollout
+from d1.sampling.caches import CACHES
 from d1.sampling.reveal import RULES
-from d1.sampling.settings import CACHES
 from tests.d1.sampling.reference import MASK, SAMPLERS, count_by_rule, make_prompts, sharper
 
 LENGTHS = {"mask_token_id": MASK, "gen_length": 12, "block_length": 4, "steps": 6}
@@ -26,7 +26,7 @@ def test_a_cache_renewed_in_every_step_is_exact(model):
     ids, mask = make_prompts([6, 2, 4], 0)
     lengths = {"mask_token_id": MASK, "gen_length": 8, "block_length": 1, "steps": 8}  # each block is one step
     exact = rollout(model, ids, mask, **lengths)
-    for cache in CACHES[:-1]:
+    for cache in [*CACHES][:-1]:
         cached = rollout(model, ids, mask, sampler="cached", kv_cache=cache, **lengths)
         assert torch.equal(cached.ids, exact.ids)
         torch.testing.assert_close(cached.logps, exact.logps, rtol=0, atol=1e-5)
@@ -138,16 +138,16 @@ def test_rules_count_as_their_papers_say(places, step):
     probabilities = sorted((place / 97 for place, _ in places), reverse=True)
     entropies = [place / 30 for _, place in places]
     level = step / 10 + math.pi / 1000  # no sum of these fractions lies on it, so rounding decides nothing
-    for reveal, (rule, _) in RULES.items():
+    for reveal, rule in RULES.items():
         logps, nats = torch.tensor([probabilities]).double().log(), torch.tensor([entropies]).double()
         expected = count_by_rule(reveal, level, probabilities, entropies)
-        assert rule(logps, nats, level).item() == expected
+        assert rule.count(logps, nats, level).item() == expected
 
 
 def test_a_threshold_is_met_by_what_exceeds_it():
     certain = torch.zeros(1, 3)
-    assert RULES["threshold"][0](certain, certain, 1.0).item() == 0
-    assert RULES["threshold"][0](certain - 1e-3, certain, 0.0).item() == 3
+    assert RULES["threshold"].count(certain, certain, 1.0).item() == 0
+    assert RULES["threshold"].count(certain - 1e-3, certain, 0.0).item() == 3
 
 
 @pytest.mark.parametrize(
@@ -170,5 +170,5 @@ def test_kinds_that_no_cache_is_right_for_are_refused_by_name(kind_dirs, kind, m
 
 def test_parallel_refuses_draws_that_rows_would_share(model):
     ids, mask = make_prompts([4, 2], 0)
-    with pytest.raises(ValueError, match="one a row"):
+    with pytest.raises(ValueError, match="one per row"):
         rollout(model, ids, mask, temperature=1.0, generator=keyed_generator(0), sampler="parallel", **LENGTHS)

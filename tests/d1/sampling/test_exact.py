@@ -10,7 +10,7 @@ import d1.models.head
 from benchmarks import published
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.sampling import generate
+from d1.sampling import eos_cut, generate
 from tests.d1.sampling.reference import MASK, VOCAB, make_prompts
 
 EOS = 2
@@ -122,6 +122,12 @@ def test_the_eos_stop_changes_no_token_up_to_the_eos_and_saves_the_rest(model, o
     assert fewer_rows < all_rows
     for row, block in zip(stopped, last_block.tolist(), strict=True):
         assert (row[(block + 1) * 3 :] == ends[0]).all()
+
+
+def test_a_completion_ends_before_or_with_its_first_eos():
+    ids = torch.tensor([[7, 2, 8, 2], [7, 7, 7, 7], [2, 7, 7, 7]])
+    assert eos_cut(ids, [2]).tolist() == [[True, True, False, False], [True] * 4, [True, False, False, False]]
+    assert eos_cut(ids, torch.tensor([2, 8]), including=False).sum(1).tolist() == [1, 4, 0]
 
 
 def test_the_eos_stop_refuses_draws_that_rows_would_share(model):

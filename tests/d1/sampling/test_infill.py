@@ -187,7 +187,7 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
         ({"steps": 1}, "between 2 and 6 steps, got 1"),
         ({"block_length": 0}, "block_length must be positive"),
         ({"sampler": "cached"}, "hidden places may be anywhere: use the sampler exact or parallel"),
-        ({"generator": [keyed_generator(0)] * 2}, "one generator a row"),
+        ({"generator": [keyed_generator(0)] * 2}, "one generator per row"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_the_first_pass(kind_dirs, change, message):

@@ -186,7 +186,7 @@ def test_the_mask_token_is_never_revealed_and_the_prompt_never_touched(model):
         ({"block_length": 0}, "must be positive"),
         ({"remasking": "entropy"}, "low_confidence, random"),
         ({"temperature": -1.0}, ">= 0"),
-        ({"generator": [keyed_generator(0)] * 2}, "one generator a row"),
+        ({"generator": [keyed_generator(0)] * 2}, "one generator per row"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_first_forward_pass(change, message):

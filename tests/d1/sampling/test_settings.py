@@ -5,16 +5,19 @@ import dataclasses
 import math
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.sampling import SamplingSettings, rollout
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
-from d1.sampling.settings import CACHES, SAMPLERS
+from d1.sampling import SamplingSettings, rollout, rollout_stream
+from d1.sampling.caches import CACHES, Cache
+from d1.sampling.order import REMASKING, Order
+from d1.sampling.passes import Passes
+from d1.sampling.reveal import RULES, Rule
+from d1.sampling.settings import SAMPLERS
 from tests.d1.sampling.reference import MASK, make_prompts
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 6}
@@ -55,10 +58,10 @@ def test_what_is_not_said_is_the_tables_default():
     assert in_use() == (None, None, 0.0)
     assert in_use(sampler="cached") == ("dual", None, 0.0)
     assert in_use(sampler="cached", kv_cache="prefix") == ("prefix", None, 0.0)
-    assert in_use(sampler="parallel", reveal="factor") == (None, "factor", RULES["factor"][1])
+    assert in_use(sampler="parallel", reveal="factor") == (None, "factor", RULES["factor"].level)
     assert in_use(sampler="parallel", reveal_level=0) == (None, "threshold", 0)
-    assert in_use(sampler="cached+parallel") == ("dual", "threshold", RULES["threshold"][1])
-    assert (SAMPLERS, CACHES) == (
+    assert in_use(sampler="cached+parallel") == ("dual", "threshold", RULES["threshold"].level)
+    assert (SAMPLERS, tuple(CACHES)) == (
         ("exact", "cached", "parallel", "cached+parallel"),
         ("prefix", "dual", "delayed", "lasting"),
     )
@@ -98,7 +101,7 @@ def test_a_rule_added_from_outside_says_how_many_are_revealed(model, monkeypatch
         """Two at a time, and all of a row whose entropies sum to less than the level."""
         return torch.where(entropies.sum(-1) < level, logps.shape[1], 2)
 
-    monkeypatch.setitem(RULES, "even", (even, 0.0))
+    monkeypatch.setitem(RULES, "even", Rule(even, 0.0))
     ids, mask = make_prompts([5, 2], 0)
     pairs = rollout(model, ids, mask, mask_token_id=MASK, sampler="parallel", reveal="even", **GOOD | {"steps": 12})
     assert pairs.reveal_steps.sort(1).values.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]] * 2
@@ -111,7 +114,7 @@ def test_an_order_added_from_outside_says_which_are_revealed(model, monkeypatch)
     def from_the_right(logps, entropies, uniform):
         return torch.arange(logps.shape[1]).expand_as(logps).float()
 
-    monkeypatch.setitem(REMASKING, "from_the_right", (from_the_right, False))
+    monkeypatch.setitem(REMASKING, "from_the_right", Order(from_the_right))
     ids, mask = make_prompts([5, 2], 0)
     options = {"mask_token_id": MASK, "remasking": "from_the_right", "generator": keyed_generator(0)}
     got = rollout(model, ids, mask, eos_token_ids=[MASK], **options, **GOOD)  # draws nothing: one generator will do
@@ -119,10 +122,45 @@ def test_an_order_added_from_outside_says_which_are_revealed(model, monkeypatch)
 
 
 def test_an_order_that_draws_needs_a_generator_a_row_beside_the_eos_stop(model, monkeypatch):
-    monkeypatch.setitem(REMASKING, "coin", (lambda logps, entropies, uniform: uniform().round(), True))
+    monkeypatch.setitem(REMASKING, "coin", Order(lambda logps, entropies, uniform: uniform().round(), draws=True))
     ids, mask = make_prompts([5, 2], 0)
     options = {"mask_token_id": MASK, "remasking": "coin", "eos_token_ids": [MASK]}
-    with pytest.raises(ValueError, match="one a row"):
+    with pytest.raises(ValueError, match="one per row"):
         rollout(model, ids, mask, generator=keyed_generator(0), **options, **GOOD)
     generators = [keyed_generator(0, row) for row in range(2)]
     assert (rollout(model, ids, mask, generator=generators, **options, **GOOD).reveal_steps >= 0).all()
+
+
+def test_an_order_by_confidence_added_from_outside_goes_with_a_rule(monkeypatch):
+    monkeypatch.setitem(REMASKING, "mine", Order(lambda logps, entropies, uniform: logps, by_confidence=True))
+    assert SamplingSettings(**GOOD, remasking="mine", sampler="parallel").rule == "threshold"
+    monkeypatch.setitem(REMASKING, "other", Order(lambda logps, entropies, uniform: -entropies))
+    with pytest.raises(ValueError, match="needs remasking low_confidence or mine"):
+        SamplingSettings(**GOOD, remasking="other", sampler="parallel")
+
+
+def test_a_cache_added_from_outside_serves_the_fixed_batch_and_the_stream(model, monkeypatch):
+    counts = Counter()
+
+    class OwnPasses(Passes):
+        """Counts blocks and passes, and feeds everything, as the exact sampler does."""
+
+        def enter(self, places, kept):
+            counts["blocks"] += 1
+
+        def states(self, *tensors):
+            counts["passes"] += 1
+            return super().states(*tensors)
+
+    monkeypatch.setitem(CACHES, "mine", Cache(OwnPasses))
+    ids, mask = make_prompts([5, 2], 0)
+    exact = rollout(model, ids, mask, mask_token_id=MASK, **GOOD)
+    own = SamplingSettings(**GOOD, sampler="cached", kv_cache="mine")
+    got = rollout(model, ids, mask, own, mask_token_id=MASK)
+    assert all(torch.equal(getattr(got, name), value) for name, value in vars(exact).items())
+    assert counts == {"blocks": 3, "passes": 6}
+    prompts = [(row[real.bool()].tolist(), None) for row, real in zip(ids, mask, strict=True)]
+    for _, part in rollout_stream(model, prompts, own, batch_size=2, mask_token_id=MASK):
+        assert torch.equal(part.ids[:, 5:], got.ids[:, 5:])
+        assert torch.equal(part.reveal_steps, got.reveal_steps)
+    assert counts == {"blocks": 6, "passes": 12}

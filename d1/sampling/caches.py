@@ -1,0 +1,50 @@
+"""The caches by name. Needs no torch to be imported.
+
+A new cache is a subclass of `d1.sampling.passes.Passes`, anywhere, and a line in `CACHES`; `rollout` and
+`rollout_stream` use it alike. From outside: `CACHES["mine"] = Cache(MyPasses)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from d1.models.kinds import block_size
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A row of the table.
+
+    Attributes:
+        passes: makes the `Passes`, from a model and the arguments of that class.
+        together: all rows begin their blocks in the same pass. Otherwise `rollout_stream` lets each row begin its next
+            block as soon as it has filled the last one.
+    """
+
+    passes: Callable[..., Any]
+    together: bool = True
+
+
+def of(module: str, name: str, **options: Any) -> Callable[..., Any]:
+    """A class in a module of this package, imported when it is first used."""
+    return lambda *args, **given: getattr(import_module(f"d1.sampling.{module}"), name)(*args, **options, **given)
+
+
+CACHES: dict[str, Cache] = {
+    "prefix": Cache(of("windows", "Windows", to_end=True)),
+    "dual": Cache(of("windows", "Windows", to_end=False)),
+    "delayed": Cache(of("delayed", "DelayedPasses", lasts=False)),
+    "lasting": Cache(of("delayed", "DelayedPasses", lasts=True)),
+}
+NO_CACHE = Cache(of("passes", "Passes"), together=False)
+FINISHED_BLOCKS = Cache(of("windows", "FinishedBlocks"))  # exact, so block-causal models use it under every sampler
+
+
+def cache_of(config: Any, name: str | None, recompute: bool = False) -> Cache:
+    """The row for a model of this config and `SamplingSettings.cache`; `recompute` turns the exact cache off."""
+    if name is not None:
+        return CACHES[name]
+    return FINISHED_BLOCKS if block_size(config) and not recompute else NO_CACHE

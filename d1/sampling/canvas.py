@@ -1,0 +1,149 @@
+"""The text that is being filled, and how far each of its rows is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from d1.sampling.ends import fill_ended
+from d1.sampling.passes import Place
+from d1.sampling.predict import Generators
+
+
+@dataclass
+class Canvas:
+    """The rows of a text that is being filled: (rows, length); `passes` and `forward_tokens` are (rows,).
+
+    Attributes:
+        ids: with the mask token where a token is hidden.
+        visible: 1 at real tokens.
+        given: bool, the real tokens that were there to begin with.
+        places: (rows, n) the columns to fill: one block's after the other's, and a block's from left to right.
+    """
+
+    ids: Tensor
+    visible: Tensor
+    given: Tensor
+    places: Tensor
+    passes: Tensor
+    forward_tokens: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, visible: Tensor, given: Tensor, places: Tensor) -> Canvas:
+        counts = torch.zeros(2, len(ids), dtype=torch.long, device=ids.device)
+        return cls(ids, visible, given, places, *counts)
+
+    @property
+    def start(self) -> int:
+        """Where the prompt ends, if all columns after it are to be filled."""
+        return self.ids.shape[1] - self.places.shape[1]
+
+
+def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, mask_token_id: int) -> Canvas:
+    """The canvas of a completion: mask tokens after the prompt."""
+    (rows, width), device = prompt_ids.shape, prompt_ids.device
+    real, masks = attention_mask.long(), prompt_ids.new_full((rows, gen_length), mask_token_id)
+    return Canvas.of(
+        ids=torch.cat([prompt_ids, masks], dim=1),
+        visible=torch.cat([real, torch.ones_like(masks)], dim=1),
+        given=torch.cat([real, torch.zeros_like(masks)], dim=1).bool(),
+        places=torch.arange(width, width + gen_length, device=device).expand(rows, -1),
+    )
+
+
+@dataclass
+class Row:
+    """How far one row is.
+
+    Attributes:
+        number: its prompt's place in the stream.
+        prompt: how many columns before the completion are fed: its tokens, or those and the padding.
+        inside: how many of these come after a column where a block of a block-causal model begins.
+        schedule: tokens revealed in each step of each block.
+        generator: its own; None if it draws nothing, or from the generator of the batch.
+        block, step: the current ones, from 0.
+        filled: tokens of the completion before the block.
+        left: tokens that the block still hides.
+    """
+
+    number: int
+    prompt: int
+    inside: int
+    schedule: list[list[int]]
+    generator: Generator | None = None
+    block: int = -1
+    step: int = 0
+    filled: int = 0
+    left: int = 0
+
+    @property
+    def size(self) -> int:
+        return sum(self.schedule[self.block])
+
+    @property
+    def later(self) -> int:
+        """How many tokens of the block the schedule leaves to the steps after the next."""
+        return sum(self.schedule[self.block][self.step + 1 :])
+
+    @property
+    def is_whole(self) -> bool:
+        return self.left == 0 and self.block == len(self.schedule) - 1
+
+    def open_block(self) -> None:
+        """Begins the next block."""
+        self.filled += self.size if self.block >= 0 else 0
+        self.block, self.step = self.block + 1, 0
+        self.left = self.size
+
+
+@dataclass
+class Batch:
+    """The rows at work, their canvas, the places (rows, longest block) that their blocks still hide, and the generator
+    of rows without one."""
+
+    rows: list[Row]
+    canvas: Canvas
+    hidden: Tensor
+    generator: Generator | None = None
+
+    @classmethod
+    def of(cls, rows: list[Row], canvas: Canvas, generator: Generators = None) -> Batch:
+        """New rows, which get the generators of a list that has one per row."""
+        if isinstance(generator, Sequence):
+            for row, own in zip(rows, generator, strict=True):
+                row.generator = own
+        longest = max((sum(block) for row in rows for block in row.schedule), default=0)
+        hidden = torch.zeros(len(rows), longest, dtype=torch.bool, device=canvas.ids.device)
+        return cls(rows, canvas, hidden, None if isinstance(generator, Sequence) else generator)
+
+    def upload(self, numbers: Any) -> Tensor:
+        """Whole numbers on the device; the copy does not wait for it."""
+        return torch.tensor(numbers, dtype=torch.long).to(self.hidden.device, non_blocking=True)
+
+    def open_blocks(self, live: list[int]) -> list[Place]:
+        """Lets the rows `live` begin their next block where theirs is full, and says where their blocks are."""
+        opened = [row for row in live if self.rows[row].left == 0]
+        for row in opened:
+            self.rows[row].open_block()
+        sizes = self.upload([self.rows[row].size for row in opened]).unsqueeze(1)
+        self.hidden[self.upload(opened)] = torch.arange(self.hidden.shape[1], device=sizes.device) < sizes
+        start, places = self.canvas.start, []
+        for state in (self.rows[row] for row in live):
+            first = start + state.filled
+            places.append(Place(first, first + state.size, start - state.prompt, start - state.inside))
+        return places
+
+    def finished(self, live: list[int], ends: Sequence[int]) -> list[int]:
+        """Those of the rows `live` that are whole, and those that the EOS stop ends: their later blocks are filled."""
+        done = [row for row in live if self.rows[row].is_whole]
+        between = [row for row in live if self.rows[row].left == 0 and not self.rows[row].is_whole]
+        if not ends or not between:
+            return done
+        filled = self.upload([self.rows[row].filled + self.rows[row].size for row in between]).unsqueeze(1)
+        completions = self.canvas.ids[:, self.canvas.start :]
+        ended = fill_ended(completions, self.upload(between), filled, ends).tolist()  # the block's one host sync
+        return sorted([*done, *(row for row, over in zip(between, ended, strict=True) if over)])
