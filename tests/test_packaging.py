@@ -30,9 +30,9 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 OUTSIDE = {  # what uses the package as anyone would -> the other folders it may import from
     "dataset": (),
     "examples": (),
-    "pocket": ("dataset", "studies"),
-    "studies": ("pocket",),
-    "benchmarks": ("pocket", "dataset"),
+    "pocket": ("dataset",),
+    "studies": ("pocket", "dataset", "benchmarks"),
+    "benchmarks": ("pocket",),
 }
 MODULES = sorted(path for room in PACKAGES for path in (ROOT / room).rglob("*.py"))
 SCRIPTS = sorted(path for room in LAUNCHED for path in (ROOT / room).rglob("*.py"))
