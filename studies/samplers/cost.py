@@ -191,4 +191,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_script("cost.py", lambda: main(make_parser().parse_args()))
+    run_script("studies.samplers.cost", lambda: main(make_parser().parse_args()))

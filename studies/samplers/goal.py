@@ -5,7 +5,7 @@
     python -m studies.samplers.goal --only_report       # the tables of what is there
 
 Each arm trains from SFT for so many steps, over which its rate falls to 0, and only the last model is judged, by the
-exact sampler. So nothing depends on where a noisy curve first crosses a line, as it does in `sampler_study.py`, nor on
+exact sampler. So nothing depends on where a noisy curve first crosses a line, as it does in `run.py`, nor on
 how fast or busy the machine is.
 Results are lines of `results.jsonl` in the output folder. Killed? The same command continues.
 """
@@ -202,4 +202,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_script("sampler_goal.py", lambda: main(make_parser().parse_args()))
+    run_script("studies.samplers.goal", lambda: main(make_parser().parse_args()))

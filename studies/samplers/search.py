@@ -158,4 +158,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_script("search.py", lambda: main(make_parser().parse_args()))
+    run_script("studies.samplers.search", lambda: main(make_parser().parse_args()))
