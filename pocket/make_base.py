@@ -33,7 +33,7 @@ from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
 from pocket.make_tokenizer import build_tokenizer
-from pocket.model_cards import model_card
+from pocket.model_card import model_card
 from pocket.recipes import RECIPES, ROOT, Draw, Recipe, Writer
 
 WARMUP_STEPS = 50
