@@ -46,8 +46,8 @@ ENVIRONMENT = {
 LAUNCHER = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 SFT = (
     "sft_train.py --model_name ../pocket/base --train_data ../dataset/sudoku_sft.jsonl --debugging --resume --seed 0 "
-    "--batch_size 8 --max_steps 10 --eval_steps 10 --learning_rate 2e-4 --eos_padding 40 --max_length 128 "
-    "--num_proc 1 --job_name sft"
+    "--batch_size 8 --grad_accum_steps 1 --max_steps 10 --eval_steps 10 --learning_rate 2e-4 --eos_padding 40 "
+    "--max_length 128 --num_proc 1 --job_name sft"
 )
 SFT_WEIGHTS = {"full": "--full_finetuning", "lora": "--lora_r 4 --lora_alpha 8"}
 RL = (
@@ -87,7 +87,6 @@ JOBS = {
         f"rl_{method}_{weights}_on_{processes}": Job("diffu-grpo", rl(method, weights), processes)
         for method, weights, processes in product(METHODS, RL_WEIGHTS, (1, 2))
     },
-    # d1's loss reads no reference without the KL; its views are drawn micro-batch by micro-batch.
     "rl_no_kl": Job("diffu-grpo", rl("d1", "full", "--beta 0")),
     "rl_accumulated": Job("diffu-grpo", rl("d1", "full", "--gradient_accumulation_steps 3 --num_generations 8")),
 }
