@@ -6,11 +6,10 @@ clocked ones: the library's own, or the published.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,10 +97,11 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@contextlib.contextmanager
-def sampling_and_scoring(way: str, clock: Clock, work: Work) -> Iterator[None]:
-    """Inside, trainers sample and score in a way of `WAYS`, clocked; `work` notes what they do."""
+def train_rl(trainer: Any, way: str, clock: Clock) -> Work:
+    """One rollout and its mu optimizer steps, sampled and scored in a way of `WAYS`, clocked; returns what was sampled
+    and scored."""
     sample, log_probs = WAYS[way]
+    work = Work()
 
     def recorded(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any) -> Rollout:
         sampled = sample(model, prompt_ids, attention_mask, *args, **options)
@@ -117,16 +117,9 @@ def sampling_and_scoring(way: str, clock: Clock, work: Work) -> Iterator[None]:
     before = canvas_rollout.rollout, update_views.score
     canvas_rollout.rollout, update_views.score = clock.timed(recorded, "rollout"), clocked_score
     try:
-        yield
+        trainer.train()
     finally:
         canvas_rollout.rollout, update_views.score = before
-
-
-def train_rl(trainer: Any, way: str, clock: Clock) -> Work:
-    """One rollout and its mu optimizer steps; returns what was sampled and scored."""
-    work = Work()
-    with sampling_and_scoring(way, clock, work):
-        trainer.train()
     return work
 
 

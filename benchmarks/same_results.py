@@ -32,17 +32,11 @@ from safetensors.torch import load_file
 from d1.rl.methods import METHODS
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table
+from pocket.phases import ENVIRONMENT as ONE_THREAD
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "HF_HUB_OFFLINE": "1",
-    "WANDB_MODE": "disabled",
-    "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "",
-    "ACCELERATE_USE_CPU": "true",
-}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 LAUNCHER = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 SFT = (
     "sft_train.py --model_name ../pocket/base --train_data ../dataset/sudoku_sft.jsonl --debugging --resume --seed 0 "
@@ -122,7 +116,7 @@ def run(name: str, checkout: Path, results: Path) -> Path:
         "--output_dir",
         str(folder),
     ]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(checkout)}
+    environment = os.environ | ONE_THREAD | OFFLINE | ON_CPU | {"PYTHONPATH": str(checkout)}
     with open(log, "w") as file:
         done = subprocess.run(
             command, cwd=checkout / job.folder, env=environment, stdout=file, stderr=file, check=False

@@ -19,10 +19,10 @@ from d1.tasks.sudoku import solution_grids
 from pocket import make_base, make_sft_data
 from pocket.answers import MALFORMED, completion, malform
 from pocket.demo import BLOCK_BASE, GRPO
-from pocket.make_tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
 from pocket.model_card import model_card
 from pocket.recipes import RECIPES
 from pocket.sudoku_traces import as_digits, draw_puzzles, fill, mixed_completion, trace, training_grids
+from pocket.tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "pocket" / "base"
