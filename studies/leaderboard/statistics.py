@@ -49,8 +49,8 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> Correlation | None:
     equal."""
     if min(np.ptp(a), np.ptp(b)) == 0:
         return None
-    found = spearmanr(a, b)
-    return Correlation(float(found.statistic), float(found.pvalue))
+    value, p = map(float, spearmanr(a, b))
+    return Correlation(value, p if 1 - value**2 > 1e-12 else 0.0)  # or p would be that of rounding
 
 
 def percent(mean: Mean) -> str:
