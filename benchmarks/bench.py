@@ -1,8 +1,8 @@
 """Race this library against the published way (`benchmarks/published.py`) and the bare transformer, in one process.
 
-    python -m benchmarks.bench WHAT [--size goal] [--output_dir DIR]
+    python -m benchmarks.bench sampler --size goal --output_dir benchmark_results
 
-writes `DIR/<what>_<size>.json` and `.md`. WHAT is one of
+writes `sampler_goal.json` and `.md` there. The benchmarks are
 
     sampler   one rollout: published, ours, and the transformer's forward passes alone
     blocks    one rollout of a block-causal model: with its cache, and computing everything in each step

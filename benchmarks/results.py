@@ -1,9 +1,9 @@
 """How a benchmark's results are written, as JSON and Markdown, and the command that fills `RESULTS.md` with them.
 
-    python -m benchmarks.results [--only TEXT]
+    python -m benchmarks.results --only scoring
 
 runs the commands of `RESULTS.md` one after the other on one thread and replaces the table below each. A comment below
-the command names the table, a file of `benchmark_results/`. `--only` chooses the commands that contain TEXT. Commands
+the command names the table, a file of `benchmark_results/`. `--only` chooses the commands that contain a text. Commands
 for a GPU run only where there is one, and all others run without it. All of it takes 13 minutes on two idle cores.
 Each table is written as soon as it is made, so a command that fails stops the run and loses none.
 """

@@ -1,6 +1,6 @@
 """What each sampler costs in accuracy and saves in work, on fresh problems of a pocket task.
 
-    python -m studies.samplers.cost --model_path runs/demo/seed0/sft_grpo [--gen_length 32] [--problems 1000]
+    python -m studies.samplers.cost --model_path runs/demo/seed0/sft_grpo --gen_length 32 --problems 1000
 
 All samplers are greedy and compared problem by problem with the exact one (length / 2 steps, blocks of 8): problems
 solved, forward passes and tokens fed through the model per problem, and processor seconds. Writes
