@@ -2,7 +2,7 @@
 #                      TASK=countdown is another task than Sudoku
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
 # make leaderboard     every RL method at the same compute, five hours; ARGS=--quick: seven minutes
-# make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; sixteen minutes
+# make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; thirteen minutes
 # make lint            ruff and mypy
 # make clean           remove the environment and what tools left behind; never runs/ or results
 # Needs Python 3.11 or newer and, for the tests, a C++ compiler; all else goes into .venv: 2 GB, more with CUDA.
@@ -16,7 +16,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: demo test bench leaderboard lint clean
 
-# Small models waste threads, and nothing here is to wait for a network.
+# One thread is fastest for models this small; do not access the network.
 demo test leaderboard: export OMP_NUM_THREADS = 1
 demo test leaderboard: export OMP_WAIT_POLICY = PASSIVE
 demo test leaderboard: export HF_HUB_OFFLINE = 1
@@ -48,7 +48,7 @@ clean:
 	"$(PYTHON)" -m venv .venv
 
 # An environment is made once, and again when the pins change.
-.venv/.demo: extra =
+.venv/.demo: extra = [studies]
 .venv/.test: extra = [test]
 .venv/.dev: extra = [dev]
 .venv/.demo .venv/.test .venv/.dev: pyproject.toml | .venv/bin/pip

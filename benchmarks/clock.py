@@ -1,4 +1,4 @@
-"""A clock that tells the phases of a run apart."""
+"""A clock that tells the phases of a run apart, and the callback that starts it with a training run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from transformers import TrainerCallback
 
 from benchmarks.machine import now
 
@@ -51,3 +53,23 @@ class Clock:
     def watch(self, owner: Any, method: str, name: str) -> None:
         """Books what `owner.method` takes to phase `name` from now on."""
         setattr(owner, method, self.timed(getattr(owner, method), name))
+
+
+class ClockedTraining(TrainerCallback):
+    """Clocks a training run between its first and last step, without its setup; the optimizer's steps are a phase."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.hooked: Any = None
+
+    def on_train_begin(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if inner is not self.hooked:
+            self.hooked = inner
+            self.clock.watch(inner, "step", "optimizer")
+        self.clock.turn()
+        self.clock.open.append("trainer")
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.clock.turn()
+        self.clock.open.pop()

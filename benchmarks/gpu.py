@@ -23,11 +23,7 @@ from d1.masking import keyed_generator
 
 APPROXIMATE = ("cached", "parallel", "cached+parallel")
 TEMPERATURE = 0.9  # d1's, of the rollouts
-FAILURES = (
-    torch.OutOfMemoryError,
-    torch._dynamo.exc.TorchDynamoException,
-    torch._dynamo.exc.FailOnRecompileLimitHit,
-)
+FAILURES = (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
 WITHOUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

@@ -63,7 +63,7 @@ def llada(kv_heads: int, mlp: int, vocabulary: int, tied: bool) -> dict[str, Any
 
 
 def llada2(layers: int, hidden: int, heads: int, mlp: int, expert: int) -> dict[str, Any]:
-    """LLaDA2's config: 256 experts, 8 a token, in 8 groups."""
+    """LLaDA2's config: 256 experts in 8 groups, 8 per token."""
     mixture = {"num_experts": 256, "num_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
     return shape(layers, hidden, heads, 4, mlp, 157184, moe_intermediate_size=expert, head_dim=128, **mixture) | {
         "model_type": "llada2_moe"
@@ -96,26 +96,20 @@ STAGES = {
 }
 
 
-def config_of(fields: dict[str, Any]) -> Any:
-    """The config that a checkpoint of this shape is loaded with."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(fields))
-        return native_config(folder)[0]
-
-
-def total_bytes(config: Any, settings: FitSettings) -> float:
-    """What a GPU must hold at the settings' batch, but for CUDA itself."""
-    constant, per_row = activation_bytes(config, settings)
-    return sum(resident_bytes(config, settings).values()) + constant + per_row * settings.batch
-
-
 def table() -> str:
+    """One row per model: parameters, and what one GPU must hold at each stage's batch, except for CUDA itself."""
     rows = []
     for name, fields in SHAPES.items():
-        config = config_of(fields)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(fields))
+            config = native_config(folder)[0]
         total, active = total_and_active(config)
-        sizes = [f"{total / GB:.2f}", f"{active / GB:.2f}" if active < total else ""]
-        rows.append([name, *sizes, *(f"{total_bytes(config, stage) / GB:.0f}" for stage in STAGES.values())])
+        row = [name, f"{total / GB:.2f}", f"{active / GB:.2f}" if active < total else ""]
+        for settings in STAGES.values():
+            constant, per_row = activation_bytes(config, settings)
+            held = sum(resident_bytes(config, settings).values()) + constant + per_row * settings.batch
+            row.append(f"{held / GB:.0f}")
+        rows.append(row)
     return markdown_table(["model", "billion parameters", "active", *(f"{name}, GB" for name in STAGES)], rows)
 
 

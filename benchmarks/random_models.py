@@ -1,27 +1,30 @@
-"""Work for the benchmarks: models of random weights, random prompts and completions, and their scores.
-
-All that is timed or weighed on them is in `machine.py`.
-"""
+"""Work for the benchmarks: models of random weights, random ids and words for them, and their scores."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from d1.models import prepare
 from d1.scoring import mean_field_logps
+from d1.tasks import text_of
 
 ROOT = Path(__file__).resolve().parents[1]
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>"]  # ids 0 to 3
 MASK = 3
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}<bos> {{ message['content'] }} "
+    "{% else %}{{ message['content'] }} <eos>{% endif %}{% endfor %}"
+)
 SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
     "tiny": (2048, 32, 64, 2, 4),
     "pocket": (128, 64, 192, 4, 4),
-    "8m": (8000, 256, 1024, 6, 8),
-    "38m": (4000, 512, 2048, 8, 8),  # about a sixteenth of it in the head, as of LLaDA-8B
     "60m": (26_000, 512, 2048, 8, 8),
     "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary on next to no body: for the memory of logits
     "goal": (126_464, 512, 2048, 8, 8),
@@ -89,3 +92,24 @@ def update(model: Any, score: Callable[..., torch.Tensor], inputs: tuple[torch.T
     """The log-probs under the first mask, and their gradients."""
     score(model, *inputs[:3], inputs[3][:, :1]).sum().backward()
     model.zero_grad()  # or the next call would free these gradients and its peak miss them
+
+
+def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """One token a word: w4, w5, ..."""
+    words = {word: index for index, word in enumerate([*SPECIAL, *(f"w{n}" for n in range(len(SPECIAL), vocabulary))])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "mask_token"), SPECIAL, strict=True))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **names)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def random_words(count: int, vocabulary: int, source: random.Random) -> str:
+    return " ".join(f"w{source.randrange(len(SPECIAL), vocabulary)}" for _ in range(count))
+
+
+def different_words(completions: list, **columns: Any) -> list[float]:
+    """The reward of random words: the share of them that differ."""
+    texts = [text_of(completion).split() for completion in completions]
+    return [len(set(words)) / max(len(words), 1) for words in texts]

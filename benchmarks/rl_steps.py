@@ -6,11 +6,10 @@ clocked ones: the library's own, or the published.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +20,8 @@ from torch import Tensor
 from transformers import PrinterCallback
 
 from benchmarks import published
-from benchmarks.clock import Clock
-from benchmarks.clocked_training import ClockedTraining
-from benchmarks.random_models import ROOT, random_model
-from benchmarks.words import different_words, random_words, word_tokenizer
+from benchmarks.clock import Clock, ClockedTraining
+from benchmarks.random_models import ROOT, different_words, random_model, random_words, word_tokenizer
 from d1.models import load_model, load_tokenizer
 from d1.models.head import body_and_head
 from d1.rl import rollouts as canvas_rollout
@@ -36,14 +33,6 @@ from d1.sampling.reveal import reveal_schedule
 from d1.sampling.settings import SamplingSettings
 from d1.scoring import Scores, Views, score
 from d1.tasks import load_task
-
-
-class Sampled(NamedTuple):
-    """A rollout: the prompts' mask (rows, prompt), ids (rows, tokens), and passes (rows,), those of each row."""
-
-    prompt_mask: Tensor
-    ids: Tensor
-    passes: Tensor
 
 
 class Scored(NamedTuple):
@@ -64,9 +53,9 @@ class Scored(NamedTuple):
 
 @dataclass
 class Work:
-    """What a trainer sampled and scored, in order."""
+    """What a trainer sampled (the prompts' mask, and the rollout) and scored, in order."""
 
-    rollouts: list[Sampled] = field(default_factory=list)
+    rollouts: list[tuple[Tensor, Rollout]] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
 
 
@@ -108,14 +97,15 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@contextlib.contextmanager
-def sampling_and_scoring(way: str, clock: Clock, work: Work) -> Iterator[None]:
-    """Inside, trainers sample and score in a way of `WAYS`, clocked; `work` notes what they do."""
+def train_rl(trainer: Any, way: str, clock: Clock) -> Work:
+    """One rollout and its mu optimizer steps, sampled and scored in a way of `WAYS`, clocked; returns what was sampled
+    and scored."""
     sample, log_probs = WAYS[way]
+    work = Work()
 
     def recorded(model: Any, prompt_ids: Tensor, attention_mask: Tensor, *args: Any, **options: Any) -> Rollout:
         sampled = sample(model, prompt_ids, attention_mask, *args, **options)
-        work.rollouts.append(Sampled(attention_mask, sampled.ids, sampled.passes))
+        work.rollouts.append((attention_mask, sampled))
         return sampled
 
     def noted(model: Any, *, attention_mask: Tensor, views: Views, views_at_once: int, **options: Any) -> Scores:
@@ -127,16 +117,9 @@ def sampling_and_scoring(way: str, clock: Clock, work: Work) -> Iterator[None]:
     before = canvas_rollout.rollout, update_views.score
     canvas_rollout.rollout, update_views.score = clock.timed(recorded, "rollout"), clocked_score
     try:
-        yield
+        trainer.train()
     finally:
         canvas_rollout.rollout, update_views.score = before
-
-
-def train_rl(trainer: Any, way: str, clock: Clock) -> Work:
-    """One rollout and its mu optimizer steps; returns what was sampled and scored."""
-    work = Work()
-    with sampling_and_scoring(way, clock, work):
-        trainer.train()
     return work
 
 
@@ -207,11 +190,10 @@ def bare_rl(trainer: Any, work: Work, clock: Clock) -> None:
     computed once without gradients, and again before its backward pass: else memory would grow with them.
     """
     args = trainer.args
-    [(prompt_mask, ids, _)] = work.rollouts
-    prompt = prompt_mask.shape[1]
+    [(prompt_mask, sampled)] = work.rollouts
+    prompt, ids = prompt_mask.shape[1], sampled.ids.clone()
     is_eos = ids[:, prompt:] == trainer.processing_class.eos_token_id
     lengths = (is_eos.cumsum(-1) - is_eos.long() == 0).sum(1)  # up to each row's EOS
-    ids = ids.clone()
     ids[:, prompt:] = trainer.mask_token_id
     passes = [([(pairs[:, 0], call.weights[*pairs.T].ne(0)) for pairs in call.passes()], call) for call in work.scored]
 

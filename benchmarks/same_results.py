@@ -1,13 +1,16 @@
 """Prove that a change of structure changed no result: seeded jobs in two checkouts, compared to the bit.
 
-    python -m benchmarks.same_results --other ../before --output_dir runs/same
+    python -m benchmarks.same_results --other ../before --output_dir runs/same --jobs 2
+    python -m benchmarks.same_results --other ../before --output_dir runs/same --only rl_d1 sft
+    python -m benchmarks.same_results --folders runs/demo/seed0 ../before/runs/demo/seed0
 
-Each checkout runs the jobs with its own code, one after the other, on the pocket model: 20 optimizer steps of SFT (all
-weights; LoRA), two rollouts of diffu-GRPO with their updates (all weights and LoRA, beta 0 and 0.04, accumulation 3, in
-one process and in two), and, with `--only demo`, the main job for three seeds, which takes half an hour.
-Then every saved weight is compared, and every completion of an evaluation. The exit status is 1 where anything differs.
+Each checkout runs the jobs with its own code, by d1's launch files, on the pocket model: SFT and two rollouts of every
+RL method with their updates, all weights and LoRA, in one process and in two. A job takes 10 to 20 s of a core, all of
+them 40 minutes. Jobs named `accumulated` accumulate gradients. Then every saved weight is compared, and every
+completion of an evaluation. The exit status is 1 where anything differs.
 
-Results are kept in DIR/this and DIR/other, and a job that has finished is not run again: remove its folder to do so.
+Results are kept in DIR/this and DIR/other. A finished job is not run again: remove its folder to run it again.
+`--folders` compares two finished folders instead, such as those of `make demo` in both checkouts.
 """
 
 from __future__ import annotations
@@ -18,37 +21,37 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from d1.rl.methods import METHODS
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table
+from pocket.phases import ENVIRONMENT as ONE_THREAD
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "HF_HUB_OFFLINE": "1",
-    "WANDB_MODE": "disabled",
-    "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "",
-    "ACCELERATE_USE_CPU": "true",
-}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 LAUNCHER = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 SFT = (
     "sft_train.py --model_name ../pocket/base --train_data ../dataset/sudoku_sft.jsonl --debugging --resume --seed 0 "
-    "--batch_size 8 --grad_accum_steps 2 --max_steps 20 --eval_steps 20 --learning_rate 2e-4 --eos_padding 40 "
+    "--batch_size 8 --grad_accum_steps 1 --max_steps 10 --eval_steps 10 --learning_rate 2e-4 --eos_padding 40 "
     "--max_length 128 --num_proc 1 --job_name sft"
 )
+SFT_WEIGHTS = {"full": "--full_finetuning", "lora": "--lora_r 4 --lora_alpha 8"}
 RL = (
-    "diffu_grpo_train.py --config pocket.yaml --model_path ../pocket/base --seed 0 --num_iterations 2 --max_steps 4 "
-    "--gradient_accumulation_steps 3 --per_device_train_batch_size 8 --max_completion_length 32 --diffusion_steps 8 "
-    "--eval_strategy no --save_steps 2 --logging_steps 1"
+    "diffu_grpo_train.py --config pocket.yaml --model_path ../pocket/base --seed 0 --per_device_train_batch_size 8 "
+    "--num_generations 4 --max_completion_length 32 --eval_strategy no --save_strategy no --logging_steps 1"
 )
-RL_LORA = "--use_peft true --lora_r 4 --lora_alpha 8 --lora_dropout 0.05 --lora_target_modules q_proj v_proj"
+RL_WEIGHTS = {
+    "full": "",
+    "lora": "--use_peft true --lora_r 4 --lora_alpha 8 --lora_dropout 0.05 --lora_target_modules q_proj v_proj",
+}
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,26 @@ class Job:
     processes: int = 1
 
 
+def rl(method: str, weights: str, flags: str = "") -> str:
+    """Two rollouts of a method, with two updates on each where the method makes several."""
+    updates = min(2, METHODS[method].values["num_iterations"])
+    steps = "" if "diffusion_steps" in METHODS[method].values else "--diffusion_steps 8"
+    length = f"--num_iterations {updates} --max_steps {2 * updates} {steps}"
+    return f"{RL} --method {method} {length} {RL_WEIGHTS[weights]} {flags}"
+
+
 JOBS = {
-    "sft_full": Job("SFT", f"{SFT} --full_finetuning"),
-    "sft_lora": Job("SFT", f"{SFT} --lora_r 4 --lora_alpha 8"),
     **{
-        f"rl_{kind}_beta{beta}_on_{processes}": Job("diffu-grpo", f"{RL} --beta {beta} {flags}", processes)
-        for kind, flags in (("full", ""), ("lora", RL_LORA))
-        for beta in (0, 0.04)
-        for processes in (1, 2)
+        f"sft_{weights}_on_{processes}": Job("SFT", f"{SFT} {SFT_WEIGHTS[weights]}", processes)
+        for weights, processes in product(SFT_WEIGHTS, (1, 2))
     },
-    **{f"demo_seed{seed}": Job("pocket", f"demo.py --seed {seed}") for seed in (0, 1, 2)},
+    "sft_accumulated": Job("SFT", f"{SFT} {SFT_WEIGHTS['full']} --grad_accum_steps 2"),
+    **{
+        f"rl_{method}_{weights}_on_{processes}": Job("diffu-grpo", rl(method, weights), processes)
+        for method, weights, processes in product(METHODS, RL_WEIGHTS, (1, 2))
+    },
+    "rl_no_kl": Job("diffu-grpo", rl("d1", "full", "--beta 0")),
+    "rl_accumulated": Job("diffu-grpo", rl("d1", "full", "--gradient_accumulation_steps 3 --num_generations 8")),
 }
 
 
@@ -94,8 +107,7 @@ def run(name: str, checkout: Path, results: Path) -> Path:
     finished, log = results / f"{name}.finished", results / f"{name}.log"
     if finished.exists() and folder.exists():
         return folder
-    if not name.startswith("demo"):  # which continues by its own means
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
@@ -104,7 +116,7 @@ def run(name: str, checkout: Path, results: Path) -> Path:
         "--output_dir",
         str(folder),
     ]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(checkout)}
+    environment = os.environ | ONE_THREAD | OFFLINE | ON_CPU | {"PYTHONPATH": str(checkout)}
     with open(log, "w") as file:
         done = subprocess.run(
             command, cwd=checkout / job.folder, env=environment, stdout=file, stderr=file, check=False
@@ -164,28 +176,44 @@ def compare(name: str, this: Path, other: Path) -> tuple[list[str], bool]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--other", type=Path, required=True, help="the checkout to compare this one with")
-    parser.add_argument("--output_dir", type=Path, required=True, help="where the results of both are kept")
-    parser.add_argument("--only", choices=("sft", "rl", "demo"), help="by default sft and rl")
+    parser.add_argument("--other", type=Path, help="the checkout to compare this one with")
+    parser.add_argument("--output_dir", type=Path, help="where the results of both are kept")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PREFIX", help="jobs whose names begin so")
+    parser.add_argument("--jobs", type=int, default=1, help="jobs side by side")
+    parser.add_argument("--folders", type=Path, nargs=2, metavar=("THIS", "OTHER"), help="compare these; run nothing")
     return parser
 
 
-def main(args: argparse.Namespace) -> int:
-    kinds = (args.only,) if args.only else ("sft", "rl")
+def run_and_compare(args: argparse.Namespace) -> list[tuple[list[str], bool]]:
+    """Runs the chosen jobs in both checkouts, and compares each.
+
+    Raises:
+        ValueError: a flag is missing, no job has such a name, or a folder is no checkout.
+    """
+    if args.other is None or args.output_dir is None:
+        raise ValueError("--other and --output_dir are needed, or --folders")
+    names = [name for name in JOBS if name.startswith(tuple(args.only))]
+    if not names:
+        raise ValueError(f"--only {' '.join(args.only)}: no job's name begins so; the jobs are {', '.join(JOBS)}")
     sides = {"this": ROOT, "other": args.other.resolve()}
     for checkout in sides.values():
         check_own_code(checkout)
-    rows, same = [], True
-    for name in JOBS:
-        if name.startswith(kinds):
-            folders = [run(name, checkout, args.output_dir.resolve() / side) for side, checkout in sides.items()]
-            row, agrees = compare(name, *folders)
-            rows.append(row)
-            same &= agrees
-            sys.stderr.write(f"{name}: {'equal' if agrees else 'DIFFERENT'}\n")
+
+    def both(name: str) -> tuple[list[str], bool]:
+        folders = [run(name, checkout, args.output_dir.resolve() / side) for side, checkout in sides.items()]
+        row, agrees = compare(name, *folders)
+        sys.stderr.write(f"{name}: {'equal' if agrees else 'DIFFERENT'}\n")
+        return row, agrees
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        return list(pool.map(both, names))
+
+
+def main(args: argparse.Namespace) -> int:
+    found = [compare("folders", *args.folders)] if args.folders else run_and_compare(args)
     header = ["job", "tensors", "that differ", "largest difference", "completions", "that differ"]
-    sys.stdout.write(markdown_table(header, rows))
-    return 0 if same else 1
+    sys.stdout.write(markdown_table(header, [row for row, _ in found]))
+    return 0 if all(agrees for _, agrees in found) else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Whole optimizer steps by phase: the real trainers on small jobs, the same with the published pieces, the bare passes.
 
     rl    one rollout and its mu optimizer steps: sampling, rewards, old and reference log-probs, updates, AdamW
-    sft   a few optimizer steps: collating, noise, loss and gradients, AdamW; sft_blocks of a block-causal model;
-          sft_lengths on rows of unlike length: padded, grouped by length, packed
+    sft   a few optimizer steps: collating, noise, loss and gradients, AdamW
 
 `pocket` is the pocket model with its own task and data, as `diffu-grpo/pocket.yaml` trains it; the other sizes are
 random models on random words.
@@ -21,7 +20,7 @@ import torch
 from benchmarks.clock import Clock
 from benchmarks.machine import race
 from benchmarks.rl_steps import Work, bare_rl, rl_trainer, train_rl
-from benchmarks.sft_steps import PublishedSFT, bare_rows, bare_sft, dLLMTrainer, sft_trainer
+from benchmarks.sft_steps import PublishedSFT, bare_sft, dLLMTrainer, sft_trainer
 
 Runs = dict[str, Callable[[], Any]]
 
@@ -40,32 +39,10 @@ def rl_runs(args: Any, folder: Path, clocks: dict[str, Clock]) -> Runs:
     }
 
 
-def sft_runs(args: Any, folder: Path, clocks: dict[str, Clock], blocks: bool = False) -> Runs:
-    ours = sft_trainer(dLLMTrainer, args, folder, clocks["ours"], blocks)
-    theirs = sft_trainer(PublishedSFT, args, folder, clocks["published"], blocks)
+def sft_runs(args: Any, folder: Path, clocks: dict[str, Clock]) -> Runs:
+    ours = sft_trainer(dLLMTrainer, args, folder, clocks["ours"])
+    theirs = sft_trainer(PublishedSFT, args, folder, clocks["published"])
     return {"ours": ours.train, "bare": lambda: bare_sft(ours, clocks["bare"]), "published": theirs.train}
-
-
-def race_lengths(args: Any, folder: Path) -> dict[str, Any]:
-    """An epoch of rows of unlike length in each way of batching, beside the bare passes of the same rows, packed and
-    each alone."""
-    ways: dict[str, dict[str, bool]] = {"padded": {}, "grouped": {"grouped": True}, "packed": {"packed": True}}
-    clocks = {name: Clock() for name in (*ways, "bare", "bare, each row alone")}
-    trainers = {
-        name: sft_trainer(dLLMTrainer, args, folder, clocks[name], unlike=True, **way) for name, way in ways.items()
-    }
-    runs: Runs = {name: trainer.train for name, trainer in trainers.items()}
-    runs["bare"] = lambda: bare_sft(trainers["packed"], clocks["bare"])
-    runs["bare, each row alone"] = lambda: bare_rows(trainers["packed"], clocks["bare, each row alone"])
-    results, phases = race_clocked(runs, clocks, args.repeats)
-    for name, row in results.items():
-        fed = [batch["attention_mask"] for batch in trainers.get(name, trainers["packed"]).seen[-args.mu :]]
-        row["tokens computed / real"] = sum(mask.numel() for mask in fed) / sum(int(mask.sum()) for mask in fed)
-    share, low, high = bare_share(results, "packed")
-    alone = results["bare, each row alone"]["ratio"] * share
-    remark = f"Share of the bare passes in the packed whole: {share:.1%} ({low:.1%} to {high:.1%}). "
-    remark += f"Bare passes of each row alone take {alone:.1%} of the packed whole."
-    return {"results": results, "seconds by phase": phases, "remarks": [remark]}
 
 
 def race_clocked(runs: Runs, clocks: dict[str, Clock], repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,18 +65,16 @@ def race_clocked(runs: Runs, clocks: dict[str, Clock], repeats: int) -> tuple[di
     return results, phases
 
 
-def bare_share(results: dict[str, dict[str, float]], whole: str = "ours") -> tuple[float, float, float]:
-    """Of our whole, the share of the bare passes: median, lowest and highest of the rounds."""
-    share, low, high = (1 / results[whole][key] for key in ("ratio", "ratio_high", "ratio_low"))
+def bare_share(results: dict[str, dict[str, float]]) -> tuple[float, float, float]:
+    """The bare passes' share of our whole: median, lowest and highest of the rounds."""
+    share, low, high = (1 / results["ours"][key] for key in ("ratio", "ratio_high", "ratio_low"))
     return share, low, high
 
 
 def race_steps(kind: str, args: Any, folder: Path) -> dict[str, Any]:
     """Ours, the bare passes and the published way: the race, seconds by phase (medians), and the share of the bare."""
-    if kind == "sft_lengths":
-        return race_lengths(args, folder)
     clocks = {name: Clock() for name in ("ours", "bare", "published")}
-    runs = rl_runs(args, folder, clocks) if kind == "rl" else sft_runs(args, folder, clocks, kind == "sft_blocks")
+    runs = (rl_runs if kind == "rl" else sft_runs)(args, folder, clocks)
     results, phases = race_clocked(runs, clocks, args.repeats)
     share, low, high = bare_share(results)
     remark = f"Share of the bare forward and backward passes in our whole: {share:.1%} ({low:.1%} to {high:.1%})."

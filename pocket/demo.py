@@ -6,7 +6,7 @@
     python -m pocket.demo --model block       # the block-causal pocket model; results in runs/demo/block/seed0
     python -m pocket.demo --seed 0 --miniature --output_dir runs/miniature     # a minute; shows that all of it works
 
-Every stage is its real entry point, started as its users do. Ctrl-C and the same command again: it continues.
+Every stage is started by its real command. Ctrl-C stops the demo; run the same command to continue.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from rich.console import Console
 
 from pocket.phases import Phase, PhaseError, run_phases
 from pocket.recipes import RECIPES, ROOT
-from pocket.report import ARMS, write_report
-from pocket.task_report import FOUR_ARMS, demo_folder, write_task_report
+from pocket.report import ARMS, FOUR_ARMS, demo_folder, write_report
 
 BLOCK_BASE = "block_base"  # Sudoku's, in pocket/
 
@@ -136,10 +135,7 @@ def main(args: argparse.Namespace) -> None:
     started = time.monotonic()
     phases = phases_of(folder, args.seed, args.miniature, args.task, args.split, args.model)
     seconds = run_phases(phases, folder, args.jobs, console)
-    if args.task == "sudoku" and args.split == "test":
-        report = write_report(folder, seconds, console)
-    else:
-        report = write_task_report(folder, args.task, arms_of(args.task), seconds, console, args.split)
+    report = write_report(folder, seconds, console, args.split)
     console.print(f"{time.monotonic() - started:.0f} s. Report: {report}")
 
 

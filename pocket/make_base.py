@@ -32,9 +32,9 @@ from d1.models.two_streams import two_stream_states
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
-from pocket.make_tokenizer import build_tokenizer
-from pocket.model_cards import model_card
+from pocket.model_card import model_card
 from pocket.recipes import RECIPES, ROOT, Draw, Recipe, Writer
+from pocket.tokenizer import build_tokenizer
 
 WARMUP_STEPS = 50
 CHECKPOINT_EVERY = 200

@@ -15,7 +15,7 @@ from numpy.random import Generator
 
 from d1.tasks import load_task
 from pocket.answers import completion, mixture
-from pocket.make_tokenizer import CELLS
+from pocket.tokenizer import CELLS
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLES = 6

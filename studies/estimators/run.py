@@ -156,4 +156,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_script("estimator_study.py", lambda: main(make_parser().parse_args()))
+    run_script("studies.estimators.run", lambda: main(make_parser().parse_args()))

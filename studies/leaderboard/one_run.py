@@ -3,7 +3,7 @@
     python -m studies.leaderboard.one_run --output_dir runs/board --task sudoku --start base --method d1 \
         --seed 0 --split test --learning_rate 1e-4 --num_iterations 4 --budget 1000000
 
-`leaderboard.py` starts these. The result is one JSON line of `results.jsonl`. Killed, even with -9, and started again,
+`run.py` starts these. The result is one JSON line of `results.jsonl`. Killed, even with -9, and started again,
 it continues: training from its last checkpoint, an evaluation from its last batch. All of it is one process, which
 saves the seconds of importing what each stage needs.
 """
@@ -144,4 +144,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_script("board_run.py", lambda: main(make_parser().parse_args()))
+    run_script("studies.leaderboard.one_run", lambda: main(make_parser().parse_args()))

@@ -8,9 +8,10 @@ from statistics import fmean
 import numpy as np
 
 from d1.show.tables import markdown_table
+from pocket.uncertainty import mean_of
 from studies.leaderboard.plan import CHANGED, Run
 from studies.leaderboard.results import Line, Setup, gains, lines_of, methods_of, scores_at, table
-from studies.leaderboard.statistics import holm, mean_of, percent, points, rank_correlation
+from studies.leaderboard.statistics import holm, percent, points, rank_correlation
 
 FEWEST = 5  # methods that a correlation over them is given for
 QUANTITIES: dict[str, Callable[[Line], float | None]] = {

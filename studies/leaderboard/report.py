@@ -12,10 +12,11 @@ import numpy as np
 from d1.rl.methods import METHODS
 from d1.show.curves import panels, running_mean, save_figure
 from d1.show.tables import markdown_table
+from pocket.uncertainty import Mean, mean_of
 from studies.leaderboard.plan import MUS, RATES, START, TUNING_TASKS, Run
 from studies.leaderboard.reasons import changes_table, correlations_table
 from studies.leaderboard.results import Line, Setup, gains, grid, lines_of, methods_of, scores_at, table
-from studies.leaderboard.statistics import Mean, holm, mean_of, percent, points
+from studies.leaderboard.statistics import holm, percent, points
 from studies.pages import reading
 
 REFERENCE = "d1"

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pocket.uncertainty import Mean, mean_of
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import START, TUNING_TASKS, Run
-from studies.leaderboard.statistics import Mean, mean_of, pooled_seeds
+from studies.leaderboard.statistics import pooled_seeds
 
 RESULTS = "results.jsonl"
 Line = dict[str, Any]

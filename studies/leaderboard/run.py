@@ -1,8 +1,8 @@
 """Which RL method is best at the same compute? Every method of `d1/rl/methods.py` on every pocket task.
 
     make leaderboard                                   # about five hours on two cores; docs/leaderboard.md
-    python -m studies.leaderboard.run --quick               # seven minutes: one task, one seed, nothing searched
-    python -m studies.leaderboard.run --only_report         # the tables of what is there
+    python -m studies.leaderboard.run --quick          # seven minutes: one task, one seed, nothing searched
+    python -m studies.leaderboard.run --only_report    # the tables of what is there
 
 Four stages: SFT; the search of each method's rate and mu on validation problems; the board on test problems; d1 with
 one of its choices changed at a time. Results are lines of `results.jsonl` in the output folder. Killed, even with -9?
@@ -143,4 +143,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_script("leaderboard.py", lambda: main(make_parser().parse_args()))
+    run_script("studies.leaderboard.run", lambda: main(make_parser().parse_args()))

@@ -5,7 +5,7 @@
     python -m studies.samplers.goal --only_report       # the tables of what is there
 
 Each arm trains from SFT for so many steps, over which its rate falls to 0, and only the last model is judged, by the
-exact sampler. So nothing depends on where a noisy curve first crosses a line, as it does in `sampler_study.py`, nor on
+exact sampler. So nothing depends on where a noisy curve first crosses a line, as it does in `run.py`, nor on
 how fast or busy the machine is.
 Results are lines of `results.jsonl` in the output folder. Killed? The same command continues.
 """
@@ -24,9 +24,10 @@ from rich.console import Console
 
 from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
+from pocket.uncertainty import mean_of
 from studies.leaderboard.plan import ROOT
 from studies.leaderboard.results import table
-from studies.leaderboard.statistics import mean_of, percent, points
+from studies.leaderboard.statistics import percent, points
 from studies.pages import reading
 from studies.samplers.outcomes import GOAL, SECONDS, TOKENS, Line, paired, solved, solved_by_own
 from studies.samplers.runs import LASTING, NO_CURE, PREFIX, SURER, Run, check_numbers, run_missing
@@ -201,4 +202,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_script("sampler_goal.py", lambda: main(make_parser().parse_args()))
+    run_script("studies.samplers.goal", lambda: main(make_parser().parse_args()))

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pocket.uncertainty import Mean, Square, mean_of
 from studies.leaderboard.plan import SEEDS, START
 from studies.leaderboard.results import table
-from studies.leaderboard.statistics import Mean, Square, mean_of, pooled_seeds
+from studies.leaderboard.statistics import pooled_seeds
 from studies.samplers.runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
 
 Line = dict[str, Any]

@@ -75,4 +75,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_script("sampler_study.py", lambda: main(make_parser().parse_args()))
+    run_script("studies.samplers.run", lambda: main(make_parser().parse_args()))

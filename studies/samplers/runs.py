@@ -44,7 +44,7 @@ class Level(NamedTuple):
     steps: int | None = None
 
 
-# Levels were chosen on validation problems by benchmarks/samplers.py; Countdown has Sudoku's.
+# Levels were chosen on validation problems by search.py; Countdown has Sudoku's.
 OF_ANY_TASK = {"exact": Level(), "cached": Level(("--kv_cache", "dual"))}
 OF_SUDOKU = OF_ANY_TASK | {
     "parallel": Level(("--reveal", "entropy", "--reveal_level", 1.75), blocks=1, steps=4),

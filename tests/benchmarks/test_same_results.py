@@ -1,5 +1,6 @@
 """Two checkouts are compared to the bit: each runs its own code, once, and what differs is found."""
 
+import contextlib
 import shlex
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import same_results
+from d1.rl import train
+from d1.rl.methods import METHODS
+from d1.sft import train as sft_train
 from tests.commands import ROOT, check_script
 
 STAGE = """import json, sys
@@ -68,7 +72,46 @@ def test_a_tensor_that_only_one_side_saved_is_an_error(tmp_path):
         same_results.compare("job", tmp_path / "this", tmp_path / "other")
 
 
-def test_the_jobs_are_commands_that_the_scripts_take():
-    for job in same_results.JOBS.values():
-        launcher = shlex.join(["python", *(same_results.LAUNCHER if job.processes == 2 else [])])
-        check_script(f"{launcher} {job.command} --output_dir out", ROOT / job.folder)
+def test_two_finished_folders_are_compared_without_a_run(tmp_path, capsys):
+    for side in ("this", "other"):
+        (tmp_path / side).mkdir()
+        save_file({"a": torch.zeros(1)}, tmp_path / side / "model.safetensors")
+    flags = ["--folders", str(tmp_path / "this"), str(tmp_path / "other")]
+    assert same_results.main(same_results.make_parser().parse_args(flags)) == 0
+    assert "| folders | 1 | 0 | 0 | 0 | 0 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [([], "--other and --output_dir are needed"), (["--only", "nothing"], "no job's name begins so")],
+)
+def test_flags_that_choose_nothing_are_refused(flags, message, tmp_path):
+    folders = ["--other", str(tmp_path), "--output_dir", str(tmp_path)] if flags else []
+    with pytest.raises(ValueError, match=message):
+        same_results.main(same_results.make_parser().parse_args([*folders, *flags]))
+
+
+def test_the_jobs_cover_sft_and_every_method_and_are_commands_that_the_scripts_take():
+    jobs = same_results.JOBS
+    kinds = ["sft", *(f"rl_{method}" for method in METHODS)]
+    names = {f"{kind}_{weights}_on_{count}" for kind in kinds for weights in ("full", "lora") for count in (1, 2)}
+    assert names <= jobs.keys()
+    for name, job in jobs.items():
+        config = None
+        if job.folder == "diffu-grpo":
+            with contextlib.chdir(ROOT / job.folder):
+                words = [*job.command.split()[1:], "--use_cpu", "true", "--output_dir", "out"]
+                config, _ = train.make_parser().parse_args_and_config(words)
+        else:
+            config = sft_train.make_parser().parse_args([*job.command.split()[1:], "--output_dir", "out"])
+        parts = getattr(config, "gradient_accumulation_steps", None) or config.grad_accum_steps
+        assert (parts > 1) == ("accumulated" in name)
+        assert job.processes == (2 if name.endswith("on_2") else 1)
+        if job.folder == "diffu-grpo":
+            assert config.max_steps == 2 * config.num_iterations  # two rollouts
+            method = name.split("_")[1]
+            assert method not in METHODS or config.method == method
+    check_script(
+        shlex.join(["python", *same_results.LAUNCHER, *same_results.JOBS["sft_full_on_2"].command.split()]),
+        ROOT / "SFT",
+    )

@@ -10,6 +10,7 @@ from benchmarks import rl_steps, sft_steps, steps
 from benchmarks.clock import Clock
 from benchmarks.random_models import MASK, random_model, random_prompts
 from d1.rl.methods import METHODS
+from d1.sampling import Rollout
 from d1.sampling.settings import SamplingSettings
 from d1.scoring.one_step import one_step_views
 
@@ -91,7 +92,8 @@ def test_the_bare_rollout_leaves_out_rows_that_have_ended(rl):
     ours, clock = rl
     ids, mask = random_prompts(ours.model, 4, 6 + 8)
     ids[1:, 6 + 2] = ours.processing_class.eos_token_id  # in the first block, in three of the four rows
-    work = rl_steps.Work([rl_steps.Sampled(mask[:, :6], ids, mask[:, 0])])
+    nothing = mask[:, 0]
+    work = rl_steps.Work([(mask[:, :6], Rollout(ids, nothing, nothing, nothing, nothing, nothing))])
     for stop, fed in ((True, [4, 4, 1, 1]), (False, [4, 4, 4, 4])):
         ours.eos_stop = stop
         assert rows_fed(ours.model, lambda: rl_steps.bare_rl(ours, work, clock))[:4] == fed
@@ -113,11 +115,10 @@ def test_the_bare_passes_run_in_the_trainers_precision(rl, tmp_path, monkeypatch
     assert entered(tuned, monkeypatch, lambda: sft_steps.bare_sft(tuned, clock)) == 2
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_the_published_sft_trainer_has_our_loss(tmp_path, blocks):
+def test_the_published_sft_trainer_has_our_loss(tmp_path):
     shape, clock = argparse.Namespace(**SHAPE), Clock()
-    ours = sft_steps.sft_trainer(sft_steps.dLLMTrainer, shape, tmp_path, clock, blocks)
-    theirs = sft_steps.sft_trainer(sft_steps.PublishedSFT, shape, tmp_path, clock, blocks)
+    ours = sft_steps.sft_trainer(sft_steps.dLLMTrainer, shape, tmp_path, clock)
+    theirs = sft_steps.sft_trainer(sft_steps.PublishedSFT, shape, tmp_path, clock)
     ours.train()
     theirs.train()
     assert len(ours.seen) == len(theirs.seen) == 2
@@ -129,23 +130,7 @@ def test_the_published_sft_trainer_has_our_loss(tmp_path, blocks):
     assert count_passes(ours.model, lambda: sft_steps.bare_sft(ours, clock)) == 2
 
 
-def test_rows_of_unlike_length_are_the_same_in_every_way_of_batching(tmp_path):
-    shape = SHAPE | {"length": 40, "rows": 2, "mu": 8}
-    found = steps.race_steps("sft_lengths", argparse.Namespace(**shape), tmp_path)
-    waste = {way: row["tokens computed / real"] for way, row in found["results"].items()}
-    assert waste["packed"] == waste["bare"] == 1 < waste["grouped"] < waste["padded"]
-    trainers = [
-        sft_steps.sft_trainer(sft_steps.dLLMTrainer, argparse.Namespace(**shape), tmp_path, Clock(), unlike=True, **way)
-        for way in ({}, {"grouped": True}, {"packed": True})
-    ]
-    for trainer in trainers:
-        trainer.train()
-    tokens = {sum(int(batch["attention_mask"].sum()) for batch in trainer.seen) for trainer in trainers}
-    assert len(tokens) == 1
-    assert count_passes(trainers[-1].model, lambda: sft_steps.bare_rows(trainers[-1], Clock())) == 2 * 8
-
-
-@pytest.mark.parametrize("kind", ["rl", "sft", "sft_blocks"])
+@pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_phases_add_up_to_the_whole(kind, tmp_path):
     found = steps.race_steps(kind, argparse.Namespace(**SHAPE), tmp_path)
     assert set(found["results"]) == {"ours", "bare", "published"}

@@ -19,10 +19,10 @@ from d1.tasks.sudoku import solution_grids
 from pocket import make_base, make_sft_data
 from pocket.answers import MALFORMED, completion, malform
 from pocket.demo import BLOCK_BASE, GRPO
-from pocket.make_tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
-from pocket.model_cards import model_card
+from pocket.model_card import model_card
 from pocket.recipes import RECIPES
 from pocket.sudoku_traces import as_digits, draw_puzzles, fill, mixed_completion, trace, training_grids
+from pocket.tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "pocket" / "base"
@@ -209,7 +209,7 @@ def test_base_solves_what_its_card_says(name, at):
 
 @pytest.mark.parametrize("name", BASES)
 def test_card_is_what_the_script_writes(name):
-    """But for what was measured, which is read off the card; the rest is the recipe's and the model's."""
+    """But for what was measured, which is read off the card; figures of another run replace these and nothing else."""
     base, task = ROOT / "pocket" / name, next(task for task, recipe in SHIPPED.items() if recipe is BASES[name])
     recipe, text, model = BASES[name], (base / "README.md").read_text(), load_model(str(base))
     spent = re.search(r"([\d.]+)M tokens in (\d+) minutes", text)
@@ -218,6 +218,15 @@ def test_card_is_what_the_script_writes(name):
     problems, steps = len(load_task(recipe.task).load_rows("validation")), [stage.steps for stage in recipe.stages]
     made = model_card(task, model.num_parameters(), problems, *measured, steps, 0, block_size(model.config))
     assert made == text
+    other = model_card(task, 1234, 99, 2e6, 660, [{5: 0.125, 6: 0.25}, {5: 0.5, 6: 0.75}], (7, 8), 3, 4)
+    changed = [line for line in other.splitlines() if line not in text.splitlines()]
+    for figure in ("1,234 parameters", "`block_size: 4`", "--seed 3 --block_size 4 ", "2.0M tokens in 11 minutes"):
+        assert sum(figure in line for line in changed) == 1
+    assert "99 validation" in other
+    assert other.count("| length 5 | length 6 |") == 1
+    assert "stage 1, 7 steps on careful answers | 0.125 | 0.250 |" in other
+    assert "stage 2, 8 steps on mixed answers (this model) | 0.500 | 0.750 |" in other
+    assert len(changed) <= 6
 
 
 @pytest.mark.parametrize("task", RECIPES)

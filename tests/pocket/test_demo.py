@@ -15,22 +15,23 @@ from d1.eval import run as evaluation_script
 from d1.eval.setup import setup_name as eval_setup_name
 from d1.rl import train as diffu_grpo_train
 from d1.sft import train as sft_train
-from pocket import task_report
+from pocket import report as pocket_report
 from pocket.demo import GRPO, arms_of, phases_of
 from pocket.demo import main as demo
 from pocket.demo import make_parser as demo_parser
 from pocket.phases import Phase, PhaseError, run_phases
 from pocket.recipes import RECIPES
-from pocket.report import ARMS, LENGTHS, setup_name, summary
+from pocket.report import ARMS, FOUR_ARMS, job_of
 
 ROOT = Path(__file__).parents[2]
+LENGTHS = RECIPES["sudoku"].lengths
 
 
 @pytest.fixture(scope="module")
 def miniature(tmp_path_factory):
     """Result folder of a miniature job that was stopped by Ctrl-C after its first phase and then continued."""
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "pocket/demo.py", "--miniature", "--seed", "3", "--output_dir", str(folder)]
+    command = [sys.executable, "-m", "pocket.demo", "--miniature", "--seed", "3", "--output_dir", str(folder)]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore it
     first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     state = folder / "seed3" / "phases.json"
@@ -50,7 +51,7 @@ def miniature(tmp_path_factory):
 
 def test_every_arm_is_evaluated_at_both_lengths(miniature):
     table = json.loads((miniature / "table.json").read_text())
-    assert set(table) == {setup_name(miniature, arm, length) for arm in ARMS for length in LENGTHS}
+    assert set(table) == {job_of(miniature).setup(arm, length) for arm in ARMS for length in LENGTHS}
     for row in table.values():
         assert row["n"] == row["expected"] == 16
         assert row["ci_low"] <= row["accuracy"] <= row["ci_high"]
@@ -62,7 +63,7 @@ def test_the_report_has_the_table_the_curves_ten_problems_and_the_seconds(miniat
         assert f"| {title} |" in report
     for name in ("sft", "grpo", "sft_grpo", "shuffled", "sft_grpo_evaluated"):
         assert f"| {name} |" in report
-    puzzles = [line for line in report.splitlines() if line[2:18].isdigit()]
+    puzzles = [line for line in report.splitlines() if re.match(r"\| Solve .* \d{16} \|", line)]
     assert len(puzzles) == 10
     assert (miniature / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -80,16 +81,22 @@ def test_the_report_links_pages_that_play(miniature):
     assert (miniature / "watch.svg").read_text().count('class="mask"') == 64
 
 
-def test_the_table_over_seeds_has_each_arm_and_pair(miniature):
-    text = summary([miniature])
-    means, seeds, paired, cost = text.split("\n\n")
-    assert [line.split(" | ")[0].strip("| ") for line in means.splitlines()[2:]] == list(ARMS.values())
-    assert seeds.count("| + SFT + diffu-GRPO (d1) |") == len(LENGTHS)
-    table = json.loads((miniature / "table.json").read_text())
-    assert f"| base | {table[setup_name(miniature, 'base', 32)]['accuracy']:.1f} ± 0.0 |" in means
+def test_the_tables_over_seeds_have_each_arm_and_pair(miniature, capsys):
+    pocket_report.main(pocket_report.make_parser().parse_args([str(miniature)]))
+    means, seeds, paired = capsys.readouterr().out.split("\n\n")
+    table, job = json.loads((miniature / "table.json").read_text()), job_of(miniature)
+    for length in LENGTHS:
+        cells = " | ".join(f"{table[job.setup(arm, length)]['accuracy']:.1f} ± 0.0" for arm in FOUR_ARMS)
+        assert f"| sudoku, length {length} | {cells} | 1 |" in means
+    tokens = {"32": "800", "40": "1160"}  # 16 steps of 18 + 32 tokens, 20 of 18 + 40
+    rows = [row.strip("| ").split(" | ") for row in seeds.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [[title, length] for title in ARMS.values() for length in tokens]
+    assert all(row[-1] == tokens[row[1]] for row in rows)
     assert all("| seed3 |" in table for table in (seeds, paired))
-    assert "| sft_grpo - sft | 32 |" in text
-    assert cost.splitlines()[2] == "|  | 800 | 1160 |"  # 16 steps of 18 + 32 tokens, 20 of 18 + 40
+    assert "| sft_grpo - sft | 32 |" in paired
+    gains = re.findall(r"\| \w+ - \w+ \| \d+ \| ([+-][\d.]+) \| ([+-][\d.]+) \[", paired)
+    assert len(gains) == 10
+    assert all(of_parser == mean for of_parser, mean in gains)  # one by the parser's marks, one by the task's score
 
 
 def test_the_block_model_goes_through_the_same_phases(tmp_path, monkeypatch):
@@ -102,9 +109,10 @@ def test_the_block_model_goes_through_the_same_phases(tmp_path, monkeypatch):
     runs = evaluation_script.runs_of(evaluation_script.make_parser().parse_args(command[2:]))
     (tmp_path / "generations").mkdir()
     for run in runs:
-        (tmp_path / "generations" / f"{eval_setup_name(run)}_record.json").touch()
-    names = [setup_name(tmp_path, "base", length) for length in LENGTHS]
-    assert [eval_setup_name(run) for run in runs] == names
+        (tmp_path / "generations" / f"{eval_setup_name(run)}_0_generations.json").touch()
+    job = job_of(tmp_path)
+    assert (job.base, job.arms) == ("block_base", ["base"])
+    assert [eval_setup_name(run) for run in runs] == [job.setup("base", length) for length in LENGTHS]
 
 
 def test_the_block_model_is_refused_where_it_has_no_base():
@@ -135,33 +143,24 @@ def test_each_arm_of_a_task_is_trained_and_judged_on_that_task(task, tmp_path, m
 
 
 @pytest.mark.parametrize("task", [task for task in GRPO if task != "sudoku"])
-def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(task, tmp_path, capsys):
-    folder = task_report.demo_folder(task, tmp_path) / "seed1"
-    command = [sys.executable, "pocket/demo.py", "--task", task, "--miniature", "--seed", "1"]
+def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(task, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "seed1"
+    command = [sys.executable, "-m", "pocket.demo", "--task", task, "--miniature", "--seed", "1"]
     done = subprocess.run(
-        [*command, "--output_dir", str(folder.parent)], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, "--output_dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    report = (folder / "report.md").read_text()
-    name = f"{task_report.setup_name(task, 'base', RECIPES[task].lengths[-1])}_0_generations.json"
-    problems = json.loads((folder / "generations" / name).read_text())["generations"][:10]
+    report, job = (folder / "report.md").read_text(), job_of(folder)
+    problems = job.answers("base", RECIPES[task].lengths[-1])[:10]
     assert all(f"| {problem['question'].strip().replace(chr(10), ' ')} |" in report for problem in problems)
     assert all(
         f"]({arm}/report.html)" in report and (folder / arm / "report.html").exists() for arm in ("grpo", "sft_grpo")
     )
-    table = json.loads((folder / "table.json").read_text())
-    assert len(table) == len(arms_of(task)) * 2
-    flags = ["--runs", str(tmp_path), "--figure", str(tmp_path / "tasks.png")]
-    capsys.readouterr()
-    task_report.main(task_report.make_parser().parse_args(flags))
-    shown = capsys.readouterr().out
-    for length in RECIPES[task].lengths:
-        found = [table[task_report.setup_name(task, arm, length)]["accuracy"] for arm in task_report.FOUR_ARMS]
-        line = " | ".join([f"{task}, length {length}", *(f"{value:.1f} ± 0.0" for value in found), "1"])
-        assert f"| {line} |\n" in shown
-    gains = re.findall(r"\| \w+ - \w+ \| \d+ \| ([+-][\d.]+) \| ([+-][\d.]+) \[", shown)
-    assert len(gains) == 8
-    assert all(of_parser == mean for of_parser, mean in gains)  # one by the parser's marks, one by the task's score
+    assert "](watch.svg)" in report
+    assert len(json.loads((folder / "table.json").read_text())) == len(arms_of(task)) * 2
+    monkeypatch.setattr(pocket_report, "demo_folder", lambda name: tmp_path / ("" if name == task else name))
+    pocket_report.main(pocket_report.make_parser().parse_args(["--figure", str(tmp_path / "tasks.png")]))
+    assert f"| {task}, length {RECIPES[task].lengths[0]} | " in capsys.readouterr().out
     assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
 
 

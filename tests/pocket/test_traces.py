@@ -15,8 +15,8 @@ from d1.tasks.pocket_countdown import chains
 from pocket import arithmetic_traces, countdown_traces
 from pocket.answers import MALFORMED, malform
 from pocket.make_sft_data import WELL_FORMED
-from pocket.make_tokenizer import build_tokenizer
 from pocket.recipes import RECIPES
+from pocket.tokenizer import build_tokenizer
 
 DATASET = Path(__file__).resolve().parents[2] / "dataset"
 TASKS = ("countdown", "arithmetic")

@@ -16,6 +16,7 @@ from d1.eval.run import make_parser as eval_parser
 from d1.rl.methods import METHODS
 from d1.rl.train import make_parser
 from pocket.recipes import RECIPES
+from pocket.uncertainty import mean_of
 from studies.json_lines import append_line, read_lines
 from studies.leaderboard import run as leaderboard
 from studies.leaderboard.one_run import logs_of
@@ -37,7 +38,7 @@ from studies.leaderboard.plan import (
 from studies.leaderboard.reasons import changes_table, correlations_table
 from studies.leaderboard.report import Board, compared, setup_table, write_report
 from studies.leaderboard.results import RESULTS, Setup, check_problems, read_results, results_of, tuned
-from studies.leaderboard.statistics import holm, mean_of, pooled_seeds
+from studies.leaderboard.statistics import holm, pooled_seeds
 
 ROOT = Path(__file__).parents[2]
 SUDOKU = Setup("sudoku", "sft")

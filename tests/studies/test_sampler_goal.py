@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from d1.rl.train import make_parser as rl_parser
+from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
-from studies.leaderboard.statistics import mean_of, percent, points
+from studies.leaderboard.statistics import percent, points
 from studies.samplers import runs as sampler_runs
 from studies.samplers.goal import ARMS, main, make_parser, planned, run_of, write_page
 from studies.samplers.runs import RESULTS, SavePoints

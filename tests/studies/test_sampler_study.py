@@ -11,9 +11,10 @@ import pytest
 
 from d1.rl.methods import METHODS
 from d1.rl.train import make_parser as rl_parser
+from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import START, TASKS
-from studies.leaderboard.statistics import mean_of, pooled_seeds
+from studies.leaderboard.statistics import pooled_seeds
 from studies.samplers.outcomes import Results, Setup, first_reach, of_largest_budget, outcome
 from studies.samplers.report import write_report
 from studies.samplers.run import main, make_parser, planned

@@ -1,4 +1,4 @@
-"""Make a pocket model's tokenizer: python -m pocket.make_tokenizer --task sudoku --output_dir pocket/base
+"""The tokenizers of the pocket models, which `make_base.py` saves with them.
 
 Sudoku: one token a cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
 order), because rotary positions alone hide from a small model which cell a bare digit stands in.
@@ -9,7 +9,6 @@ The chat template makes the prompt of what a task's usual question ends with: <b
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from tokenizers import Regex, Tokenizer, decoders
@@ -18,7 +17,6 @@ from tokenizers.pre_tokenizers import Sequence as InTurn
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from d1.runs.entry import run_script
 from d1.tasks.arithmetic import PEOPLE, THINGS, TIMES, VERBS
 from d1.tasks.pocket_countdown import LARGEST
 
@@ -107,18 +105,3 @@ def wrap(backend: Tokenizer, prompt: str, alone: str = "") -> PreTrainedTokenize
         clean_up_tokenization_spaces=False,
         **SPECIAL,
     )
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default="sudoku", choices=["sudoku", "pocket_countdown", "arithmetic"])
-    parser.add_argument("--output_dir", default="pocket/base", help="folder the tokenizer files are written to")
-    return parser
-
-
-def main(args: argparse.Namespace) -> None:
-    build_tokenizer(args.task).save_pretrained(args.output_dir)
-
-
-if __name__ == "__main__":
-    run_script("make_tokenizer.py", lambda: main(make_parser().parse_args()))

@@ -1,11 +1,18 @@
-"""The search of `samplers.py --search`, on validation problems: the settings that feed the fewest tokens.
+"""Find the cheapest sampler for a model: settings are searched on validation problems and judged on fresh ones.
 
-All settings of the grid are tried on a few problems, those near the frontier on all. The choice is the cheapest whose
-accuracy on all of them is at most `SLACK` points below the exact sampler's; it is then judged on problems of its own.
+    python -m studies.samplers.search --task arithmetic --gen_length 40 --repeats 1 \\
+        --model_path runs/demo/arithmetic/seed0/sft_grpo
+
+Tries all settings of the grid (blocks, steps, caches, rules and levels) on a few validation problems, and those near
+the frontier on all of them. The choice is the cheapest whose accuracy on all is at most `SLACK` points below the exact
+sampler's. The frontier and the choice are then compared with exact on fresh problems, as `cost.py` does.
+Writes `frontier_<task>_<gen_length>.json`, `.md` and `.png` to --output_dir. Set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -13,7 +20,13 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from benchmarks.machine import check_counts
+from d1.runs.entry import run_script
 from d1.sampling.caches import CACHES
+from d1.show.curves import panels, save_figure
+from d1.tasks import load_task
+from pocket.recipes import RECIPES
+from studies.samplers import cost
 
 LEVELS = {
     "threshold": (0.5, 0.7, 0.8, 0.9),
@@ -27,7 +40,7 @@ SLACK = 1.0
 
 
 class Tried(NamedTuple):
-    """Settings, the share of problems solved in percent, and tokens fed a problem."""
+    """Settings, the share of problems solved in percent, and tokens fed per problem."""
 
     options: dict[str, Any]
     accuracy: float
@@ -44,7 +57,7 @@ class Tried(NamedTuple):
 
 
 def grid(length: int) -> list[dict[str, Any]]:
-    """Blocks, steps, caches, rules and levels, as options of `samplers.sample`."""
+    """Blocks, steps, caches, rules and levels, as options of `studies.samplers.cost.sample`."""
     found = []
     for block, steps, cache, (rule, levels) in product(
         (8, length // 2, length), STEPS, (None, *CACHES), LEVELS.items()
@@ -87,8 +100,6 @@ def choice(tried: Sequence[Tried], exact: Tried) -> Tried | None:
 
 def plot(tried: Sequence[Tried], exact: Tried, chosen: Tried | None, path: Path) -> None:
     """Accuracy against tokens: all that was tried on all problems, the frontier, exact and the choice."""
-    from d1.show.curves import panels, save_figure
-
     figure, (axes,) = panels(1, 1, size=(7, 4.5))
     for cache in (None, *CACHES):
         some = [one for one in tried if one.options.get("kv_cache") == cache]
@@ -101,6 +112,50 @@ def plot(tried: Sequence[Tried], exact: Tried, chosen: Tried | None, path: Path)
         label = f"chosen: {chosen.name}"
         axes.scatter([chosen.tokens], [chosen.accuracy], s=90, facecolors="none", edgecolors="black", label=label)
     axes.set_xscale("log")
-    axes.set(xlabel="tokens through the body a problem", ylabel="validation problems solved, %")
+    axes.set(xlabel="tokens fed through the model per problem", ylabel="validation problems solved, %")
     axes.legend(fontsize=7)
     save_figure(figure, path)
+
+
+def found(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """Exact and, of what the search found at most ten points below it, the frontier; the choice is named so. Draws the
+    figure."""
+    rows = load_task(RECIPES[args.task].task).load_rows("validation")
+    rows = rows.select(range(min(args.validation or len(rows), len(rows))))
+    prompts = cost.prompts_of(rows, tokenizer, model.device)
+
+    def judge(options: dict[str, Any], count: int | None) -> Tried:
+        some = rows.select(range(min(count or len(rows), len(rows))))
+        parts = cost.sample(model, tokenizer, prompts[: len(some)], args.gen_length, args.batch, **options)
+        right = cost.solved(parts, tokenizer, prompts.shape[1], some, args.task)
+        return Tried(options, 100 * statistics.fmean(right), cost.work_of(parts)[1])
+
+    exact = judge({"stop": False}, None)
+    tried = search(judge, args.gen_length)
+    chosen = choice(tried, exact)
+    plot(tried, exact, chosen, Path(args.output_dir) / f"{report_name(args)}.png")
+    shown = [one for one in frontier(tried) if one.accuracy >= exact.accuracy - 10]
+    shown += [chosen] if chosen is not None and chosen not in shown else []
+    return {cost.BASE: {"stop": False}} | {
+        f"{'chosen: ' if one is chosen else ''}{one.name}": one.options
+        for one in sorted(shown, key=lambda one: one.tokens)
+    }
+
+
+def report_name(args: argparse.Namespace) -> str:
+    return f"frontier_{args.task}_{args.gen_length}"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = cost.make_parser(__doc__)
+    parser.add_argument("--validation", type=int, help="search on so many validation problems (default: all)")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    check_counts(args, *(["validation"] if args.validation is not None else []))
+    cost.write_comparison(args, report_name(args), found)
+
+
+if __name__ == "__main__":
+    run_script("studies.samplers.search", lambda: main(make_parser().parse_args()))

@@ -1,14 +1,13 @@
-"""python -m benchmarks.samplers --model_path runs/demo/seed0/sft_grpo [--gen_length 32] [--problems 1000]
+"""What each sampler costs in accuracy and saves in work, on fresh problems of a pocket task.
 
-What each sampler costs in accuracy and saves in work, on fresh problems of a pocket task, greedy: exact solves, forward
-passes and tokens fed through the model a problem, processor seconds, compared problem by problem with the exact sampler
-(length / 2 steps, blocks of 8). Writes `samplers_<task>_<gen_length>.json` and `.md` to --output_dir. Set
-OMP_NUM_THREADS=1.
+    python -m studies.samplers.cost --model_path runs/demo/seed0/sft_grpo --gen_length 32 --problems 1000
 
-With `--search` the samplers are those on the frontier of a search over blocks, steps, caches, rules and levels on
-validation problems (`sampler_search.py`), among them its choice; also writes the frontier as `.png`.
+All samplers are greedy and compared problem by problem with the exact one (length / 2 steps, blocks of 8): problems
+solved, forward passes and tokens fed through the model per problem, and processor seconds. Writes
+`samplers_<task>_<gen_length>.json` and `.md` to --output_dir. Set OMP_NUM_THREADS=1.
 
-The problems' grids or numbers are those of the test split, which no training sees; the problems are drawn anew.
+The problems are drawn anew on the test split's grids or numbers, which no training sees. To search for a model's own
+settings, see `search.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.fresh_problems import FRESH
 from benchmarks.machine import check_counts, describe, race
-from benchmarks.reports import write_report
-from benchmarks.sampler_search import Tried, choice, frontier, plot, search
+from benchmarks.results import write_report
 from d1.models import load_model, load_tokenizer
 from d1.runs.entry import run_script
 from d1.sampling import Rollout, rollout
-from d1.show.uncertainty import Z95
 from d1.tasks import load_task
 from pocket.recipes import RECIPES
+from studies.samplers.fresh import FRESH
 
 BASE = "exact"
 
@@ -107,12 +104,13 @@ def solved(rollouts: list[Rollout], tokenizer: Any, width: int, rows: Any, task:
 
 
 def with_margin(values: list[float]) -> tuple[float, float]:
-    """Mean of values a problem, and half of its 95% interval (normal approximation), in points."""
-    return 100 * statistics.fmean(values), 100 * Z95 * statistics.stdev(values) / math.sqrt(len(values))
+    """Mean of one value per problem, and half of its 95% interval (normal approximation), in points."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return 100 * statistics.fmean(values), 100 * z * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def work_of(parts: list[Rollout]) -> tuple[float, float]:
-    """Forward passes and tokens through the body, a problem."""
+    """Forward passes and tokens fed through the model, per problem."""
     counts = torch.cat([torch.stack([part.passes, part.forward_tokens]) for part in parts], dim=1).double().mean(1)
     return counts[0].item(), counts[1].item()
 
@@ -123,52 +121,22 @@ def prompts_of(rows: Any, tokenizer: Any, device: str) -> Tensor:
     return torch.tensor(ids, device=device)
 
 
-def found_by_search(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
-    """Exact and, of what the search found no worse than it by more than ten points, the frontier; the choice is named
-    so. Writes the figure."""
-    rows = load_task(RECIPES[args.task].task).load_rows("validation")
-    rows = rows.select(range(min(args.validation or len(rows), len(rows))))
-    prompts = prompts_of(rows, tokenizer, model.device)
-
-    def judge(options: dict[str, Any], count: int | None) -> Tried:
-        some = rows.select(range(min(count or len(rows), len(rows))))
-        parts = sample(model, tokenizer, prompts[: len(some)], args.gen_length, args.batch, **options)
-        right = solved(parts, tokenizer, prompts.shape[1], some, args.task)
-        return Tried(options, 100 * statistics.fmean(right), work_of(parts)[1])
-
-    exact = judge({"stop": False}, None)
-    tried = search(judge, args.gen_length)
-    chosen = choice(tried, exact)
-    plot(tried, exact, chosen, Path(args.output_dir) / f"{report_name(args)}.png")
-    shown = [one for one in frontier(tried) if one.accuracy >= exact.accuracy - 10]
-    shown += [chosen] if chosen is not None and chosen not in shown else []
-    return {BASE: {"stop": False}} | {
-        f"{'chosen: ' if one is chosen else ''}{one.name}": one.options
-        for one in sorted(shown, key=lambda one: one.tokens)
-    }
-
-
-def report_name(args: argparse.Namespace) -> str:
-    return f"{'frontier' if args.search else 'samplers'}_{args.task}_{args.gen_length}"
-
-
-def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(args.model_path, device=device), load_tokenizer(args.model_path)
-    settings = found_by_search(args, model, tokenizer) if args.search else contestants(args.gen_length)
+def measure(
+    args: argparse.Namespace, model: Any, tokenizer: Any, settings: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """One row per sampler of `settings` (its name, then `sample`'s options), `BASE` among them."""
     rows = FRESH[args.task](args.problems, args.seed)
-    prompts = prompts_of(rows, tokenizer, device)
+    prompts = prompts_of(rows, tokenizer, model.device)
     sampled: dict[str, list[Rollout]] = {}
 
     def contestant(name: str, options: dict[str, Any]) -> Callable[[], Any]:
         return lambda: sampled.update({name: sample(model, tokenizer, prompts, args.gen_length, args.batch, **options)})
 
-    runs = {name: contestant(name, options) for name, options in settings.items()}
-    times = race(runs, args.repeats, base=BASE)
+    times = race({name: contestant(name, options) for name, options in settings.items()}, args.repeats, base=BASE)
     right = {name: solved(parts, tokenizer, prompts.shape[1], rows, args.task) for name, parts in sampled.items()}
     work = {name: work_of(parts) for name, parts in sampled.items()}
     results = {}
-    for name in runs:
+    for name in settings:
         accuracy, margin = with_margin(right[name])
         gain, gain_margin = with_margin([a - b for a, b in zip(right[name], right[BASE], strict=True)])
         passes, tokens = work[name]
@@ -185,12 +153,10 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return results
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", "--model_name", required=True, help="a pocket model, e.g. of `make demo`")
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
-    parser.add_argument("--search", action="store_true", help="search settings on validation problems first")
-    parser.add_argument("--validation", type=int, help="search on so many of them (default: all)")
     parser.add_argument("--gen_length", type=int, default=32)
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=125, help="problems sampled at once")
@@ -200,17 +166,29 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(args: argparse.Namespace) -> None:
+def write_comparison(args: argparse.Namespace, name: str, settings: Callable[..., dict[str, dict[str, Any]]]) -> None:
+    """Compares the samplers that `settings(args, model, tokenizer)` names and writes the report `name`.
+
+    Raises:
+        ValueError: a number out of its range, before a model is loaded.
+    """
     if args.problems < 2 or args.gen_length < 8 or args.gen_length % 8:
         raise ValueError(
             f"need at least 2 problems and a gen_length in blocks of 8, got {args.problems} and {args.gen_length}"
         )
-    check_counts(args, "batch", "repeats", *(["validation"] if args.validation is not None else []))
+    check_counts(args, "batch", "repeats")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = load_model(args.model_path, device=device), load_tokenizer(args.model_path)
+    results = measure(args, model, tokenizer, settings(args, model, tokenizer))
     named = {key: value for key, value in vars(args).items() if key != "output_dir"}
-    report = {"machine": describe(), "settings": named, "results": measure(args)}
-    write_report(report, args.output_dir, report_name(args))
+    write_report({"machine": describe(), "settings": named, "results": results}, args.output_dir, name)
+
+
+def main(args: argparse.Namespace) -> None:
+    name = f"samplers_{args.task}_{args.gen_length}"
+    write_comparison(args, name, lambda args, *_: contestants(args.gen_length))
 
 
 if __name__ == "__main__":
-    run_script("samplers.py", lambda: main(make_parser().parse_args()))
+    run_script("studies.samplers.cost", lambda: main(make_parser().parse_args()))

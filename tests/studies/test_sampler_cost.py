@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import batching, sampler_search, samplers
-from benchmarks.fresh_problems import FRESH
 from d1.sampling import SamplingSettings
 from d1.tasks import load_task
+from studies.samplers import cost, search
+from studies.samplers.fresh import FRESH
 
 
 def test_problems_are_new_and_on_grids_that_no_training_sees():
@@ -44,13 +44,13 @@ def numbers_of(rows):
 
 
 def tried(tokens, accuracy, **options):
-    return sampler_search.Tried(options, accuracy, tokens)
+    return search.Tried(options, accuracy, tokens)
 
 
 def test_the_frontier_is_what_no_other_beats_and_the_choice_the_cheapest_that_is_good_enough():
     rng = random.Random(0)
     every = [tried(rng.randrange(1, 40), rng.randrange(100)) for _ in range(60)]
-    best = sampler_search.frontier(every)
+    best = search.frontier(every)
     points = {(t.tokens, t.accuracy) for t in every}
     unbeaten = {(x, y) for x, y in points if not any(u <= x and v >= y and (u, v) != (x, y) for u, v in points)}
     assert {(t.tokens, t.accuracy) for t in best} == unbeaten
@@ -58,16 +58,16 @@ def test_the_frontier_is_what_no_other_beats_and_the_choice_the_cheapest_that_is
     assert [t.tokens for t in best] == sorted(t.tokens for t in best)
     exact = tried(800, 70.0)
     some = [tried(50, 60.0), tried(90, 69.0), tried(80, 69.5), tried(70, 68.9), tried(200, 75.0)]
-    assert sampler_search.choice(some, exact) == some[2]
-    assert sampler_search.choice(some[:1], exact) is None
-    assert sampler_search.near([tried(50, 60.0, n=1), tried(60, 55.0, n=2), tried(60, 54.9, n=3)]) == [
+    assert search.choice(some, exact) == some[2]
+    assert search.choice(some[:1], exact) is None
+    assert search.near([tried(50, 60.0, n=1), tried(60, 55.0, n=2), tried(60, 54.9, n=3)]) == [
         {"n": 1},
         {"n": 2},
     ]
 
 
 def test_every_setting_of_the_grid_can_be_sampled_with():
-    found = sampler_search.grid(32)
+    found = search.grid(32)
     assert len({str(options) for options in found}) == len(found)
     for options in found:
         block, steps, sampler = options["block"], options["steps"], {**options}
@@ -76,19 +76,19 @@ def test_every_setting_of_the_grid_can_be_sampled_with():
 
 
 def test_a_margin_is_half_of_the_normal_interval():
-    mean, margin = samplers.with_margin([1.0] * 75 + [0.0] * 25)
+    mean, margin = cost.with_margin([1.0] * 75 + [0.0] * 25)
     assert mean == pytest.approx(75)
     assert margin == pytest.approx(100 * 1.959964 * math.sqrt(0.75 * 0.25 / 99), rel=1e-5)
 
 
 def test_the_table_holds_every_sampler_and_counts_its_work(tmp_path, capsys):
     flags = ["--model_path", str(Path(__file__).parents[2] / "pocket" / "base"), "--problems", "6", "--repeats", "1"]
-    samplers.main(samplers.make_parser().parse_args([*flags, "--gen_length", "40", "--output_dir", str(tmp_path)]))
+    cost.main(cost.make_parser().parse_args([*flags, "--gen_length", "40", "--output_dir", str(tmp_path)]))
     written = json.loads((tmp_path / "samplers_sudoku_40.json").read_text())
     results = written["results"]
     assert written["settings"]["model_path"] == flags[1]
-    assert set(results) == set(samplers.contestants(40))
-    exact = results[samplers.BASE]
+    assert set(results) == set(cost.contestants(40))
+    exact = results[cost.BASE]
     assert (exact["forward passes"], exact["tokens"], exact["minus exact"]) == (20, 20 * 58, 0)
     assert results["exact, EOS stop"]["exact solves, %"] == exact["exact solves, %"]
     dual, prefix = results["cached: dual"], results["cached: prefix"]
@@ -99,33 +99,19 @@ def test_the_table_holds_every_sampler_and_counts_its_work(tmp_path, capsys):
 
 
 def test_a_search_chooses_on_validation_problems_and_judges_on_others(tmp_path, capsys, monkeypatch):
-    few = [options for options in sampler_search.grid(40) if options["block"] == 40 and options["steps"] == 2][::24]
-    monkeypatch.setattr(sampler_search, "grid", lambda _: few)
+    few = [options for options in search.grid(40) if options["block"] == 40 and options["steps"] == 2][::24]
+    monkeypatch.setattr(search, "grid", lambda _: few)
     flags = ["--model_path", str(Path(__file__).parents[2] / "pocket" / "arithmetic_base"), "--task", "arithmetic"]
-    flags += ["--problems", "6", "--repeats", "1", "--search", "--validation", "20", "--gen_length", "40"]
-    samplers.main(samplers.make_parser().parse_args([*flags, "--output_dir", str(tmp_path)]))
+    flags += ["--problems", "6", "--repeats", "1", "--validation", "20", "--gen_length", "40"]
+    search.main(search.make_parser().parse_args([*flags, "--output_dir", str(tmp_path)]))
     results = json.loads((tmp_path / "frontier_arithmetic_40.json").read_text())["results"]
-    assert results[samplers.BASE]["tokens"] == 20 * (24 + 40)
+    assert results[cost.BASE]["tokens"] == 20 * (24 + 40)
     assert (tmp_path / "frontier_arithmetic_40.png").stat().st_size > 5000
-    names = [name.removeprefix("chosen: ") for name in results if name != samplers.BASE]
-    assert set(names) <= {sampler_search.Tried(options, 0.0, 0.0).name for options in few}
-
-
-def test_a_batch_that_is_kept_full_takes_fewer_passes_for_the_same_tokens(tmp_path, capsys):
-    flags = ["--model_path", str(Path(__file__).parents[2] / "pocket" / "base"), "--problems", "14", "--batch", "3"]
-    batching.main(batching.make_parser().parse_args([*flags, "--gen_length", "16", "--output_dir", str(tmp_path)]))
-    results = json.loads((tmp_path / "batching.json").read_text())["results"]
-    for way in batching.WAYS:
-        fixed, full = (results[f"{way}: {name}"] for name in (batching.FIXED, batching.FULL))
-        assert fixed["tokens fed"] == full["tokens fed"]
-        assert fixed["forward passes"] * fixed["batch in use, %"] == pytest.approx(
-            full["forward passes"] * full["batch in use, %"]
-        )
-        assert full["forward passes"] <= fixed["forward passes"]
-    assert full["forward passes"] < fixed["forward passes"]
+    names = [name.removeprefix("chosen: ") for name in results if name != cost.BASE]
+    assert set(names) <= {search.Tried(options, 0.0, 0.0).name for options in few}
 
 
 @pytest.mark.parametrize("flag", ["--repeats", "--batch"])
 def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(flag):
     with pytest.raises(ValueError, match=f"{flag} must be at least 1"):
-        samplers.main(samplers.make_parser().parse_args(["--model_path", "nowhere", flag, "0"]))
+        cost.main(cost.make_parser().parse_args(["--model_path", "nowhere", flag, "0"]))

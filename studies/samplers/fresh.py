@@ -14,7 +14,7 @@ from d1.tasks.sudoku import solution_grids
 from dataset.make_problems import arithmetic_row, sudoku_puzzles, write_rows
 from pocket.arithmetic_traces import training_numbers
 
-NUMBERS = Path(__file__).resolve().parents[1] / "dataset" / "arithmetic_test.jsonl"
+NUMBERS = Path(__file__).resolve().parents[2] / "dataset" / "arithmetic_test.jsonl"
 
 
 def sudoku(count: int, seed: int) -> Any:

@@ -1,0 +1,73 @@
+"""How far a mean over seeds and problems can be trusted.
+
+Every seed answers the same problems, so a table of scores (seeds, problems) varies by seed, by problem and by both
+together: the crossed design with random effects and one observation per cell (Searle, Casella and McCulloch 1992,
+chapter 4). The variance of its mean is (M_s + M_p - M_e) / (seeds x problems), M the mean squares of seeds, problems
+and the rest, with Satterthwaite's degrees of freedom. If M_s < M_e, drop the seed term; if M_p < M_e, drop the problem
+term. A table of one seed has an interval over problems alone. SciPy has the distribution, and no such design.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import t as student
+
+LEVEL = 0.95
+
+
+class Mean(NamedTuple):
+    """A mean with the ends of its 95% interval, and the two-sided p-value of its being 0."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+
+class Square(NamedTuple):
+    """A mean square and its degrees of freedom."""
+
+    value: float
+    freedom: float
+
+
+def mean_of(scores: np.ndarray, of_seeds: Square | None = None) -> Mean:
+    """The mean of a table (seeds, problems) of scores, or of differences of scores; `of_seeds` replaces its own M_s."""
+    value = float(scores.mean())
+    variance, freedom = variance_of_mean(scores, of_seeds)
+    if variance <= 1e-18:  # all alike: there is nothing to estimate it from
+        return Mean(value, value, value, 1.0 if abs(value) < 1e-12 else 0.0)
+    error = math.sqrt(variance)
+    half = float(student.ppf((1 + LEVEL) / 2, freedom)) * error
+    return Mean(value, value - half, value + half, 2 * float(student.sf(abs(value) / error, freedom)))
+
+
+def variance_of_mean(scores: np.ndarray, of_seeds: Square | None = None) -> tuple[float, float]:
+    """The variance of the mean of a table (seeds, problems), and its degrees of freedom.
+
+    Raises:
+        ValueError: fewer than two problems.
+    """
+    seeds, problems = scores.shape
+    if problems < 2:
+        raise ValueError(f"an interval needs two problems, got a table of {seeds} seeds x {problems} problems")
+    total = scores.mean()
+    by_problem, by_seed = scores.mean(0) - total, scores.mean(1) - total
+    of_problems = Square(seeds * float((by_problem**2).sum()) / (problems - 1), problems - 1)
+    if seeds == 1:
+        return of_problems.value / problems, of_problems.freedom
+    own = Square(problems * float((by_seed**2).sum()) / (seeds - 1), seeds - 1)
+    rest = scores - total - by_problem - by_seed[:, None]
+    freedom = (seeds - 1) * (problems - 1)
+    of_rest = Square(float((rest**2).sum()) / freedom, freedom)
+    counted = [square for square in (of_seeds or own, of_problems) if square.value > of_rest.value]
+    if len(counted) == 2:
+        counted.append(Square(-of_rest.value, freedom))
+    counted = counted or [of_rest]
+    both = sum(square.value for square in counted)
+    if both <= 0:
+        return 0.0, 1.0
+    return both / (seeds * problems), both**2 / sum(square.value**2 / square.freedom for square in counted)
