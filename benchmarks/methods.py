@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from benchmarks.steps import bare_share, race_clocked
 from d1.masking import keyed_generator
 from d1.models.head import body_and_head
 from d1.rl.methods import METHODS
-from d1.scoring import ESTIMATORS, SampledRows, score
+from d1.scoring import ESTIMATORS, SampledRows, ViewSettings, score
 from d1.scoring.rollouts import randomness
 
 VIEWS = (1, 4, 16, 64)
@@ -97,8 +96,7 @@ def update_by_views(args: Any) -> dict[str, dict[str, float]]:
     [random] = randomness(rows, keyed_generator(1), 0, args.rows, 1)
     kind, found = 0 if torch.cuda.is_available() else 1, {}
     for count in VIEWS:
-        settings = SimpleNamespace(num_views=count, antithetic=False, stratified=True, p_mask_prompt=0.0)
-        views = ESTIMATORS["elbo"].draw(sampled, random, settings)
+        views = ESTIMATORS["elbo"](sampled, random, ViewSettings(num_views=count, stratified=True))
 
         def update(views: Any = views) -> None:
             scores = score(model, ids, mask, canvas, views, mask_token_id=MASK, gen_length=args.length)

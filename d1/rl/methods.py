@@ -29,9 +29,6 @@ class Method:
     scale: dict[str, Any] = field(default_factory=dict)
 
 
-# Values of `kl` that compare with the policy that sampled, and so need no reference model.
-WITHOUT_REFERENCE = ("k3_to_old",)
-
 # d1's own, the defaults. Every other row says where it differs, so that choosing one leaves nothing of another.
 D1: dict[str, Any] = {
     "estimator": "one_step",

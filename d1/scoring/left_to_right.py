@@ -5,20 +5,18 @@ Exact for a sampler that fills the canvas left to right, one token a step (`bloc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from d1.scoring.replay import last_scored, replay_views
-from d1.scoring.rollouts import Randomness, SampledRows, within_blocks
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, within_blocks
 from d1.scoring.views import Views
 
 
-def views(settings: Any) -> int:
-    return settings.max_completion_length
+def views(settings: ViewSettings) -> int:
+    return settings.gen_length
 
 
-def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """One view a token, or a token of every block: the order of reveal is the order of the text."""
     rows, canvas = sampled.scored.shape
     places = within_blocks(torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1), sampled.blocks)

@@ -14,21 +14,19 @@ Of a block-causal model the steps are those of each block, counted from its firs
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, within_blocks
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, within_blocks
 from d1.scoring.views import Views
 
 DRAW_STEPS = ("uniform", "entropy")
 
 
-def views(settings: Any) -> int:
+def views(settings: ViewSettings) -> int:
     if settings.num_views:
         return settings.num_views
-    return settings.segments or -(-settings.diffusion_steps // (settings.segment_steps or 1))
+    return settings.segments or -(-settings.steps // (settings.segment_steps or 1))
 
 
 def segments_of(reveal_steps: Tensor, scored: Tensor, segments: int | None, segment_steps: int | None) -> Tensor:
@@ -97,7 +95,7 @@ def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, weights.masked_fill(again, 0.0).float()
 
 
-def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     scored = sampled.scored
     steps = within_blocks(sampled.reveal_steps, sampled.blocks)
     segments = segments_of(steps, scored, settings.segments, settings.segment_steps)
