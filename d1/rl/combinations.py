@@ -34,13 +34,13 @@ def contradictions(s: Any) -> Iterator[str]:
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
         if s.importance_sampling_level == "sequence":
             yield (
-                f"a ratio of whole completions needs all of their tokens, and {s.estimator} with num_views "
-                f"{s.num_views} scores some: take --objective clipped_views, or with replay leave num_views unset"
+                f"a ratio of whole completions needs all of their tokens, and {s.estimator} draws some of them: take "
+                f"--objective {names(OBJECTIVES, per_view=True, linear=True)}, or leave replay's num_views unset"
             )
         yield (
             f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its chance: "
-            f"{s.estimator} with num_views {s.num_views} needs --objective {names(OBJECTIVES, per_view=True)} or one "
-            "without a ratio, as reinforce"
+            f"{s.estimator} needs --objective {names(OBJECTIVES, per_view=True, linear=True)}, or one without old "
+            "log-probs, as reinforce"
         )
     if objective.linear and not estimator.linear:
         yield (

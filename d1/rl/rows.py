@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from d1.scoring.estimators import called, described
@@ -145,7 +144,7 @@ class Objective:
         returned = self.loss(inputs, settings)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
             raise ValueError(f"{called(self.loss)} returned {described(returned)}: expected a pair (loss, metrics)")
-        check_scalar(self.loss, returned[0])
+        check_scalar(self.loss, returned[0], inputs)
         for name, value in returned[1].items():
             if not isinstance(value, int | float):
                 raise ValueError(f"{called(self.loss)} gave the metric {name!r}: {described(value)}, expected a number")
@@ -176,7 +175,7 @@ class Penalty:
     def __call__(self, inputs: LossInputs, settings: LossSettings) -> Tensor:
         """The penalty. Raises ValueError where the function returned something else than a scalar with a gradient."""
         returned = self.value(inputs, settings)
-        check_scalar(self.value, returned)
+        check_scalar(self.value, returned, inputs)
         return returned
 
 
@@ -202,8 +201,8 @@ class Advantage:
         return returned
 
 
-def check_scalar(function: object, value: object) -> None:
-    """Raises ValueError unless a function returned a scalar with a gradient, where gradients are on."""
+def check_scalar(function: object, value: object, inputs: LossInputs) -> None:
+    """Raises ValueError unless a function returned a scalar, with a gradient where the policy's log-probs have one."""
     scalar = isinstance(value, Tensor) and value.dim() == 0
-    if not scalar or (torch.is_grad_enabled() and not value.requires_grad):  # type: ignore[attr-defined]
-        raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar with a gradient")
+    if not scalar or (inputs.view_logps.requires_grad and not value.requires_grad):  # type: ignore[attr-defined]
+        raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar tensor with a gradient")
