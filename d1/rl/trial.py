@@ -53,7 +53,12 @@ def try_rows(settings: Any) -> None:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
             small = replace(settings.view_settings(), gen_length=CANVAS, steps=CANVAS, block_length=CANVAS // 2)
-            views = draw_views(estimator, small)
+            views, most = draw_views(estimator, small), estimator.views(small)
+            if views.noise.shape[1] > most:
+                raise ValueError(
+                    f"gave {views.noise.shape[1]} views, and its row says at most {most}: "
+                    "write Estimator(..., views=lambda settings: ...)"
+                )
         if objective.loss is not None:
             with explained(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
                 inputs = random_inputs(views, objective.reads_old, settings.needs_reference)

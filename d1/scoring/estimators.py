@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from d1.scoring import coupled, elbo, left_to_right, one_step, random_masks, replay, spg
+from d1.scoring import coupled, elbo, one_step, random_masks, replay, spg
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Views
 
@@ -63,18 +63,13 @@ class Estimator:
         """The drawn views.
 
         Raises:
-            ValueError: the function returned something else than views of these rows, or more than `views` says.
+            ValueError: the function returned something else than views of these rows.
         """
-        drawn, most = self.draw(sampled, random, settings), self.views(settings)
+        drawn = self.draw(sampled, random, settings)
         if not isinstance(drawn, Views):
             raise ValueError(f"{called(self.draw)} returned {described(drawn)}: expected Views, of d1.scoring")
         rows, prompt = sampled.prompt_ids.shape
         drawn.check(rows, prompt + sampled.gen_length, sampled.gen_length)
-        if drawn.noise.shape[1] > most:
-            raise ValueError(
-                f"{called(self.draw)} gave {drawn.noise.shape[1]} views, and its row says at most {most}: "
-                "write Estimator(..., views=lambda settings: ...)"
-            )
         return drawn
 
 
@@ -109,5 +104,7 @@ ESTIMATORS: dict[str, Estimator] = {
         partial=draws_some,
         settings=("num_views", "segments", "segment_steps", "draw_steps"),
     ),
-    "left_to_right": Estimator(left_to_right.draw, left_to_right.views, draws=never, clean_prompt=True, settings=()),
+    "left_to_right": Estimator(
+        replay.draw_text, lambda settings: settings.gen_length, draws=never, clean_prompt=True, settings=()
+    ),
 }

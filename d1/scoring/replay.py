@@ -104,6 +104,19 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
         numbers = random.evenly_spread(settings.num_views).to(device)
         chance = chances(segments, scored, sampled.entropies, settings.draw_steps)
         return replay_views(prompt, segments, *drawn(chance, numbers), scored)
-    count = int(last_scored(segments, scored).max()) + 1  # of the row with most: the others' last views score nothing
-    chosen = torch.arange(count, device=device).expand(len(segments), -1)
+    return every_view(prompt, segments, scored)
+
+
+def every_view(prompt: int, segments: Tensor, scored: Tensor) -> Views:
+    """A view for each segment, as many as of the row with most: the others' last views score nothing."""
+    count = int(last_scored(segments, scored).max()) + 1
+    chosen = torch.arange(count, device=segments.device).expand(len(segments), -1)
     return replay_views(prompt, segments, chosen, torch.ones_like(chosen, dtype=torch.float), scored)
+
+
+def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    """The chain rule: each token given the prompt and the tokens before it, all later ones hidden (JustGRPO,
+    2601.15165). One view per token, or per token of every block; exact for a sampler with `block_length` 1."""
+    rows, canvas = sampled.scored.shape
+    order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
+    return every_view(sampled.prompt_ids.shape[1], within_blocks(order, sampled.blocks), sampled.scored)
