@@ -2,8 +2,7 @@
 
 A batch's way: `rollout` samples a canvas a prompt; TRL computes rewards and advantages; `after_rollout` draws the views
 of every inner update (`d1/scoring/estimators.py`) and scores old and reference log-probabilities in them; `loss` picks
-the views of the update at hand, scores the policy in them, and hands all of it to TRL's loss or one of `objectives.py`.
-What this does to TRL's own methods is in `trl_bridge.py`.
+the views of the update at hand, scores the policy in them, and hands all to TRL's loss (`bridge.py`) or `objectives.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from d1.rl.bridge import CanvasGRPOTrainer, TokenRecord, reference_from, rollout
 from d1.rl.budget import total_compute
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
-from d1.rl.objectives import OBJECTIVES, sequence_log_ratios
+from d1.rl.objectives import OBJECTIVES, LossInputs, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
 from d1.rl.rollouts import eos_cut, record_of, sample_in_parts, sampled_rows, unpack_record
-from d1.rl.rows import LossInputs
 from d1.rl.state import RestoreRollout, save_rollout
 from d1.rl.trainer_checks import check_trainer, refuse_tools
 from d1.rl.updates import (
@@ -193,11 +191,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
         batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
-        sampled = sampled_rows(batch, self.model.config, protected)
-        estimator, settings = ESTIMATORS[self.args.estimator], self.args.view_settings()
-        batch |= draw_updates(
-            sampled, self.randomness(len(record)), estimator, settings, shared=not self.args.random_masking
-        )
+        sampled, updates = sampled_rows(batch, self.model.config, protected), self.randomness(len(record))
+        how = (ESTIMATORS[self.args.estimator], self.args.view_settings(), not self.args.random_masking)
+        batch |= draw_updates(sampled, updates, *how)
         self.log_metric("prompt_masked", prompt_masked(batch))
         self.score_rollout(batch)
 
@@ -233,8 +229,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.compare_rows(model)
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
-        given = (micro_batches, args.reads_old_logps, args.sampling_weight_cap)
-        inputs = loss_inputs(batch, scores, self.update, *given)
+        inputs = loss_inputs(batch, scores, self.update, micro_batches, args.reads_old_logps, args.sampling_weight_cap)
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
         if objective.loss is None:

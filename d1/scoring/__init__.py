@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from d1.scoring.views import Scores as Scores
     from d1.scoring.views import Views as Views
     from d1.scoring.views import score as score
+    from d1.scoring.views import views_of_canvas as views_of_canvas
 
 HOMES = {
     "ESTIMATORS": "estimators",
@@ -27,5 +28,6 @@ HOMES = {
     "Views": "views",
     "mean_field_logps": "one_step",
     "score": "views",
+    "views_of_canvas": "views",
 }
 __getattr__ = lazily(__name__, HOMES)
