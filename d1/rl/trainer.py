@@ -2,7 +2,7 @@
 
 A batch's way: `rollout` samples a canvas a prompt; TRL computes rewards and advantages; `after_rollout` draws the views
 of every inner update (`d1/scoring/estimators.py`) and scores old and reference log-probabilities in them; `loss` picks
-the views of the update at hand, scores the policy in them, and hands all to TRL's loss (`bridge.py`) or `objectives.py`.
+the views of the update at hand, scores the policy in them, gives all to TRL's loss (`bridge.py`) or `objectives.py`.
 """
 
 from __future__ import annotations
