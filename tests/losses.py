@@ -1,28 +1,28 @@
 """Tensors for losses, and TRL's loss of them."""
 
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from d1.rl.objectives import LossInputs
-
-# What a loss reads of a run's settings; each value differs from those that would hide a fault, such as 0 or 1.
-SETTINGS = {
-    "loss_type": "grpo",
-    "epsilon": 0.2,
-    "epsilon_high": 0.35,
-    "max_completion_length": 7,
-    "eubo_beta": 1.5,
-    "eubo_share": 0.3,
-    "ratio_cap": 1.3,
-}
+from d1.rl.rows import LossInputs
 
 
-def settings(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{**SETTINGS, **changes})
+@dataclass
+class Settings:
+    """What a loss reads of a run's settings; each value differs from those that would hide a fault, such as 0 or 1."""
+
+    loss_type: str = "grpo"
+    epsilon: float = 0.2
+    epsilon_high: float | None = 0.35
+    max_completion_length: int = 7
+    eubo_beta: float = 1.5
+    eubo_share: float = 0.3
+    ratio_cap: float = 1.3
+
+
+settings = Settings
 
 
 def random_inputs(views: int = 3, weights: str = "random", spread: float = 0.5) -> LossInputs:
@@ -102,8 +102,8 @@ def trl_trainer(model_dir: Any, folder: Any) -> Any:
             max_completion_length=7,
             block_length=7,
             diffusion_steps=7,
-            epsilon=SETTINGS["epsilon"],
-            epsilon_high=SETTINGS["epsilon_high"],
+            epsilon=Settings.epsilon,
+            epsilon_high=Settings.epsilon_high,
             report_to="none",
             disable_tqdm=True,
         ),

@@ -1,7 +1,7 @@
 # my_method.py: python diffu_grpo_train.py --method my_method.py ...
 from d1.masking import draw_masks
-from d1.scoring import Estimator
-from d1.scoring.views import views_of_canvas
+from d1.rl.rows import Objective
+from d1.scoring import Estimator, views_of_canvas
 
 
 def half(sampled, random, settings):
@@ -18,5 +18,5 @@ def push(inputs, settings):
 
 
 ESTIMATORS = {"half": Estimator(half)}
-OBJECTIVES = {"push": push}
+OBJECTIVES = {"push": Objective(push, reads_old=False)}
 METHOD = {"estimator": "half", "p_mask_prompt": 0.0, "objective": "push", "beta": 0.0, "num_iterations": 2}

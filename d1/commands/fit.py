@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 from d1.ranges import AMOUNT, COUNT, NATURAL, Range
-from d1.rl.methods import METHODS, WITHOUT_REFERENCE
+from d1.rl.methods import METHODS
 
 ZERO = Range(0, 3, integer=True)
 
@@ -38,18 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
     """What `FitSettings` is told of a run's RL method: its views, what is stored of them, and whether it has a KL. A
     view of a block-causal model has a step of every block."""
-    from d1.scoring import ESTIMATORS
+    from d1.rl.penalties import PENALTIES
+    from d1.scoring import ESTIMATORS, ViewSettings
 
     values = METHODS[args.method].values
-    unset = {"num_views": None, "antithetic": False, "segments": None, "segment_steps": None}
-    canvas = {name: getattr(args, name) for name in ("max_completion_length", "diffusion_steps")}
-    settings = SimpleNamespace(**{**unset, **canvas, **values})
-    settings.diffusion_steps = settings.diffusion_steps or settings.max_completion_length
+    length = args.max_completion_length
+    steps = values.get("diffusion_steps", args.diffusion_steps) or length
     if block_size:
-        blocks = -(-args.max_completion_length // block_size)
-        settings.max_completion_length, settings.diffusion_steps = block_size, -(-settings.diffusion_steps // blocks)
-    views, mu = ESTIMATORS[settings.estimator].views(settings), settings.num_iterations
-    beta = 0.0 if settings.kl in WITHOUT_REFERENCE else args.beta
+        length, steps = block_size, -(-steps // -(-length // block_size))
+    read = {name: value for name, value in values.items() if name in ViewSettings.__annotations__}
+    settings = ViewSettings(**read | {"gen_length": length, "steps": steps})
+    views, mu = ESTIMATORS[values["estimator"]].views(settings), values["num_iterations"]
+    beta = args.beta if PENALTIES[values["kl"]].to == "reference" else 0.0
     # For each update and view a byte a token for what is hidden, and on the canvas fp32 weights and log-probs: old
     # ones where a second update follows the first, and the reference's.
     numbers = 1 + (mu > 1) + (beta > 0)

@@ -1,6 +1,6 @@
 """Advantages, by name: what becomes of TRL's, which are rewards less their group's mean, over `scale_rewards`.
 
-`advantage: trl`, the default, leaves them as they are. A new one is a function here and a line in `ADVANTAGES`.
+`advantage: trl`, the default, leaves them as they are. A new one is a function and a row of `ADVANTAGES`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# (groups, completions of a prompt) -> the same shape
-Advantage = Callable[[Tensor], Tensor]
+from d1.rl.rows import Advantage
 
 
 def leave_one_out(advantages: Tensor) -> Tensor:
@@ -27,8 +26,9 @@ def signed_softmax(advantages: Tensor) -> Tensor:
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "leave_one_out": leave_one_out,
-    "signed_softmax": signed_softmax,
+    "trl": Advantage(None, centred=False),
+    "leave_one_out": Advantage(leave_one_out),
+    "signed_softmax": Advantage(signed_softmax),
 }
 
 
@@ -46,7 +46,7 @@ class Everyone(NamedTuple):
 
 def reshaped(advantages: Tensor, name: str, group: int, everyone: Everyone) -> Tensor:
     """The advantages (rows,) that `name` makes of TRL's, in groups of `group` rows, which may span processes."""
-    if name == "trl" or group == 1:
+    if ADVANTAGES[name].of is None or group == 1:
         return advantages
     return ADVANTAGES[name](everyone.gather(advantages).view(-1, group)).flatten()[everyone.first :][: len(advantages)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from trl import GRPOConfig
@@ -27,20 +27,17 @@ AUTOREGRESSIVE_ONLY = {
     **{name: field.default for name, field in GRPOConfig.__dataclass_fields__.items() if name.startswith("vllm_")},
 }
 
-# Settings of TRL's that are one name of a few. TRL 1.16 looks at them only at the first loss.
-CHOICES = {
-    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "sum", "luspo", "cispo", "sapo", "vespo"),
+# Settings that are one name of a few: TRL 1.16 looks at its own only at the first loss. Tables are asked when settings
+# are checked: rows count that were added until then.
+CHOICES: dict[str, Iterable[str]] = {
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "draw_steps": DRAW_STEPS,
-}
-# Those that are one name of a table, asked when settings are checked: rows count that were added until then.
-TABLES: dict[str, Callable[[], tuple[str, ...]]] = {
-    "estimator": lambda: (*ESTIMATORS,),
-    "objective": lambda: ("trl", *OBJECTIVES),
-    "kl": lambda: (*PENALTIES,),
-    "advantage": lambda: ("trl", *ADVANTAGES),
+    "estimator": ESTIMATORS,
+    "objective": OBJECTIVES,
+    "kl": PENALTIES,
+    "advantage": ADVANTAGES,
 }
 
 
@@ -53,6 +50,6 @@ def check_choices(settings: Any) -> None:
                 f"leave it at {off!r}. Rollouts are shaped by temperature, diffusion_steps, block_length, "
                 "remasking and cfg_scale."
             )
-    for name, choices in {**CHOICES, **{name: rows() for name, rows in TABLES.items()}}.items():
+    for name, choices in CHOICES.items():
         if getattr(settings, name) not in choices:
             raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(settings, name)!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import torch
@@ -15,16 +15,17 @@ from d1.rl.advantages import ADVANTAGES
 from d1.rl.choices import check_choices
 from d1.rl.choose_method import check_names, find_method
 from d1.rl.combinations import check_combination
-from d1.rl.methods import METHODS, WITHOUT_REFERENCE
-from d1.rl.objectives import OBJECTIVES, WITHOUT_OLD
+from d1.rl.methods import METHODS
+from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
+from d1.rl.trial import try_rows
 from d1.runs.settings import setting
 from d1.sampling.blocks import check_sampler
 from d1.sampling.caches import CACHES
 from d1.sampling.order import REMASKING
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import SAMPLERS, SamplingSettings
-from d1.scoring import ESTIMATORS
+from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import TASKS
 from d1.tasks.protocols import PROTOCOLS
@@ -140,10 +141,10 @@ class DiffuGRPOConfig(GRPOConfig):
         1, "Views of a row per forward pass: more of them take more memory, and use a fast device better."
     )
     objective: str = setting(
-        "trl", f"trl: TRL's loss_type and importance_sampling_level; or one of {', '.join(OBJECTIVES)}."
+        "trl", f"One of {', '.join(OBJECTIVES)}; trl has TRL's loss_type and importance_sampling_level."
     )
     kl: str = setting("k3", f"What beta weighs: {', '.join(PENALTIES)}.")
-    advantage: str = setting("trl", f"trl: as scale_rewards says; or of that, {', '.join(ADVANTAGES)}.")
+    advantage: str = setting("trl", f"One of {', '.join(ADVANTAGES)}; trl is what scale_rewards gives.")
     right_share: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
         None, "Lower and upper bound: prompts whose fraction of correct completions lies outside are dropped."
     )
@@ -200,27 +201,29 @@ class DiffuGRPOConfig(GRPOConfig):
         check_choices(self)
         self.sampling_settings()
         check_combination(self)
+        try_rows(self)
 
     @property
     def reads_old_logps(self) -> bool:
-        """Whether the loss compares the policy with the one that sampled."""
-        return self.objective not in WITHOUT_OLD or (self.beta != 0.0 and self.kl in WITHOUT_REFERENCE)
+        """Whether the loss compares the policy with the one that sampled, as its objective's or penalty's row says."""
+        return OBJECTIVES[self.objective].reads_old or (self.beta != 0.0 and PENALTIES[self.kl].to == "old")
 
     @property
     def needs_old_logps(self) -> bool:
-        """Whether it does, and updates come after the weights that sampled have changed: before, the ratio is 1."""
+        """True if the loss reads old log-probs and some update follows the first optimizer step: before, they equal the
+        policy's own."""
         cycle = int(self.steps_per_generation or 1) * self.num_iterations
         return self.reads_old_logps and self.gradient_accumulation_steps % cycle != 0
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss asks for log-probs of a reference model."""
-        return self.beta != 0.0 and self.kl not in WITHOUT_REFERENCE
+        return self.beta != 0.0 and PENALTIES[self.kl].to == "reference"
 
     @property
     def has_trls_kl(self) -> bool:
         """Whether the KL term, if there is one, is TRL's own, of which TRL keeps the metrics."""
-        return self.objective == "trl" and self.kl == "k3"
+        return OBJECTIVES[self.objective].own_kl == self.kl
 
     def sampling_settings(self, model_config: Any = None) -> SamplingSettings:
         """How rollouts are sampled; of a given model its blocks become `block_length`, where none is set.
@@ -240,6 +243,12 @@ class DiffuGRPOConfig(GRPOConfig):
             check_sampler(settings, model_config)
             self.block_length = settings.block_length
         return settings
+
+    def view_settings(self) -> ViewSettings:
+        """What estimators read."""
+        sampling = self.sampling_settings()
+        own = {field.name: getattr(self, field.name) for field in fields(ViewSettings) if hasattr(self, field.name)}
+        return ViewSettings(**own | {name: getattr(sampling, name) for name in ("gen_length", "steps", "block_length")})
 
 
 def with_method(fill: Callable[..., None]) -> Callable[..., None]:

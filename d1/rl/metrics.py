@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d1.rl.objectives import LossInputs
+from d1.rl.rows import LossInputs, known
 from d1.rl.sampling_weights import mean_logps, where_scored
 from d1.rl.updates import Batch, fitted
 
@@ -24,7 +24,7 @@ def prompt_masked(batch: Batch) -> float:
 def largest_ratio(inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> float:
     """The largest ratio of new to old probabilities of a token, over all views that score it and all processes."""
     scored = (inputs.weights * inputs.mask.unsqueeze(1)) != 0
-    ratios = (inputs.view_logps - inputs.view_old).detach().exp().masked_fill(~scored, 0.0)
+    ratios = (inputs.view_logps - known(inputs.view_old)).detach().exp().masked_fill(~scored, 0.0)
     return gather(ratios.max()).max().item()
 
 

@@ -1,80 +1,20 @@
 """What RL minimises: pure functions of log-probabilities and advantages.
 
 `objective: trl`, the default, is TRL's own loss with all its `loss_type`s and `importance_sampling_level`s; d1's is
-`loss_type: bnpo`. A new one is a function here, or in a file of yours, and a line in `OBJECTIVES`.
+`loss_type: bnpo`. A new one is a function and a row of `OBJECTIVES`, here or in a file of yours.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class LossInputs:
-    """A micro-batch under the views of the inner update at hand.
-
-    Attributes:
-        view_logps: (rows, views, tokens), of the policy; 0 where a view does not score a token. Differentiable.
-        view_old: (rows, views, tokens), of the policy that sampled, in the same views.
-        view_reference: (rows, views, tokens), of the reference model in the same views; None where beta is 0.
-        weights: (rows, views, tokens), what each view weighs for each token (`d1.scoring.Views`).
-        advantages: (rows,).
-        mask: (rows, tokens), 1 up to and including the first EOS.
-        tokens: scored tokens of a micro-batch, on average over all of the rollout and all processes.
-        log_ratios: (all rows of the rollout,) `sequence_log_ratios` on all processes, of the policy before this update;
-            None but for objectives in `OVER_ALL_ROWS`.
-        sampling_weights: (rows, tokens), of each token's part of the policy gradient (`sampling_weights.py`); None
-            where `sampling_weight_cap` is.
-    """
-
-    view_logps: Tensor
-    view_old: Tensor
-    view_reference: Tensor | None
-    weights: Tensor
-    advantages: Tensor
-    mask: Tensor
-    tokens: Tensor
-    log_ratios: Tensor | None = None
-    sampling_weights: Tensor | None = None
-
-    @property
-    def logps(self) -> Tensor:
-        """(rows, tokens), the estimator's log-probabilities of the policy."""
-        return (self.weights * self.view_logps).sum(1)
-
-    @property
-    def old(self) -> Tensor:
-        """(rows, tokens), those of the policy that sampled."""
-        return (self.weights * self.view_old).sum(1)
-
-    @property
-    def reference(self) -> Tensor | None:
-        """(rows, tokens), those of the reference model."""
-        return None if self.view_reference is None else (self.weights * self.view_reference).sum(1)
-
-    @property
-    def counted(self) -> Tensor:
-        """(rows, tokens), what a token counts for: `mask`, with the sampling weights where there are some."""
-        return self.mask if self.sampling_weights is None else self.mask * self.sampling_weights
-
-    @property
-    def lengths(self) -> Tensor:
-        """(rows,), scored tokens; 1 for a row without any, which is divided by it."""
-        return self.mask.sum(-1).clamp(min=1)
+from d1.rl.rows import MEANS, LossInputs, LossSettings, Objective, known
 
 
-# -> the loss, a scalar for one micro-batch, of which the step's loss is the mean, and metrics to log, of this process's
-# rows. The settings are those of the run, `DiffuGRPOConfig`.
-Objective = Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]]
-
-
-def averaged(per_row: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+def averaged(per_row: Tensor, inputs: LossInputs, settings: LossSettings) -> Tensor:
     """The mean that `settings.loss_type` names, of sums over tokens (rows,): TRL's of that name, and "sum" for none."""
     if settings.loss_type == "sum":
         return per_row.mean()
@@ -86,20 +26,15 @@ def averaged(per_row: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
         return per_row.sum() / inputs.mask.sum().clamp(min=1)
     if settings.loss_type == "dapo":
         return per_row.sum() / inputs.tokens.clamp(min=1)
-    raise ValueError(
-        f"loss_type {settings.loss_type} is a loss of TRL's own: it needs --objective trl; the others take {MEANS}"
-    )
+    raise ValueError(f"loss_type {settings.loss_type} is known to TRL's loss alone: take one of {', '.join(MEANS)}")
 
 
-MEANS = ("sum", "grpo", "dr_grpo", "bnpo", "dapo")
-
-
-def reinforce(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def reinforce(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
     """-A log p: the policy gradient, with neither ratio nor clipping (Williams 1992)."""
     return averaged(-inputs.advantages * (inputs.logps * inputs.counted).sum(-1), inputs, settings), {}
 
 
-def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
+def clip(ratios: Tensor, advantages: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
     """PPO's min(r A, clip(r) A), and where the clip holds a gradient back; `advantages` broadcasts to `ratios`."""
     low = 1 - settings.epsilon
     high = 1 + (settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
@@ -112,13 +47,13 @@ def share(what: Tensor, of: Tensor) -> float:
     return ((what & of).sum() / of.sum().clamp(min=1)).item()
 
 
-def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def clipped_views(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
     """PPO's loss with a ratio for each token in each view, the views' losses summed with their weights.
 
     A weight that makes up for a view's chance to be drawn multiplies the loss here. In a weighted sum of log-probs, as
     TRL's loss is given it, it would be an exponent of the ratio.
     """
-    ratios = (inputs.view_logps - inputs.view_old).exp()
+    ratios = (inputs.view_logps - known(inputs.view_old)).exp()
     gains, clipped = clip(ratios, inputs.advantages[:, None, None], settings)
     scored = (inputs.weights * inputs.mask.unsqueeze(1)) != 0
     counted = inputs.weights * inputs.counted.unsqueeze(1)
@@ -126,13 +61,13 @@ def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, 
     return loss, {"clip_ratio/region_mean": share(clipped, scored)}
 
 
-def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def bgpo(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
     """BGPO's loss, a sum over draws (arXiv 2510.11683, section 3): d is a draw's log-ratio of bounds, a token.
 
     exp(d) is bounded below by 1 + d where A > 0, and stands itself where A <= 0.
     """
     views = inputs.weights.shape[1]
-    difference = inputs.weights * (inputs.view_logps - inputs.view_old) * inputs.mask.unsqueeze(1)
+    difference = inputs.weights * (inputs.view_logps - known(inputs.view_old)) * inputs.mask.unsqueeze(1)
     per_draw = views * difference.sum(-1) / inputs.lengths.unsqueeze(1)
     advantages = inputs.advantages.unsqueeze(1)
     gains, clipped = clip(torch.where(advantages > 0, 1 + per_draw, per_draw.exp()), advantages, settings)
@@ -140,10 +75,10 @@ def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
     return -(gains * taking_part).mean(), {"clip_ratio/region_mean": share(clipped, taking_part)}
 
 
-def evidence_bounds(inputs: LossInputs, settings: Any) -> tuple[Tensor, Tensor]:
+def evidence_bounds(inputs: LossInputs, eubo_beta: float) -> tuple[Tensor, Tensor]:
     """SPG's two forms, (rows,) each, log-probability a token (arXiv 2510.09541, section 3).
 
-    The first is the weighted sum over views. The second, with beta = `settings.eubo_beta` and t_v the share of a row's
+    The first is the weighted sum over views. The second, with beta = `eubo_beta` and t_v the share of a row's
     tokens that view v hides, is the mean over hidden tokens k of 1/beta log(mean over v of p_k(v)^beta [hidden] / t_v).
 
     Bounds they are for masks of a single block alone: the first then is one from below, in the mean over draws. The
@@ -153,22 +88,22 @@ def evidence_bounds(inputs: LossInputs, settings: Any) -> tuple[Tensor, Tensor]:
     """
     hidden = inputs.weights != 0
     shares = hidden.sum(-1) / inputs.lengths.unsqueeze(1)
-    powers = settings.eubo_beta * inputs.view_logps - shares.clamp(min=1e-12).log().unsqueeze(-1)
+    powers = eubo_beta * inputs.view_logps - shares.clamp(min=1e-12).log().unsqueeze(-1)
     met = hidden.any(1)
     joined = torch.where(hidden, powers, -torch.inf).masked_fill(~met.unsqueeze(1), 0.0).logsumexp(1)
-    joined = (joined - math.log(hidden.shape[1])) / settings.eubo_beta
+    joined = (joined - math.log(hidden.shape[1])) / eubo_beta
     upper = joined.masked_fill(~met, 0.0).sum(-1) / met.sum(-1).clamp(min=1)
     return inputs.logps.sum(-1), upper
 
 
-def sandwiched(inputs: LossInputs, settings: Any) -> Tensor:
+def sandwiched(inputs: LossInputs, settings: LossSettings) -> Tensor:
     """(rows,) SPG's bound: from below what is to become likelier, `settings.eubo_share` from above what is not to."""
-    lower, upper = evidence_bounds(inputs, settings)
+    lower, upper = evidence_bounds(inputs, settings.eubo_beta)
     mixed = settings.eubo_share * upper + (1 - settings.eubo_share) * lower
     return torch.where(inputs.advantages > 0, lower, mixed)
 
 
-def spg(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def spg(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
     """-A x bound, each row weighted by its length (SPG, arXiv 2510.09541, section 3)."""
     return averaged(-inputs.advantages * sandwiched(inputs, settings) * inputs.lengths, inputs, settings), {}
 
@@ -178,7 +113,7 @@ def sequence_log_ratios(inputs: LossInputs) -> Tensor:
     return ((inputs.logps - inputs.old) * inputs.mask).sum(-1).detach()
 
 
-def stable_drl(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+def stable_drl(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
     """-sum of w A x SPG's bound, w the capped ratios of the whole rollout, made to sum to 1 (StableDRL)."""
     own = sequence_log_ratios(inputs).clamp(max=math.log(settings.ratio_cap))
     everyone = own if inputs.log_ratios is None else inputs.log_ratios.clamp(max=math.log(settings.ratio_cap))
@@ -188,14 +123,29 @@ def stable_drl(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, flo
     return loss, {"weight_max": weights.max().item() * len(everyone)}
 
 
+CLIP, BOUND = ("epsilon", "epsilon_high"), ("eubo_beta", "eubo_share")
 OBJECTIVES: dict[str, Objective] = {
-    "reinforce": reinforce,
-    "clipped_views": clipped_views,
-    "bgpo": bgpo,
-    "spg": spg,
-    "stable_drl": stable_drl,
+    "trl": Objective(
+        None,
+        loss_types=("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+        own_kl="k3",
+        settings=(
+            "loss_type",
+            *CLIP,
+            "sampling_weight_cap",
+            "importance_sampling_level",
+            "delta",
+            "top_entropy_quantile",
+            "entropy_coef",
+            "use_adaptive_entropy",
+            "off_policy_mask_threshold",
+        ),
+    ),
+    "reinforce": Objective(reinforce, reads_old=False, settings=("loss_type", "sampling_weight_cap")),
+    "clipped_views": Objective(clipped_views, per_view=True, settings=("loss_type", *CLIP, "sampling_weight_cap")),
+    "bgpo": Objective(bgpo, per_view=True, per_draw=True, settings=CLIP),
+    "spg": Objective(spg, reads_old=False, per_view=True, linear=False, settings=("loss_type", *BOUND)),
+    "stable_drl": Objective(
+        stable_drl, over_all_rows=True, per_view=True, linear=False, settings=(*BOUND, "ratio_cap")
+    ),
 }
-# Those that weigh a row against all rows of its rollout, and so need `LossInputs.log_ratios`.
-OVER_ALL_ROWS = ("stable_drl",)
-# Those that look at the policy alone: they need no log-probs of the one that sampled.
-WITHOUT_OLD = ("reinforce", "spg")

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.objectives import OVER_ALL_ROWS
+from d1.rl.objectives import OBJECTIVES
 from d1.scoring import ESTIMATORS
 
 
 def most_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
     """Views of a row in an update, at most. A block-causal model, of blocks of `block_size` tokens, scores a step of
     every block in one view."""
+    settings = args.view_settings()
     if block_size is not None:
         sampling = args.sampling_settings()
         schedules = [sampling.schedule(filled) for filled in range(block_size)]
-        args = copy(args)
-        args.max_completion_length = block_size
-        args.diffusion_steps = max(len(block) for schedule in schedules for block in schedule)
-    return ESTIMATORS[args.estimator].views(args)
+        steps = max(len(block) for schedule in schedules for block in schedule)
+        settings = replace(settings, gen_length=block_size, steps=steps)
+    return ESTIMATORS[args.estimator].views(settings)
 
 
 def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
     """
     every = args.num_iterations * views
     # Views that every update shares are scored once.
-    before = every if args.random_masking and ESTIMATORS[args.estimator].draws(args) else views
+    before = every if args.random_masking and ESTIMATORS[args.estimator].draws(args.view_settings()) else views
     # In an update the backward pass computes all views again where they are more than one pass takes, and, with
     # gradient checkpointing, the layers.
     times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
@@ -81,7 +81,7 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
         "sampling": int(args.diffusion_steps or 0) * (2 if args.cfg_scale else 1),
         "old log-probs": before if args.needs_old_logps else 0,
         "reference log-probs": before if args.needs_reference else 0,
-        "weights of rows, before each later update": every - views if args.objective in OVER_ALL_ROWS else 0,
+        "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_all_rows else 0,
         "updates, forward": every * times,
         "updates, backward": every,
     }

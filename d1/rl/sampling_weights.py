@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from d1.rl.objectives import LossInputs
+from d1.rl.rows import LossInputs
 
 
 def where_scored(inputs: LossInputs) -> Tensor:
@@ -24,14 +24,14 @@ def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:
     return logps / inputs.weights.sum(1).where(where_scored(inputs), 1.0)
 
 
-def truncated_weights(sampled: Tensor, inputs: LossInputs, cap: float) -> Tensor:
+def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: float) -> Tensor:
     """(rows, tokens) min(exp(old - sampled), cap), and 1 where a token is not scored.
-
-    `old` are the estimator's log-probs under the policy before the first update on the rollout, in the views of the
-    update at hand, so that weight times ratio is the policy at hand over the one that sampled, up to the cap.
 
     Args:
         sampled: (rows, tokens) log-probs that the sampler recorded as it revealed the tokens.
+        old: (rows, tokens) the estimator's log-probs in the views of the update at hand, under the policy before the
+            first update on the rollout, so that weight times ratio is the policy at hand over the one that sampled, up
+            to the cap. Of an objective without a ratio, under the policy at hand.
     """
-    gap = mean_logps(inputs.old, inputs) - sampled
+    gap = mean_logps(old, inputs) - sampled
     return gap.masked_fill(~where_scored(inputs), 0.0).exp().clamp(max=cap)

@@ -2,8 +2,7 @@
 
 A batch's way: `rollout` samples a canvas a prompt; TRL computes rewards and advantages; `after_rollout` draws the views
 of every inner update (`d1/scoring/estimators.py`) and scores old and reference log-probabilities in them; `loss` picks
-the views of the update at hand, scores the policy in them, and hands all of it to TRL's loss or one of `objectives.py`.
-What this does to TRL's own methods is in `trl_bridge.py`.
+the views of the update at hand, scores the policy in them, gives all to TRL's loss (`bridge.py`) or `objectives.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from d1.rl.bridge import CanvasGRPOTrainer, TokenRecord, reference_from, rollout
 from d1.rl.budget import total_compute
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
-from d1.rl.objectives import OBJECTIVES, OVER_ALL_ROWS, LossInputs, sequence_log_ratios
+from d1.rl.objectives import OBJECTIVES, LossInputs, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
 from d1.rl.rollouts import record_of, sample_in_parts, sampled_rows, unpack_record
@@ -45,7 +44,7 @@ from d1.rl.updates import (
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
 from d1.sampling import Rollout, eos_cut
-from d1.scoring import Randomness, Scores, Views
+from d1.scoring import ESTIMATORS, Randomness, Scores, Views
 from d1.scoring.rollouts import randomness
 
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
@@ -192,8 +191,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
         batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
-        sampled = sampled_rows(batch, self.model.config, protected)
-        batch |= draw_updates(sampled, self.randomness(len(record)), self.args)
+        sampled, updates = sampled_rows(batch, self.model.config, protected), self.randomness(len(record))
+        how = (ESTIMATORS[self.args.estimator], self.args.view_settings(), not self.args.random_masking)
+        batch |= draw_updates(sampled, updates, *how)
         self.log_metric("prompt_masked", prompt_masked(batch))
         self.score_rollout(batch)
 
@@ -224,18 +224,18 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss under the views, old and reference log-probs of the inner update at hand."""
-        training, args = self.mode == "train", self.args
-        if training and args.objective in OVER_ALL_ROWS and self.micro_step % args.steps_per_generation == 0:
+        training, args, objective = self.mode == "train", self.args, OBJECTIVES[self.args.objective]
+        if training and objective.over_all_rows and self.micro_step % args.steps_per_generation == 0:
             self.compare_rows(model)
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
-        inputs = loss_inputs(batch, scores, self.update, micro_batches, args.sampling_weight_cap)
+        inputs = loss_inputs(batch, scores, self.update, micro_batches, args.reads_old_logps, args.sampling_weight_cap)
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
-        if args.objective == "trl":
+        if objective.loss is None:
             loss = self.trl_loss(inputs, scores.entropies, batch)
         else:
-            loss, metrics = OBJECTIVES[args.objective](inputs, args)
+            loss, metrics = objective(inputs, args)
             loss = loss / accumulated
             metrics["entropy"] = mean_entropy(inputs, scores.entropies, self.accelerator.gather)
         if args.beta and not args.has_trls_kl:

@@ -20,22 +20,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d1.models.head import run_inside
-from d1.rl.objectives import LossInputs
+from d1.rl.rows import LossInputs
 from d1.rl.sampling_weights import truncated_weights
-from d1.scoring import ESTIMATORS, Randomness, SampledRows, Scores, Views, score
+from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 
 Batch = dict[str, Any]
 
 
-def draw_updates(sampled: SampledRows, updates: Sequence[Randomness], settings: Any) -> Batch:
-    """`view_noise` and `view_weights` of each update, by the run's estimator.
+def draw_updates(
+    sampled: SampledRows,
+    updates: Sequence[Randomness],
+    estimator: Estimator,
+    settings: ViewSettings,
+    shared: bool = False,
+) -> Batch:
+    """`view_noise` and `view_weights` of each update.
 
-    Each update has views of its own, or all share the first ones where `settings.random_masking` is off. They are drawn
-    on the CPU, where the generators are: on a device an estimator would wait for it row by row.
+    They are drawn on the CPU, where the generators are: on a device an estimator would wait for it row by row.
+
+    Args:
+        shared: all updates share the views of the first.
     """
-    draws, device, sampled = len(updates) if settings.random_masking else 1, sampled.scored.device, sampled.to("cpu")
-    drawn = [ESTIMATORS[settings.estimator].draw(sampled, random, settings) for random in updates[:draws]]
-    drawn *= len(updates) // draws
+    draws, device, sampled = 1 if shared else len(updates), sampled.scored.device, sampled.to("cpu")
+    drawn = [estimator(sampled, random, settings) for random in updates[:draws]] * (len(updates) // draws)
     return {
         "view_noise": torch.stack([views.noise for views in drawn], dim=1).to(device, non_blocking=True),
         "view_weights": torch.stack([views.weights for views in drawn], dim=1).to(device, non_blocking=True),
@@ -109,14 +116,18 @@ def score_batch(
 
 
 def loss_inputs(
-    batch: Batch, scores: Scores, update: int, parts: int = 1, sampling_weight_cap: float | None = None
+    batch: Batch,
+    scores: Scores,
+    update: int,
+    parts: int = 1,
+    reads_old: bool = True,
+    sampling_weight_cap: float | None = None,
 ) -> LossInputs:
     """What an objective gets of inner update `update`: tensors as wide as the completions of `batch`.
 
-    Where no old log-probs are stored, the policy is still the one that sampled.
-
     Args:
         parts: micro-batches of the rollout, over all processes.
+        reads_old: the loss reads old log-probs; if none are stored, the policy is still the one that sampled.
         sampling_weight_cap: of `truncated_weights`; None: no weights.
     """
     width = batch["completion_mask"].shape[1]
@@ -124,10 +135,12 @@ def loss_inputs(
     def stored(name: str) -> Tensor | None:
         return fitted(batch[name][:, update], width) if name in batch else None
 
-    view_logps, old = fitted(scores.view_logps, width), stored("old_view_logps")
+    view_logps, view_old = fitted(scores.view_logps, width), stored("old_view_logps")
+    if view_old is None and reads_old:
+        view_old = view_logps.detach()
     inputs = LossInputs(
         view_logps=view_logps,
-        view_old=view_logps.detach() if old is None else old,
+        view_old=view_old,
         view_reference=stored("ref_view_logps"),
         weights=fitted(batch["view_weights"][:, update], width),
         advantages=batch["advantages"],
@@ -137,7 +150,8 @@ def loss_inputs(
     )
     if sampling_weight_cap is None:
         return inputs
-    weights = truncated_weights(fitted(batch["rollout_logps"], width), inputs, sampling_weight_cap)
+    old = inputs.logps.detach() if view_old is None else inputs.old
+    weights = truncated_weights(fitted(batch["rollout_logps"], width), old, inputs, sampling_weight_cap)
     return replace(inputs, sampling_weights=weights)
 
 

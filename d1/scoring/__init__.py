@@ -12,18 +12,22 @@ if TYPE_CHECKING:
     from d1.scoring.one_step import mean_field_logps as mean_field_logps
     from d1.scoring.rollouts import Randomness as Randomness
     from d1.scoring.rollouts import SampledRows as SampledRows
+    from d1.scoring.rollouts import ViewSettings as ViewSettings
     from d1.scoring.views import Scores as Scores
     from d1.scoring.views import Views as Views
     from d1.scoring.views import score as score
+    from d1.scoring.views import views_of_canvas as views_of_canvas
 
 HOMES = {
     "ESTIMATORS": "estimators",
     "Estimator": "estimators",
     "Randomness": "rollouts",
     "SampledRows": "rollouts",
+    "ViewSettings": "rollouts",
     "Scores": "views",
     "Views": "views",
     "mean_field_logps": "one_step",
     "score": "views",
+    "views_of_canvas": "views",
 }
 __getattr__ = lazily(__name__, HOMES)

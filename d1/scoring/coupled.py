@@ -6,13 +6,11 @@ and a half log-probabilities, as in the release: half a one-step one, and half o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from d1.masking import draw_masks
-from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 SHARES = (0.2, 0.8)  # a mask's share of hidden tokens is uniform between these
@@ -30,7 +28,7 @@ def coupled_views(prompt_noise: Tensor, half: Tensor, share: Tensor, scored: Ten
     return views_of_canvas(prompt_noise, hidden, scored, weights)
 
 
-def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     low, high = SHARES
     share = (low + (high - low) * random.uniform(1)[:, 0]).to(sampled.scored.device)
     half = draw_masks(sampled.scored, share, random.rows)

@@ -13,12 +13,10 @@ over a row's draws and over all rows of the rollout.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, draws_of, prompt_noise
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 
@@ -55,13 +53,13 @@ def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tens
     return views_of_canvas(prompt_noise, hidden, scored, weights.unsqueeze(-1))
 
 
-def views(settings: Any) -> int:
-    return draws_of(settings) * (2 if settings.antithetic else 1)
+def views(settings: ViewSettings) -> int:
+    return settings.draws * (2 if settings.antithetic else 1)
 
 
-def spread(random: Randomness, settings: Any) -> Tensor:
+def spread(random: Randomness, settings: ViewSettings) -> Tensor:
     """(rows, draws) in [0, 1): what times or counts are made of."""
-    draws = draws_of(settings)
+    draws = settings.draws
     return random.rotated(draws) if settings.stratified else random.uniform(draws)
 
 
@@ -74,18 +72,18 @@ def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> T
     return numbers.to(sampled.scored.device)
 
 
-def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     device = sampled.scored.device
     times = spread(random, settings).clamp(2**-24, 1 - 2**-24).to(device)  # neither 1 / t nor 1 / (1 - t) is infinite
-    numbers = numbers_of_tokens(sampled, random, draws_of(settings))
+    numbers = numbers_of_tokens(sampled, random, settings.draws)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, views(settings))
     return elbo_views(noise, times, numbers, sampled.scored, settings.antithetic)
 
 
-def draw_counts(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     device, lengths = sampled.scored.device, sampled.scored.sum(-1, keepdim=True)
     counts = (spread(random, settings).to(device) * (lengths + 1)).long().minimum(lengths)
     # Numbers of 24 bits can be equal: a stable sort gives such tokens the same ranks on every device.
-    ranks = numbers_of_tokens(sampled, random, draws_of(settings)).argsort(dim=-1, stable=True).argsort(-1)
+    ranks = numbers_of_tokens(sampled, random, settings.draws).argsort(dim=-1, stable=True).argsort(-1)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, views(settings))
     return espo_views(noise, counts, ranks, sampled.scored, settings.antithetic)

@@ -1,17 +1,34 @@
-"""The estimators of log-probabilities, by name. A new one is a file beside this and a line here."""
+"""The estimators of log-probabilities, by name. A new one is a file in this folder and a row here.
+
+A row says what its views need and which settings they read; the checks of combinations (`d1/rl/combinations.py`), the
+plan of a run and its scoring read nothing else, so a user's own row is treated like the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from d1.scoring import coupled, elbo, left_to_right, one_step, random_masks, replay, spg
-from d1.scoring.rollouts import Randomness, SampledRows, draws_of
+from torch import Tensor
+
+from d1.scoring import coupled, elbo, one_step, random_masks, replay, spg
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Views
 
-# What a rollout's rows are scored in, for one update on them. The settings are those of the run, `DiffuGRPOConfig`.
-Draw = Callable[[SampledRows, Randomness, Any], Views]
+Draw = Callable[[SampledRows, Randomness, ViewSettings], Views]
+Asked = Callable[[ViewSettings], bool]
+
+
+def never(settings: ViewSettings) -> bool:
+    return False
+
+
+def always(settings: ViewSettings) -> bool:
+    return True
+
+
+def draws_some(settings: ViewSettings) -> bool:
+    return settings.num_views is not None
 
 
 @dataclass(frozen=True)
@@ -19,28 +36,75 @@ class Estimator:
     """A row of the table.
 
     Attributes:
-        draw: gives the views.
-        views: settings -> the most views a row can get, for the plan of a run and the estimate of its memory.
-        draws: settings -> whether each inner update gets views of its own, drawn anew; else old and reference log-probs
-            are those of the first, scored once.
-        replays: scores tokens in the states that the sampler itself went through, so these must be exact.
+        draw: gives the views that a rollout's rows are scored in, for one update on them.
+        views: the largest number of views per row.
+        draws: whether the views are random, so that each inner update has its own; else old and reference
+            log-probabilities are scored once.
         linear: the weighted sum over views estimates a log-probability; False for a bound that is no such sum.
+        replays: tokens are scored in the sampler's own states, so these must be exact.
+        clean_prompt: tokens are scored given the whole prompt, so `p_mask_prompt` must be 0.
+        partial: a draw scores some of the tokens, and weights are the inverse of the chance to be drawn. They belong
+            in front of each view's loss: a ratio of weighted sums would have them as exponents.
+        single: each view alone estimates the log-probability of the whole completion.
+        settings: those of `num_views`, `antithetic`, ... that it reads: to set another one is an error. None: unknown.
     """
 
     draw: Draw
-    views: Callable[[Any], int] = lambda settings: 1
-    draws: Callable[[Any], bool] = lambda settings: True
-    replays: bool = False
+    views: Callable[[ViewSettings], int] = lambda settings: 1
+    draws: Asked = always
     linear: bool = True
+    replays: bool = False
+    clean_prompt: bool = False
+    partial: Asked = never
+    single: Asked = never
+    settings: tuple[str, ...] | None = None
+
+    def __call__(self, sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+        """The drawn views.
+
+        Raises:
+            ValueError: the function returned something else than views of these rows.
+        """
+        drawn = self.draw(sampled, random, settings)
+        if not isinstance(drawn, Views):
+            raise ValueError(f"{called(self.draw)} returned {described(drawn)}: expected Views, of d1.scoring")
+        rows, prompt = sampled.prompt_ids.shape
+        drawn.check(rows, prompt + sampled.gen_length, sampled.gen_length)
+        return drawn
 
 
+def called(function: object) -> str:
+    """A function in an error message: its name, file and line."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__name__", repr(function))
+    return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def described(value: object) -> str:
+    """What a function returned, in an error message: a tensor by its shape, others by their type."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without gradient'}"
+    return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
+
+
+BOUND = ("num_views", "antithetic", "stratified")
 ESTIMATORS: dict[str, Estimator] = {
-    "one_step": Estimator(one_step.draw, draws=lambda settings: settings.p_mask_prompt > 0),
-    "coupled": Estimator(coupled.draw, lambda settings: 3),
-    "elbo": Estimator(elbo.draw, elbo.views),
-    "espo": Estimator(elbo.draw_counts, elbo.views),
-    "random_masks": Estimator(random_masks.draw),
-    "spg": Estimator(spg.draw, draws_of, linear=False),
-    "replay": Estimator(replay.draw, replay.views, lambda settings: settings.num_views is not None, replays=True),
-    "left_to_right": Estimator(left_to_right.draw, left_to_right.views, lambda settings: False),
+    "one_step": Estimator(one_step.draw, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
+    "coupled": Estimator(coupled.draw, lambda settings: 3, settings=()),
+    "elbo": Estimator(elbo.draw, elbo.views, single=lambda settings: not settings.antithetic, settings=BOUND),
+    "espo": Estimator(elbo.draw_counts, elbo.views, single=lambda settings: not settings.antithetic, settings=BOUND),
+    "random_masks": Estimator(random_masks.draw, partial=always, settings=()),
+    "spg": Estimator(spg.draw, lambda settings: settings.draws, linear=False, settings=("num_views",)),
+    "replay": Estimator(
+        replay.draw,
+        replay.views,
+        draws=draws_some,
+        replays=True,
+        clean_prompt=True,
+        partial=draws_some,
+        settings=("num_views", "segments", "segment_steps", "draw_steps"),
+    ),
+    "left_to_right": Estimator(
+        replay.draw_text, lambda settings: settings.gen_length, draws=never, clean_prompt=True, settings=()
+    ),
 }

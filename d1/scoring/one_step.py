@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from d1.masking import draw_masks
-from d1.scoring.rollouts import Randomness, SampledRows
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Views, score
 
 
@@ -25,7 +25,7 @@ def one_step_views(prompt_noise: Tensor, scored: Tensor, gen_length: int) -> Vie
     return Views(torch.cat([prompt_noise, canvas], dim=1).unsqueeze(1), scored.float().unsqueeze(1))
 
 
-def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """Each maskable token of the prompt is hidden with probability `settings.p_mask_prompt`."""
     noise = draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows)
     return one_step_views(noise, sampled.scored, sampled.gen_length)

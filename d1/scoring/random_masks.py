@@ -7,12 +7,10 @@ of a completion of L tokens: hidden tokens weigh by one over the share that is i
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from d1.masking import draw_masks
-from d1.scoring.rollouts import Randomness, SampledRows, prompt_noise
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 
@@ -27,7 +25,7 @@ def random_mask_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> V
     return views_of_canvas(prompt_noise, hidden.unsqueeze(1), scored, weights)
 
 
-def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     hidden = draw_masks(sampled.scored, random.spaced, random.rows)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
     return random_mask_views(noise, hidden, sampled.scored)

@@ -14,21 +14,19 @@ Of a block-causal model the steps are those of each block, counted from its firs
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, within_blocks
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, within_blocks
 from d1.scoring.views import Views
 
 DRAW_STEPS = ("uniform", "entropy")
 
 
-def views(settings: Any) -> int:
+def views(settings: ViewSettings) -> int:
     if settings.num_views:
         return settings.num_views
-    return settings.segments or -(-settings.diffusion_steps // (settings.segment_steps or 1))
+    return settings.segments or -(-settings.steps // (settings.segment_steps or 1))
 
 
 def segments_of(reveal_steps: Tensor, scored: Tensor, segments: int | None, segment_steps: int | None) -> Tensor:
@@ -97,7 +95,7 @@ def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, weights.masked_fill(again, 0.0).float()
 
 
-def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
+def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     scored = sampled.scored
     steps = within_blocks(sampled.reveal_steps, sampled.blocks)
     segments = segments_of(steps, scored, settings.segments, settings.segment_steps)
@@ -106,6 +104,19 @@ def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
         numbers = random.evenly_spread(settings.num_views).to(device)
         chance = chances(segments, scored, sampled.entropies, settings.draw_steps)
         return replay_views(prompt, segments, *drawn(chance, numbers), scored)
-    count = int(last_scored(segments, scored).max()) + 1  # of the row with most: the others' last views score nothing
-    chosen = torch.arange(count, device=device).expand(len(segments), -1)
+    return every_view(prompt, segments, scored)
+
+
+def every_view(prompt: int, segments: Tensor, scored: Tensor) -> Views:
+    """A view for each segment, as many as of the row with most: the others' last views score nothing."""
+    count = int(last_scored(segments, scored).max()) + 1
+    chosen = torch.arange(count, device=segments.device).expand(len(segments), -1)
     return replay_views(prompt, segments, chosen, torch.ones_like(chosen, dtype=torch.float), scored)
+
+
+def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    """The chain rule: each token given the prompt and the tokens before it, all later ones hidden (JustGRPO,
+    2601.15165). One view per token, or per token of every block; exact for a sampler with `block_length` 1."""
+    rows, canvas = sampled.scored.shape
+    order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
+    return every_view(sampled.prompt_ids.shape[1], within_blocks(order, sampled.blocks), sampled.scored)

@@ -13,6 +13,37 @@ from d1.masking import draw_masks
 
 
 @dataclass(frozen=True)
+class ViewSettings:
+    """The settings of a run that estimators read; the defaults are d1's.
+
+    Attributes:
+        gen_length: tokens of the canvas.
+        steps: forward passes of a rollout, at most.
+        block_length: tokens per block of the sampler.
+        p_mask_prompt: the probability to hide each maskable token of the prompt.
+        num_views: Monte Carlo draws per row and update; None: one, and replay scores every step.
+        antithetic, stratified: of `elbo.py`.
+        segments, segment_steps, draw_steps: of `replay.py`.
+    """
+
+    gen_length: int = 256
+    steps: int = 128
+    block_length: int = 32
+    p_mask_prompt: float = 0.0
+    num_views: int | None = None
+    antithetic: bool = False
+    stratified: bool = False
+    segments: int | None = None
+    segment_steps: int | None = None
+    draw_steps: str = "uniform"
+
+    @property
+    def draws(self) -> int:
+        """Draws per row and update, of estimators that draw."""
+        return self.num_views or 1
+
+
+@dataclass(frozen=True)
 class SampledRows:
     """Completions as a rollout left them, on their whole canvas: what stands behind a completion's end was sampled too.
 
@@ -118,11 +149,6 @@ def rotation(rows: int, draws: int, u: Tensor) -> Tensor:
     (BGPO), and so are those of all rows together (LLaDA, ESPO)."""
     starts = torch.arange(rows, dtype=u.dtype).unsqueeze(1) / rows
     return ((torch.arange(draws) + starts) / draws + u) % 1
-
-
-def draws_of(settings: Any) -> int:
-    """Monte Carlo draws a row and update, of estimators that draw."""
-    return settings.num_views or 1
 
 
 def prompt_noise(sampled: SampledRows, random: Randomness, p: float, views: int) -> Tensor:

@@ -13,13 +13,11 @@ code takes the block as a random number modulo the number of blocks, which favou
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Generator, Tensor
 
 from d1.masking import draw_mask
-from d1.scoring.rollouts import Randomness, SampledRows, draws_of, prompt_noise
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
 
 
@@ -46,7 +44,7 @@ def hidden_of_row(length: int, block: int, hide: int, order: Tensor, block_lengt
     return hidden
 
 
-def draw_row(scored: Tensor, generator: Generator, count: int, settings: Any) -> Tensor:
+def draw_row(scored: Tensor, generator: Generator, count: int, settings: ViewSettings) -> Tensor:
     """(views, canvas) bool of one row; `count` blocks are drawn without replacement, as far as they go round."""
     length, size = int(scored.sum()), settings.block_length
     if not length:  # a row that takes no part
@@ -62,8 +60,8 @@ def draw_row(scored: Tensor, generator: Generator, count: int, settings: Any) ->
     return torch.stack(rows)
 
 
-def draw(sampled: SampledRows, random: Randomness, settings: Any) -> Views:
-    count = draws_of(settings)
+def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    count = settings.draws
     rows = zip(sampled.scored.cpu(), random.rows, strict=True)
     hidden = torch.stack([draw_row(scored, generator, count, settings) for scored, generator in rows])
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, count)

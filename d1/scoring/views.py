@@ -53,16 +53,33 @@ class Views:
     noise: Tensor
     weights: Tensor
 
+    def check(self, rows: int, text: int, tokens: int) -> None:
+        """Raises ValueError unless these are views of `rows` texts of `text` tokens, with weights for `tokens`."""
+        for name, width in (("noise", text), ("weights", tokens)):
+            found = tuple(getattr(self, name).shape)
+            if len(found) != 3 or (found[0], found[2]) != (rows, width):
+                raise ValueError(f"views.{name} must be ({rows}, views, {width}), got {found}")
+        if self.noise.shape[1] != self.weights.shape[1]:
+            raise ValueError(f"{self.noise.shape[1]} views have noise and {self.weights.shape[1]} have weights")
+        if self.noise.dtype != torch.bool or not self.weights.is_floating_point():
+            raise ValueError(f"views need bool noise and float weights, got {self.noise.dtype}, {self.weights.dtype}")
+
 
 def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor) -> Views:
     """Views that hide `prompt_noise` (rows, views or 1, prompt) and, of the canvas, `hidden` (rows, views, canvas).
 
-    What stands behind a completion's end is hidden in every view: seen, it would tell the model where the end is.
+    Tokens after a completion's end are hidden in every view: visible ones would tell the model where the end is.
 
     Args:
         scored: (rows, canvas) bool, the tokens up to and including the first EOS.
-        weights: (rows, views, canvas) or broadcast to it; counts where a view hides a scored token, and nowhere else.
+        weights: (rows, views, canvas), or (rows, views, 1) for all tokens of a view; they count where a view hides a
+            scored token, and nowhere else.
+
+    Raises:
+        ValueError: the weights have another shape; one weight for all views or rows would be wrong silently.
     """
+    if weights.shape not in (hidden.shape, (*hidden.shape[:2], 1)):
+        raise ValueError(f"weights must be {tuple(hidden.shape)}, one per view or token, got {tuple(weights.shape)}")
     prompt_noise = prompt_noise.expand(-1, hidden.shape[1], -1)
     counts = hidden & scored.unsqueeze(1)
     return Views(torch.cat([prompt_noise, hidden | ~scored.unsqueeze(1)], dim=-1), torch.where(counts, weights, 0.0))
@@ -117,8 +134,10 @@ def score(
         ValueError: the model was not prepared, or shapes do not fit each other.
     """
     require_prepared(model)
-    check_shapes(prompt_ids, completion_ids, views, gen_length)
     rows, width = completion_ids.shape
+    if width > gen_length:
+        raise ValueError(f"a completion of {width} tokens does not fit a canvas of {gen_length}")
+    views.check(len(prompt_ids), prompt_ids.shape[1] + gen_length, width)
     behind = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
     clean = torch.cat([prompt_ids, completion_ids, behind], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
@@ -202,16 +221,3 @@ def places(scored: Tensor, pairs: Tensor) -> Tensor:
 def put_at(at: Tensor, shape: tuple[int, int], values: Tensor) -> Tensor:
     """`values` (n,) at the n places `at` of a flattened tensor of this shape, 0 elsewhere."""
     return values.new_zeros(math.prod(shape)).index_put((at,), values).view(shape)
-
-
-def check_shapes(prompt_ids: Tensor, completion_ids: Tensor, views: Views, gen_length: int) -> None:
-    rows, prompt = prompt_ids.shape
-    if completion_ids.shape[1] > gen_length:
-        raise ValueError(f"a completion of {completion_ids.shape[1]} tokens does not fit a canvas of {gen_length}")
-    expected = {"noise": (rows, prompt + gen_length), "weights": tuple(completion_ids.shape)}
-    for name, (first, last) in expected.items():
-        found = tuple(getattr(views, name).shape)
-        if len(found) != 3 or (found[0], found[2]) != (first, last):
-            raise ValueError(f"views.{name} must be ({first}, views, {last}), got {found}")
-    if views.noise.shape[1] != views.weights.shape[1]:
-        raise ValueError(f"{views.noise.shape[1]} views have noise and {views.weights.shape[1]} have weights")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ from torch import Tensor
 from d1.masking import keyed_generator
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.sampling import rollout
-from d1.scoring import ESTIMATORS, SampledRows, score
+from d1.scoring import ESTIMATORS, SampledRows, ViewSettings, score
 from d1.scoring.rollouts import Randomness
 
 BLOCK, TEMPERATURE = 8, 0.9  # of pocket.yaml
-EVERY_STEP = SimpleNamespace(num_views=None, segments=None, segment_steps=None)  # of replay
 
 
 def sample_rows(
@@ -63,7 +61,7 @@ def trajectory_logps(model: Any, sampled: SampledRows, mask_token_id: int) -> Te
     """(rows, canvas) log p of each token in the state in which it was revealed, which may have been by another model:
     replay of every step (`d1/scoring/replay.py`). 0 behind a completion's end."""
     nothing = Randomness([], torch.Generator(), 0, 0, torch.empty(0))  # replay of every step draws nothing
-    views = ESTIMATORS["replay"].draw(sampled, nothing, EVERY_STEP)
+    views = ESTIMATORS["replay"](sampled, nothing, ViewSettings(steps=sampled.gen_length))
     given = (sampled.prompt_ids, sampled.attention_mask, sampled.completion_ids, views)
     return score(model.eval(), *given, mask_token_id=mask_token_id, gen_length=sampled.gen_length).logps
 

@@ -10,27 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from d1.masking import keyed_generator
-from d1.scoring import ESTIMATORS, SampledRows, Views, score
+from d1.scoring import ESTIMATORS, SampledRows, Views, ViewSettings, score
 from d1.scoring.rollouts import randomness
 
-# The settings of a run that estimators read, as they are where a choice does not say.
-SETTINGS: dict[str, Any] = {
-    "p_mask_prompt": 0.0,
-    "num_views": None,
-    "antithetic": False,
-    "stratified": False,
-    "block_length": 8,
-    "segments": None,
-    "segment_steps": None,
-    "draw_steps": "uniform",
-}
+BLOCK = 8  # tokens per block
 LONG_RUN = 1_000_000  # the number of the first draw of a long run: none of them is one of a choice's
 STREAM = 7
 
@@ -115,9 +104,8 @@ def draw(case: Case, choice: Choice, number: int) -> Views:
     rows = len(case.sampled.scored)
     own = [keyed_generator(STREAM, number, row) for row in range(rows)]
     [random] = randomness(own, keyed_generator(STREAM, number), 0, rows, 1)
-    canvas = {"max_completion_length": case.sampled.gen_length, "diffusion_steps": case.steps}
-    settings = SimpleNamespace(**SETTINGS | canvas | choice.settings)
-    return ESTIMATORS[choice.estimator].draw(case.sampled, random, settings)
+    settings = ViewSettings(case.sampled.gen_length, case.steps, BLOCK, **choice.settings)
+    return ESTIMATORS[choice.estimator](case.sampled, random, settings)
 
 
 def some_rows(sampled: SampledRows, which: slice) -> SampledRows:

@@ -23,8 +23,7 @@ def drawn_and_scored(device, model, name, sampled):
     model = deepcopy(model).to(device, non_blocking=True)
     columns = {key: None if part is None else part.to(device, non_blocking=True) for key, part in vars(sampled).items()}
     random = randomness([keyed_generator(2, row) for row in range(4)], keyed_generator(2), 0, 4, 2)
-    chosen = settings(estimator=name, random_masking=True, **DRAWN)
-    batch = draw_updates(SampledRows(**columns), random, chosen)
+    batch = draw_updates(SampledRows(**columns), random, ESTIMATORS[name], settings(**DRAWN))
     given = [columns[key] for key in ("prompt_ids", "attention_mask", "completion_ids")]
     scores = score(model, *given, views_of(batch, 1), mask_token_id=MASK, gen_length=CANVAS, with_entropies=True)
     scores.logps.sum().backward()

@@ -1,7 +1,5 @@
 """SFT and RL on a device whose data nobody sees: real trainers, from their constructor to the last optimizer step."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from accelerate.test_utils.testing import AccelerateTestCase
@@ -12,16 +10,17 @@ from transformers import TrainingArguments
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import rollout_buffer
-from d1.rl.objectives import OBJECTIVES, LossInputs
+from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
+from d1.rl.rows import LossInputs
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from tests.losses import settings
 from tests.rehearsal.device import DEVICE, rehearsal
 from tests.rehearsal.waits import LOADING, LOSSES, RL, SFT, TRANSFORMERS, TRL, expected, places
 from tests.tiny_grpo import SETTINGS, TWO_BATCHES_A_STEP, logged, make_trainer, method_settings, weights
 
 # The fused optimizer is a kernel of devices that exist.
 OPTIMIZER = {"optim": "adamw_torch", "learning_rate": 1e-2}
-CHOSEN = SimpleNamespace(loss_type="grpo", epsilon=0.2, epsilon_high=None, eubo_beta=1.5, eubo_share=0.5, ratio_cap=5.0)
 
 
 @pytest.fixture
@@ -123,10 +122,11 @@ def losses(device):
     mask[1, 3:] = mask[2] = 0
     tokens, mask, advantages = (part.to(device, non_blocking=True) for part in (mask.sum(), mask, advantages))
     found = []
-    for function in (*OBJECTIVES.values(), *PENALTIES.values()):
+    ours = [row for row in OBJECTIVES.values() if row.loss is not None]
+    for function in (*ours, *PENALTIES.values()):
         new = logps.clone().requires_grad_()
         inputs = LossInputs(new, old, reference, weights * (weights > 0.5), advantages, mask, tokens)
-        loss = function(inputs, CHOSEN)
+        loss = function(inputs, settings())
         loss = loss[0] if isinstance(loss, tuple) else loss
         loss.backward()
         found += [loss.detach(), new.grad]

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from d1.rl.methods import METHODS
-from d1.scoring import ESTIMATORS
+from d1.scoring import ESTIMATORS, ViewSettings
 from studies.estimators.measures import (
     CHOICES,
     PAIRS,
-    SETTINGS,
     TRAJECTORY,
     Case,
     Choice,
@@ -155,12 +154,15 @@ def test_a_methods_estimator_is_a_choice_with_the_methods_own_settings():
     for method, place in CHOICE_OF.items():
         choice, values = by_name[place], METHODS[method].values
         assert choice.estimator == values["estimator"]
-        expected = {name: values.get(name, default) for name, default in SETTINGS.items()}
+        canvas = ("gen_length", "steps", "block_length")
+        expected = {
+            name: values[name] for name in ViewSettings.__annotations__ if name in values and name not in canvas
+        }
         if method == "d2":  # one of 16 segments, each a step
-            expected["segments"] = None
+            del expected["segments"]
         if method == "tracerl":  # eight of 16 steps a segment
             expected |= {"segments": 2, "segment_steps": None}
-        assert SETTINGS | choice.settings == expected
+        assert ViewSettings(**choice.settings) == ViewSettings(**expected)
 
 
 def test_the_page_says_how_well_an_estimator_predicts_the_leaderboard(tmp_path):

@@ -1,15 +1,17 @@
 """Methods: what a name sets, what stands above it, and which settings are refused beside each other."""
 
-import re
+import ast
+import inspect
 from dataclasses import fields
 
 import pytest
 import torch
 
-from d1.rl.combinations import CONTRADICTIONS, IGNORED
+from d1.rl import combinations
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import D1, METHODS
 from d1.rl.objectives import OBJECTIVES
+from d1.rl.rows import Objective
 from d1.rl.train import make_parser
 from d1.scoring import ESTIMATORS, Estimator
 from d1.scoring.one_step import draw
@@ -106,24 +108,58 @@ def test_a_method_spelled_another_way_is_the_whole_method(words):
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------------
 
-ROW = "from d1.scoring import Estimator\ndef f(*given): return None\n"
+IMPORTS = """
+from d1.rl.rows import Advantage, Objective, Penalty
+from d1.scoring import Estimator
+def f(*given): return None
+METHOD = {}
+"""
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
         (None, "no method file .*mine.py"),
-        ("OBJECTIVES = {}", "mine.py does not define METHOD, a dictionary of settings"),
-        ("METHOD = ['espo']", "mine.py does not define METHOD, a dictionary of settings"),
+        ("OBJECTIVES = {}", "mine.py: METHOD must be a dictionary of settings, METHOD = {...}, got None"),
+        ("METHOD = ['espo']", r"METHOD must be a dictionary of settings, .* got \['espo'\]"),
+        ("METHOD = {1: 2}", "METHOD must be a dictionary of settings, .* got {1: 2}"),
         ("METHOD = {'epsilon_hihg': 1}", "mine.py: METHOD has epsilon_hihg, which is no setting"),
         ("METHOD = {'method': 'espo'}", "mine.py: METHOD has method, which is no setting"),
-        (ROW + "METHOD = {}; OBJECTIVES = {'spg': f}", "OBJECTIVES has spg already; choose another name"),
-        (ROW + "METHOD = {}; ADVANTAGES = {'trl': f}", "ADVANTAGES has trl already; choose another name"),
-        (ROW + "METHOD = {}; PENALTIES = {'k3': f}", "PENALTIES has k3 already; choose another name"),
-        (ROW + "METHOD = {}; ESTIMATORS = {'replay': Estimator(f)}", "ESTIMATORS has replay already"),
-        (ROW + "METHOD = {}; ESTIMATORS = {'mine': f}", r'a row of ESTIMATORS is "name": Estimator\(draw\)'),
+        ("METHOD = {}; import no_such_thing", "mine.py: ModuleNotFoundError: No module named 'no_such_thing'"),
         (
-            ROW + "METHOD = {'objective': 'yours'}; OBJECTIVES = {'not_yours': f}",
+            IMPORTS + "OBJECTIVES = [f]",
+            r"OBJECTIVES must be a dictionary .* OBJECTIVES = {\"name\": Objective\(",
+        ),
+        (IMPORTS + "PENALTIES = {1: Penalty(f)}", "PENALTIES must be a dictionary of names and rows"),
+        (IMPORTS + "OBJECTIVES = {'spg': Objective(f)}", "OBJECTIVES has spg already; choose another name"),
+        (IMPORTS + "ADVANTAGES = {'trl': Advantage(f)}", "ADVANTAGES has trl already; choose another name"),
+        (IMPORTS + "PENALTIES = {'k3': Penalty(f)}", "PENALTIES has k3 already; choose another name"),
+        (IMPORTS + "ESTIMATORS = {'replay': Estimator(f)}", "ESTIMATORS has replay already"),
+        (
+            IMPORTS + "ESTIMATORS = {'mine': f}",
+            r"ESTIMATORS\['mine'\] must be a row: .* d1.scoring.estimators",
+        ),
+        (
+            IMPORTS + "OBJECTIVES = {'mine': f}",
+            r"mine.py: OBJECTIVES\['mine'\] must be a row: .* d1.rl.rows",
+        ),
+        (IMPORTS + "PENALTIES = {'mine': f}", r"write PENALTIES = {\"name\": Penalty\(function\)}"),
+        (IMPORTS + "ADVANTAGES = {'mine': f}", r"write ADVANTAGES = {\"name\": Advantage\(function\)}"),
+        (IMPORTS + "ESTIMATORS = {'mine': Estimator(3)}", r"ESTIMATORS\['mine'\]: draw must be a function, got 3"),
+        (IMPORTS + "ESTIMATORS = {'mine': Estimator(f, views=3)}", r"ESTIMATORS\['mine'\]: views must be a function"),
+        (
+            IMPORTS + "OBJECTIVES = {'mine': Objective(None)}",
+            r"OBJECTIVES\['mine'\]: loss must be a function",
+        ),
+        (IMPORTS + "PENALTIES = {'mine': Penalty('k3')}", r"PENALTIES\['mine'\]: value must be a function"),
+        (IMPORTS + "Penalty(f, to='base')", "a Penalty is to 'reference' or to 'old', got 'base'"),
+        (IMPORTS + "Objective(f, reads_old=False, over_all_rows=True)", "over_all_rows compares with the old policy"),
+        (
+            IMPORTS + "OBJECTIVES = {'mine': Objective(f, settings=('epsilom',))}",
+            r"OBJECTIVES\['mine'\] reads epsilom, which is no setting",
+        ),
+        (
+            IMPORTS + "METHOD = {'objective': 'yours'}; OBJECTIVES = {'not_yours': Objective(f)}",
             "--objective must be one of .*not_yours",
         ),
     ],
@@ -171,7 +207,10 @@ REFUSED = [
         "a ratio of whole completions needs all of their tokens",
     ),
     ({"method": "cj-grpo", "num_views": 2}, "power of a draw's weight"),
-    ({"method": "d1", "estimator": "random_masks"}, "power of a mask's weight"),
+    (
+        {"method": "d1", "estimator": "random_masks"},
+        "random_masks needs --objective clipped_views or bgpo",
+    ),
     ({**SPG, "objective": "reinforce"}, "spg gives means over hidden tokens, no log-probabilities: .* and reinforce"),
     ({**SPG, "estimator": "elbo"}, "the objective spg makes its bounds of means .* --estimator spg"),
     ({"method": "stable-drl", "estimator": "one_step"}, "the objective stable_drl makes its bounds"),
@@ -181,8 +220,11 @@ REFUSED = [
         {"method": "stable-drl", "gradient_accumulation_steps": 3, "steps_per_generation": 2},
         r"stable_drl weighs a row against all .* gradient_accumulation_steps \(3\) must be a multiple .* \(2\)",
     ),
-    ({"method": "wd1", "loss_type": "luspo"}, "loss_type luspo is a loss of TRL's own and needs --objective trl"),
-    ({"loss_type": "sum"}, "loss_type sum is for objectives other than trl"),
+    (
+        {"method": "wd1", "loss_type": "luspo"},
+        "reinforce knows no loss_type luspo: take one of sum, grpo",
+    ),
+    ({"loss_type": "sum"}, "the objective trl knows no loss_type sum: take one of grpo, "),
     ({**SPG, "beta": 0.1}, "a KL of bounds means nothing: set --beta 0"),
     ({"kl": "k3_to_old", "loss_type": "cispo"}, "k3_to_old is averaged as loss_type says, and cispo is none of sum, "),
     ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
@@ -196,30 +238,36 @@ REFUSED = [
     ({"right_share": [0.8, 0.2]}, r"the smaller first, got \[0.8, 0.2\]"),
     ({"right_share": [0.2]}, "right_share takes two shares"),
     ({"method": "d2", "cfg_scale": 1.0}, "replay scores tokens in the states .* set --cfg_scale 0"),
-    ({"method": "bgpo", "sampling_weight_cap": 2.0}, "sampling_weight_cap .* and bgpo bounds whole completions"),
-    ({"method": "spg", "sampling_weight_cap": 2.0}, "sampling_weight_cap .* and spg bounds whole completions"),
+    (
+        {"method": "bgpo", "sampling_weight_cap": 2.0},
+        "--sampling_weight_cap 2.0 would do nothing: .* bgpo",
+    ),
+    (
+        {"method": "spg", "sampling_weight_cap": 2.0},
+        "--sampling_weight_cap 2.0 would do nothing: .* spg",
+    ),
     ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap would weigh each token of vespo"),
     ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
     ({"method": "just-grpo", "p_mask_prompt": 0.1}, "left_to_right scores tokens given the whole prompt"),
     ({"method": "d2", "segment_steps": 2}, "segments and segment_steps both say how steps are merged"),
     # What would do nothing
-    ({"num_views": 3}, "--num_views 3 would do nothing: the number of views of one_step is fixed"),
+    ({"num_views": 3}, "the estimator one_step does not read it, elbo, espo, spg, replay would"),
     ({"method": "espo", "estimator": "coupled", "num_views": 4}, "--num_views 4 would do nothing"),
     ({"method": "just-grpo", "num_views": 4}, "--num_views 4 would do nothing"),
-    ({"method": "cj-grpo", "antithetic": True}, "--antithetic True would do nothing: it is for the draws of elbo"),
+    ({"method": "cj-grpo", "antithetic": True}, "--antithetic True would do nothing: the estimator replay"),
     ({**SPG, "stratified": True}, "--stratified True would do nothing"),
-    ({"segments": 4}, "--segments 4 would do nothing: it is for the steps of replay, and the estimator is one_step"),
+    ({"segments": 4}, "--segments 4 would do nothing: the estimator one_step does not read it, replay would"),
     ({"method": "bgpo", "segment_steps": 4}, "--segment_steps 4 would do nothing"),
-    ({"method": "espo", "draw_steps": "entropy"}, "--draw_steps entropy would do nothing: it is for the steps"),
+    ({"method": "espo", "draw_steps": "entropy"}, "--draw_steps entropy would do nothing: the estimator espo"),
     ({"method": "cj-grpo", "draw_steps": "entropy"}, "would do nothing: replay scores every step unless num_views"),
-    ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: it is for the bounds of spg and stable_drl"),
+    ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: the objective trl does not read it, spg, stable"),
     ({"method": "bgpo", "eubo_share": 1.0}, "--eubo_share 1.0 would do nothing"),
-    ({**SPG, "ratio_cap": 2.0}, "--ratio_cap 2.0 would do nothing: it is for the weights of stable_drl"),
-    ({"method": "wd1", "epsilon": 0.2}, "--epsilon 0.2 would do nothing: the objective reinforce clips nothing"),
-    ({**SPG, "epsilon_high": 0.3}, "--epsilon_high 0.3 would do nothing: the objective spg clips nothing"),
-    ({"method": "bgpo", "loss_type": "grpo"}, "--loss_type grpo would do nothing: the objective bgpo has an average"),
+    ({**SPG, "ratio_cap": 2.0}, "--ratio_cap 2.0 would do nothing: .* stable_drl would"),
+    ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it, trl, clipped_views, bgpo would"),
+    ({**SPG, "epsilon_high": 0.3}, "--epsilon_high 0.3 would do nothing: the objective spg"),
+    ({"method": "bgpo", "loss_type": "grpo"}, "--loss_type grpo would do nothing: the objective bgpo"),
     ({"method": "bgpo", "importance_sampling_level": "sequence"}, "--importance_sampling_level sequence would do noth"),
-    ({"method": "bgpo", "delta": 3.0}, "--delta 3.0 would do nothing: it belongs to TRL's loss"),
+    ({"method": "bgpo", "delta": 3.0}, "--delta 3.0 would do nothing: .* trl would"),
     ({"method": "wd1", "top_entropy_quantile": 0.2}, "--top_entropy_quantile 0.2 would do nothing"),
     ({**SPG, "entropy_coef": 0.1}, "--entropy_coef 0.1 would do nothing"),
     ({**SPG, "use_adaptive_entropy": True}, "--use_adaptive_entropy True would do nothing"),
@@ -246,14 +294,20 @@ def refusal(**given) -> str:
     return ""
 
 
-def test_every_reason_has_a_test():
-    def pattern(text: str) -> str:
-        return re.sub(r"\\{\w+\\}", ".*", re.escape(text))
+def test_every_contradiction_has_a_test(monkeypatch):
+    reasons, met = combinations.contradictions, set()
+    lines, first = inspect.getsourcelines(reasons)
 
-    said = [refusal(**given) for given, _ in REFUSED]
-    reasons = [pattern(reason) for _, reason in CONTRADICTIONS]
-    reasons += [f"--{name} .*: {pattern(reason)}" for names, _, reason in IGNORED for name in names]
-    assert [reason for reason in reasons if not any(re.fullmatch(reason, text) for text in said)] == []
+    def noted(settings):
+        for reason in (found := reasons(settings)):
+            met.add(found.gi_frame.f_lineno - first + 1)
+            yield reason
+
+    monkeypatch.setattr(combinations, "contradictions", noted)
+    assert all(refusal(**given) for given, _ in REFUSED)
+    yields = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.Yield)]
+    assert len(yields) > 15
+    assert [one.lineno for one in yields if met.isdisjoint(range(one.lineno, one.end_lineno + 1))] == []
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -274,9 +328,8 @@ def test_flags_beside_a_method_are_said_to_do_nothing_only_if_they_are_not_its_o
 
 
 def test_a_users_own_rows_may_read_any_setting(monkeypatch):
-    monkeypatch.setitem(ESTIMATORS, "mine", Estimator(draw, linear=True))
-    monkeypatch.setitem(OBJECTIVES, "mine", lambda inputs, settings: (inputs.logps.sum(), {}))
+    monkeypatch.setitem(ESTIMATORS, "mine", Estimator(draw))
+    monkeypatch.setitem(OBJECTIVES, "mine", Objective(OBJECTIVES["reinforce"].loss))
     reads = {"num_views": 3, "segments": 4, "antithetic": True, "stratified": True, "draw_steps": "entropy"}
     more = {"eubo_beta": 2.0, "ratio_cap": 2.0, "epsilon": 0.3, "delta": 3.0, "importance_sampling_level": "sequence"}
     assert config(estimator="mine", objective="mine", **reads, **more).ratio_cap == 2.0
-    assert config(method="spg", objective="mine").estimator == "spg"

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from d1.masking import keyed_generator
 from d1.rl.bridge import rollout_buffer
 from d1.rl.methods import METHODS
-from d1.rl.objectives import WITHOUT_OLD
+from d1.rl.objectives import OBJECTIVES
 from d1.rl.rollouts import sampled_rows
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.updates import draw_updates, views_of
@@ -25,10 +25,10 @@ from d1.scoring.rollouts import randomness
 from tests.tiny_grpo import TWO_BATCHES_A_STEP, by_letter, clockless, is_even, logged, make_method, same_mean, weights
 
 ROOT = Path(__file__).parents[3]
+OBJECTIVE = {name: OBJECTIVES[METHODS[name].values["objective"]] for name in METHODS}
 LINEAR = [name for name in METHODS if ESTIMATORS[METHODS[name].values["estimator"]].linear]
-REPLAYS = [name for name in METHODS if METHODS[name].values["estimator"] in ("replay", "left_to_right")]
+REPLAYS = [name for name in METHODS if ESTIMATORS[METHODS[name].values["estimator"]].clean_prompt]
 SAME_VIEWS = ("cj-grpo", "tracerl", "just-grpo")  # in all updates on a rollout
-OVER_ALL_ROWS = ("stable-drl",)
 ALL_KEPT = {"right_share": None}  # no prompt leaves the loss
 
 ON_BLOCKS = [name for name in METHODS if "block_length" not in METHODS[name].values]  # those that bring no blocks
@@ -126,7 +126,7 @@ def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, 
 
 @every_method
 def test_each_sample_meets_each_updates_views_once(tiny_model_dir, tmp_path, method):
-    aligned = method in OVER_ALL_ROWS  # which is refused where a step ends within an update
+    aligned = OBJECTIVE[method].over_all_rows  # which is refused where a step ends within an update
     check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, *((2, 1, 3) if aligned else (3, 2, 2)))
 
 
@@ -139,7 +139,7 @@ MORE = [(a, g, m) for a in (1, 2, 4) for g in sorted({1, a, 2 * a}) for m in (1,
 def test_each_sample_meets_each_updates_views_once_in_every_combination(
     tiny_model_dir, tmp_path, method, accumulation, per_generation, mu
 ):
-    if method in OVER_ALL_ROWS and accumulation % per_generation:
+    if OBJECTIVE[method].over_all_rows and accumulation % per_generation:
         with pytest.raises(ValueError, match="must be a multiple of steps_per_generation"):
             check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, accumulation, per_generation, mu)
     else:
@@ -171,7 +171,7 @@ def test_old_new_and_reference_agree_until_weights_change_and_only_in_their_own_
     for update, (batch, views, scores) in enumerate(trainer.losses):
         assert update_of(batch, views, 0) == update
         names = [name for name in ("old_view_logps", "ref_view_logps") if name in batch]
-        assert len(names) == (METHODS[method].values["objective"] not in WITHOUT_OLD) + bool(beta)
+        assert len(names) == OBJECTIVE[method].reads_old + bool(beta)
         for stored in (batch[name] for name in names):
             torch.testing.assert_close(scores, stored[:, update], rtol=0, atol=1e-6)
             if method not in SAME_VIEWS:
@@ -217,7 +217,8 @@ def test_a_rows_scores_and_views_are_its_own(request, tmp_path, folder, method):
     def drawn(batch, first, rows):
         streams = [keyed_generator(7, row) for row in range(8)][first : first + rows]
         random = randomness(streams, keyed_generator(8), first, 8, 2)
-        return draw_updates(sampled_rows(batch, trainer.model.config), random, trainer.args)
+        estimator = ESTIMATORS[trainer.args.estimator]
+        return draw_updates(sampled_rows(batch, trainer.model.config), random, estimator, trainer.args.view_settings())
 
     views, views_padded = drawn(batch, 0, 8), drawn(padded(batch), 0, 8)
     assert torch.equal(views["view_weights"], views_padded["view_weights"])
@@ -347,7 +348,7 @@ def test_lora_and_full_fine_tuning_with_and_without_a_kl(tiny_model_dir, tmp_pat
     assert len(before) == (8 if lora else 21)
     assert not [name for name, value in before.items() if torch.equal(value, after[name])]
     entries = logged(trainer)
-    if METHODS[method].values["objective"] not in WITHOUT_OLD:
+    if OBJECTIVE[method].reads_old:
         assert entries[0]["ratio_max"] == pytest.approx(1.0, abs=1e-5)
         assert abs(entries[1]["ratio_max"] - 1) > 1e-4
     if beta:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d1.rl.objectives import MEANS
 from d1.rl.penalties import PENALTIES
+from d1.rl.rows import MEANS
 from tests.losses import divisor, gradient, micro_batches, random_inputs, settings, trl_loss, trl_trainer
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -59,7 +59,7 @@ def test_k2_sequence_is_half_the_square_of_a_completions_log_ratio_over_its_leng
     torch.testing.assert_close(gradient(penalty, inputs), slope, **EXACT)
 
 
-@pytest.mark.parametrize("name", ["k3", "k3_to_old", "k2_sequence"])
+@pytest.mark.parametrize("name", PENALTIES)
 def test_a_penalty_is_zero_between_equals_and_the_same_in_micro_batches(name):
     inputs = random_inputs()
     same = inputs.view_logps.detach()

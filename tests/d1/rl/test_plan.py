@@ -60,7 +60,7 @@ def test_the_documents_table_is_the_plan_of_every_method(tmp_path):
     for name in METHODS:
         canvas = {"per_device_train_batch_size": 240, "gradient_checkpointing": False}
         args = DiffuGRPOConfig(output_dir=str(tmp_path), method=name, **canvas)
-        views = ESTIMATORS[args.estimator].views(args)
+        views = ESTIMATORS[args.estimator].views(args.view_settings())
         counts = [f"{passes(args, views)[what]:,}" if what in passes(args, views) else "" for what in whats]
         found[name] = [name, str(args.num_iterations), str(views), *counts]
     assert {row[0]: row for row in rows if row[0] in METHODS} == found

@@ -22,7 +22,7 @@ def sampled_logps(inputs):
 
 
 def weighted(inputs, cap=CAP):
-    return replace(inputs, sampling_weights=truncated_weights(sampled_logps(inputs), inputs, cap))
+    return replace(inputs, sampling_weights=truncated_weights(sampled_logps(inputs), inputs.old, inputs, cap))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import EpochSampler, in_step_to_sample, rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.objectives import OBJECTIVES, reinforce
+from d1.rl.objectives import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import ESTIMATORS, Estimator, Scores
 from d1.scoring.one_step import draw
@@ -162,7 +162,7 @@ def test_the_order_of_an_epoch_does_not_depend_on_the_epochs_sampled_before():
 def test_rows_added_late_are_names_of_the_config_too(tmp_path, monkeypatch):
     options = {"output_dir": str(tmp_path), "max_completion_length": 8, "block_length": 4, "diffusion_steps": 4}
     options |= {"num_generations": 4, "per_device_train_batch_size": 4}
-    rows = {"objective": (OBJECTIVES, reinforce), "estimator": (ESTIMATORS, Estimator(draw))}
+    rows = {"objective": (OBJECTIVES, OBJECTIVES["reinforce"]), "estimator": (ESTIMATORS, Estimator(draw))}
     for name, (table, row) in rows.items():
         with pytest.raises(ValueError, match=f"--{name} must be one of .*, got 'late'"):
             DiffuGRPOConfig(**options, **{name: "late"})

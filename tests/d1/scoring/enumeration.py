@@ -7,11 +7,10 @@ padding.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from itertools import combinations
 from math import comb
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.models import prepare
 from d1.models.kinds import block_size
-from d1.scoring import SampledRows, Views, score
+from d1.scoring import SampledRows, Views, ViewSettings, score
 
 EOS, MASK, CANVAS, PROMPT = 0, 4, 4, 3
 COMPLETIONS = [[1, 3, 2, 1], [2, 1, EOS, 3], [EOS, 1, 2, 2], [3, 1, 2, 1]]
@@ -37,24 +36,10 @@ SAMPLED = SampledRows(
     logps=torch.zeros(4, CANVAS),
     entropies=torch.tensor([[0.3, 0.0, 1.1, 0.6], [0.2, 0.9, 0.4, 7.0], [0.5, 3.0, 4.0, 0.0], [1.0, 1.0, 1.0, 1.0]]),
 )
-# The settings of a run that estimators read.
-SETTINGS = SimpleNamespace(
-    p_mask_prompt=0.0,
-    num_views=None,
-    antithetic=False,
-    stratified=False,
-    block_length=2,
-    segments=None,
-    segment_steps=None,
-    draw_steps="uniform",
-    diffusion_steps=4,
-    max_completion_length=CANVAS,
-    eubo_beta=1.5,
-)
 
 
-def settings(**fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(**(vars(SETTINGS) | fields))
+def settings(**changes: Any) -> ViewSettings:
+    return replace(ViewSettings(gen_length=CANVAS, steps=4, block_length=2), **changes)
 
 
 @cache

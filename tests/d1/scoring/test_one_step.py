@@ -1,12 +1,10 @@
 """d1's estimator: its views, drawn row by row, and what they are on average: no bound."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from d1.masking import draw_mask, keyed_generator
-from d1.scoring import ESTIMATORS, Randomness, SampledRows
+from d1.scoring import ESTIMATORS, Randomness, SampledRows, ViewSettings
 from d1.scoring.one_step import one_step_views
 from tests.d1.scoring.enumeration import (
     CANVAS,
@@ -24,7 +22,7 @@ from tests.d1.scoring.enumeration import (
     subsets,
 )
 
-SETTINGS = SimpleNamespace(p_mask_prompt=0.3)
+SETTINGS = ViewSettings(p_mask_prompt=0.3)
 
 
 def sampled(maskable: torch.Tensor) -> SampledRows:

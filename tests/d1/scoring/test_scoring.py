@@ -13,6 +13,7 @@ from d1.models.head import token_entropies, token_logps
 from d1.scoring import Views, mean_field_logps
 from d1.scoring import score as score_views
 from d1.scoring.one_step import one_step_views
+from d1.scoring.views import views_of_canvas
 from tests.d1.scoring.enumeration import canvas_logits
 
 MASK = 3
@@ -286,10 +287,20 @@ def test_shapes_of_views_that_do_not_fit_are_refused(model):
         "views.noise must be": Views(views.noise[:, :, 1:], views.weights),
         "views.weights must be": Views(views.noise, views.weights[:, :, :-1]),
         "2 views have noise and 1 have weights": Views(views.noise, views.weights[:, :1]),
+        "bool noise and float weights, got torch.bool, torch.int64": Views(views.noise, views.weights.long()),
     }
     for message, views in wrong.items():
         with pytest.raises(ValueError, match=message):
             score_views(model, PROMPTS, VISIBLE, COMPLETIONS, views, mask_token_id=MASK, gen_length=8)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4), (1, 3, 4), (2, 3), (3, 4), (2, 3, 2)])
+def test_weights_of_a_canvas_that_would_be_broadcast_over_rows_or_views_are_refused(shape):
+    seen, hidden = torch.zeros(2, 1, 5, dtype=torch.bool), torch.ones(2, 3, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"weights must be \(2, 3, 4\), one per view or token, got"):
+        views_of_canvas(seen, hidden, hidden[:, 0], torch.ones(shape))
+    each = views_of_canvas(seen, hidden, hidden[:, 0], torch.ones(2, 3, 1)).weights
+    assert torch.equal(each, views_of_canvas(seen, hidden, hidden[:, 0], torch.ones(2, 3, 4)).weights)
 
 
 def test_a_model_that_was_not_prepared_is_refused(tiny_model_dir):

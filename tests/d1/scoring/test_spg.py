@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.rl.objectives import LossInputs, evidence_bounds
+from d1.rl.objectives import evidence_bounds
+from d1.rl.rows import LossInputs
 from d1.scoring import ESTIMATORS, Randomness
 from d1.scoring.spg import hidden_of_row, spg_views
 from tests.d1.scoring.enumeration import (
@@ -146,7 +147,7 @@ def forms(states, size, beta):
     likely = torch.tensor([chance for _, chance, _ in all_views(0, size, p=0.0)])
     hidden = hidden[:, likely > 0]
     views = spg_views(torch.zeros(1, 1, PROMPT, dtype=torch.bool), hidden, torch.ones(1, CANVAS, dtype=torch.bool))
-    lower, upper = evidence_bounds(loss_inputs(states, views), settings(eubo_beta=beta))
+    lower, upper = evidence_bounds(loss_inputs(states, views), beta)
     return Forms(log(fsum(map(exp, each)) / len(each)), fsum(each) / len(each), 4 * lower.item(), 4 * upper.item())
 
 
@@ -203,5 +204,5 @@ def test_of_a_single_view_the_forms_differ_by_a_number_without_gradient(models):
     noise, scored = torch.zeros(1, 1, PROMPT, dtype=torch.bool), torch.ones(1, CANVAS, dtype=torch.bool)
     for some in hidden.unique(dim=0):
         views = spg_views(noise, some.view(1, 1, CANVAS), scored)
-        lower, upper = evidence_bounds(loss_inputs(states, views), settings(eubo_beta=1.5))
+        lower, upper = evidence_bounds(loss_inputs(states, views), 1.5)
         torch.testing.assert_close(upper, lower - log(some.sum() / CANVAS) / 1.5)

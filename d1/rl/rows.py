@@ -1,0 +1,208 @@
+"""The contracts of RL's tables: what a loss is given, and the rows, which say what a function reads and needs.
+
+A row is called like its function and checks what comes back, so that a mistake in a user's function is one line. The
+checks of combinations, the scoring and the plan of a run read the rows: they treat a user's like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from d1.scoring.estimators import called, described
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """A micro-batch under the views of the inner update at hand.
+
+    Attributes:
+        view_logps: (rows, views, tokens), of the policy; 0 where a view does not score a token. Differentiable.
+        view_old: (rows, views, tokens), of the policy that sampled, in the same views; None unless the objective reads
+            them (`Objective.reads_old`) or the penalty compares with them.
+        view_reference: (rows, views, tokens), of the reference model in the same views; None unless the penalty
+            compares with them.
+        weights: (rows, views, tokens), what each view weighs for each token (`d1.scoring.Views`).
+        advantages: (rows,).
+        mask: (rows, tokens), 1 up to and including the first EOS.
+        tokens: scored tokens of a micro-batch, on average over all of the rollout and all processes.
+        log_ratios: (all rows of the rollout,) `sequence_log_ratios` on all processes, of the policy before this update;
+            None unless `Objective.over_all_rows`.
+        sampling_weights: (rows, tokens), of each token's part of the policy gradient (`sampling_weights.py`); None
+            where `sampling_weight_cap` is.
+
+    Raises:
+        ValueError: the weights have another shape than the log-probabilities, so would be broadcast.
+    """
+
+    view_logps: Tensor
+    view_old: Tensor | None
+    view_reference: Tensor | None
+    weights: Tensor
+    advantages: Tensor
+    mask: Tensor
+    tokens: Tensor
+    log_ratios: Tensor | None = None
+    sampling_weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights.shape != self.view_logps.shape:
+            raise ValueError(f"weights must be {tuple(self.view_logps.shape)}, got {tuple(self.weights.shape)}")
+
+    @property
+    def logps(self) -> Tensor:
+        """(rows, tokens), the estimator's log-probabilities of the policy."""
+        return (self.weights * self.view_logps).sum(1)
+
+    @property
+    def old(self) -> Tensor:
+        """(rows, tokens), those of the policy that sampled."""
+        return (self.weights * known(self.view_old)).sum(1)
+
+    @property
+    def reference(self) -> Tensor | None:
+        """(rows, tokens), those of the reference model."""
+        return None if self.view_reference is None else (self.weights * self.view_reference).sum(1)
+
+    @property
+    def counted(self) -> Tensor:
+        """(rows, tokens), what a token counts for: `mask`, with the sampling weights where there are some."""
+        return self.mask if self.sampling_weights is None else self.mask * self.sampling_weights
+
+    @property
+    def lengths(self) -> Tensor:
+        """(rows,), scored tokens; 1 for a row without any, which is divided by it."""
+        return self.mask.sum(-1).clamp(min=1)
+
+
+def known(view_logps: Tensor | None) -> Tensor:
+    """Old or reference log-probabilities, which the row in use asked for."""
+    if view_logps is None:
+        raise ValueError("these log-probs are not scored: the row must say reads_old=True, or to='old' or 'reference'")
+    return view_logps
+
+
+class LossSettings(Protocol):
+    """What the losses here read of a run's settings. A run gives its `DiffuGRPOConfig`: yours may read any field."""
+
+    loss_type: str
+    epsilon: float
+    epsilon_high: float | None
+    max_completion_length: Any
+    eubo_beta: float
+    eubo_share: float
+    ratio_cap: float
+
+
+MEANS = ("sum", "grpo", "dr_grpo", "bnpo", "dapo")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A row of the table: the loss, and what it needs.
+
+    Attributes:
+        loss: gives the loss, a scalar for one micro-batch, of which the step's loss is the mean, and metrics to log, of
+            this process's rows. None is TRL's own loss.
+        reads_old: it reads log-probabilities of the policy that sampled; without, none are scored.
+        over_all_rows: it weighs a row against all rows of its rollout and reads `LossInputs.log_ratios`.
+        per_view: it takes each view's log-probabilities, not only their weighted sums.
+        per_draw: it takes each view as an estimate of the whole completion (`Estimator.single`).
+        linear: it takes log-probabilities; False: bounds made of means over hidden tokens (`Estimator.linear`).
+        loss_types: the values of `loss_type` that it knows.
+        own_kl: the penalty that the loss adds itself.
+        settings: those of `epsilon`, `loss_type`, ... that it reads: to set another one is an error. None: unknown.
+
+    Raises:
+        ValueError: the log-ratios of all rows need the old log-probabilities.
+    """
+
+    loss: Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]] | None
+    reads_old: bool = True
+    over_all_rows: bool = False
+    per_view: bool = False
+    per_draw: bool = False
+    linear: bool = True
+    loss_types: tuple[str, ...] = MEANS
+    own_kl: str | None = None
+    settings: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.over_all_rows and not self.reads_old:
+            raise ValueError("an Objective with over_all_rows compares with the old policy: it needs reads_old=True")
+
+    def __call__(self, inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
+        """The loss and its metrics.
+
+        Raises:
+            ValueError: the function returned something else.
+        """
+        assert self.loss is not None
+        returned = self.loss(inputs, settings)
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+            raise ValueError(f"{called(self.loss)} returned {described(returned)}: expected a pair (loss, metrics)")
+        check_scalar(self.loss, returned[0], inputs)
+        for name, value in returned[1].items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"{called(self.loss)} gave the metric {name!r}: {described(value)}, expected a number")
+        return returned
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """A row of the table of KL penalties.
+
+    Attributes:
+        value: gives the penalty, a scalar for one micro-batch.
+        to: whose log-probabilities it compares the policy with. Those of the "reference" need a reference model.
+        settings: as of `Objective`.
+
+    Raises:
+        ValueError: `to` is neither.
+    """
+
+    value: Callable[[LossInputs, Any], Tensor]
+    to: Literal["reference", "old"] = "reference"
+    settings: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.to not in ("reference", "old"):
+            raise ValueError(f"a Penalty is to 'reference' or to 'old', got {self.to!r}")
+
+    def __call__(self, inputs: LossInputs, settings: LossSettings) -> Tensor:
+        """The penalty. Raises ValueError where the function returned something else than a scalar with a gradient."""
+        returned = self.value(inputs, settings)
+        check_scalar(self.value, returned, inputs)
+        return returned
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """A row of the table of advantages.
+
+    Attributes:
+        of: TRL's advantages (groups, completions of a prompt) -> the same shape. None leaves them as they are.
+        centred: it takes rewards less their group's mean, so `scale_rewards` must be "none".
+    """
+
+    of: Callable[[Tensor], Tensor] | None
+    centred: bool = True
+
+    def __call__(self, groups: Tensor) -> Tensor:
+        """The advantages. Raises ValueError where the function returned something else."""
+        assert self.of is not None
+        returned = self.of(groups)
+        if not isinstance(returned, Tensor) or returned.shape != groups.shape or not returned.is_floating_point():
+            expected = f"floats of shape {tuple(groups.shape)}"
+            raise ValueError(f"{called(self.of)} returned {described(returned)}: expected {expected}")
+        return returned
+
+
+def check_scalar(function: object, value: object, inputs: LossInputs) -> None:
+    """Raises ValueError unless a function returned a scalar, with a gradient where the policy's log-probs have one."""
+    scalar = isinstance(value, Tensor) and value.dim() == 0
+    if not scalar or (inputs.view_logps.requires_grad and not value.requires_grad):  # type: ignore[attr-defined]
+        raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar tensor with a gradient")
