@@ -1,4 +1,4 @@
-"""A rollout's canvases: sampled a part at a time, recorded token by token, and as estimators see them."""
+"""A rollout's canvases: sampled a part at a time, and as estimators see them."""
 
 from __future__ import annotations
 
@@ -45,23 +45,6 @@ def sample_in_parts(
         for start in range(0, len(ids), size)
     ]
     return Rollout(**{field.name: torch.cat([getattr(p, field.name) for p in parts]) for field in fields(Rollout)})
-
-
-def record_of(sampled: Rollout, prompt: int) -> Tensor:
-    """(rows, canvas, 4): each token's id, log-prob, entropy and step of its reveal, on the whole canvas.
-
-    Completions end with their first EOS, records do not: what stands behind it was there when tokens were revealed.
-    Ids as floats are exact: fp32 holds every whole number below 2^24.
-    """
-    numbers = (sampled.ids[:, prompt:], sampled.logps, sampled.entropies, sampled.reveal_steps)
-    return torch.stack([number.float() for number in numbers], dim=-1)
-
-
-def unpack_record(batch: Batch, record: Tensor, gen_length: int) -> None:
-    """Adds `canvas_ids`, `rollout_logps`, `rollout_entropies` and `reveal_steps` (rows, canvas) to a batch."""
-    ids, logps, entropies, steps = record[:, :gen_length].unbind(-1)
-    batch |= {"canvas_ids": ids.long(), "reveal_steps": steps.long()}
-    batch |= {"rollout_logps": logps, "rollout_entropies": entropies}
 
 
 def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:

@@ -28,8 +28,8 @@ class Recorder(DiffuGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.met, self.ratios, self.cycle, self.scored = [], [], 0, []
 
-    def after_rollout(self, batch, record):
-        super().after_rollout(batch, record)
+    def after_rollout(self, batch):
+        super().after_rollout(batch)
         if self.model.training:
             self.cycle += 1
             batch["uid"] = torch.arange(len(batch["prompt_ids"])) + 1000 * self.cycle
