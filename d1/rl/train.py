@@ -162,7 +162,7 @@ def main(
                 setup.write_report(args)
                 publish(args, push, started_again=True)
             return None
-        check_rollout(Path(checkpoint), args.world_size)
+        check_rollout(Path(checkpoint), args)
     task = under_protocol(load_task(args.dataset), args.prompt_protocol)
     train_rows, eval_rows = setup.load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)

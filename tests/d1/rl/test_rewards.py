@@ -150,7 +150,7 @@ def test_the_sum_of_rewards_is_finite_as_float32() -> None:
     rewards, weights = torch.tensor([[1.0, math.nan], [math.nan, math.nan], [3e38, 2.0]]), torch.tensor([1.0, 0.5])
     assert weighted_sum(rewards, weights).tolist() == [1.0, 0.0, torch.tensor(3e38).item()]
     for first, second in ((2.0, 1.0), (10.0, -1e38)):  # inf; inf - inf
-        with pytest.raises(RewardError, match="of row 2 with weights .* sum to (inf|nan), which is not finite"):
+        with pytest.raises(RewardError, match=r"of row 2 with weights .* sum to (inf|nan), which is not finite"):
             weighted_sum(torch.tensor([[0.0, 0.0], [1.0, 1.0], [3e38, 3e38]]), torch.tensor([first, second]))
 
 
