@@ -85,18 +85,14 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
 
     # --- TRL's private methods ----------------------------------------------------------------------------------------
 
-    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, Any]:
-        # A group's rows ask the same, and a template takes longer than all else around a small model's rollout.
-        groups = [(prompt, len(list(rows))) for prompt, rows in groupby(prompts)]
-
-        def for_each_row(values: list) -> list:
-            return [value for value, (_, rows) in zip(values, groups, strict=True) for _ in range(rows)]
-
-        prompt_ids, images, fields = super()._tokenize_prompts([prompt for prompt, _ in groups])
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
+        # Each prompt of a group once: a template takes longer than all else around a small model's rollout.
+        rows = [len(list(group)) for _, group in groupby(prompts)]
+        prompt_ids, images, _ = super()._tokenize_prompts([prompt for prompt, _ in groupby(prompts)])
         if images is not None:
             raise ValueError("images are not supported: masked diffusion language models take text")
-        fields = {name: for_each_row(values) for name, values in fields.items()}
-        return for_each_row([ids[-self.args.max_prompt_length :] for ids in prompt_ids]), images, fields
+        ends = [ids[-self.args.max_prompt_length :] for ids in prompt_ids]
+        return [ids for ids, count in zip(ends, rows, strict=True) for _ in range(count)], None, {}
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
@@ -162,8 +158,9 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
 
     @property
     def samples_in_step(self) -> bool:
-        """Whether every forward pass of a rollout waits for all processes."""
-        return self.accelerator.num_processes > 1 and in_step_to_sample(self._dist, self.args.ds3_gather_for_generation)
+        """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
+        gathered = self._dist.is_zero3 and self.args.ds3_gather_for_generation
+        return self.accelerator.num_processes > 1 and self.weights_are_split and not gathered
 
     @contextlib.contextmanager
     def sampling_model(self) -> Iterator[Any]:
@@ -211,11 +208,6 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     def log_metric(self, name: str, value: float) -> None:
         """Averaged until the next log, under its name or, in an evaluation, behind `eval_`."""
         self._metrics["train" if self.model.training else "eval"][name].append(value)
-
-
-def in_step_to_sample(dist: Any, ds3_gather_for_generation: bool) -> bool:
-    """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
-    return dist.is_fsdp or (dist.is_zero3 and not ds3_gather_for_generation)
 
 
 class EpochSampler(RepeatSampler):

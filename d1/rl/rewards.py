@@ -150,9 +150,7 @@ def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> d
         return False
 
     found = error.row if isinstance(error, BadReward) else next(filter(raises, range(rows)), None)
-    if found is None:
-        return {"row": None} | columns
-    return {"row": found} | {key: value[found] for key, value in columns.items()}
+    return {"row": found} | (columns if found is None else {key: value[found] for key, value in columns.items()})
 
 
 def accuracy_of(task: ModuleType) -> Reward:

@@ -1,17 +1,17 @@
-"""A rollout's canvases: sampled a part at a time, and as estimators see them."""
+"""A rollout's canvases, joined from parts and as estimators see them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from d1.models.kinds import block_size
 from d1.rl.updates import Batch, fitted
-from d1.sampling import Rollout, SamplingSettings, rollout
+from d1.sampling import Rollout
 from d1.scoring import SampledRows
 from d1.scoring.rollouts import blocks_of
 
@@ -22,29 +22,10 @@ def eos_cut(completion_ids: Tensor, eos_token_ids: list[int]) -> Tensor:
     return is_eos.cumsum(-1) - is_eos.long() == 0
 
 
-def sample_in_parts(
-    model: Any,
-    ids: Tensor,
-    mask: Tensor,
-    settings: SamplingSettings,
-    generators: Sequence[Generator],
-    size: int | None,
-    **options: Any,
-) -> Rollout:
-    """`d1.sampling.rollout` of prompts (rows, prompt), `size` rows at a time (all by default)."""
-    size = size or len(ids)
-    parts = [
-        rollout(
-            model,
-            ids[start : start + size],
-            mask[start : start + size],
-            settings,
-            generator=generators[start : start + size],
-            **options,
-        )
-        for start in range(0, len(ids), size)
-    ]
-    return Rollout(**{field.name: torch.cat([getattr(p, field.name) for p in parts]) for field in fields(Rollout)})
+def joined(parts: Iterable[Rollout]) -> Rollout:
+    """The rows of several rollouts in one."""
+    columns = zip(*([getattr(part, field.name) for field in fields(Rollout)] for part in parts), strict=True)
+    return Rollout(*map(torch.cat, columns))
 
 
 def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:

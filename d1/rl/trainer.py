@@ -29,7 +29,7 @@ from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_ma
 from d1.rl.objectives import OBJECTIVES, OVER_ALL_ROWS, LossInputs, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
-from d1.rl.rollouts import eos_cut, sample_in_parts, sampled_rows
+from d1.rl.rollouts import eos_cut, joined, sampled_rows
 from d1.rl.state import RestoreRollout, save_rollout
 from d1.rl.trainer_checks import check_trainer, refuse_tools
 from d1.rl.updates import (
@@ -44,7 +44,7 @@ from d1.rl.updates import (
 )
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
-from d1.sampling import Rollout
+from d1.sampling import Rollout, rollout
 from d1.scoring import Randomness, Scores, Views
 from d1.scoring.rollouts import randomness
 
@@ -111,17 +111,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
 
     def key(self, purpose: str) -> tuple[int, int, int]:
-        """Of a rollout's random numbers: the seed, a stream, and the optimizer step (of an evaluation, its batch).
-
-        The key is the same however a rollout is split over processes and accumulated micro-batches.
-        """
-        stream = STREAMS[purpose, self.mode]
+        """(seed, stream, optimizer step) of a rollout: the same for every split over processes and accumulation."""
+        args, stream = self.args, STREAMS[purpose, self.mode]
         if self.mode == "eval":
-            return self.args.seed, stream, self.evaluation_rollouts
-        step, micro_batch = divmod(self.micro_step, self.args.gradient_accumulation_steps)
+            return args.seed, stream, self.evaluation_rollouts
+        step, micro_batch = divmod(self.micro_step, args.gradient_accumulation_steps)
         # With short cycles one step takes several rollouts: each further one has streams of its own.
-        number = micro_batch // (self.args.steps_per_generation * self.num_iterations)
-        return self.args.seed, stream + number * len(STREAMS), step
+        number = micro_batch // (args.steps_per_generation * self.num_iterations)
+        return args.seed, stream + number * len(STREAMS), step
 
     def randomness(self, rows: int) -> list[Randomness]:
         """What the views of a rollout's rows are drawn with, for each inner update."""
@@ -130,11 +127,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         return randomness(self.generators("views", rows), shared, first, total, self.num_iterations)
 
     def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
-        """One generator per row, a function of the rollout's key and the row's number over all processes alone.
-
-        TRL gives each process the next rows of the rollout, in the order of the ranks, for all its micro-batches.
-        """
-        key, first = self.key(purpose), self.accelerator.process_index * rows
+        """One generator per row: a function of the rollout's key and of the row's number over all processes."""
+        key, first = self.key(purpose), self.accelerator.process_index * rows  # TRL deals out rows in the ranks' order
         device = "cpu" if purpose == "views" else self.accelerator.device
         return [keyed_generator(*key, first + row, device=device) for row in range(rows)]
 
@@ -152,12 +146,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         ids = pad(tensors, padding_value=self.text_tokenizer.pad_token_id, **padding)
         mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding)
         sampled = self.sample(*(given.to(self.accelerator.device, non_blocking=True) for given in (ids, mask)))
-        canvas = sampled.ids[:, ids.shape[1] :]
-        completions = canvas.cpu()  # this waits for the device
+        record = {"canvas_ids": sampled.ids[:, ids.shape[1] :], "reveal_steps": sampled.reveal_steps}
+        record |= {"rollout_logps": sampled.logps, "rollout_entropies": sampled.entropies}
+        completions = record["canvas_ids"].cpu()  # this waits for the device
         passes, fed = torch.stack([sampled.passes, sampled.forward_tokens]).cpu()
         kept = eos_cut(completions, self.eos_token_ids)
-        record = {"canvas_ids": canvas, "reveal_steps": sampled.reveal_steps}
-        record |= {"rollout_logps": sampled.logps, "rollout_entropies": sampled.entropies}
         seconds = time.perf_counter() - started
         self.log_metric("seconds/rollout", seconds)
         self.log_metric("sampling/forward_passes", passes.float().mean().item())
@@ -168,16 +161,13 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
         generators = self.generators("rollout", len(ids))  # of this mode, before the model leaves it
+        tokens = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.eos_token_ids if self.eos_stop else None}
+        size = self.args.rollout_batch_size or len(ids)
+        parts = [slice(start, start + size) for start in range(0, len(ids), size)]
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            sampled = sample_in_parts(
-                model,
-                ids,
-                mask,
-                self.sampling,
-                generators,
-                self.args.rollout_batch_size,
-                mask_token_id=self.mask_token_id,
-                eos_token_ids=self.eos_token_ids if self.eos_stop else None,
+            sampled = joined(
+                rollout(model, ids[part], mask[part], self.sampling, generator=generators[part], **tokens)
+                for part in parts
             )
         self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: an evaluation puts it back
         return sampled
@@ -278,8 +268,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Stops the run at a loss that is not finite."""
         if not torch.isfinite(loss):
             rows = rows_to_blame(batch, inputs.logps.detach(), self.text_tokenizer.decode)
-            step, rank = self.state.global_step, self.args.process_index
-            raise bad_loss(loss.item(), rows, str(self.args.output_dir), step, rank)
+            raise bad_loss(loss.item(), rows, self.args.output_dir, self.state.global_step, self.args.process_index)
 
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 

@@ -226,7 +226,7 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
 def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_step(
     tiny_model_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(trl_bridge, "in_step_to_sample", lambda *_: True)
+    monkeypatch.setattr(trl_bridge.CanvasGRPOTrainer, "weights_are_split", True)
     assert make_trainer(tiny_model_dir, tmp_path).eos_stop  # one process waits for nobody
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     assert not make_trainer(tiny_model_dir, tmp_path).eos_stop
