@@ -24,7 +24,6 @@ from benchmarks.clock import Clock, ClockedTraining
 from benchmarks.random_models import ROOT, different_words, random_model, random_words, word_tokenizer
 from d1.models import load_model, load_tokenizer
 from d1.models.head import body_and_head
-from d1.rl import rollouts as canvas_rollout
 from d1.rl import trainer as diffu_grpo_trainer
 from d1.rl import updates as update_views
 from d1.rl.config import DiffuGRPOConfig
@@ -114,12 +113,12 @@ def train_rl(trainer: Any, way: str, clock: Clock) -> Work:
         return log_probs(model, attention_mask=attention_mask, views=views, views_at_once=views_at_once, **options)
 
     clocked_score = clock.timed(noted, lambda: "update" if torch.is_grad_enabled() else "scoring")
-    before = canvas_rollout.rollout, update_views.score
-    canvas_rollout.rollout, update_views.score = clock.timed(recorded, "rollout"), clocked_score
+    before = diffu_grpo_trainer.rollout, update_views.score
+    diffu_grpo_trainer.rollout, update_views.score = clock.timed(recorded, "rollout"), clocked_score
     try:
         trainer.train()
     finally:
-        canvas_rollout.rollout, update_views.score = before
+        diffu_grpo_trainer.rollout, update_views.score = before
     return work
 
 

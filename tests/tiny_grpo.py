@@ -2,6 +2,7 @@
 
 import os
 
+from accelerate.utils import gather_object
 from datasets import Dataset
 
 from d1.models import load_model, load_tokenizer
@@ -116,15 +117,38 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
     return make_trainer(model_dir, folder, cls, **(given | changes))
 
 
-def train_a_little(model_dir, folder, method):
+class Recorded(DiffuGRPOTrainer):
+    """Keeps the rows of each training rollout, of all processes in order: prompt, canvas, the views' hidden tokens."""
+
+    def after_rollout(self, batch):
+        super().after_rollout(batch)
+        if self.mode == "train":
+            kept = batch["prompt_mask"].bool()
+            noise, prompts = batch["view_noise"], kept.shape[1]
+            rows = [
+                [
+                    ids[own].tolist(),
+                    canvas.tolist(),
+                    hidden[..., :prompts][..., own].tolist(),
+                    hidden[..., prompts:].tolist(),
+                ]
+                for ids, own, canvas, hidden in zip(batch["prompt_ids"], kept, batch["canvas_ids"], noise, strict=True)
+            ]
+            self.__dict__.setdefault("rollouts", []).append(gather_object(rows))
+
+
+def train_a_little(model_dir, folder, method, **changes):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second.
-    "d1+weights" is d1 with `sampling_weight_cap`, under which most tokens have a weight of their own."""
-    method, _, weighted = method.partition("+")
+    "d1+weights" is d1 with `sampling_weight_cap`, under which most tokens have a weight of their own. "+accumulated" is
+    a rollout of 16 micro-batches of one row, which the processes share out, so 1 x 16, 2 x 8 or 4 x 4."""
+    method, _, variant = method.partition("+")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     options = {"per_device_train_batch_size": 12 // processes, "max_steps": 3, "learning_rate": 0.01}
+    if variant == "accumulated":
+        options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16 // processes}
     options |= {"ddp_backend": "gloo"} if processes > 1 else {}
-    options |= {"sampling_weight_cap": 1.5} if weighted else {}
-    trainer = make_method(model_dir, folder, method, **options, **same_mean(method))
+    options |= {"sampling_weight_cap": 1.5} if variant == "weights" else {}
+    trainer = make_method(model_dir, folder, method, Recorded, **(options | changes), **same_mean(method))
     trainer.train()
     return trainer
 

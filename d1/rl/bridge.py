@@ -1,7 +1,7 @@
 """All that touches what TRL 1.16 does not offer in public: its private methods and state, and a patch.
 
-`CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods turned into a few questions that a subclass answers:
-`tokenized`, `rollout`, `after_rollout`, `loss`. To delete, one by one, as TRL offers
+`CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods turned into three that a subclass defines: `rollout`,
+`after_rollout`, `loss`. To delete, one by one, as TRL offers
 - a way to sample with a function of one's own that keeps TRL's tokenising, rewards and logging (`rollout_func` is given
   prompts as text, and replaces tokenising too);
 - log-probabilities as an argument of its loss;
@@ -27,13 +27,12 @@ from trl.trainer.utils import RepeatSampler, use_adapter
 
 from d1.models import load_model
 from d1.rl.objectives import LossInputs
-from d1.rl.rewards import with_accuracy
-from d1.rl.updates import fitted
+from d1.rl.rewards import weighted_sum
+from d1.rl.updates import Batch, fitted
 from d1.transformers_bridge import TrainerHooks
 
-ACCURACY = "completion_is_right"  # joins the columns of a sampled row: the task's accuracy, which is no reward
-REWARD = "completion_reward"  # joins them too: the weighted sum of a row's rewards
-TokenRecord = list[list[float]]  # for each token of a canvas, the numbers recorded when it was sampled
+# Columns (rows,) of a sampled batch: the task's accuracy, which is no reward, and the weighted sum of the rewards.
+ACCURACY, REWARD = "completion_is_right", "completion_reward"
 
 
 class TokenLogps(NamedTuple):
@@ -47,13 +46,16 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     """TRL's GRPOTrainer for completions that are sampled as a canvas and scored in states of one's own choice.
 
     Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. It overrides
-    - `_tokenize_prompts`, to cut prompts (`tokenized`);
-    - `_generate_single_turn`, TRL's call of `generate`, with `rollout`. What a rollout records of each token travels in
-      the place of the sampling log-probabilities that vLLM would give;
+    - `_tokenize_prompts`, to keep the last `max_prompt_length` tokens of a prompt;
+    - `_generate_single_turn`, TRL's call of `generate`, with `rollout`;
+    - `_generate_and_score_completions`, which calls the method above, to add the rollout's record to the batch and call
+      `after_rollout`. The record stays in `record` between the two. TRL itself passes on either the log-probabilities
+      of sampling, which it rebuilds as fp32 from nested lists, or the `extra_fields` of a `rollout_func`, which the
+      rewards get and the batch does not;
     - `_get_per_token_logps_and_entropies`, which TRL asks for log-probabilities on a rollout and in its loss. It knows
       only one state to score in, so on the rollout it gets nothing (TRL then stores nothing, and `after_rollout` adds
       what belongs there), and in the loss what is handed to `trl_loss`;
-    - `_generate_and_score_completions` and `_compute_loss`, to call `after_rollout` and `loss`;
+    - `_compute_loss`, to call `loss`;
     - `_calculate_rewards`, to time it, and to log an accuracy that is no reward.
     What is Trainer's own is in `TrainerHooks`; its `train_sampler` is given an order that survives a resume.
     """
@@ -62,83 +64,69 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
     args: Any  # GRPOConfig
     beta: float
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # for type checkers, which look for it in Trainer first
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.record: Batch = {}
+        self.rollout_seconds: list[float] = []  # of each training rollout, with its rewards and `after_rollout`
 
-    # --- What a subclass answers --------------------------------------------------------------------------------------
+    # --- What a subclass defines --------------------------------------------------------------------------------------
 
-    def tokenized(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """The prompts' ids as they are sampled from."""
+    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], Batch]:
+        """A completion for each prompt, cut after its first EOS, and tensors (rows, ...) that join the batch."""
         raise NotImplementedError
 
-    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[TokenRecord]]:
-        """A completion for each prompt, cut after its first EOS, and a record of its tokens."""
+    def after_rollout(self, batch: Batch) -> None:
+        """Adds tensors (rows, ...) to a sampled batch, which are shuffled and split with it."""
         raise NotImplementedError
 
-    def after_rollout(self, batch: dict[str, Any], record: Tensor) -> None:
-        """Adds tensors (rows, ...) to a sampled batch, which are shuffled and split with it.
-
-        Args:
-            record: (rows, tokens, numbers), what `rollout` recorded.
-        """
-        raise NotImplementedError
-
-    def rollout_finished(self, seconds: float) -> None:
-        """Called when a rollout, its rewards and `after_rollout` are done, which took so long."""
-        raise NotImplementedError
-
-    def loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
+    def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss of a micro-batch."""
         raise NotImplementedError
 
     # --- TRL's private methods ----------------------------------------------------------------------------------------
 
-    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, Any]:
-        # A group's rows ask the same, and a template takes longer than all else around a small model's rollout.
-        groups = [(prompt, len(list(rows))) for prompt, rows in groupby(prompts)]
-
-        def for_each_row(values: list) -> list:
-            return [value for value, (_, rows) in zip(values, groups, strict=True) for _ in range(rows)]
-
-        prompt_ids, images, fields = super()._tokenize_prompts([prompt for prompt, _ in groups])
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
+        # Each prompt of a group once: a template takes longer than all else around a small model's rollout.
+        rows = [len(list(group)) for _, group in groupby(prompts)]
+        prompt_ids, images, _ = super()._tokenize_prompts([prompt for prompt, _ in groupby(prompts)])
         if images is not None:
             raise ValueError("images are not supported: masked diffusion language models take text")
-        fields = {name: for_each_row(values) for name, values in fields.items()}
-        return self.tokenized(for_each_row(prompt_ids)), images, fields
+        ends = [ids[-self.args.max_prompt_length :] for ids in prompt_ids]
+        return [ids for ids, count in zip(ends, rows, strict=True) for _ in range(count)], None, {}
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
-    ) -> tuple[list[list[int]], list[TokenRecord]]:
-        return self.rollout(prompt_ids)
+    ) -> tuple[list[list[int]], None]:
+        completions, self.record = self.rollout(prompt_ids)
+        return completions, None
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, None]:
         return (*model, None) if isinstance(model, TokenLogps) else (None, None, None)
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         started = time.perf_counter()
-        batch = super()._generate_and_score_completions(inputs)
-        for column in inputs[0].keys() & {ACCURACY, REWARD}:
-            values = torch.tensor([row[column] for row in inputs])
-            batch[column] = values.to(batch["advantages"].device, non_blocking=True)
-        self.after_rollout(batch, batch.pop("sampling_per_token_logps"))
-        self.rollout_finished(time.perf_counter() - started)
+        batch = super()._generate_and_score_completions(inputs) | self.record
+        self.record = {}
+        self.after_rollout(batch)
+        if self.model.training:
+            self.rollout_seconds.append(time.perf_counter() - started)
         return batch
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
-        rewards = with_accuracy(self, super()._calculate_rewards, inputs, *args, **kwargs)
-        first = self.accelerator.process_index * len(inputs)
-        own = rewards[first : first + len(inputs)].cpu()
-        totals = (own * self.reward_weights.cpu()).nansum(dim=1)
+        rewards = super()._calculate_rewards(inputs, *args, **kwargs)
         watched = getattr(self.reward_funcs[-1], "only_watched", False)
-        for row, total, last in zip(inputs, totals.tolist(), own[:, -1].tolist(), strict=True):
-            row |= {REWARD: total, **({ACCURACY: last} if watched else {})}
+        if watched and rewards.shape[1] > 1:  # TRL leaves a row out where all are NaN; the accuracy never is
+            rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
+        own = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
+        columns = {REWARD: weighted_sum(own, self.reward_weights.cpu())} | ({ACCURACY: own[:, -1]} if watched else {})
+        self.record |= {name: column.to(rewards.device, non_blocking=True) for name, column in columns.items()}
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         return self.loss(model, inputs)
 
     def train_sampler(self, dataset: Any) -> EpochSampler:
@@ -170,8 +158,9 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
 
     @property
     def samples_in_step(self) -> bool:
-        """Whether every forward pass of a rollout waits for all processes."""
-        return self.accelerator.num_processes > 1 and in_step_to_sample(self._dist, self.args.ds3_gather_for_generation)
+        """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
+        gathered = self._dist.is_zero3 and self.args.ds3_gather_for_generation
+        return self.accelerator.num_processes > 1 and self.weights_are_split and not gathered
 
     @contextlib.contextmanager
     def sampling_model(self) -> Iterator[Any]:
@@ -186,7 +175,7 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         ):
             yield model
 
-    def trl_loss(self, inputs: LossInputs, entropies: Tensor | None, batch: dict[str, Any]) -> Tensor:
+    def trl_loss(self, inputs: LossInputs, entropies: Tensor | None, batch: Batch) -> Tensor:
         """TRL's loss of log-probabilities: `loss_type`, `importance_sampling_level`, clipping, its KL, and its metrics.
 
         Args:
@@ -199,10 +188,6 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         if inputs.sampling_weights is not None:  # TRL takes (rows, tokens), and weighs its KL by no advantage
             given["advantages"] = inputs.advantages.unsqueeze(1) * inputs.sampling_weights
         return super()._compute_loss(own, batch | given)
-
-    def leave_out_trls_kl(self) -> None:
-        """TRL adds no KL from now on, and asks for no reference of its own; `reference()` is still there."""
-        self.beta = 0.0
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Any]:
@@ -225,11 +210,6 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
         self._metrics["train" if self.model.training else "eval"][name].append(value)
 
 
-def in_step_to_sample(dist: Any, ds3_gather_for_generation: bool) -> bool:
-    """Whether every forward pass of a rollout waits for all processes, because each holds a part of the weights."""
-    return dist.is_fsdp or (dist.is_zero3 and not ds3_gather_for_generation)
-
-
 class EpochSampler(RepeatSampler):
     """TRL's sampler with an order that is a function of (seed, epoch), which a resumed run finds again."""
 
@@ -243,7 +223,7 @@ class EpochSampler(RepeatSampler):
         return super().__iter__()
 
 
-def rollout_buffer(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+def rollout_buffer(trainer: GRPOTrainer) -> list[Batch]:
     """The micro-batches of the rollout in use."""
     return trainer._buffered_inputs or []
 
@@ -257,7 +237,7 @@ def trl_counters(trainer: GRPOTrainer) -> dict[str, Any]:
     }
 
 
-def restore_trl(trainer: GRPOTrainer, batches: list[dict[str, Any]], counters: dict[str, Any]) -> None:
+def restore_trl(trainer: GRPOTrainer, batches: list[Batch], counters: dict[str, Any]) -> None:
     """Puts back what `rollout_buffer` and `trl_counters` gave."""
     trainer._step = counters["step"]
     trainer._buffered_inputs = batches or None

@@ -9,7 +9,6 @@ budget would have ended with, which a rate that falls towards the end would not 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from d1.rl.state import read_counters
 
 QUARTER = "quarter"  # folder of the model at a quarter of the budget
 
@@ -32,8 +33,8 @@ def is_spent(checkpoint: str | None, budget: int | None) -> bool:
     """Whether the run stood at or above its budget when it wrote `checkpoint`."""
     if checkpoint is None or budget is None:
         return False
-    counters = [json.loads(file.read_text()) for file in Path(checkpoint).glob("rollout_rank*.json")]
-    return sum(one["compute"] for one in counters) >= budget
+    ranks = range(len([*Path(checkpoint).glob("rollout_rank*.json")]))
+    return sum(read_counters(Path(checkpoint), rank).get("compute", 0) for rank in ranks) >= budget
 
 
 class StopAtCompute(TrainerCallback):

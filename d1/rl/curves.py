@@ -94,47 +94,45 @@ def report_page(runs: list[Path], labels: list[str], smooth: int = 5) -> str:
     for number, (name, title) in enumerate(PANELS.items()):
         panel = partial(draw_panel, name=name, runs=runs, labels=labels, smooth=smooth, legend=len(runs) > 1)
         curves += f"<figure>{panel_svg(panel, title, f'panel{number}')}</figure>"
-    about = "".join(map(gains, runs, labels)) + "".join(map(settings_list, runs, labels))
+    about = "".join(map(about_run, runs, labels))
     scenes = [scene for run, label in zip(runs, labels, strict=True) for scene in scenes_of(run, label)]
     lacking = "" if scenes else "<p>Completions are kept by runs with <code>--report true</code>.</p>"
     title = f"What RL did: {', '.join(labels)}"
     return film_page(title, scenes, f'<div class="curves">{curves}</div>{about}{lacking}')
 
 
-def gains(run: Path, label: str) -> str:
-    """The metrics of the panels on a line, each as its mean over the first and the last tenth of the logs."""
+def about_run(run: Path, label: str) -> str:
+    """The panels' metrics as means over the first and the last tenth of the logs, and all settings, folded up."""
     history, steps_a_rollout = read_run(run)
-    rows = []
+    label = html.escape(label)
+    stats = f"<li>{label}, first and last tenth of the run:</li>"
     for name, title in PANELS.items():
-        _, values = series(history, name, steps_a_rollout)
-        tenth = max(1, len(values) // 10)
-        if values:
+        if values := series(history, name, steps_a_rollout)[1]:
+            tenth = max(1, len(values) // 10)
             before, after = fmean(values[:tenth]), fmean(values[-tenth:])
-            rows.append(f"<li><span>{html.escape(title)}</span> <b>{before:.3g} → {after:.3g}</b></li>")
-    said = f"<li>{html.escape(label)}, first and last tenth of the run:</li>"
-    return f'<ul class="stats">{said}{"".join(rows)}</ul>'
-
-
-def settings_list(run: Path, label: str) -> str:
-    """All settings of a run, folded up."""
+            stats += f"<li><span>{html.escape(title)}</span> <b>{before:.3g} → {after:.3g}</b></li>"
     settings = json.loads((run / "run.json").read_text())["settings"]
     rows = [f"<li><b>{html.escape(name)}</b> {html.escape(str(value))}</li>" for name, value in settings.items()]
-    summary = f"<summary>Settings of {html.escape(label)}</summary>"
-    return f'<details>{summary}<ul class="settings">{"".join(rows)}</ul></details>'
+    folded = f'<summary>Settings of {label}</summary><ul class="settings">{"".join(rows)}</ul>'
+    return f'<ul class="stats">{stats}</ul><details>{folded}</details>'
 
 
 def scenes_of(run: Path, label: str) -> list[Scene]:
-    """The best, median and worst completion of the first rollout, each beside that of the last."""
+    """The best, median and worst completion of the first rollout, each next to that of the last."""
     if not (run / SHOWN_FILE).exists():
         return []
     kept = json.loads((run / SHOWN_FILE).read_text())
-    scenes: list[Scene] = []
-    for which in ("best", "median", "worst"):
-        films = [Film(**kept[end]["films"][which]) for end in ("first", "last")]
-        for film, end in zip(films, ("first", "last"), strict=True):
-            film.title = f"rollout {kept[end]['rollout']}"
-        scenes.append((f"{label}: the {which} completion of the first and the last rollout", films))
-    return scenes
+
+    def film(end: str, which: str) -> Film:
+        return Film(**(kept[end]["films"][which] | {"title": f"rollout {kept[end]['rollout']}"}))
+
+    return [
+        (
+            f"{label}: the {which} completion of the first and the last rollout",
+            [film("first", which), film("last", which)],
+        )
+        for which in ("best", "median", "worst")
+    ]
 
 
 def main(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """Reward functions: what they may return, the error where one fails, and the accuracy, which is logged only.
 
-A reward is a finite number, or None where the function does not apply (TRL's convention). Anything else ends the run
-with an error that names function, task and row.
+A reward is a number that is finite as float32, or None where the function does not apply (TRL's convention). Anything
+else ends the run with an error that names function, task and row.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import gather
 from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerState
@@ -25,6 +25,8 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from d1.runs.entry import RunError
 from d1.tasks import text_of
+
+logger = logging.getLogger(__name__)
 
 Reward = Callable[..., Any]
 
@@ -49,21 +51,22 @@ def reward_or_none(value: Any, row: int) -> float | None:
         number = None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError):
         number = None
-    if number is None:
-        raise BadReward(f"returned {value!r:.80}, which is no number (None says that it does not apply)", row)
-    if not math.isfinite(number):
-        raise BadReward(f"returned {number} (None says that it does not apply)", row)
+    except OverflowError:  # an integer above the range of floats
+        number = math.inf
+    if number is None or not torch.tensor(number, dtype=torch.float32).isfinite():
+        problem = "is no number" if number is None else "is not finite as float32"
+        raise BadReward(f"returned {value!r:.80}, which {problem} (None says that it does not apply)", row)
     return number
 
 
 def checked(values: Any, rows: int) -> list[float | None]:
-    """What a reward function returned, as one float or None a row.
+    """What a reward function returned, as one float or None per row.
 
     Raises:
-        BadReward: not a list, of another length, or with something in it that is no finite number.
+        BadReward: not a list, of another length, or with something in it that `reward_or_none` refuses.
     """
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
-        raise BadReward(f"returned {type(values).__name__}, not a list with a reward a row")
+        raise BadReward(f"returned {type(values).__name__}, not a list with one reward per row")
     listed = list(values)
     if len(listed) != rows:
         raise BadReward(f"returned {len(listed)} rewards for {rows} rows")
@@ -108,7 +111,8 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
 
     def counted(values: Any, kwargs: dict[str, Any]) -> list[float | None]:
         rewards = checked(values, len(kwargs["completions"]))
-        if log_metric := kwargs.get("log_metric"):
+        log_metric = kwargs.get("log_metric")
+        if log_metric and not getattr(function, "only_watched", False):
             log_metric(f"rewards/{name}/none_share", rewards.count(None) / max(len(rewards), 1))
         return rewards
 
@@ -146,9 +150,7 @@ def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> d
         return False
 
     found = error.row if isinstance(error, BadReward) else next(filter(raises, range(rows)), None)
-    if found is None:
-        return {"row": None} | columns
-    return {"row": found} | {key: value[found] for key, value in columns.items()}
+    return {"row": found} | (columns if found is None else {key: value[found] for key, value in columns.items()})
 
 
 def accuracy_of(task: ModuleType) -> Reward:
@@ -170,7 +172,7 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
         name: the task's, for the error.
 
     Raises:
-        ValueError: a reward raises, or returns no list with a finite number or None.
+        ValueError: a reward raises, or returns something that `checked` refuses.
     """
     columns: dict[str, Any] = {key: [value] for key, value in rows[0].items() if key != "prompt"}
     columns |= {"prompts": [rows[0]["prompt"]], "completion_ids": [[]]}
@@ -187,36 +189,18 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
             ) from error
 
 
-def with_accuracy(
-    trainer: Any,
-    calculate: Callable[..., Tensor],
-    inputs: list[dict[str, Any]],
-    prompts: list,
-    completions: list,
-    ids: list,
-) -> Tensor:
-    """The rewards of all processes, (rows, functions) fp32, with NaN for None; `calculate` is TRL's way to them.
+def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:
+    """(rows,) the sum of rewards (rows, functions), each times its function's weight; NaN, for None, adds nothing.
 
-    TRL 1.16 warns of a row for which every function returned None, and leaves it out of its group. The accuracy always
-    has a number for it. So where it is the last function TRL calculates without it, and it is filled in for the rows
-    that a reward applies to.
+    Raises:
+        RewardError: a sum is not finite as float32. TRL would train on with advantages of 0.
     """
-    *rewards, last = trainer.reward_funcs
-    if not rewards or not getattr(last, "only_watched", False):
-        return calculate(inputs, prompts, completions, ids)
-    names = ("reward_funcs", "reward_func_names", "reward_processing_classes")
-    lists = {name: getattr(trainer, name) for name in names}
-    try:
-        for name, functions in lists.items():
-            setattr(trainer, name, functions[:-1])
-        scored = calculate(inputs, prompts, completions, ids)
-    finally:
-        for name, functions in lists.items():
-            setattr(trainer, name, functions)
-    columns = {
-        key: [row[key] for row in inputs] for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")
-    }
-    values = last(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-    accuracy = gather(torch.tensor(values, dtype=torch.float32, device=scored.device))
-    accuracy = accuracy.masked_fill(scored.isnan().all(dim=1), torch.nan)
-    return torch.cat([scored, accuracy.unsqueeze(1)], dim=1)
+    if without := int(rewards.isnan().all(dim=1).sum()):
+        logger.warning("No reward applies to %d of %d completions: they are left out.", without, len(rewards))
+    sums = (rewards * weights).nansum(dim=1)
+    for row in (~sums.isfinite()).nonzero().flatten().tolist():
+        raise RewardError(
+            f"the rewards {rewards[row].tolist()} of row {row} with weights {weights.tolist()} sum to "
+            f"{sums[row].item()}, which is not finite as float32: scale the rewards or --reward_weights down"
+        )
+    return sums

@@ -1,61 +1,25 @@
-"""A rollout's canvases: sampled a part at a time, recorded token by token, and as estimators see them."""
+"""A rollout's canvases, joined from parts and as estimators see them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from d1.models.kinds import block_size
 from d1.rl.updates import Batch, fitted
-from d1.sampling import Rollout, SamplingSettings, rollout
+from d1.sampling import Rollout
 from d1.scoring import SampledRows
 from d1.scoring.rollouts import blocks_of
 
 
-def sample_in_parts(
-    model: Any,
-    ids: Tensor,
-    mask: Tensor,
-    settings: SamplingSettings,
-    generators: Sequence[Generator],
-    size: int | None,
-    **options: Any,
-) -> Rollout:
-    """`d1.sampling.rollout` of prompts (rows, prompt), `size` rows at a time (all by default)."""
-    size = size or len(ids)
-    parts = [
-        rollout(
-            model,
-            ids[start : start + size],
-            mask[start : start + size],
-            settings,
-            generator=generators[start : start + size],
-            **options,
-        )
-        for start in range(0, len(ids), size)
-    ]
-    return Rollout(**{field.name: torch.cat([getattr(p, field.name) for p in parts]) for field in fields(Rollout)})
-
-
-def record_of(sampled: Rollout, prompt: int) -> Tensor:
-    """(rows, canvas, 4): each token's id, log-prob, entropy and step of its reveal, on the whole canvas.
-
-    Completions end with their first EOS, records do not: what stands behind it was there when tokens were revealed.
-    Ids as floats are exact: fp32 holds every whole number below 2^24.
-    """
-    numbers = (sampled.ids[:, prompt:], sampled.logps, sampled.entropies, sampled.reveal_steps)
-    return torch.stack([number.float() for number in numbers], dim=-1)
-
-
-def unpack_record(batch: Batch, record: Tensor, gen_length: int) -> None:
-    """Adds `canvas_ids`, `rollout_logps`, `rollout_entropies` and `reveal_steps` (rows, canvas) to a batch."""
-    ids, logps, entropies, steps = record[:, :gen_length].unbind(-1)
-    batch |= {"canvas_ids": ids.long(), "reveal_steps": steps.long()}
-    batch |= {"rollout_logps": logps, "rollout_entropies": entropies}
+def joined(parts: Iterable[Rollout]) -> Rollout:
+    """The rows of several rollouts in one."""
+    columns = zip(*([getattr(part, field.name) for field in fields(Rollout)] for part in parts), strict=True)
+    return Rollout(*map(torch.cat, columns))
 
 
 def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:

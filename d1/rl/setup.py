@@ -44,7 +44,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},
         on_resume=ON_RESUME,
         ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
-        check=lambda checkpoint: check_rollout(checkpoint, args.world_size),
+        check=lambda checkpoint: check_rollout(checkpoint, args),
         prepare=lambda: prepare(args, model_args, callbacks),
         conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,
     )

@@ -15,24 +15,22 @@ from transformers import TrainerCallback
 from d1.rl.bridge import REWARD, rollout_buffer
 from d1.rl.curves import SHOWN_FILE
 from d1.rl.updates import Batch
-from d1.runs.output_dir import writing
 from d1.show.film import Film, piece
 
-COLUMNS = ("reveal_steps", "rollout_logps", "rollout_entropies")
+COLUMNS = ("prompt_ids", "prompt_mask", "canvas_ids", "reveal_steps", "rollout_logps", "rollout_entropies", REWARD)
 
 
 class ShowRollouts(TrainerCallback):
     """Keeps the first rollout of a run and the latest one in the run's folder. A resumed run keeps its first."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+        self.trainer, self.path = trainer, Path(trainer.args.output_dir) / SHOWN_FILE
         self.seen: list[Batch] | None = None
         self.kept: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        path = Path(args.output_dir) / SHOWN_FILE
-        if state.global_step and path.exists():
-            self.kept = json.loads(path.read_text())
+        if state.global_step and self.path.exists():
+            self.kept = json.loads(self.path.read_text())
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         batches = rollout_buffer(self.trainer)
@@ -42,28 +40,22 @@ class ShowRollouts(TrainerCallback):
             number = (self.trainer.micro_step - 1) // cycle + 1
             latest = {"rollout": number, "films": picked(batches, self.trainer.text_tokenizer)}
             self.kept = {"first": self.kept.get("first", latest), "last": latest}
-            path = Path(args.output_dir) / SHOWN_FILE
-            with writing(path):
-                partial = path.with_suffix(".partial")
-                partial.write_text(json.dumps(self.kept))
-                os.replace(partial, path)
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(self.kept))
+            os.replace(partial, self.path)
 
     on_step_end = on_substep_end  # which comes in its place after the last micro-batch of a step
 
 
 def picked(batches: list[Batch], tokenizer: Any) -> dict[str, dict[str, Any]]:
-    """The films of a rollout's best, median and worst completion, by reward."""
-    rewards = torch.cat([batch[REWARD] for batch in batches])
-    order = rewards.argsort(stable=True).tolist()
-    rows = [(batch, row) for batch in batches for row in range(len(batch[REWARD]))]
-    places = {"best": order[-1], "median": order[len(order) // 2], "worst": order[0]}
-    return {name: asdict(film_of(rows[place], tokenizer)) for name, place in places.items()}
+    """The films of a rollout's best, median and worst completion, each with its reward as a note."""
+    columns = {name: torch.cat([batch[name] for batch in batches]) for name in COLUMNS}
+    order = columns[REWARD].argsort(stable=True).tolist()
 
+    def film(row: int) -> dict[str, Any]:
+        prompt, mask, canvas, *numbers, reward = (column[row] for column in columns.values())
+        tokens = [piece(tokenizer, token) for token in canvas.tolist()]
+        about = "", tokenizer.decode(prompt[mask.bool()].tolist()), f"reward {reward.item():.3g}"
+        return asdict(Film(*about, tokens, *(number.tolist() for number in numbers)))
 
-def film_of(chosen: tuple[Batch, int], tokenizer: Any) -> Film:
-    """One row of a batch, whose note is its reward."""
-    batch, row = chosen
-    prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
-    tokens = [piece(tokenizer, token) for token in batch["canvas_ids"][row].tolist()]
-    numbers = (batch[name][row].tolist() for name in COLUMNS)
-    return Film("", tokenizer.decode(prompt), f"reward {batch[REWARD][row].item():.3g}", tokens, *numbers)
+    return {"best": film(order[-1]), "median": film(order[len(order) // 2]), "worst": film(order[0])}

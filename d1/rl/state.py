@@ -3,19 +3,24 @@ reference, and what is not logged yet. With it, a resumed run repeats an unbroke
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from d1.rl.bridge import restore_trl, rollout_buffer, trl_counters
+from d1.rl.updates import Batch
+from d1.runs.checkpoints import broken
 
 REFERENCE = "reference.safetensors"
-FORMAT = 3  # of the files; version 0.1 wrote none
+FORMAT, KEYED_BY_MICRO_STEP = 4, 3  # of the files, now and before; version 0.1 wrote none
+COUNTERS = {"batches", "losses", "compute", "step", "metrics", "completions"}
 
 
 class RestoreRollout(TrainerCallback):
@@ -47,6 +52,7 @@ def save_rollout(trainer: Any, folder: Path) -> None:
     }
     save_file(tensors, tensors_file)
     counters = {"format": FORMAT, "batches": len(batches), "losses": trainer.loss_sums()}
+    counters |= {"processes": trainer.accelerator.num_processes}
     counters |= {"compute": int(trainer.compute), **trl_counters(trainer)}
     counters_file.write_text(json.dumps(counters, default=list))  # the completions' columns are deques
     if trainer.args.sync_ref_model and trainer.args.should_save:
@@ -58,43 +64,90 @@ def reference_weights(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()
 
 
-def check_rollout(folder: Path, processes: int) -> None:
-    """Refuses a checkpoint whose rollout this version, or this many processes, cannot go on with.
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turns an error inside into one line that names a file of a checkpoint and says what to do."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise broken(file.parent, file.name, "is missing") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise broken(file.parent, file.name, f"is damaged ({type(error).__name__}: {error})") from error
+
+
+def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:
+    """The counters of one process in a checkpoint, of any version.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    file = _files(folder, rank)[1]
+    with reading(file):
+        counters = json.loads(file.read_text())
+        if not isinstance(counters, dict) or "step" not in counters:
+            raise ValueError("no counters of a run")
+        if missing := COUNTERS - counters.keys() if counters.get("format", 0) >= KEYED_BY_MICRO_STEP else ():
+            raise ValueError(f"without {', '.join(sorted(missing))}")
+        return counters
+
+
+def check_rollout(folder: Path, args: Any) -> None:
+    """Refuses a checkpoint in which the rollout is incomplete, or was made by a run that this one cannot continue.
+
+    Args:
+        args: the run's `DiffuGRPOConfig`.
 
     Raises:
         ValueError: says what to do instead.
     """
-    files = sorted(folder.glob("rollout_rank*.json"))
-    if any(json.loads(file.read_text()).get("format") != FORMAT for file in files):
+    counters = read_counters(folder)
+    version, accumulation = counters.get("format"), args.gradient_accumulation_steps
+    if version != FORMAT and (version != KEYED_BY_MICRO_STEP or accumulation > 1):
+        why = f"had other random numbers at gradient_accumulation_steps {accumulation}"
         raise ValueError(
-            f"{folder} was written by an earlier version, whose rollouts kept less: finish that run with the version "
-            "that began it, or start anew from its weights with --model_path and another --output_dir"
+            f"{folder} was written by an earlier version, whose rollouts "
+            f"{why if version == KEYED_BY_MICRO_STEP else 'kept less'}: finish that run with the version that began "
+            "it, or start anew from its weights with --model_path and another --output_dir"
         )
-    if len(files) != processes:
+    processes = counters.get("processes", len([*folder.glob("rollout_rank*.json")]))
+    if processes != args.world_size:
         raise ValueError(
-            f"{folder} was written by {len(files)} processes and cannot continue in mid-rollout with {processes}: "
-            f"start the run with {len(files)}"
+            f"{folder} was written by {processes} processes and cannot continue in mid-rollout with "
+            f"{args.world_size}: start the run with {processes}"
         )
+    for rank in range(processes):
+        file, batches = _files(folder, rank)[0], read_counters(folder, rank)["batches"]
+        with reading(file), safe_open(file, "pt") as tensors:
+            names = {*tensors.keys()}
+            columns = {name.partition(".")[2] for name in names} | {"canvas_ids", "view_noise", "view_weights"}
+            if wrong := names ^ {f"{index}.{column}" for index in range(batches) for column in columns}:
+                raise ValueError(f"{batches} micro-batches of a rollout have other tensors: {min(wrong)}")
+    if args.sync_ref_model:
+        with reading(folder / REFERENCE), safe_open(folder / REFERENCE, "pt"):
+            pass
 
 
 def load_rollout(trainer: Any, folder: Path) -> None:
     """Puts back what `save_rollout` wrote.
 
     Raises:
-        ValueError: another version or another number of processes wrote it.
+        ValueError: `check_rollout` refuses the checkpoint, or a file is damaged.
     """
-    check_rollout(folder, trainer.accelerator.num_processes)
-    tensors_file, counters_file = _files(folder, trainer.accelerator.process_index)
-    counters = json.loads(counters_file.read_text())
-    tensors = {name: value.to(trainer.accelerator.device) for name, value in load_file(tensors_file).items()}
-    trainer.set_loss_sums(counters["losses"])
-    trainer.compute = counters["compute"]
-    batches: list[dict[str, Any]] = [{} for _ in range(counters["batches"])]
-    for name, value in tensors.items():
-        index, key = name.split(".", 1)
-        batches[int(index)][key] = value
-    restore_trl(trainer, batches, counters)
+    check_rollout(folder, trainer.args)
+    rank = trainer.accelerator.process_index
+    tensors_file, counters_file = _files(folder, rank)
+    counters = read_counters(folder, rank)
+    batches: list[Batch] = [{} for _ in range(counters["batches"])]
+    with reading(tensors_file):
+        for name, value in load_file(tensors_file).items():
+            index, column = name.split(".", 1)
+            batches[int(index)][column] = value.to(trainer.accelerator.device)
+    with reading(counters_file):
+        trainer.set_loss_sums(counters["losses"])
+        trainer.compute = counters["compute"]
+        restore_trl(trainer, batches, counters)
     if trainer.args.sync_ref_model:
-        reference = load_file(folder / REFERENCE)
-        for name, value in reference_weights(trainer):
-            value.data.copy_(reference[name])
+        with reading(folder / REFERENCE):
+            reference = load_file(folder / REFERENCE)
+            for name, value in reference_weights(trainer):
+                value.data.copy_(reference[name])

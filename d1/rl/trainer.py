@@ -1,8 +1,9 @@
 """diffu-GRPO (d1, arXiv 2504.12216): GRPO whose completions are sampled and scored by masked diffusion.
 
-A batch's way: `rollout` samples a canvas a prompt; TRL computes rewards and advantages; `after_rollout` draws the views
-of every inner update (`d1/scoring/estimators.py`) and scores old and reference log-probabilities in them; `loss` picks
-the views of the update at hand, scores the policy in them, gives all to TRL's loss (`bridge.py`) or `objectives.py`.
+A batch's way: `rollout` samples one canvas per prompt; TRL computes rewards and advantages; `after_rollout` draws the
+views of every inner update (`d1/scoring/estimators.py`) and scores old and reference log-probabilities in them; `loss`
+picks the views of the update at hand, scores the policy in them, and passes all of it to TRL's loss or one of
+`objectives.py`. What this does to TRL's own methods is in `bridge.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from trl.trainer.utils import pad
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.rl.advantages import Everyone, keep_prompts, reshaped
-from d1.rl.bridge import CanvasGRPOTrainer, TokenRecord, reference_from, rollout_buffer
+from d1.rl.bridge import CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.budget import total_compute
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
 from d1.rl.objectives import OBJECTIVES, LossInputs, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
-from d1.rl.rollouts import record_of, sample_in_parts, sampled_rows, unpack_record
+from d1.rl.rollouts import joined, sampled_rows
 from d1.rl.state import RestoreRollout, save_rollout
 from d1.rl.trainer_checks import check_trainer, refuse_tools
 from d1.rl.updates import (
@@ -43,7 +44,7 @@ from d1.rl.updates import (
 )
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
-from d1.sampling import Rollout, eos_cut
+from d1.sampling import Rollout, eos_cut, rollout
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
 from d1.scoring.rollouts import randomness
 
@@ -93,12 +94,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 **kwargs,
             )
         if not args.has_trls_kl:
-            self.leave_out_trls_kl()
+            self.beta = 0.0  # TRL then adds no KL and asks for no reference of its own
         check_trainer(self)
         self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.compute: Any = 0  # tokens fed through the body, each twice more for a backward pass: a sum on the device
-        self.rollout_seconds: list[float] = []  # of each rollout, its rewards and its scoring
         self.add_callback(RestoreRollout(self))
 
     @property
@@ -110,68 +110,67 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The inner update at hand, 0 to mu - 1. An evaluation looks at the first alone."""
         return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
 
+    def key(self, purpose: str) -> tuple[int, int, int]:
+        """(seed, stream, optimizer step) of a rollout: the same for every split over processes and accumulation."""
+        args, stream = self.args, STREAMS[purpose, self.mode]
+        if self.mode == "eval":
+            return args.seed, stream, self.evaluation_rollouts
+        step, micro_batch = divmod(self.micro_step, args.gradient_accumulation_steps)
+        # With short cycles one step takes several rollouts: each further one has streams of its own.
+        number = micro_batch // (args.steps_per_generation * self.num_iterations)
+        return args.seed, stream + number * len(STREAMS), step
+
     def randomness(self, rows: int) -> list[Randomness]:
         """What the views of a rollout's rows are drawn with, for each inner update."""
-        rollout = self.micro_step if self.mode == "train" else self.evaluation_rollouts
-        shared = keyed_generator(self.args.seed, STREAMS["views", self.mode], rollout)
         total, first = self.accelerator.num_processes * rows, self.accelerator.process_index * rows
+        shared = keyed_generator(*self.key("views"))
         return randomness(self.generators("views", rows), shared, first, total, self.num_iterations)
 
     def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
-        """One generator a row, a function of (seed, stream, rollout, row over all ranks) alone."""
-        rollout = self.micro_step if self.mode == "train" else self.evaluation_rollouts
-        first = self.accelerator.process_index * rows
-        stream = STREAMS[purpose, self.mode]
+        """One generator per row: a function of the rollout's key and of the row's number over all processes."""
+        key, first = self.key(purpose), self.accelerator.process_index * rows  # TRL deals out rows in the ranks' order
         device = "cpu" if purpose == "views" else self.accelerator.device
-        return [keyed_generator(self.args.seed, stream, rollout, first + row, device=device) for row in range(rows)]
+        return [keyed_generator(*key, first + row, device=device) for row in range(rows)]
 
     # --- Rollout ------------------------------------------------------------------------------------------------------
 
-    def tokenized(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """The end of each prompt; the training script lets none through that is too long unless asked to."""
-        return [ids[-self.args.max_prompt_length :] for ids in prompt_ids]
+    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], Batch]:
+        """Samples one canvas per prompt: completions that end with their first EOS, and a record of the whole canvas.
 
-    def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[TokenRecord]]:
-        """Samples one canvas a prompt: completions that end with their first EOS, and `record_of` the whole canvas."""
+        The record, (rows, canvas) each: `canvas_ids` and `reveal_steps`, int64; `rollout_logps` and
+        `rollout_entropies`, fp32. The tokens after an EOS are in it, because they were there when others were revealed.
+        """
         started = time.perf_counter()
         tensors = [torch.tensor(ids) for ids in prompt_ids]
         padding = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
         ids = pad(tensors, padding_value=self.text_tokenizer.pad_token_id, **padding)
         mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding)
         sampled = self.sample(*(given.to(self.accelerator.device, non_blocking=True) for given in (ids, mask)))
-        record = record_of(sampled, ids.shape[1]).cpu()  # this waits for the device
+        record = {"canvas_ids": sampled.ids[:, ids.shape[1] :], "reveal_steps": sampled.reveal_steps}
+        record |= {"rollout_logps": sampled.logps, "rollout_entropies": sampled.entropies}
+        completions = record["canvas_ids"].cpu()  # this waits for the device
         passes, fed = torch.stack([sampled.passes, sampled.forward_tokens]).cpu()
-        completions = record[..., 0].long()
         kept = eos_cut(completions, self.eos_token_ids)
         seconds = time.perf_counter() - started
         self.log_metric("seconds/rollout", seconds)
         self.log_metric("sampling/forward_passes", passes.float().mean().item())
         self.log_metric("sampling/forward_tokens", fed.float().mean().item())
         self.log_metric("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
-        return [row[keep].tolist() for row, keep in zip(completions, kept, strict=True)], record.tolist()
+        return [row[keep].tolist() for row, keep in zip(completions, kept, strict=True)], record
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
         generators = self.generators("rollout", len(ids))  # of this mode, before the model leaves it
+        tokens = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.eos_token_ids if self.eos_stop else None}
+        size = self.args.rollout_batch_size or len(ids)
+        parts = [slice(start, start + size) for start in range(0, len(ids), size)]
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            sampled = sample_in_parts(
-                model,
-                ids,
-                mask,
-                self.sampling,
-                generators,
-                self.args.rollout_batch_size,
-                mask_token_id=self.mask_token_id,
-                eos_token_ids=self.eos_token_ids if self.eos_stop else None,
+            sampled = joined(
+                rollout(model, ids[part], mask[part], self.sampling, generator=generators[part], **tokens)
+                for part in parts
             )
         self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: an evaluation puts it back
         return sampled
-
-    def rollout_finished(self, seconds: float) -> None:
-        if self.mode == "train":
-            self.rollout_seconds.append(seconds)
-        else:
-            self.evaluation_rollouts += 1
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation sees the same random numbers, so that two are comparable
@@ -182,20 +181,21 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     # --- Views and their scores ---------------------------------------------------------------------------------------
 
-    def after_rollout(self, batch: Batch, record: Tensor) -> None:
-        """Adds the canvas, the record and, (rows, mu, ...) each, views, old and reference log-probs of every update."""
-        unpack_record(batch, record, self.max_completion_length)
-        everyone = Everyone(self.accelerator.gather, self.accelerator.process_index * len(record))
+    def after_rollout(self, batch: Batch) -> None:
+        """Adds views, old and reference log-probs of every update, (rows, mu, ...) each."""
+        rows = len(batch["canvas_ids"])
+        everyone = Everyone(self.accelerator.gather, self.accelerator.process_index * rows)
         group = self.num_generations if self.mode == "train" else self.num_generations_eval
         if self.args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
         batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
-        sampled, updates = sampled_rows(batch, self.model.config, protected), self.randomness(len(record))
+        sampled, updates = sampled_rows(batch, self.model.config, protected), self.randomness(rows)
         how = (ESTIMATORS[self.args.estimator], self.args.view_settings(), not self.args.random_masking)
         batch |= draw_updates(sampled, updates, *how)
         self.log_metric("prompt_masked", prompt_masked(batch))
         self.score_rollout(batch)
+        self.evaluation_rollouts += self.mode == "eval"
 
     def score_rollout(self, batch: Batch) -> None:
         """Adds old and reference log-probs, (rows, mu, views, canvas) each, where the loss needs them."""
@@ -269,8 +269,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Stops the run at a loss that is not finite."""
         if not torch.isfinite(loss):
             rows = rows_to_blame(batch, inputs.logps.detach(), self.text_tokenizer.decode)
-            step, rank = self.state.global_step, self.args.process_index
-            raise bad_loss(loss.item(), rows, str(self.args.output_dir), step, rank)
+            raise bad_loss(loss.item(), rows, self.args.output_dir, self.state.global_step, self.args.process_index)
 
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 

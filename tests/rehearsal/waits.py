@@ -81,7 +81,7 @@ TRL = [
     Wait("trl/trainer/grpo_trainer.py GRPOTrainer._generate", 12, "rollout", "lengths of the completions, for the log"),
     Wait(
         "trl/trainer/grpo_trainer.py GRPOTrainer._generate_and_score_completions",
-        16,
+        15,
         "rollout",
         "uploads; rewards' log",
     ),

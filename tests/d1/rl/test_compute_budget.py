@@ -80,7 +80,7 @@ def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_a_quart
 
 def test_processes_spend_one_budget_together(tmp_path):
     for rank, tokens in enumerate((70, 30)):
-        (tmp_path / f"rollout_rank{rank}.json").write_text(json.dumps({"compute": tokens}))
+        (tmp_path / f"rollout_rank{rank}.json").write_text(json.dumps({"compute": tokens, "step": 7}))
     assert is_spent(str(tmp_path), 100)
     assert not is_spent(str(tmp_path), 101)
     gathered = SimpleNamespace(device="cpu", gather=lambda own: torch.stack([own, torch.tensor(30)]))

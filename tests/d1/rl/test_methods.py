@@ -65,12 +65,12 @@ class Recorder(DiffuGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.cycle, self.losses, self.seen, self.pad_to_multiple_of = 0, [], [], 48
 
-    def after_rollout(self, batch, record):
-        super().after_rollout(batch, record)
+    def after_rollout(self, batch):
+        super().after_rollout(batch)
         for update in range(self.num_iterations):
             batch["view_noise"][:, update, :, :update] = True
         self.cycle += self.model.training
-        batch["uid"] = torch.arange(len(record)) + 1000 * self.cycle
+        batch["uid"] = torch.arange(len(batch["canvas_ids"])) + 1000 * self.cycle
 
     def scores(self, model, batch, views, **options):
         scores = super().scores(model, batch, views, **options)

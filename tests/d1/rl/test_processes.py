@@ -27,10 +27,11 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision
 LAUNCHERS = {
     "alone": [sys.executable],
     "ddp": [*LAUNCH, "--config_file", "../launch/ddp.yaml", "--num_processes", "2"],
+    "ddp4": [*LAUNCH, "--config_file", "../launch/ddp.yaml", "--num_processes", "4"],
     "zero2": [*LAUNCH, "--config_file", "accelerate.yaml", "--num_processes", "2"],
     "zero3": [*LAUNCH, "--config_file", "../launch/zero3.yaml", "--num_processes", "2"],
 }
-KINDS = {"alone": "NO", "ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+KINDS = {"alone": "NO", "ddp": "MULTI_CPU", "ddp4": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
 def command(model_dir, output_dir, *extra, launcher="alone"):
@@ -153,6 +154,8 @@ def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_mode
 # Methods that ask other processes for different things: weights of all rows; advantages of a group, in two ways; which
 # prompts are kept, and how many tokens; draws spread over all rows; a sampler's log-probs.
 FEW = ("stable-drl", "wd1", "espo", "tracerl", "agrpo", "d1+weights")
+# Of one rollout of 16 rows per optimizer step: 1 x 16 (processes x accumulation) against 2 x 8 and 4 x 4.
+ACCUMULATED = ("d1+accumulated", "espo+accumulated", "stable-drl+accumulated")
 AGREE = ("reward", "kl", "ratio_max", "weight_max", "prompts_kept", "sampling/logp_difference_abs")
 AGREE += ("sampling/weight_mean", "sampling/weight_capped")
 
@@ -160,13 +163,16 @@ AGREE += ("sampling/weight_mean", "sampling/weight_capped")
 @pytest.mark.parametrize(
     ("launcher", "methods"),
     [
-        ("ddp", FEW),
+        ("ddp", (*FEW, *ACCUMULATED)),
+        ("ddp4", ACCUMULATED),
         pytest.param("ddp", [name for name in METHODS if name not in FEW], marks=pytest.mark.slow),
         pytest.param("zero2", list(METHODS), marks=pytest.mark.slow),
     ],
-    ids=["ddp", "ddp, the others", "zero2"],
+    ids=["ddp", "ddp of four", "ddp, the others", "zero2"],
 )
-def test_two_processes_reach_the_weights_of_one_by_each_method(tiny_model_dir, tmp_path, launcher, methods):
+def test_processes_sample_the_rollouts_of_one_and_reach_its_weights_by_each_method(
+    tiny_model_dir, tmp_path, launcher, methods
+):
     done = subprocess.run(
         [*LAUNCHERS[launcher], str(TRAIN_METHODS), str(tiny_model_dir), str(tmp_path), *methods],
         cwd=ROOT / "diffu-grpo",
@@ -180,17 +186,20 @@ def test_two_processes_reach_the_weights_of_one_by_each_method(tiny_model_dir, t
     start = load_file(tiny_model_dir / "model.safetensors")
     for method in methods:
         record = json.loads((tmp_path / f"{method}.json").read_text())
-        assert record["processes"] == 2
+        assert record["processes"] == (4 if launcher == "ddp4" else 2)
         assert KINDS[launcher] in record["kind"]
         alone = train_a_little(tiny_model_dir, tmp_path / "alone", method)
-        two = load_file(tmp_path / f"{method}.safetensors")
+        several = load_file(tmp_path / f"{method}.safetensors")
+        assert record["rollouts"] == alone.rollouts
+        assert len(alone.rollouts) == 2
         for name, value in weights(alone.model).items():
             assert (value - start[name]).abs().max() > 1e-4
             torch.testing.assert_close(
-                two[name], value, rtol=1e-4, atol=2e-6, msg=lambda text, of=method: f"{of}: {text}"
+                several[name], value, rtol=1e-4, atol=2e-6, msg=lambda text, of=method: f"{of}: {text}"
             )
         for entry, other in zip(logged(alone), record["logged"], strict=True):
-            for name in set(AGREE) & entry.keys():
+            # With accumulation the other metrics are means over micro-batches, each of which spans all processes.
+            for name in {*(["reward"] if method in ACCUMULATED else AGREE)} & entry.keys():
                 assert other[name] == pytest.approx(entry[name], rel=1e-4, abs=1e-6), (method, name)
 
 

@@ -18,7 +18,7 @@ from trl import ModelConfig
 
 from d1.rl import train as diffu_grpo_train
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guarded, rewards_of
+from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guarded, rewards_of, weighted_sum
 from d1.tasks import load_task
 
 LETTERS = Path(__file__).with_name("letters_task.py")
@@ -26,9 +26,12 @@ letters_task: Any = load_task(str(LETTERS))
 COLUMNS: dict[str, Any] = {"completions": ["a", "b", "c"], "letter": ["x", "y", "z"], "step": 7}
 NUMBERS = [1, True, 0.5, np.float32(0.25), np.int64(3), np.bool_(False), torch.tensor(1.5), None]
 BAD: dict[str, tuple[Any, str, int | None]] = {  # what is returned, what is said of it, of which row
-    "nan": ([0.0, 1.0, math.nan], "returned nan", 2),
-    "inf": ([0.0, np.float32("-inf"), math.nan], "returned -inf", 1),
-    "nan tensor": (torch.tensor([math.nan, 0.0, 0.0]), "returned nan", 0),
+    "nan": ([0.0, 1.0, math.nan], "returned nan, which is not finite as float32", 2),
+    "inf": ([0.0, np.float32("-inf"), math.nan], r"returned np.float32\(-inf\), which is not finite", 1),
+    "nan tensor": (torch.tensor([math.nan, 0.0, 0.0]), r"returned tensor\(nan\), which is not finite", 0),
+    "too large": ([3e38, 1e300, 0.0], r"returned 1e\+300, which is not finite as float32", 1),
+    "too small": ([np.float64(-3.5e38), 0.0, 0.0], r"returned np.float64\(-3.5e\+38\), which is not finite", 0),
+    "an integer too large": ([0.0, 0.0, 10**400], "returned 10+[0.]+, which is not finite as float32", 2),
     "string": (["0.5", 1.0, 1.0], "returned '0.5', which is no number", 0),
     "list": ([1.0, [1.0, 2.0], 1.0], r"returned \[1.0, 2.0\], which is no number", 1),
     "complex": ([1.0, 1.0, 1j], "returned 1j, which is no number", 2),
@@ -143,6 +146,14 @@ def test_what_cannot_work_is_refused_at_the_start(kind: str, values: Any, proble
     check_rewards(letters_with([constant([None], kind), constant([1], kind)]), rows, "letters")
 
 
+def test_the_sum_of_rewards_is_finite_as_float32() -> None:
+    rewards, weights = torch.tensor([[1.0, math.nan], [math.nan, math.nan], [3e38, 2.0]]), torch.tensor([1.0, 0.5])
+    assert weighted_sum(rewards, weights).tolist() == [1.0, 0.0, torch.tensor(3e38).item()]
+    for first, second in ((2.0, 1.0), (10.0, -1e38)):  # inf; inf - inf
+        with pytest.raises(RewardError, match=r"of row 2 with weights .* sum to (inf|nan), which is not finite"):
+            weighted_sum(torch.tensor([[0.0, 0.0], [1.0, 1.0], [3e38, 3e38]]), torch.tensor([first, second]))
+
+
 def test_accuracy_is_the_tasks_first_metric() -> None:
     completions = [[{"role": "assistant", "content": text}] for text in ("a b", "b", " c")]
     found = rewards_of(accuracy_of(letters_task), completions=completions, question=[*"abc"], ground_truth=[*"aac"])
@@ -198,7 +209,7 @@ REWARDS = [first_half, none_but_the_last]
         assert log["reward"] == pytest.approx(4 / 3)  # 1, 2 and 1: the last row does not count as 0
         assert log["rewards/first_half/mean"] == 1.0
         assert 0 <= log["rewards/accuracy/mean"] <= 1
-    assert "All reward functions returned None" in caplog.text  # TRL's own words
+    assert "No reward applies to 1 of 4 completions" in caplog.text
 
 
 def test_accuracy_is_that_of_the_completions_and_rewards_are_trls(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -238,6 +249,7 @@ REWARDS = [first_letter]
         assert log["rewards/accuracy/mean"] == accuracy.mean().item()
         assert log["rewards/accuracy/std"] == pytest.approx(accuracy.std().item(), abs=1e-7)
         assert log["rewards/first_letter/none_share"] == 0.0
+        assert "rewards/accuracy/none_share" not in log
     assert any(0 < sum(correct) < 8 for _, correct in seen)
 
 
@@ -252,7 +264,7 @@ def worse(completions, **columns):
 REWARDS = [worse]
 """
     task = write_task(tmp_path, body)
-    with pytest.raises(RewardError, match=rf"reward worse of task {task} returned nan .*, on row 3 of its batch"):
+    with pytest.raises(RewardError, match=rf"reward worse of task {task} returned nan, .*, on row 3 of its batch"):
         run_task(task, tiny_model_dir, tmp_path / "run", max_steps=5)
     left = json.loads((tmp_path / "run" / "reward_error_worse.json").read_text())
     assert left["row"] == 3

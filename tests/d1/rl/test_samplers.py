@@ -1,6 +1,7 @@
 """RL's samplers: settings, the EOS stop, and the log-probs of rollouts beside those of the policy that is trained."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import BertConfig, LlamaConfig
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.rl import bridge as trl_bridge
+from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.sampling import rollout
@@ -32,6 +34,10 @@ SETTINGS = {
     "gradient_checkpointing": False,
     "disable_tqdm": True,
 }
+
+# What a rollout records of each token of its canvas.
+RECORD = {"canvas_ids": torch.int64, "reveal_steps": torch.int64}
+RECORD |= {"rollout_logps": torch.float32, "rollout_entropies": torch.float32}
 
 
 def vowels(completions, **columns):
@@ -103,11 +109,12 @@ class Spy(DiffuGRPOTrainer):
         self.sampled, self.seen, self.scored = {}, [], []
 
     def rollout(self, prompt_ids):
-        completions, records = super().rollout(prompt_ids)
-        for prompt, completion, record in zip(prompt_ids, completions, records, strict=True):
+        completions, record = super().rollout(prompt_ids)
+        for row, (prompt, completion) in enumerate(zip(prompt_ids, completions, strict=True)):
             # Equal samples may have been revealed in other orders.
-            self.sampled.setdefault((tuple(prompt), tuple(completion)), []).append(torch.tensor(record))
-        return completions, records
+            numbers = [record[name][row].clone() for name in RECORD]
+            self.sampled.setdefault((tuple(prompt), tuple(completion)), []).append(numbers)
+        return completions, record
 
     def scores(self, model, batch, views, **options):
         self.scored.append((batch, views, super().scores(model, batch, views, **options)))
@@ -131,14 +138,14 @@ def test_rollout_log_probs_stay_with_their_samples_and_are_compared_where_scored
         for row, kept in enumerate(inputs["completion_mask"].bool()):
             prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
             completion = inputs["completion_ids"][row][kept].tolist()
-            names = ("rollout_logps", "rollout_entropies", "reveal_steps")
-            names = ("canvas_ids", *names)
-            record = torch.stack([inputs[name][row].float() for name in names], dim=-1)
-            assert any(torch.equal(record, one) for one in trainer.sampled[tuple(prompt), tuple(completion)])
-            length = int(kept.sum())
-            assert record[:length, 2:].min() >= 0
+            record = [inputs[name][row] for name in RECORD]
+            assert [numbers.dtype for numbers in record] == list(RECORD.values())
+            sampled = trainer.sampled[tuple(prompt), tuple(completion)]
+            assert any(all(map(torch.equal, record, one)) for one in sampled)
+            _, steps, logps, entropies = (numbers[: int(kept.sum())] for numbers in record)
+            assert min(steps.min(), entropies.min()) >= 0
             if update == 0:
-                gaps.setdefault(number // accumulation, []).append((record[:, 1] - new[row])[:length].double())
+                gaps.setdefault(number // accumulation, []).append((logps - new[row][: len(logps)]).double())
     assert set(gaps) == {0, 2}
     for step, entry in enumerate(entries):
         assert ("sampling/ratio_max" in entry) == (step in gaps)
@@ -147,6 +154,19 @@ def test_rollout_log_probs_stay_with_their_samples_and_are_compared_where_scored
             assert entry["sampling/logp_difference_mean"] == pytest.approx(gap.mean().item(), abs=1e-5)
             assert entry["sampling/logp_difference_abs"] == pytest.approx(gap.abs().mean().item(), abs=1e-5)
             assert entry["sampling/ratio_max"] == pytest.approx((-gap).exp().max().item(), rel=1e-5)
+
+
+def test_integers_of_the_record_are_never_floats(tiny_model_dir, tmp_path):
+    class Late(DiffuGRPOTrainer):
+        def sample(self, ids, mask):
+            sampled = super().sample(ids, mask)
+            return replace(sampled, reveal_steps=sampled.reveal_steps + 2**24 + 1)  # fp32 holds even numbers only there
+
+    trainer = make_trainer(tiny_model_dir, tmp_path, Late, max_steps=1)
+    trainer.train()
+    steps = rollout_buffer(trainer)[0]["reveal_steps"]
+    assert set(steps.unique().tolist()) <= set(range(2**24, 2**24 + 13))
+    assert len(set(steps.unique().tolist())) > 6
 
 
 def test_each_row_is_scored_up_to_its_end_of_text(tiny_model_dir, tmp_path):
@@ -175,7 +195,7 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
     trainer = make_trainer(tiny_model_dir, tmp_path, sampler="cached+parallel", **options)
     trainer.model.train()
     prompts = [[1, 5, 9, 6], [1, 5, 20, 21, 22, 6]]
-    completions, records = trainer.rollout(prompts)
+    completions, record = trainer.rollout(prompts)
     model = talkative(tiny_model_dir)
     for row, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
@@ -195,9 +215,9 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
         )
         kept = len(completions[row])
         assert completions[row] == alone.ids[0, len(prompt) :][:kept].tolist()
-        numbers = (alone.ids[:, len(prompt) :], alone.logps, alone.entropies, alone.reveal_steps)
-        record = torch.stack([number.float() for number in numbers], dim=-1)[0]
-        torch.testing.assert_close(torch.tensor(records[row]), record, rtol=0, atol=1e-5)
+        numbers = (alone.ids[:, len(prompt) :], alone.reveal_steps, alone.logps, alone.entropies)
+        for name, number in zip(RECORD, numbers, strict=True):
+            torch.testing.assert_close(record[name][row], number[0], rtol=0, atol=1e-5)
     entries = trained(trainer)
     assert entries[0]["sampling/forward_passes"] < 12
     assert torch.isfinite(torch.tensor([entry["loss"] for entry in entries])).all()
@@ -206,7 +226,7 @@ def test_an_approximate_sampler_samples_the_rollout(tiny_model_dir, tmp_path):
 def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_step(
     tiny_model_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(trl_bridge, "in_step_to_sample", lambda *_: True)
+    monkeypatch.setattr(trl_bridge.CanvasGRPOTrainer, "weights_are_split", True)
     assert make_trainer(tiny_model_dir, tmp_path).eos_stop  # one process waits for nobody
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     assert not make_trainer(tiny_model_dir, tmp_path).eos_stop

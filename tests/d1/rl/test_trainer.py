@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from d1.rl.rollouts import special_tokens
 from d1.rl.state import save_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.runs.checkpoints import checkpoint_to_resume
-from tests.tiny_grpo import clockless, logged, make_trainer, weights
+from tests.tiny_grpo import clockless, logged, make_trainer, train_a_little, weights
 
 
 class Recorder(DiffuGRPOTrainer):
@@ -28,8 +29,8 @@ class Recorder(DiffuGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.met, self.ratios, self.cycle, self.scored = [], [], 0, []
 
-    def after_rollout(self, batch, record):
-        super().after_rollout(batch, record)
+    def after_rollout(self, batch):
+        super().after_rollout(batch)
         if self.model.training:
             self.cycle += 1
             batch["uid"] = torch.arange(len(batch["prompt_ids"])) + 1000 * self.cycle
@@ -98,6 +99,41 @@ def test_each_sample_meets_each_mask_once_in_every_combination(
     tiny_model_dir, tmp_path, accumulation, per_generation, mu
 ):
     check_each_sample_meets_each_mask_once(tiny_model_dir, tmp_path, accumulation, per_generation, mu)
+
+
+@pytest.mark.parametrize("mu", [1, 2])
+def test_accumulation_changes_neither_rollouts_nor_updates(tiny_model_dir, tmp_path, mu):
+    """Rows per micro-batch x micro-batches per step: the same 16 rows of each rollout, prompt by prompt."""
+    runs = []
+    for rows in (16, 4, 1):
+        split = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 16 // rows}
+        runs.append(train_a_little(tiny_model_dir, tmp_path, "d1", num_iterations=mu, max_steps=2 * mu + 1, **split))
+    assert len(runs[0].rollouts) == 3
+    assert runs[0].rollouts[1] != runs[0].rollouts[2]
+    expected = weights(runs[0].model)
+    for run in runs[1:]:
+        assert run.rollouts == runs[0].rollouts
+        for name, value in weights(run.model).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(("accumulation", "per_generation", "mu"), COMBINATIONS)
+def test_each_rollout_has_random_numbers_of_its_own_however_it_is_split(accumulation, per_generation, mu):
+    def keys(split):
+        """Of twelve rollouts whose micro-batches are split into so many."""
+        args = {"gradient_accumulation_steps": split * accumulation, "steps_per_generation": split * per_generation}
+        trainer = SimpleNamespace(mode="train", num_iterations=mu, args=SimpleNamespace(seed=42, **args))
+        for rollout in range(12):
+            trainer.micro_step = rollout * args["steps_per_generation"] * mu
+            yield from (DiffuGRPOTrainer.key(trainer, purpose) for purpose in ("views", "rollout"))
+
+    found = list(keys(1))
+    assert len(set(found)) == 2 * 12
+    assert list(keys(4)) == found
+    assert [step for _, _, step in found[::2]] == [n * per_generation * mu // accumulation for n in range(12)]
+    if accumulation == 1:  # as they always were
+        cycle = per_generation * mu
+        assert found == [(42, stream, n * cycle) for n in range(12) for stream in (0, 1)]
 
 
 def test_the_ratio_is_one_at_the_first_inner_update_and_only_under_the_right_mask(tiny_model_dir, tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from d1.models import load_model, load_tokenizer
-from d1.rl.bridge import EpochSampler, in_step_to_sample, rollout_buffer
+from d1.rl.bridge import CanvasGRPOTrainer, EpochSampler, rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -134,13 +134,20 @@ def test_without_updates_in_between_old_log_probs_are_not_scored(tiny_model_dir,
 
 
 def test_processes_that_share_weights_must_keep_step():
-    def dist(fsdp: bool, zero3: bool) -> Any:
-        return SimpleNamespace(is_fsdp=fsdp, is_zero3=zero3)
+    def in_step(fsdp: bool, zero3: bool, gathered: bool, processes: int = 2) -> bool:
+        trainer: Any = SimpleNamespace(
+            _dist=SimpleNamespace(is_fsdp=fsdp, is_zero3=zero3),
+            weights_are_split=fsdp or zero3,
+            accelerator=SimpleNamespace(num_processes=processes),
+            args=SimpleNamespace(ds3_gather_for_generation=gathered),
+        )
+        return CanvasGRPOTrainer.samples_in_step.fget(trainer)  # type: ignore[attr-defined]
 
-    assert in_step_to_sample(dist(True, False), True)
-    assert in_step_to_sample(dist(False, True), False)
-    assert not in_step_to_sample(dist(False, True), True)
-    assert not in_step_to_sample(dist(False, False), False)
+    assert in_step(True, False, True)
+    assert in_step(False, True, False)
+    assert not in_step(False, True, True)
+    assert not in_step(False, False, False)
+    assert not in_step(False, True, False, processes=1)
 
 
 def test_the_order_of_an_epoch_does_not_depend_on_the_epochs_sampled_before():

@@ -23,4 +23,5 @@ if __name__ == "__main__":
             save_file(weights(trainer.model), output / f"{method}.safetensors")
             state = trainer.args.distributed_state
             record = {"kind": str(state.distributed_type), "processes": state.num_processes, "logged": logged(trainer)}
+            record["rollouts"] = trainer.rollouts
             (output / f"{method}.json").write_text(json.dumps(record))
