@@ -321,5 +321,5 @@ def test_a_miniature_that_is_killed_and_started_again_is_whole(tmp_path):
     assert "Partial" not in page
     assert "| d1 | " in page
     before = (tmp_path / RESULTS).read_bytes()
-    leaderboard.main(leaderboard.make_parser().parse_args(command[2:]))  # there is nothing left to do
+    leaderboard.main(leaderboard.make_parser().parse_args(command[3:]))  # there is nothing left to do
     assert (tmp_path / RESULTS).read_bytes() == before
