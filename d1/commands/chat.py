@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from d1.ranges import check_ranges
+from d1.commands.model import changed, model_of, tokenizer_of
 from d1.runs.entry import MISTAKES, one_line
-from d1.sampling.flags import ALIASES, FLAGS, add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 from d1.sampling.settings import check_room
 from d1.show.film import MASK, harmless
 
@@ -23,7 +23,7 @@ PIPES = """On a terminal, /help lists what may be typed beside messages. Elsewhe
 chat MODEL`, each line is a turn, only answers go to stdout, and the status is 1 if one of them failed."""
 HELP = """\
 /settings                  show how answers are sampled
-/settings steps=32 seed=1  change some of it; none stands for the default
+/settings steps=32 seed=1  change some of it
 /reset                     forget the conversation
 /exit, or Ctrl-D           end
 Ctrl-C stops an answer. A line that ends in \\ goes on in the next; one that starts with a space is always a message."""
@@ -35,13 +35,14 @@ class Chat:
 
     model: Any
     tokenizer: Any
-    chosen: dict[str, Any]  # of `FLAGS`
+    flags: argparse.Namespace  # with those of sampling
     messages: list[dict[str, str]] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = PIPES
-    parser.add_argument("model", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
+    parser.add_argument("model_path", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
+    parser.set_defaults(checkpoint_path=None)
     add_model_flags(parser, leave_out=("model_path", "checkpoint_path"))
     add_sampling_flags(parser.add_argument_group("sampling, also set by /settings"))
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     if on_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  # input() edits lines with it
-        note(f"{args.model}: /help lists commands, Ctrl-D ends")
+        note(f"{args.model_path}: /help lists commands, Ctrl-D ends")
     if not talk(chat, on_terminal):
         sys.exit(1)
 
@@ -62,19 +63,15 @@ def run(args: argparse.Namespace) -> None:
 def load(args: argparse.Namespace) -> Chat:
     from transformers.utils.logging import disable_progress_bar
 
-    from d1.models import load_tokenizer
-    from d1.models.load import load_on_device
     from d1.models.tokenizer import check_chat_template
 
     if not sys.stderr.isatty():
         disable_progress_bar()
-    remote = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(args.model, plain_chat_template=args.plain_chat_template, **remote)
-    check_chat_template(tokenizer, args.model)
-    model = load_on_device(args.model, args.dtype, attn_implementation=args.attn_implementation, **remote)
-    chosen = {name: getattr(args, name) for name in FLAGS}
-    sampling_settings(chosen, model.config)
-    return Chat(model, tokenizer, chosen)
+    tokenizer = tokenizer_of(args)
+    check_chat_template(tokenizer, args.model_path)
+    model = model_of(args)
+    sampling_settings(vars(args), model.config)
+    return Chat(model, tokenizer, args)
 
 
 def talk(chat: Chat, on_terminal: bool) -> bool:
@@ -90,7 +87,7 @@ def talk(chat: Chat, on_terminal: bool) -> bool:
                 note(obey(chat, line))
             elif line.strip():
                 if_stopped = "stopped: the chat goes on as if you had not asked"
-                with coming_into_focus(chat.tokenizer) if on_terminal else silence() as show:
+                with coming_into_focus(chat.tokenizer, on_terminal) as show:
                     text = answer(chat, line.strip(), show)
                 sys.stdout.write(harmless(text) + "\n")
                 sys.stdout.flush()
@@ -125,7 +122,7 @@ def note(text: str) -> None:
 
 
 def obey(chat: Chat, line: str) -> str:
-    """What a command says; raises ValueError for one that there is not, or that changes nothing sensibly."""
+    """What a command says; raises ValueError for one that there is not, or for settings that make no sense."""
     name, *words = line.split()
     if name == "/reset":
         chat.messages.clear()
@@ -134,26 +131,10 @@ def obey(chat: Chat, line: str) -> str:
         return HELP
     if name != "/settings":
         raise ValueError(f"there is no command {name}: /help lists them, and a space before it makes it a message")
-    chosen = chat.chosen | dict(map(read_setting, words))
-    given = {name: flag["type"] for name, flag in FLAGS.items() if "type" in flag and chosen[name] is not None}
-    check_ranges(chosen, given)
-    shown = vars(sampling_settings(chosen, chat.model.config)) | {"seed": chosen["seed"]}
-    chat.chosen = chosen
+    flags = changed(chat.flags, words, add_sampling_flags)
+    shown = vars(sampling_settings(vars(flags), chat.model.config)) | {"seed": flags.seed}
+    chat.flags = flags
     return "\n".join(f"{name}={value}" for name, value in shown.items())
-
-
-def read_setting(word: str) -> tuple[str, Any]:
-    """Name and value of "name=value"."""
-    name, equals, value = word.partition("=")
-    name = ALIASES.get(name, name)
-    if name not in FLAGS or not equals:
-        raise ValueError(f"{word} is no setting with its value: write NAME=VALUE; there are {', '.join(FLAGS)}")
-    if value.lower() == "none":
-        return name, FLAGS[name].get("default")
-    try:
-        return name, FLAGS[name].get("type", str)(value)
-    except argparse.ArgumentTypeError:
-        raise ValueError(f"{name} is a number, got {value!r}") from None
 
 
 def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> str:
@@ -168,12 +149,12 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
     import torch
 
     from d1.masking import keyed_generator
-    from d1.models.tokenizer import end_ids
+    from d1.models.tokenizer import encode_prompt, end_ids, render_prompt
     from d1.sampling import rollout_steps
 
     messages = [*chat.messages, {"role": "user", "content": question}]
-    sampling = sampling_settings(chat.chosen, chat.model.config)
-    ids = prompt_ids(chat.tokenizer, messages)
+    sampling = sampling_settings(vars(chat.flags), chat.model.config)
+    ids = encode_prompt(chat.tokenizer, render_prompt(chat.tokenizer, messages))
     advice = ": /reset forgets what was said before; or ask for less (/settings gen_length=...)"
     check_room(chat.model.config, len(ids), sampling.gen_length, advice)
     prompt = torch.tensor([ids], device=chat.model.device)
@@ -184,7 +165,7 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
         torch.ones_like(prompt),
         sampling,
         mask_token_id=chat.tokenizer.mask_token_id,
-        generator=[keyed_generator(chat.chosen["seed"], len(chat.messages))],
+        generator=[keyed_generator(chat.flags.seed, len(chat.messages))],
         eos_token_ids=ends,
     )
     canvas: list[int] = []
@@ -197,33 +178,20 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
     return text
 
 
-def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    from d1.models.tokenizer import encode_prompt, render_prompt
-
-    try:
-        return encode_prompt(tokenizer, render_prompt(tokenizer, messages))
-    except ValueError:
-        raise
-    except Exception as error:  # a template is somebody's program
-        raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
-
-
 # --- What is seen -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def coming_into_focus(tokenizer: Any) -> Iterator[Callable[[list[int]], object]]:
-    """Shows canvases in one place of the terminal, and clears it at the end."""
+def coming_into_focus(tokenizer: Any, on_terminal: bool) -> Iterator[Callable[[list[int]], object]]:
+    """Shows canvases in one place of the terminal, if there is one, and clears it at the end."""
     from rich.console import Console
     from rich.live import Live
 
+    if not on_terminal:
+        yield lambda ids: None
+        return
     with Live(console=Console(), auto_refresh=False, transient=True) as live:
         yield lambda ids: live.update(canvas_text(tokenizer, ids), refresh=True)
-
-
-@contextmanager
-def silence() -> Iterator[Callable[[list[int]], object]]:
-    yield lambda ids: None
 
 
 def canvas_text(tokenizer: Any, ids: list[int]) -> Text:

@@ -7,6 +7,7 @@ import re
 import sys
 from typing import Any
 
+from d1.commands.model import model_of, tokenizer_of
 from d1.sampling.flags import FLAGS, add_model_flags, add_sampling_flags
 from d1.sampling.settings import BLOCK_LENGTH, check_room
 
@@ -15,7 +16,8 @@ LEFT_OUT = ("gen_length", "kv_cache")  # the text says how many tokens are fille
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
+    parser.add_argument("model_path", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
+    parser.set_defaults(plain_chat_template=False)
     parser.add_argument("text", metavar="TEXT", help="[MASK:3] is three tokens, [MASK] one; all else stays as it is")
     add_model_flags(parser, leave_out=("model_path", "plain_chat_template"))
     group = parser.add_argument_group("sampling")
@@ -39,24 +41,20 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from d1.masking import keyed_generator
-    from d1.models import load_tokenizer
     from d1.models.adapters import adapter_chain
     from d1.models.kinds import native_config
-    from d1.models.load import load_on_device
     from d1.sampling import fill
     from d1.sampling.infill import fill_settings
 
-    remote = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(args.checkpoint_path or args.model, **remote)
+    tokenizer = tokenizer_of(args)
     ids, hidden, front, behind = encoded(tokenizer, pieces)
     names = {name: name for name in FLAGS if name not in (*LEFT_OUT, "seed")} | {"diffusion_steps": "steps"}
     options = {field: getattr(args, name) for name, field in names.items()}
     if not args.trust_remote_code:
-        config, _ = native_config(adapter_chain(args.model, args.checkpoint_path)[0])
+        config, _ = native_config(adapter_chain(args.model_path, args.checkpoint_path)[0])
         fill_settings(config, sum(hidden), ordered=args.order == "right", **options)
         check_room(config, len(ids) - sum(hidden), sum(hidden))
-    kernel = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}
-    model = load_on_device(args.model, args.dtype, **kernel, **remote)
+    model = model_of(args)
     filled = fill(
         model,
         torch.tensor([ids], device=model.device),
@@ -75,17 +73,14 @@ def pieces_of(text: str) -> list[str | int]:
     Raises:
         ValueError: there is no placeholder, or one that says no number of tokens.
     """
-    pieces: list[str | int] = []
-    end = 0
-    for found in PLACEHOLDER.finditer(text):
-        count = found[1] or "1"
-        if found[0] == "[MASK:]" or not count.isdecimal() or int(count) < 1:
-            raise ValueError(f"{found[0]} says no number of tokens: write [MASK:3] for three, [MASK] for one")
-        pieces += [text[end : found.start()], int(count)]
-        end = found.end()
-    if not pieces:
+    pieces: list[Any] = PLACEHOLDER.split(text)
+    for place, count in list(enumerate(pieces))[1::2]:
+        if count is not None and (not count.isdecimal() or int(count) < 1):
+            raise ValueError(f"[MASK:{count}] says no number of tokens: write [MASK:3] for three, [MASK] for one")
+        pieces[place] = int(count or 1)
+    if len(pieces) == 1:
         raise ValueError("the text has no placeholder: write [MASK:3] where three tokens are missing, [MASK] for one")
-    return [piece for piece in [*pieces, text[end:]] if piece != ""]
+    return [piece for piece in pieces if piece != ""]
 
 
 def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bool], int, int]:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from d1.commands.model import changed, model_of, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
-from d1.runs.entry import OneLineParser
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 from d1.sampling.settings import check_room
 from d1.show.film import Film, filmed, piece
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError: an argument, a file or a path makes no sense, before the model is loaded if possible.
     """
-    runs = [args, *([changed(args)] if args.against else [])]
+    words = [f"model_path={args.model_path}", *args.against]
+    runs = [args, *([changed(args, words, add_arguments)] if args.against else [])]
     for one in runs:
         check_arguments(one)
     from rich.console import Console
@@ -68,14 +69,6 @@ def run(args: argparse.Namespace) -> None:
         record, total = rehearse(one, title, loaded)
         films.append(play(record(), console, total, args.pause))
     write(args, films)
-
-
-def changed(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of the second run: those of the first, but for what --against names."""
-    parser = OneLineParser(prog="d1: --against")
-    add_arguments(parser)
-    parser.set_defaults(**vars(args))
-    return parser.parse_args([f"--model_path={args.model_path}", *(f"--{word}" for word in args.against)])
 
 
 def titles(runs: list[argparse.Namespace]) -> list[str]:
@@ -118,20 +111,15 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     import torch
 
     from d1.masking import keyed_generator
-    from d1.models import load_tokenizer
     from d1.models.kinds import block_size
     from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
     from d1.sampling import rollout_steps
 
-    remote = {"trust_remote_code": args.trust_remote_code}
-    tokenizer: Any = load_tokenizer(
-        args.checkpoint_path or args.model_path, plain_chat_template=args.plain_chat_template, **remote
-    )
+    tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     text = render_prompt(tokenizer, messages_of(args))
     ids = torch.tensor([encode_prompt(tokenizer, text)])
-    kernel = {"adapter": args.checkpoint_path, "attn_implementation": args.attn_implementation}
-    model = loaded(args.model_path, args.dtype, **kernel, **remote)
+    model = model_of(args, loaded)
     settings = sampling_settings(vars(args), model.config)
     check_room(model.config, ids.shape[1], settings.gen_length)
     blocks = settings.block_length

@@ -119,8 +119,9 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[st
     options = {"add_generation_prompt": True, **options}
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-    except TemplateError as error:
-        raise unreadable(tokenizer, error.message or str(error), messages[-1]["content"]) from error
+    except Exception as error:  # a template is somebody's program
+        reason = str(error) if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
+        raise unreadable(tokenizer, reason, messages[-1]["content"]) from error
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
