@@ -6,10 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from d1.ranges import AMOUNT, COUNT, NATURAL, Range
+from d1.ranges import AMOUNT, COUNT, NATURAL
 from d1.rl.methods import METHODS
-
-ZERO = Range(0, 3, integer=True)
+from d1.sampling.flags import DTYPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=COUNT, default=4096, help="tokens of a row, prompt and completion")
     parser.add_argument("--block_length", type=COUNT, default=32)
     parser.add_argument("--gpus", type=COUNT, default=1)
-    parser.add_argument("--zero", type=ZERO, default=0, help="DeepSpeed ZeRO stage, 0 to 3; 0 is plain DDP")
-    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="bfloat16")
+    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="DeepSpeed ZeRO stage; 0 is plain DDP")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--lora_r", type=NATURAL, default=128, help="0: all weights are trained (default: %(default)s)")
     parser.add_argument("--lora_targets", default="attention", help="attention or all-linear (default: %(default)s)")
     parser.add_argument("--load_in_4bit", action="store_true", help="frozen weights in NF4")
@@ -62,6 +61,8 @@ def run(args: argparse.Namespace) -> None:
     from d1.models.fit import FitSettings, fit_table
     from d1.models.kinds import block_size, native_config
 
+    if args.load_in_4bit and args.lora_r == 0 and args.stage != "eval":
+        raise ValueError("4-bit weights are frozen: --load_in_4bit needs a LoRA (--lora_r of at least 1)")
     if args.beta is None:
         args.beta = METHODS[args.method].values["beta"]
     fields = {name: value for name, value in vars(args).items() if name in FitSettings.__annotations__}

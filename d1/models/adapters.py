@@ -90,8 +90,12 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     weights = load_peft_weights(folder, device="cpu")
     native = {native_name(name, model.config.model_type): weight for name, weight in weights.items()}
     if native.keys() != weights.keys():
-        weights = native
-        config = native_lora_config(config, weights, folder)
+        if not isinstance(config, LoraConfig) or config.rank_pattern or config.alpha_pattern:
+            raise ValueError(
+                f"adapter {folder}: on a released format's own names only plain LoRA (one rank, one alpha) is supported"
+            )
+        weights, config.auto_mapping = native, None
+        config.target_modules = sorted({name.removeprefix(PREFIX).split(".lora_")[0] for name in native})
     config.inference_mode = False
     peft = get_peft_model(model, config)
     try:
@@ -112,18 +116,6 @@ def native_name(name: str, model_type: str) -> str:
         if kind.becomes == model_type and kind.names and name.startswith(PREFIX):
             name = PREFIX + rename(name.removeprefix(PREFIX), kind.names)
     return name
-
-
-def native_lora_config(config: PeftConfig, weights: dict[str, object], folder: str) -> PeftConfig:
-    """The config of an adapter made on a released format's own classes, naming the modules of its renamed `weights`."""
-    if not isinstance(config, LoraConfig) or config.rank_pattern or config.alpha_pattern:
-        raise ValueError(
-            f"adapter {folder}: on a released format's own names only plain LoRA (one rank, one alpha) is supported"
-        )
-    modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in weights}
-    config.target_modules = sorted(modules)
-    config.auto_mapping = None
-    return config
 
 
 def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,27 +31,21 @@ from d1.models.two_streams import two_stream_states
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
 RESERVED = 1.2 * GB  # CUDA context, kernels and libraries
-DTYPES = ("float32", "float16", "bfloat16")
-STAGES = ("sft", "rl", "eval")
 BUCKET = 5 * 10**8  # elements of DeepSpeed's default reduction bucket
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, an fp32 a 256 of these (QLoRA, section 3)
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """One stage's run. `length` is a whole row, prompt and completion, in tokens; `batch` is rows a GPU.
+    """One stage's run."""
 
-    Raises:
-        ValueError: a setting that makes no sense; the message names it and its range.
-    """
-
-    stage: str  # one of STAGES
-    batch: int = 1
-    length: int = 4096
+    stage: str  # "sft", "rl" or "eval"
+    batch: int = 1  # rows per GPU
+    length: int = 4096  # tokens of a row, prompt and completion
     block_length: int = 32
     gpus: int = 1
     zero: int = 0  # DeepSpeed's ZeRO stage, 0 to 3; 0 is plain DDP
-    dtype: str = "bfloat16"  # one of DTYPES
+    dtype: str = "bfloat16"
     lora_r: int = 128  # 0: all weights are trained
     lora_targets: str = "attention"
     load_in_4bit: bool = False
@@ -62,12 +56,10 @@ class FitSettings:
     canvas: int = 256  # RL: tokens of the row that are the completion's
     stored: int = 0  # RL: bytes that are kept of each of `batch` rows from the rollout to its last update
 
-    def __post_init__(self) -> None:
-        for name, known in {"stage": STAGES, "dtype": DTYPES, "zero": range(4)}.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
-        if self.load_in_4bit and self.lora_r == 0 and self.stage != "eval":
-            raise ValueError("4-bit weights are frozen: load_in_4bit needs a LoRA (lora_r of at least 1)")
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 class LiveStorages(TorchDispatchMode):
@@ -129,12 +121,11 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return config
 
 
-def build(config: PreTrainedConfig, settings: FitSettings, layers: int | None = None) -> Any:
+def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
     """The model of a stage on the meta device, with its adapter."""
-    config = with_layers(config, config.num_hidden_layers if layers is None else layers)
     training = settings.stage != "eval"
     full = training and settings.lora_r == 0
-    dtype = torch.float32 if full and settings.zero == 0 else getattr(torch, settings.dtype)
+    dtype = torch.float32 if full and settings.zero == 0 else settings.weight_dtype
     with torch.device("meta"):
         # The kernel is Transformers' choice: the one that a config names need not be there, nor run on fake tensors.
         model: Any = prepare(auto_class(config).from_config(config, dtype=dtype, attn_implementation=None))
@@ -162,13 +153,6 @@ def fill_with_fakes(model: torch.nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-@contextmanager
-def precision(settings: FitSettings) -> Iterator[None]:
-    mixed = settings.dtype != "float32" and settings.stage != "eval"
-    with torch.autocast("cpu", getattr(torch, settings.dtype)) if mixed else nullcontext():
-        yield
-
-
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
     """Peak bytes of one fake step beyond weights, gradients and optimizer states.
 
@@ -176,21 +160,23 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
     has such a pass where the prompt leaves room for one block alone; any other prompt of that row takes less. Training
     feeds it a second, noised stream: of the canvas in RL, in SFT taken to be as long as the row.
     """
-    model = build(config, settings, layers)
+    training, size = settings.stage != "eval", block_size(config)
+    mixed = training and settings.dtype != "float32"
+    model = build(with_layers(config, layers), settings)
     with FakeTensorMode(), grouped_on_fakes():
         fill_with_fakes(model)
         ids = torch.zeros(rows, settings.length, dtype=torch.long)
         # As a batch with padding has it: attention falls back to kernels that take a mask.
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
         body, head = body_and_head(model)
-        with LiveStorages() as storages, precision(settings), torch.set_grad_enabled(settings.stage != "eval"):
-            size = block_size(config)
-            if size and settings.stage != "eval":
+        precision = torch.autocast("cpu", settings.weight_dtype, enabled=mixed)
+        with LiveStorages() as storages, precision, torch.set_grad_enabled(training):
+            if size and training:
                 noised = ids[:, -((settings.canvas if settings.stage == "rl" else settings.length) + size - 1) :]
                 states = two_stream_states(model, ids, noised, torch.ones_like(ids))  # makes its own masks
             else:
                 states = body(ids, mask, **({"past_key_values": DynamicCache()} if size else {}))
-            if settings.stage == "eval":
+            if not training:
                 logits = head(states[:, -settings.block_length :]).float()
                 exponential = -torch.log1p(-torch.rand_like(logits).clamp(min=1e-9))
                 (logits - 0.5 * exponential.log()).argmax(-1)
@@ -223,14 +209,14 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
 def count_parameters(config: PreTrainedConfig, settings: FitSettings) -> dict[str, int]:
     """Parameters that are trained, that are frozen, and of the latter those in linear layers of blocks."""
     model = build(config, settings)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    blocks = [m for n, m in inner.named_modules() if (".layers." in n or ".layer." in n) and "lora_" not in n]
+    blocks = [m for n, m in model.named_modules() if (".layers." in n or ".layer." in n) and "lora_" not in n]
+    sizes = [p.numel() for p in model.parameters()]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad and settings.stage != "eval")
     return {
         "trained": trained,
-        "frozen": sum(p.numel() for p in model.parameters()) - trained,
+        "frozen": sum(sizes) - trained,
         "linear": sum(m.weight.numel() for m in blocks if isinstance(m, torch.nn.Linear)),
-        "largest": max(p.numel() for p in model.parameters()),
+        "largest": max(sizes),
     }
 
 
@@ -252,7 +238,7 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     views take several passes, autograd adds up their gradients in a buffer of its own, in `dtype` and not shared out.
     """
     counts = count_parameters(config, settings)
-    size = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
+    size = settings.weight_dtype.itemsize
     share = [1 / settings.gpus if settings.zero >= stage else 1.0 for stage in range(4)]
     trained_size = size if settings.zero else 4
     frozen = counts["frozen"] * float(size)
@@ -277,11 +263,11 @@ def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
     """The estimate in GB by part, and the largest batch on each of `CARDS`; before it, a mixture's parameters."""
     constant, per_row = activation_bytes(config, settings)
     parts = resident_bytes(config, settings) | {"CUDA and libraries": RESERVED}
-    fixed = sum(parts.values()) + constant
-    parts["activations and logits"] = constant + per_row * settings.batch
-    parts["views and log-probs"] = settings.stored * settings.batch
+    fixed, batch = sum(parts.values()) + constant, settings.batch
+    parts["activations and logits"] = constant + per_row * batch
+    parts["views and log-probs"] = settings.stored * batch
     per_row += settings.stored
-    parts[f"total at batch {settings.batch}"] = fixed + per_row * settings.batch
+    parts[f"total at batch {batch}"] = fixed + per_row * batch
     total, active = total_and_active(config)
     lines = []
     if active < total:

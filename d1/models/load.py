@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import PREPARED, attention_of, check_attention, check_rule
@@ -55,14 +62,22 @@ def prepare(model: Model) -> Model:
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if getattr(inner, PREPARED, False):
         return model
-    check_buildable(inner)
-    kind, body = kind_of(inner.config), inner.base_model
-    attend_both_ways(inner.config, type(inner).__name__)
+    name, config = type(inner).__name__, inner.config
+    check_kind(config.model_type, name)
+    kind, body = kind_of(config), inner.base_model
+    if kind is OWN_CODE:
+        raise ValueError(f"{name} runs code of its own for {config.model_type!r}: load_model(path) has a native class")
+    if kind.encoder and getattr(config, "is_decoder", False):
+        raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
+    check_attention(config, name)
+    check_rule(config, name)
+    check_two_halves(inner)
+    attend_both_ways(config, name)
     body.register_forward_pre_hook(place_packed, with_kwargs=True)
     body.register_forward_pre_hook(attend, with_kwargs=True)
     if kind.shift:
-        inner.config.predicts_next_token = True
-    if getattr(inner.config, "predicts_next_token", False):
+        config.predicts_next_token = True
+    if getattr(config, "predicts_next_token", False):
         body.register_forward_pre_hook(align_positions, with_kwargs=True)
         body.register_forward_hook(align_states, with_kwargs=True)
     if kind.encoder:
@@ -75,25 +90,11 @@ def prepare(model: Model) -> Model:
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
     inner.get_input_embeddings().padding_idx = None
     take_computations(inner)
-    setattr(inner, PREPARED, attention_name(inner.config))
+    setattr(inner, PREPARED, attention_name(config))
     return model
 
 
 attach_hooks = prepare  # its name in version 0.1
-
-
-def check_buildable(model: Any) -> None:
-    """Raises ValueError for a model that cannot be prepared."""
-    name, config = type(model).__name__, model.config
-    check_kind(config.model_type, name)
-    kind = kind_of(config)
-    if kind is OWN_CODE:
-        raise ValueError(f"{name} runs code of its own for {config.model_type!r}: load_model(path) has a native class")
-    if kind.encoder and getattr(config, "is_decoder", False):
-        raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
-    check_attention(config, name)
-    check_rule(config, name)
-    check_two_halves(model)
 
 
 def check_two_halves(model: Any) -> None:
@@ -170,7 +171,14 @@ def load_base(
     if device is not None and torch.device(device).type != "cpu":
         options["device_map"] = {"": device}
     if quantization is not None:
-        options["quantization_config"] = quantization_config(quantization, options["dtype"])
+        if quantization != "nf4":
+            raise ValueError(f"quantization {quantization!r} is unknown: only 'nf4' is supported")
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
     if trust_remote_code and "auto_map" in PreTrainedConfig.get_config_dict(path)[0]:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
         check_two_halves(model)
@@ -214,29 +222,12 @@ def check_loaded(path: str, report: dict[str, Any]) -> None:
     Heads of BERT's pretraining that a masked LM has no use for are not an error.
     """
     spare = ("pooler.", "cls.seq_relationship.", "position_ids")
-    wrong = {
+    wrong: dict[str, list[Any]] = {
         "missing": sorted(report["missing_keys"]),
         "unexpected": sorted(k for k in report["unexpected_keys"] if not any(s in k for s in spare)),
         "mis-shaped (name, file, model)": sorted((k, tuple(a), tuple(b)) for k, a, b in report["mismatched_keys"]),
+        "errors": list(report["error_msgs"]),
     }
-    wrong["errors"] = list(report["error_msgs"])
     if any(wrong.values()):
         lists = "\n".join(f"{len(keys)} {what}: {keys}" for what, keys in wrong.items() if keys)
         raise ValueError(f"{path}: the weights do not fit the model that config.json describes\n{lists}")
-
-
-def quantization_config(name: str, compute_dtype: torch.dtype) -> Any:
-    if name != "nf4":
-        raise ValueError(f"quantization {name!r} is unknown: only 'nf4' is supported")
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise ImportError("quantization='nf4' needs bitsandbytes: pip install bitsandbytes") from error
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-    )

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from d1.models.adapters import adapter_chain, check_there
-from d1.models.kinds import KINDS, OWN_CODE, check_kind, released_kind
+from d1.models.kinds import KINDS, OWN_CODE, Kind, check_kind, released_kind
 from d1.transformers_bridge import has_file
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
@@ -51,7 +51,10 @@ def load_tokenizer(
             tokenizer is an unknown kind with code of its own and `trust_remote_code` is False.
     """
     folder = tokenizer_folder(str(path))
-    raw = config_beside(folder)
+    try:
+        raw = PreTrainedConfig.get_config_dict(folder)[0]
+    except OSError:  # a tokenizer on its own
+        raw = {}
     kind = KINDS.get(released_kind(raw), OWN_CODE)
     if "auto_map" in raw and not trust_remote_code:
         check_kind(released_kind(raw), folder)
@@ -60,15 +63,8 @@ def load_tokenizer(
     if cls is transformers.AutoTokenizer:  # unless told, it asks on the terminal
         options["trust_remote_code"] = trust_remote_code
     tokenizer = cls.from_pretrained(folder, **options)
-    vocab = tokenizer.get_vocab()
-    if mask_token is None and tokenizer.mask_token is None and raw.get("mask_token_id") is None:
-        own = [] if kind.mask_token_id is None else [tokenizer.convert_ids_to_tokens(kind.mask_token_id)]
-        mask_token = next((token for token in (*MASKS, *own) if token in vocab), None)
-    tokens = special_tokens(tokenizer, raw, mask_token=mask_token, pad_token=pad_token, eos_token=eos_token)
-    eot = eot_token or getattr(tokenizer, "eot_token", None) or next((t for t in END_OF_TURN if t in vocab), None)
-    tokens["eot_token"] = eot or tokens["eos_token"]
-    check_tokens(tokens, vocab, raw.get("embedding_size", raw.get("vocab_size", len(vocab))), folder)
-    tokenizer = cls.from_pretrained(folder, **options, **tokens)
+    chosen = {"mask_token": mask_token, "eos_token": eos_token, "pad_token": pad_token, "eot_token": eot_token}
+    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind, chosen))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
@@ -90,13 +86,40 @@ def tokenizer_folder(path: str) -> str:
     return folder
 
 
-def check_tokens(tokens: dict[str, str], vocab: dict[str, int], rows: int, folder: str) -> None:
-    """Raises ValueError for a special token that is not in the vocabulary or beyond the embedding's `rows`."""
-    for name, token in tokens.items():
+def special_tokens(
+    tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind, chosen: dict[str, str | None]
+) -> dict[str, str]:
+    """Each of the `chosen` tokens; where that is None the tokenizer's, that of the id in config `raw`, or a usual one.
+
+    Raises:
+        ValueError: there is none, it is not in the vocabulary, or its id lies outside the model's embedding.
+    """
+    folder, vocab = tokenizer.name_or_path, tokenizer.get_vocab()
+    rows = raw.get("embedding_size", raw.get("vocab_size", len(vocab)))
+    own = [] if kind.mask_token_id is None else [tokenizer.convert_ids_to_tokens(kind.mask_token_id)]
+    usual: dict[str, Sequence[Any]] = {"eos_token": [tokenizer.sep_token], "eot_token": END_OF_TURN}  # BERT has [SEP]
+    if raw.get("mask_token_id") is None:
+        usual["mask_token"] = [*MASKS, *own]
+    found: dict[str, str] = {}
+    for name, token in chosen.items():
+        token = token or getattr(tokenizer, name, None)
+        if token is None and isinstance(raw.get(f"{name}_id"), int):
+            token = tokenizer.convert_ids_to_tokens(raw[f"{name}_id"])
+        if token is None:
+            token = next((one for one in usual.get(name, ()) if one in vocab), None)
+        if token is None and name in ("pad_token", "eot_token"):
+            token = found["eos_token"]
+        if token is None:
+            raise ValueError(
+                f"{folder}: neither the tokenizer nor config.json names a {name}. Name one "
+                f"(load_tokenizer(..., {name}=...)), or add a mask token with `python -m d1 a2d`"
+            )
         if token not in vocab:
             raise ValueError(f"{folder}: {name} {token!r} is not in the tokenizer")
         if vocab[token] >= rows:
             raise ValueError(f"{folder}: {name} {token!r} has id {vocab[token]}, outside the model's embedding")
+        found[name] = token
+    return found
 
 
 def check_chat_template(
@@ -131,33 +154,16 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         ValueError: The tokenizer has no token for a word of it, and none for unknown words.
     """
 
-    def ids_of(text: str) -> list[int]:
+    try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    try:
-        return ids_of(text)
     except Exception as error:  # all that the tokenizers library raises
-        words = (word for word in text.split() if not encodes(tokenizer, word))
-        lacking = next((f"it has no token for {word!r}, nor one for unknown words" for word in words), str(error))
-        raise unreadable(
-            tokenizer, f"{lacking}; its {len(tokenizer)} tokens are {some_tokens(tokenizer)}", text
-        ) from error
-
-
-def encodes(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
-    """Whether the tokenizer can read `word`."""
-    try:
-        tokenizer(word, add_special_tokens=False)
-    except Exception:  # as above
-        return False
-    return True
-
-
-def some_tokens(tokenizer: PreTrainedTokenizerBase, count: int = 20) -> str:
-    """The first of its vocabulary, in the order of their ids."""
-    vocabulary = tokenizer.get_vocab()
-    first = sorted(vocabulary, key=lambda token: vocabulary[token])[:count]
-    return ", ".join(first) + (", ..." if len(vocabulary) > count else "")
+        if (words := text.split()) != [text]:
+            for word in words:
+                encode_prompt(tokenizer, word)
+            raise unreadable(tokenizer, str(error), text) from error
+        tokens = tokenizer.convert_ids_to_tokens(range(min(20, len(tokenizer))))
+        reason = f"it has no token for {text!r}, nor one for unknown words; its {len(tokenizer)} tokens are"
+        raise unreadable(tokenizer, f"{reason} {', '.join(tokens)}, ...", text) from error
 
 
 def unreadable(tokenizer: PreTrainedTokenizerBase, reason: str, text: str) -> ValueError:
@@ -175,32 +181,3 @@ def end_ids(tokenizer: Any) -> list[int]:
 def has_tokenizer(folder: str) -> bool:
     """Whether the folder or hub name holds a vocabulary: without one, some classes silently begin an empty one."""
     return any(has_file(folder, name) for name in VOCABULARIES)
-
-
-def config_beside(folder: str) -> dict[str, Any]:
-    """`config.json` of the folder or hub name, {} where there is none (a tokenizer on its own)."""
-    try:
-        return PreTrainedConfig.get_config_dict(folder)[0]
-    except OSError:
-        return {}
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], **chosen: str | None) -> dict[str, str]:
-    """Mask, EOS and padding token: the `chosen`, else the tokenizer's, else those of the ids in config `raw`."""
-    found: dict[str, str] = {}
-    for name in ("mask_token", "eos_token", "pad_token"):
-        token = chosen[name] or getattr(tokenizer, name)
-        id_ = raw.get(f"{name}_id")
-        if token is None and isinstance(id_, int):
-            token = tokenizer.convert_ids_to_tokens(id_)
-        if token is None and name == "eos_token":
-            token = tokenizer.sep_token  # what ends a text of BERT's
-        if token is None and name == "pad_token":
-            token = found["eos_token"]
-        if token is None:
-            raise ValueError(
-                f"{tokenizer.name_or_path}: neither the tokenizer nor config.json names a {name}. Name one "
-                f"(load_tokenizer(..., {name}=...)), or add a mask token with `python -m d1 a2d`"
-            )
-        found[name] = token
-    return found

@@ -256,7 +256,7 @@ def test_a_method_says_what_is_stored_of_its_views_and_whether_there_is_a_refere
         ("--beta inf", "--beta inf "),
         ("--beta -0.1", "--beta -0.1 "),
         ("--load_in_4bit --lora_r 0", "4-bit weights are frozen"),
-        ("--lora_targets heads", "no LoRA targets 'heads'"),
+        ("--lora_targets heads", "has no modules heads for LoRA"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(kind_dirs, words, message):
