@@ -26,7 +26,7 @@ HELP = """\
 /settings steps=32 seed=1  change some of it
 /reset                     forget the conversation
 /exit, or Ctrl-D           end
-Ctrl-C stops an answer. A line that ends in \\ goes on in the next; one that starts with a space is always a message."""
+Ctrl-C stops an answer. A line that starts with a space is always a message."""
 
 
 @dataclass
@@ -48,8 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    from d1.models.tokenizer import check_chat_template
+
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    chat = load(args)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    tokenizer = tokenizer_of(args)
+    check_chat_template(tokenizer, args.model_path)
+    chat = Chat(model_of(args), tokenizer, args)
+    sampling_settings(vars(args), chat.model.config)
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         stream.reconfigure(errors=errors)  # type: ignore[union-attr]
     if on_terminal:
@@ -60,27 +69,13 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def load(args: argparse.Namespace) -> Chat:
-    from transformers.utils.logging import disable_progress_bar
-
-    from d1.models.tokenizer import check_chat_template
-
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    tokenizer = tokenizer_of(args)
-    check_chat_template(tokenizer, args.model_path)
-    model = model_of(args)
-    sampling_settings(vars(args), model.config)
-    return Chat(model, tokenizer, args)
-
-
 def talk(chat: Chat, on_terminal: bool) -> bool:
     """Answers messages until there are no more; returns whether all could be answered."""
     well = True
     while True:
         if_stopped = "/exit or Ctrl-D ends the chat"
         try:
-            line = read_message("> " if on_terminal else "")
+            line = input("> " if on_terminal else "")
             if line.strip() == "/exit":
                 return well
             if line.startswith("/"):
@@ -104,15 +99,6 @@ def talk(chat: Chat, on_terminal: bool) -> bool:
         except MISTAKES as error:
             well = False
             note(one_line(error))
-
-
-def read_message(prompt: str) -> str:
-    """A line of stdin, with those that a backslash at its end joins to it; raises EOFError after the last."""
-    lines = [input(prompt)]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1][:-1]
-        lines.append(input(". " if prompt else ""))
-    return "\n".join(lines)
 
 
 def note(text: str) -> None:

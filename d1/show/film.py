@@ -102,20 +102,19 @@ def piece(tokenizer: Any, token: int) -> str:
 
 
 def harmless(text: str, kept: str = "\n\t") -> str:
-    """A model's text for a terminal: what would move a cursor or turn the writing around is shown by its number, the
-    escape that begins an ANSI code as "⟨1B⟩", unless it is `kept`."""
-    return "".join(f"⟨{ord(one):X}⟩" if one not in kept and acts(one) else one for one in text)
+    """A model's text for a terminal. Characters that move a cursor, turn the writing around, or are half of one are
+    shown by their number, the escape that begins an ANSI code as "⟨1B⟩", unless they are `kept`."""
+    shown = []
+    for one in text:
+        kind = unicodedata.category(one)
+        acts = kind in ("Cc", "Cs", "Zl", "Zp") or (kind == "Cf" and unicodedata.bidirectional(one) != "BN")
+        shown.append(f"⟨{ord(one):X}⟩" if acts and one not in kept else one)
+    return "".join(shown)
 
 
 def visible(text: str) -> str:
     """The same for a page or a picture, where a line's end is "↵" and the line's end."""
     return harmless(text, kept="\n").replace("\n", "↵\n")
-
-
-def acts(character: str) -> bool:
-    """Whether a character does something to the text around it, or is half of one."""
-    kind = unicodedata.category(character)
-    return kind in ("Cc", "Cs", "Zl", "Zp") or (kind == "Cf" and unicodedata.bidirectional(character) != "BN")
 
 
 def colour(logp: float) -> str:

@@ -6,9 +6,9 @@ Several films stand below each other, each under its title, and go through their
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from rich.cells import cell_len, set_cell_size
@@ -56,26 +56,31 @@ def flow(tokens: Sequence[str], columns: int = COLUMNS) -> list[Box]:
     return boxes
 
 
-class Laid(NamedTuple):
-    """A film in its place: pixels of its top, and its tokens' boxes."""
+class Placed(NamedTuple):
+    """A token in the picture."""
 
-    film: Film
+    left: float  # pixels, as top and width
     top: float
-    boxes: list[Box]
+    width: float
+    label: str
+    step: int  # with which it appears, from 1
+    fill: str | None  # the colour of its probability; None where no pass looked at it
 
-    def places(self) -> Iterator[tuple[float, float, float, Box, int]]:
-        """Of each token: left, top and width in pixels, its box, and the place of the canvas."""
-        for place, box in enumerate(self.boxes):
-            y = self.top + TITLE + box.line * HIGH
-            yield PAD + box.column * WIDE, y, box.width * WIDE - 1.5, box, place
+
+Laid = tuple[str, float, list[Placed]]  # a film's title, its top in pixels, and its tokens
 
 
 def lay_out(films: Sequence[Film]) -> tuple[list[Laid], float, float, int]:
-    """The films in their places, the picture's width and height in pixels, and its steps."""
-    laid, top = [], float(PAD)
+    """The films below each other, the picture's width and height in pixels, and its steps."""
+    laid: list[Laid] = []
+    top = float(PAD)
     for film in films:
-        boxes = flow(film.tokens)
-        laid.append(Laid(film, top, boxes))
+        boxes, placed = flow(film.tokens), []
+        for box, step, logp, shown in zip(boxes, film.steps, film.logps, film.shown_by(), strict=True):
+            left, below = PAD + box.column * WIDE, top + TITLE + box.line * HIGH
+            fill = None if step == FILLED else colour(logp)
+            placed.append(Placed(left, below, box.width * WIDE - 1.5, box.label, shown, fill))
+        laid.append((visible(film.title), top, placed))
         top += TITLE + (boxes[-1].line + 1) * HIGH + PAD
     return laid, 2 * PAD + COLUMNS * WIDE, top + FOOT, max(film.passes for film in films)
 
@@ -83,10 +88,6 @@ def lay_out(films: Sequence[Film]) -> tuple[list[Laid], float, float, int]:
 def step_seconds(steps: int) -> float:
     """How long each of so many steps stays."""
     return min(SECONDS_A_STEP, SECONDS_OF_STEPS / steps)
-
-
-def card(width: float, height: float) -> str:
-    return f'<rect class="card" x=".5" y=".5" width="{width - 1:g}" height="{height - 1:g}" rx="10"/>'
 
 
 def written(text: str, x: float, y: float, size: float, kind: str = "") -> str:
@@ -137,18 +138,15 @@ def document(width: float, height: float, parts: Sequence[str], steps: int, titl
 def film_svg(films: Sequence[Film]) -> str:
     """An animated SVG; tokens come over the grey chips that hide them, in the colour of their confidence."""
     laid, width, height, steps = lay_out(films)
-    parts = [card(width, height)]
-    for one in laid:
-        title = visible(one.film.title)
-        parts.append(written(title, PAD + cell_len(title) * SIZE * 0.3, one.top + 10, SIZE, "given"))
-        shown_by = one.film.shown_by()
-        for x, y, wide, box, place in one.places():
+    parts = [f'<rect class="card" x=".5" y=".5" width="{width - 1:g}" height="{height - 1:g}" rx="10"/>']
+    for title, top, tokens in laid:
+        parts.append(written(title, PAD + cell_len(title) * SIZE * 0.3, top + 10, SIZE, "given"))
+        for x, y, wide, label, step, fill in tokens:
             shape = f'x="{x:g}" y="{y:g}" width="{wide:g}" height="{HIGH - 4}" rx="4"'
-            looked = one.film.steps[place] != FILLED
-            fill = f'fill="{colour(one.film.logps[place])}"' if looked else 'class="card"'
-            text = written(box.label, x + wide / 2, y + HIGH / 2 - 2, SIZE, "" if looked else "page")
+            paint = f'fill="{fill}"' if fill else 'class="card"'
+            text = written(label, x + wide / 2, y + HIGH / 2 - 2, SIZE, "" if fill else "page")
             parts.append(f'<rect class="mask" {shape}/>')
-            parts.append(f'<g class="s{shown_by[place]}"><rect {shape} {fill}/>{text}</g>')
+            parts.append(f'<g class="s{step}"><rect {shape} {paint}/>{text}</g>')
     parts += captions(steps, width, height, PAD + 60)
     return document(width, height, parts, steps, "A text being denoised")
 
@@ -172,33 +170,26 @@ def film_gif(films: Sequence[Film]) -> bytes:
     image = Image.new("RGB", (round(width), round(height)), PAPER)
     draw = ImageDraw.Draw(image)
     low = height - PAD
-    for one in laid:
-        draw.text((PAD, one.top + 10), visible(one.film.title).replace("\n", " "), INK, font, anchor="lm")
-        for x, y, wide, _, _ in one.places():
+    for title, top, tokens in laid:
+        draw.text((PAD, top + 10), title.replace("\n", " "), INK, font, anchor="lm")
+        for x, y, wide, *_ in tokens:
             draw.rounded_rectangle((x, y, x + wide, y + HIGH - 4), 4, MASK)
     for index, fill in enumerate(COLOURS):
         right = width - PAD - 26 * (len(COLOURS) - 1 - index)
         draw.rounded_rectangle((right - 24, low - 7, right, low + 7), 3, fill)
 
-    def reveal(step: int) -> Any:
-        """The picture after so many steps, drawn over the one before."""
-        draw.rectangle((PAD, low - 8, width / 2, low + 8), PAPER)
-        draw.text((PAD, low), f"step {step} of {steps}", SOFT, font, anchor="lm")
-        for one in laid:
-            shown_by, film = one.film.shown_by(), one.film
-            for x, y, wide, box, place in one.places():
-                if shown_by[place] == step:
-                    looked = film.steps[place] != FILLED
-                    fill = colour(film.logps[place]) if looked else PAPER
-                    draw.rounded_rectangle((x, y, x + wide, y + HIGH - 4), 4, fill)
-                    draw.text((x + wide / 2, y + HIGH / 2 - 2), box.label, INK if looked else SOFT, font, anchor="mm")
-        return image.copy()
-
-    frames = [reveal(step) for step in range(steps + 1)]
     palette = Image.new("P", (1, 1))
     palette.putpalette(shades())
-    drawn = [one.quantize(palette=palette, dither=Image.Dither.NONE) for one in frames]
+    frames = []
+    for step in range(steps + 1):  # each is drawn over the one before
+        draw.rectangle((PAD, low - 8, width / 2, low + 8), PAPER)
+        draw.text((PAD, low), f"step {step} of {steps}", SOFT, font, anchor="lm")
+        for x, y, wide, label, shown, fill in (token for _, _, tokens in laid for token in tokens):
+            if shown == step:
+                draw.rounded_rectangle((x, y, x + wide, y + HIGH - 4), 4, fill or PAPER)
+                draw.text((x + wide / 2, y + HIGH / 2 - 2), label, INK if fill else SOFT, font, anchor="mm")
+        frames.append(image.quantize(palette=palette, dither=Image.Dither.NONE))
     durations = [round(1000 * step_seconds(steps))] * steps + [round(1000 * SECONDS_AT_THE_END)]
     file = io.BytesIO()
-    drawn[0].save(file, "GIF", save_all=True, append_images=drawn[1:], duration=durations, loop=0)
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
     return file.getvalue()
