@@ -128,9 +128,6 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
 
     Args:
         show: called after each forward pass with the ids of the canvas.
-
-    Raises:
-        ValueError: the template or the tokenizer refuses the conversation, or it is too long.
     """
     import torch
 

@@ -32,11 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the text with its placeholders filled in.
-
-    Raises:
-        ValueError, OSError: an argument, the text or the model makes no sense.
-    """
+    """Prints the text with its placeholders filled in."""
     pieces = pieces_of(args.text)
     import torch
 
@@ -68,11 +64,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def pieces_of(text: str) -> list[str | int]:
-    """The text between placeholders, and for each placeholder its number of tokens.
-
-    Raises:
-        ValueError: there is no placeholder, or one that says no number of tokens.
-    """
+    """The text between placeholders, and for each placeholder its number of tokens."""
     pieces: list[Any] = PLACEHOLDER.split(text)
     for place, count in list(enumerate(pieces))[1::2]:
         if count is not None and (not count.isdecimal() or int(count) < 1):
@@ -87,9 +79,6 @@ def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bo
     """Ids and which of them are hidden, in the tokenizer's special tokens, and how many of these stand on either side.
 
     Pieces are read one by one, so that a placeholder has as many tokens as it says whatever its neighbours are.
-
-    Raises:
-        ValueError: the tokenizer cannot read the text, or the text holds the model's own mask token.
     """
     from d1.models.tokenizer import encode_prompt
 

@@ -19,11 +19,7 @@ class WordsParser(OneLineParser):
 def changed(
     args: argparse.Namespace, words: Sequence[str], add_arguments: Callable[[argparse.ArgumentParser], object]
 ) -> argparse.Namespace:
-    """The arguments `args`, changed by `words`: each is NAME=VALUE, or the NAME of a switch.
-
-    Raises:
-        ValueError: there is no such flag, or its value is out of range.
-    """
+    """The arguments `args`, changed by `words`: each is NAME=VALUE, or the NAME of a switch."""
     parser = WordsParser(add_help=False)
     add_arguments(parser)
     parser.set_defaults(**vars(args))

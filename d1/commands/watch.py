@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Plays one run, or two after each other, and writes what was asked for.
-
-    Raises:
-        ValueError, OSError: an argument, a file or a path makes no sense, before the model is loaded if possible.
-    """
+    """Plays one run, or two after each other, and writes what was asked for."""
     words = [f"model_path={args.model_path}", *args.against]
     runs = [args, *([changed(args, words, add_arguments)] if args.against else [])]
     for one in runs:
@@ -66,23 +62,21 @@ def run(args: argparse.Namespace) -> None:
     loaded = functools.cache(load_on_device)  # two runs of one model load it once
     console, films = Console(), []
     for one, title in zip(runs, titles(runs), strict=True):
-        record, total = rehearse(one, title, loaded)
-        films.append(play(record(), console, total, args.pause))
+        growing, total = rehearse(one, title, loaded)
+        films.append(play(growing, console, total, args.pause))
     write(args, films)
 
 
 def titles(runs: list[argparse.Namespace]) -> list[str]:
-    """What tells the runs apart; of one alone the model's name."""
-    first, *others = (vars(one) for one in runs)
-    names = [name for name in first if name != "against" and any(other[name] != first[name] for other in others)]
-    if not names:
-        return [Path(one.model_path).name or one.model_path for one in runs]
-    return [", ".join(described(name, vars(one)[name]) for name in names) for one in runs]
+    """The flags that differ between the runs, or the model's name where none does."""
+    flags = [vars(one) | {"against": None, "model_path": Path(one.model_path).name or one.model_path} for one in runs]
+    names = [name for name in flags[0] if any(one[name] != flags[0][name] for one in flags)] or ["model_path"]
+    return [", ".join(described(name, one[name]) for name in names) for one in flags]
 
 
 def described(name: str, value: Any) -> str:
     if name == "model_path":
-        return Path(value).name or str(value)
+        return str(value)
     return name if value is True else f"no {name}" if value in (None, False) else f"{name} {value}"
 
 
@@ -106,8 +100,8 @@ def messages_of(args: argparse.Namespace) -> list[dict[str, str]]:
     return list(rows[args.index]["prompt"])
 
 
-def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -> tuple[Callable[..., Any], int]:
-    """What makes the film of a run, and the most steps that it can take."""
+def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -> tuple[Iterator[Film], int]:
+    """The film of a run, as it grows, and the most steps that it can take."""
     import torch
 
     from d1.masking import keyed_generator
@@ -124,8 +118,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     check_room(model.config, ids.shape[1], settings.gen_length)
     blocks = settings.block_length
     filled = ids.shape[1] % blocks if block_size(model.config) else None  # of the block that the prompt ends in
-    taken = functools.partial(
-        rollout_steps,
+    steps = rollout_steps(
         model,
         ids.to(model.device),
         torch.ones_like(ids).to(model.device),
@@ -135,27 +128,22 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
         eos_token_ids=end_ids(tokenizer) if args.eos_stop else None,
     )
     said = f"{args.model_path} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}"
-    text_of = functools.partial(piece, tokenizer)
-    return lambda: filmed(taken(), text_of, ids.shape[1], title, text, said), sum(map(len, settings.schedule(filled)))
+    films = filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], title, text, said)
+    return films, sum(map(len, settings.schedule(filled)))
 
 
 def write(args: argparse.Namespace, films: list[Film]) -> None:
     """The files that were asked for, named on stderr."""
+    from d1.show.flow import film_gif, film_svg
+    from d1.show.page import film_page
+
     name = f"{Path(args.dataset).stem}, {args.split} problem {args.index}" if args.dataset else str(args.prompt)[:80]
-    for kind in OUTPUTS:
-        path = getattr(args, kind)
-        if path is None:
-            continue
-        if kind == "html":
-            from d1.show.page import film_page
-
-            path.write_text(film_page(name, [("", films)]), encoding="utf-8")
-        elif kind == "svg":
-            from d1.show.flow import film_svg
-
-            path.write_text(film_svg(films), encoding="utf-8")
-        else:
-            from d1.show.flow import film_gif
-
-            path.write_bytes(film_gif(films))
+    writers: dict[str, Callable[[], str | bytes]] = {
+        "html": lambda: film_page(name, [("", films)]),
+        "svg": lambda: film_svg(films),
+        "gif": lambda: film_gif(films),
+    }
+    for path, content in ((getattr(args, kind), content) for kind, content in writers.items() if getattr(args, kind)):
+        made = content()
+        path.write_bytes(made if isinstance(made, bytes) else made.encode())
         sys.stderr.write(f"Written: {path}\n")

@@ -123,11 +123,7 @@ ATTENTION: dict[str, Attention] = {
 
 
 def attention_of(config: Any) -> Attention:
-    """The row of `ATTENTION` that a model of this config goes by.
-
-    Raises:
-        ValueError: there is no such row; the message lists those that there are.
-    """
+    """The row of `ATTENTION` that a model of this config goes by."""
     name, known = attention_name(config), ", ".join(ATTENTION)
     if name not in ATTENTION:
         raise ValueError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
             yield name, weight
 
 
-def save_shards(weights: Mapping[str, Tensor], folder: Path) -> None:
+def save_shards(weights: dict[str, Any], folder: Path) -> None:
     """Save weights in files of `SHARD_BYTES`, with their index if there are several.
 
     The experts of a stack share memory. They are counted and stored one by one, unlike in Transformers.

@@ -156,9 +156,9 @@ def fill_with_fakes(model: torch.nn.Module) -> None:
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
     """Peak bytes of one fake step beyond weights, gradients and optimizer states.
 
-    An evaluation's is a pass over the whole row. A block-causal model, whose cache keeps every layer's keys and values,
-    has such a pass where the prompt leaves room for one block alone; any other prompt of that row takes less. Training
-    feeds it a second, noised stream: of the canvas in RL, in SFT taken to be as long as the row.
+    An evaluation's is a pass over the whole row: a block-causal model, whose cache keeps every layer's keys and values,
+    needs most where the prompt leaves room for one block. Its training has a second, noised stream: the canvas in RL,
+    the row in SFT.
     """
     training, size = settings.stage != "eval", block_size(config)
     mixed = training and settings.dtype != "float32"
@@ -191,8 +191,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
 def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[float, float]:
     """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at 1 and 2 rows.
 
-    Of several views a row, only those of one forward pass are alive at once. RL samples as many rows before it updates,
-    which a block-causal model's cache can make the larger part.
+    RL samples as many rows before it updates; a block-causal model's cache can make sampling the larger part.
     """
     layers = config.num_hidden_layers
     peaks = []
@@ -230,12 +229,11 @@ def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str, float]:
-    """Bytes a GPU that stay for the whole run, by part: weights, gradients, optimizer, reference, buffers.
+    """Bytes per GPU that stay for the whole run, by part: weights, gradients, optimizer (AdamW), reference, buffers.
 
-    Optimizer is AdamW. Without ZeRO trained weights are fp32 with two fp32 states; DeepSpeed keeps trained weights and
-    gradients in `dtype` and an fp32 copy with the states, which stage 1 shares out, stage 2 the gradients also, stage
-    3 the weights also. The reference is a second model where RL trains all weights and beta > 0. Where an update's
-    views take several passes, autograd adds up their gradients in a buffer of its own, in `dtype` and not shared out.
+    Without ZeRO trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in `dtype`
+    and an fp32 copy with the states: stage 1 shares out the states, 2 also the gradients, 3 also the weights. Where an
+    update's views take several passes, autograd sums their gradients in a buffer in `dtype`, which is not shared out.
     """
     counts = count_parameters(config, settings)
     size = settings.weight_dtype.itemsize

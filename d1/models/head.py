@@ -48,14 +48,6 @@ class AllKeys:
         return self.keys, self.values
 
 
-def rotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on as much of each head (rows, heads, length, head_dim) as `cos` and `sin` are wide."""
-    width = cos.shape[-1]
-    turned = keys[..., :width]
-    turned = turned * cos + rotate_half(turned) * sin
-    return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], -1)
-
-
 def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of a body's last layer: only `state_positions` (rows, n), if given, go through it.
 
@@ -72,7 +64,9 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     )
     if hasattr(attention, "k_norm"):
         keys = attention.k_norm(keys)
-    keys = rotate(keys, cos.unsqueeze(1), sin.unsqueeze(1))
+    turned, plain = keys.tensor_split([cos.shape[-1]], dim=-1)  # rotary positions may be of a part of each head
+    turned = turned * cos.unsqueeze(1) + rotate_half(turned) * sin.unsqueeze(1)
+    keys = torch.cat([turned, plain], -1) if plain.shape[-1] else turned
     past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if past is not None:
         keys, values = past.update(keys, values, attention.layer_idx)

@@ -72,17 +72,14 @@ def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
     return torch.where(before < 0, index, before)
 
 
-def seen_keys(mask: Tensor | None) -> Tensor | None:
-    """(rows, keys) of a mask that may be over queries already: what some query sees, as each real token sees itself."""
-    if mask is None or mask.dim() == 2:
-        return mask
-    return (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
-
-
 def tokens_before(kwargs: dict[str, Any], tokens: Tensor) -> Tensor:
     """`real_before` of a body's `tokens`, which `attend` or `place_packed` may have found already."""
-    known = kwargs.get("token_before")
-    return real_before(seen_keys(kwargs.get("attention_mask")), tokens) if known is None else known
+    known, mask = kwargs.get("token_before"), kwargs.get("attention_mask")
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    if mask is not None and mask.dim() > 2:  # over queries: some query sees each real token, which sees itself
+        mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
+    return real_before(mask, tokens)
 
 
 def align_positions(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -74,11 +74,6 @@ class Kind:
     tokenizer: str = "AutoTokenizer"
 
 
-def fast_dllm_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the Qwen2 config that a Fast-dLLM v2 `config.json` describes (arXiv 2509.26328)."""
-    return {("block_size" if name == "bd_size" else name): value for name, value in raw.items()}
-
-
 KINDS: dict[str, Kind] = {
     "llada": Kind(
         becomes="llama",
@@ -117,7 +112,7 @@ KINDS: dict[str, Kind] = {
     ),
     "Fast_dLLM_Qwen": Kind(
         becomes="qwen2",
-        fields=fast_dllm_fields,
+        fields=lambda raw: {("block_size" if name == "bd_size" else name): value for name, value in raw.items()},
         release=as_released,
         code="Efficient-Large-Model/Fast_dLLM_v2_7B",
         attention="block-causal",
@@ -208,14 +203,9 @@ def attention_name(config: Any) -> str:
     return getattr(config, "attention_pattern", None) or implied
 
 
-def layer_types(config: Any) -> set[str]:
-    """What the layers attend to: "full_attention", and "sliding_attention" where some see a window only."""
-    return set(getattr(config, "layer_types", None) or ["full_attention"])
-
-
 def windowed(config: Any) -> bool:
     """Whether some layers attend within a window."""
-    return layer_types(config) != {"full_attention"}
+    return set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
 
 
 def released_kind(raw: Mapping[str, Any]) -> str:
@@ -246,7 +236,7 @@ def attend_both_ways(config: Any, name: str) -> None:
     Raises:
         ValueError: every layer attends within a window; `name` says which model it is.
     """
-    if "full_attention" not in layer_types(config):
+    if windowed(config) and "full_attention" not in config.layer_types:
         raise ValueError(f"{name}: every layer attends to a window only, so no position could see the whole text")
     if is_encoder(config):
         config.is_decoder = False

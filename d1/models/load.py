@@ -1,11 +1,8 @@
 """Load masked diffusion language models, whose logits score the token AT each position and see the whole text.
 
-Kinds (`d1/models/kinds.py`): LLaDA, Dream, Llama/Qwen/Gemma decoders with attention turned both ways, and masked-LM
-encoders. All run on the classes in Transformers. `prepare` puts hooks on the body (the model without its head): one
-gives each token the position it would have without padding, and has block-causal models see no later block, one moves
-the hidden states of models that predict the next token (Dream) to the position they speak of, one runs a decoder's last
-layer only where its states are asked for. On the body they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
-Windowed layers (Gemma, ModernBERT) keep their window, made symmetric; their full layers carry the rest.
+All kinds (`d1/models/kinds.py`) run on the classes in Transformers. `prepare` puts hooks (`hooks.py`) on the model
+without its head, where they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL. Windowed layers (Gemma,
+ModernBERT) keep their window, made symmetric; their full layers carry the rest.
 """
 
 from __future__ import annotations
@@ -140,7 +137,20 @@ def load_model(
     base, adapters = adapter_chain(str(path), adapter)
     if quantization is not None and len(adapters) > 1:
         raise ValueError("4-bit weights cannot take a merged adapter: run `python -m d1 merge` first")
-    model = load_base(base, dtype, device, attn_implementation, trust_remote_code, quantization)
+    options: dict[str, Any] = {"attn_implementation": attn_implementation}
+    options["dtype"] = checkpoint_dtype(base) if dtype == "auto" else dtype or torch.float32
+    if device is not None and torch.device(device).type != "cpu":
+        options["device_map"] = {"": device}
+    if quantization not in (None, "nf4"):
+        raise ValueError(f"quantization {quantization!r} is unknown: only 'nf4' is supported")
+    if quantization is not None:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=options["dtype"],
+        )
+    model = load_base(base, options, trust_remote_code)
     for folder in adapters[:-1]:
         model = merge_adapter(add_adapter(model, folder), folder)
     return (add_adapter(model, adapters[-1]) if adapters else model).eval()
@@ -158,27 +168,8 @@ def named_dtype(name: str | None) -> torch.dtype:
     return dtype
 
 
-def load_base(
-    path: str,
-    dtype: torch.dtype | str | None,
-    device: str | torch.device | None,
-    attn_implementation: str | None,
-    trust_remote_code: bool,
-    quantization: str | None,
-) -> PreTrainedModel:
-    dtype = checkpoint_dtype(path) if dtype == "auto" else dtype or torch.float32
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
-    if device is not None and torch.device(device).type != "cpu":
-        options["device_map"] = {"": device}
-    if quantization is not None:
-        if quantization != "nf4":
-            raise ValueError(f"quantization {quantization!r} is unknown: only 'nf4' is supported")
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+def load_base(path: str, options: dict[str, Any], trust_remote_code: bool) -> Any:
+    """The model without adapters; `options` are for `from_pretrained`."""
     if trust_remote_code and "auto_map" in PreTrainedConfig.get_config_dict(path)[0]:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
         check_two_halves(model)

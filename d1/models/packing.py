@@ -67,23 +67,21 @@ def take_packed_rows(model: Any) -> None:
 def check_packed(config: Any, name: str) -> None:
     """Raises ValueError for a config whose attention would ignore where the texts of a row end."""
     kernel = attention_kernel(config) or ""
+    reason = None
     if kernel in ("sdpa", "eager"):
         if not takes_packed_rows(config):
-            raise ValueError(f"{name}: rows of several texts need d1.models.packing.take_packed_rows(model) first")
+            reason = "need d1.models.packing.take_packed_rows(model) first"
     elif kernel == "flex_attention" and windowed(config):
-        raise ValueError(
-            f"{name}: rows of several texts and layers with a window run under sdpa and eager, not {kernel}"
-        )
+        reason = f"and layers with a window run under sdpa and eager, not {kernel}"
     elif kernel != "flex_attention" and not kernel.startswith("flash_attention"):
-        raise ValueError(f"{name}: rows of several texts run under sdpa, eager, flex and flash attention, not {kernel}")
+        reason = f"run under sdpa, eager, flex and flash attention, not {kernel}"
+    if reason is not None:
+        raise ValueError(f"{name}: rows of several texts {reason}")
 
 
 def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the body, before `attend`: makes positions of `segments`, and what the kernel needs to keep
     texts apart.
-
-    Raises:
-        ValueError: the kernel would ignore it.
     """
     segments = kwargs.pop("segments", None)
     if segments is None:
@@ -109,13 +107,8 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
 def text_masks(body: PreTrainedModel, segments: Segments, device: Any) -> dict[str, list[Tensor | None]]:
     """Each text's mask under sdpa or eager; None where it sees all of itself."""
     config, attention = body.config, attention_of(body.config)
-
-    def own(segment: tuple[int, int]) -> Tensor | None:
-        if attention.sees is None:
-            return None
-        return attention.mask_for(body, Tokens.of_texts([segment], device), sum(segment))
-
-    masks = {FULL: [own(segment) for segment in segments]}
+    tokens = [(Tokens.of_texts([segment], device), sum(segment)) for segment in segments]
+    masks = {FULL: [None if attention.sees is None else attention.mask_for(body, *text) for text in tokens]}
     if windowed(config):
         windows = (within_window(length, config.sliding_window, device) for length, _ in segments)
         masks[WINDOW] = [as_taken(body, mask) for mask in windows]
@@ -133,13 +126,6 @@ def packed_before(segments: Segments, size: int | None, device: Any) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-def own_kernel(name: str, module: Any) -> Callable[..., tuple[Tensor, Any]]:
-    """What `module` attends with under sdpa or eager; each model has an eager attention of its own."""
-    if name == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
-    return AttentionInterface()[name]  # type: ignore[no-any-return]
-
-
 def one_by_one(name: str) -> Callable[..., tuple[Tensor, Any]]:
     """The kernel `name` for packed rows, as Transformers calls it: (rows, heads, tokens, size) each."""
 
@@ -152,7 +138,8 @@ def one_by_one(name: str) -> Callable[..., tuple[Tensor, Any]]:
         texts: Texts | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        kernel = own_kernel(name, module)
+        own_eager = sys.modules[type(module).__module__]  # each model has an eager attention of its own
+        kernel: Any = own_eager.eager_attention_forward if name == "eager" else AttentionInterface()[name]
         if texts is None:
             return kernel(module, query, key, value, attention_mask, **kwargs)
         own = texts.masks[FULL if kwargs.get("sliding_window") is None else WINDOW]

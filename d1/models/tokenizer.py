@@ -71,11 +71,7 @@ def load_tokenizer(
 
 
 def tokenizer_folder(path: str) -> str:
-    """The folder or hub name whose tokenizer a model goes by: an adapter without one of its own has its base's.
-
-    Raises:
-        FileNotFoundError: neither has one.
-    """
+    """The folder or hub name whose tokenizer a model goes by: an adapter without one of its own has its base's."""
     check_there(path)
     folder = path if has_tokenizer(path) else adapter_chain(path, None)[0]
     if not has_tokenizer(folder):
@@ -87,13 +83,9 @@ def tokenizer_folder(path: str) -> str:
 
 
 def special_tokens(
-    tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind, chosen: dict[str, str | None]
+    tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind, chosen: dict[str, Any]
 ) -> dict[str, str]:
-    """Each of the `chosen` tokens; where that is None the tokenizer's, that of the id in config `raw`, or a usual one.
-
-    Raises:
-        ValueError: there is none, it is not in the vocabulary, or its id lies outside the model's embedding.
-    """
+    """Each of the `chosen` tokens; where it is None, the tokenizer's, that of the id in config `raw`, or a usual one."""
     folder, vocab = tokenizer.name_or_path, tokenizer.get_vocab()
     rows = raw.get("embedding_size", raw.get("vocab_size", len(vocab)))
     own = [] if kind.mask_token_id is None else [tokenizer.convert_ids_to_tokens(kind.mask_token_id)]
@@ -161,7 +153,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
             for word in words:
                 encode_prompt(tokenizer, word)
             raise unreadable(tokenizer, str(error), text) from error
-        tokens = tokenizer.convert_ids_to_tokens(range(min(20, len(tokenizer))))
+        tokens = tokenizer.convert_ids_to_tokens(list(range(min(20, len(tokenizer)))))
         reason = f"it has no token for {text!r}, nor one for unknown words; its {len(tokenizer)} tokens are"
         raise unreadable(tokenizer, f"{reason} {', '.join(tokens)}, ...", text) from error
 

@@ -184,10 +184,10 @@ def film_gif(films: Sequence[Film]) -> bytes:
     for step in range(steps + 1):  # each is drawn over the one before
         draw.rectangle((PAD, low - 8, width / 2, low + 8), PAPER)
         draw.text((PAD, low), f"step {step} of {steps}", SOFT, font, anchor="lm")
-        for x, y, wide, label, shown, fill in (token for _, _, tokens in laid for token in tokens):
+        for x, y, wide, label, shown, paint in (token for _, _, tokens in laid for token in tokens):
             if shown == step:
-                draw.rounded_rectangle((x, y, x + wide, y + HIGH - 4), 4, fill or PAPER)
-                draw.text((x + wide / 2, y + HIGH / 2 - 2), label, INK if fill else SOFT, font, anchor="mm")
+                draw.rounded_rectangle((x, y, x + wide, y + HIGH - 4), 4, paint or PAPER)
+                draw.text((x + wide / 2, y + HIGH / 2 - 2), label, INK if paint else SOFT, font, anchor="mm")
         frames.append(image.quantize(palette=palette, dither=Image.Dither.NONE))
     durations = [round(1000 * step_seconds(steps))] * steps + [round(1000 * SECONDS_AT_THE_END)]
     file = io.BytesIO()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,26 +22,19 @@ def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0
         films: from `filmed`: the same film, a step longer each time.
         total: the most steps that it can take.
         pause: the least seconds that a step stays.
-
-    Raises:
-        ValueError: there is no step to show.
     """
-    film = None
-    if not console.is_terminal:
-        done = 0
+    film: Film
+    done, live = 0, Live(console=console, auto_refresh=False) if console.is_terminal else None
+    with live or nullcontext():
         for film in films:
-            if film.passes > done:
-                done = film.passes
-                console.out(step_line(film, total), highlight=False)
-        if film is not None:
-            console.out(harmless(film.text), highlight=False)
-    else:
-        with Live(console=console, auto_refresh=False) as live:
-            for film in films:
+            if live is not None:
                 live.update(picture(film, total, console), refresh=True)
                 time.sleep(pause)
-    if film is None:
-        raise ValueError("a film needs at least one step")
+            elif film.passes > done:
+                done = film.passes
+                console.out(step_line(film, total), highlight=False)
+    if live is None:
+        console.out(harmless(film.text), highlight=False)
     return film
 
 

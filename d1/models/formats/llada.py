@@ -71,11 +71,7 @@ def llada_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str,
 
 
 def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the Llama config that a LLaDA `config.json` describes.
-
-    Raises:
-        ValueError: the file lacks a field, or asks for a layer no LLaDA-8B has.
-    """
+    """The fields of the Llama config that a LLaDA `config.json` describes."""
     rest = {k: v for k, v in raw.items() if k not in (*LLADA_FIELDS, *LLADA_FIXED, *LLADA_ABOUT_FILES, "rope_theta")}
     odd = {k: raw[k] for k, v in LLADA_FIXED.items() if k in raw and (raw[k] or None) != (v or None)}
     if odd:
@@ -93,11 +89,7 @@ def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def llada_from_llama(config: Any) -> dict[str, Any]:
-    """The LLaDA `config.json` of a Llama config; the code it points to is LLaDA's own repository.
-
-    Raises:
-        ValueError: LLaDA's code has no layer for something this config asks for.
-    """
+    """The LLaDA `config.json` of a Llama config; the code it points to is LLaDA's own repository."""
     if config.model_type != "llama":
         raise ValueError(f"only a Llama can be written as LLaDA; this is a {config.model_type!r}")
     rope = config.rope_parameters

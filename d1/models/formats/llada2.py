@@ -67,11 +67,7 @@ BEYOND = {  # the start of a word in a field's name -> what it asks for, and wha
 
 
 def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the Glm4Moe config that a LLaDA2 `config.json` describes.
-
-    Raises:
-        ValueError: the file lacks a field, or asks for a layer or a way to sample that this project does not have.
-    """
+    """The fields of the Glm4Moe config that a LLaDA2 `config.json` describes."""
     check_fills_masks(raw)
     check_fixed(raw, LLADA2_FIXED, "LLaDA2")
     raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}

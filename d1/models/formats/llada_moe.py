@@ -27,11 +27,7 @@ LLADA_MOE_FIXED = {  # the one architecture that was published; -1 and -2 are it
 
 
 def qwen3_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the Qwen3Moe config that a LLaDA-MoE `config.json` describes.
-
-    Raises:
-        ValueError: the file lacks a field, or asks for a layer that no published LLaDA-MoE has.
-    """
+    """The fields of the Qwen3Moe config that a LLaDA-MoE `config.json` describes."""
     check_fixed(raw, LLADA_MOE_FIXED, "LLaDA-MoE")
     if any(frequency != 1 for frequency in raw.get("moe_layer_freq") or ()):
         raise ValueError(f"this LLaDA-MoE config asks for dense layers: moe_layer_freq {raw['moe_layer_freq']}")

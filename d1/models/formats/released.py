@@ -70,11 +70,7 @@ def head_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def as_released(config: Any) -> dict[str, Any]:
-    """The released `config.json` of a model that was read from one.
-
-    Raises:
-        ValueError: the model comes from elsewhere.
-    """
+    """The released `config.json` of a model that was read from one."""
     raw = getattr(config, "released", None)
     if raw is None:
         raise ValueError("only a model that was read from this format can be written in it again; this one was not")
