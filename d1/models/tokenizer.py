@@ -85,7 +85,7 @@ def tokenizer_folder(path: str) -> str:
 def special_tokens(
     tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind, chosen: dict[str, Any]
 ) -> dict[str, str]:
-    """Each of the `chosen` tokens; where it is None, the tokenizer's, that of the id in config `raw`, or a usual one."""
+    """The `chosen` tokens; where one is None, the tokenizer's, that of the id in config `raw`, or a usual one."""
     folder, vocab = tokenizer.name_or_path, tokenizer.get_vocab()
     rows = raw.get("embedding_size", raw.get("vocab_size", len(vocab)))
     own = [] if kind.mask_token_id is None else [tokenizer.convert_ids_to_tokens(kind.mask_token_id)]
