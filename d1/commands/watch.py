@@ -138,12 +138,11 @@ def write(args: argparse.Namespace, films: list[Film]) -> None:
     from d1.show.page import film_page
 
     name = f"{Path(args.dataset).stem}, {args.split} problem {args.index}" if args.dataset else str(args.prompt)[:80]
-    writers: dict[str, Callable[[], str | bytes]] = {
-        "html": lambda: film_page(name, [("", films)]),
-        "svg": lambda: film_svg(films),
-        "gif": lambda: film_gif(films),
-    }
-    for path, content in ((getattr(args, kind), content) for kind, content in writers.items() if getattr(args, kind)):
-        made = content()
-        path.write_bytes(made if isinstance(made, bytes) else made.encode())
+    if args.html:
+        args.html.write_text(film_page(name, [("", films)]), encoding="utf-8")
+    if args.svg:
+        args.svg.write_text(film_svg(films), encoding="utf-8")
+    if args.gif:
+        args.gif.write_bytes(film_gif(films))
+    for path in filter(None, (args.html, args.svg, args.gif)):
         sys.stderr.write(f"Written: {path}\n")
