@@ -12,8 +12,7 @@ from typing import Any
 from d1.lazy import module_in
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.methods import METHODS, Method
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
+from d1.rl.objectives import OBJECTIVES, PENALTIES
 from d1.scoring import ESTIMATORS
 
 # What a user's own file may define beside `METHOD`: rows of these tables.

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from d1.rl.rows import LossInputs, known
-from d1.rl.sampling_weights import mean_logps, where_scored
-from d1.rl.updates import Batch, fitted
+from d1.rl.updates import Batch, fitted, mean_logps, where_scored
 
 
 def prompt_masked(batch: Batch) -> float:

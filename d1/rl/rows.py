@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class LossInputs:
         tokens: scored tokens of a micro-batch, on average over all of the rollout and all processes.
         log_ratios: (all rows of the rollout,) `sequence_log_ratios` on all processes, of the policy before this update;
             None unless `Objective.over_all_rows`.
-        sampling_weights: (rows, tokens), of each token's part of the policy gradient (`sampling_weights.py`); None
+        sampling_weights: (rows, tokens), of each token's part of the policy gradient (`truncated_weights`); None
             where `sampling_weight_cap` is.
 
     Raises:
@@ -85,18 +85,6 @@ def known(view_logps: Tensor | None) -> Tensor:
     return view_logps
 
 
-class LossSettings(Protocol):
-    """What the losses here read of a run's settings. A run gives its `DiffuGRPOConfig`: yours may read any field."""
-
-    loss_type: str
-    epsilon: float
-    epsilon_high: float | None
-    max_completion_length: Any
-    eubo_beta: float
-    eubo_share: float
-    ratio_cap: float
-
-
 MEANS = ("sum", "grpo", "dr_grpo", "bnpo", "dapo")
 
 
@@ -134,7 +122,7 @@ class Objective:
         if self.over_all_rows and not self.reads_old:
             raise ValueError("an Objective with over_all_rows compares with the old policy: it needs reads_old=True")
 
-    def __call__(self, inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
         """The loss and its metrics.
 
         Raises:
@@ -172,7 +160,7 @@ class Penalty:
         if self.to not in ("reference", "old"):
             raise ValueError(f"a Penalty is to 'reference' or to 'old', got {self.to!r}")
 
-    def __call__(self, inputs: LossInputs, settings: LossSettings) -> Tensor:
+    def __call__(self, inputs: LossInputs, settings: Any) -> Tensor:
         """The penalty. Raises ValueError where the function returned something else than a scalar with a gradient."""
         returned = self.value(inputs, settings)
         check_scalar(self.value, returned, inputs)

@@ -24,19 +24,19 @@ from d1.models.attention import require_prepared
 from d1.rl.advantages import Everyone, keep_prompts, reshaped
 from d1.rl.bridge import CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.budget import total_compute
+from d1.rl.checks import check_trainer, refuse_tools
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
-from d1.rl.objectives import OBJECTIVES, LossInputs, sequence_log_ratios
-from d1.rl.penalties import PENALTIES
+from d1.rl.objectives import OBJECTIVES, PENALTIES, LossInputs, sequence_log_ratios
 from d1.rl.rewards import guarded
-from d1.rl.rollouts import joined, sampled_rows
 from d1.rl.state import RestoreRollout, save_rollout
-from d1.rl.trainer_checks import check_trainer, refuse_tools
 from d1.rl.updates import (
     Batch,
     draw_updates,
     evaluating,
+    joined,
     loss_inputs,
+    sampled_rows,
     score_batch,
     score_updates,
     updates_are_alike,

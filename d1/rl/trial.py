@@ -17,8 +17,7 @@ from torch import Tensor
 
 from d1.masking import keyed_generator
 from d1.rl.advantages import ADVANTAGES
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
+from d1.rl.objectives import OBJECTIVES, PENALTIES
 from d1.rl.rows import LossInputs
 from d1.scoring import ESTIMATORS, SampledRows, Views, ViewSettings
 from d1.scoring.estimators import called

@@ -10,8 +10,8 @@ A batch is a dictionary of tensors, as TRL makes it, with
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d1.models.head import run_inside
+from d1.models.kinds import block_size
 from d1.rl.rows import LossInputs
-from d1.rl.sampling_weights import truncated_weights
+from d1.sampling import Rollout
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
+from d1.scoring.rollouts import blocks_of
 
 Batch = dict[str, Any]
 
@@ -170,3 +172,59 @@ def evaluating(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+def joined(parts: Iterable[Rollout]) -> Rollout:
+    """The rows of several rollouts in one."""
+    columns = zip(*([getattr(part, field.name) for field in fields(Rollout)] for part in parts), strict=True)
+    return Rollout(*map(torch.cat, columns))
+
+
+def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
+    """(rows, prompt) bool, the tokenizer's special tokens."""
+    # Those without a role of their own are only flagged, such as LLaDA's header tokens.
+    flagged = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
+
+
+def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
+    """What estimators may know of a batch that a model of this config sampled; special tokens of a tokenizer can be
+    kept from being hidden."""
+    maskable = batch["prompt_mask"].bool()
+    if protect_specials_of is not None:
+        maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
+    return SampledRows(
+        prompt_ids=batch["prompt_ids"],
+        attention_mask=batch["prompt_mask"],
+        maskable=maskable,
+        completion_ids=batch["canvas_ids"],
+        scored=fitted(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool(),
+        reveal_steps=batch["reveal_steps"],
+        logps=batch["rollout_logps"],
+        entropies=batch["rollout_entropies"],
+        blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
+    )
+
+
+def where_scored(inputs: LossInputs) -> Tensor:
+    """(rows, tokens) bool, the completion's tokens that some view scores."""
+    return inputs.mask.bool() & (inputs.weights.sum(1) > 0)
+
+
+def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:
+    """(rows, tokens) log-probs as means over the views that score a token, of `logps`, their sums over views with the
+    views' weights."""
+    return logps / inputs.weights.sum(1).where(where_scored(inputs), 1.0)
+
+
+def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: float) -> Tensor:
+    """(rows, tokens) min(exp(old - sampled), cap), and 1 where a token is not scored.
+
+    Args:
+        sampled: (rows, tokens) log-probs that the sampler recorded as it revealed the tokens.
+        old: (rows, tokens) the estimator's log-probs in the views of the update at hand, under the policy before the
+            first update on the rollout, so that weight times ratio is the policy at hand over the one that sampled, up
+            to the cap. Of an objective without a ratio, under the policy at hand.
+    """
+    gap = mean_logps(old, inputs) - sampled
+    return gap.masked_fill(~where_scored(inputs), 0.0).exp().clamp(max=cap)

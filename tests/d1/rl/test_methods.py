@@ -17,9 +17,8 @@ from d1.masking import keyed_generator
 from d1.rl.bridge import rollout_buffer
 from d1.rl.methods import METHODS
 from d1.rl.objectives import OBJECTIVES
-from d1.rl.rollouts import sampled_rows
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.rl.updates import draw_updates, views_of
+from d1.rl.updates import draw_updates, sampled_rows, views_of
 from d1.scoring import ESTIMATORS, Views
 from d1.scoring.rollouts import randomness
 from tests.tiny_grpo import TWO_BATCHES_A_STEP, by_letter, clockless, is_even, logged, make_method, same_mean, weights
