@@ -15,7 +15,6 @@ from d1.models.kinds import block_size, native_config
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.rl.config import DiffuGRPOConfig
 from d1.runs.record import OnResume, whole
-from d1.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -28,51 +27,35 @@ ONLY = {  # settings of TRL's that nothing here reads, and their defaults
 }
 
 ON_RESUME = OnResume(
-    fixed={
-        **dict.fromkeys(
-            (
-                # The task, the order of its rows, and random numbers
-                *("dataset", "data_file", "prompt_protocol", "seed", "shuffle_dataset", "world_size"),
-                # The rollout in the checkpoint and its place in the cycle of updates
-                *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
-                *("num_generations", "num_iterations", "max_completion_length", "mask_id"),
-                *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
-                *("draw_steps", "p_mask_prompt", "random_masking", "protect_special_tokens"),
-                *("objective", "kl", "advantage", "scale_rewards", "right_share"),
-                # The weights in the checkpoint
-                *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
-                *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
-                # The state of its optimizer and scheduler, which a new value would not reach
-                *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
-                *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs"),
-            ),
-            whole,
+    fixed=dict.fromkeys(
+        (
+            # The task, the order of its rows, and random numbers
+            *("dataset", "data_file", "prompt_protocol", "seed", "shuffle_dataset", "world_size"),
+            # The rollout in the checkpoint and its place in the cycle of updates
+            *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
+            *("num_generations", "num_iterations", "max_completion_length", "mask_id"),
+            *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
+            *("draw_steps", "p_mask_prompt", "random_masking", "protect_special_tokens"),
+            *("objective", "kl", "advantage", "scale_rewards", "right_share"),
+            # The weights in the checkpoint
+            *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
+            *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
+            # The state of its optimizer and scheduler, which a new value would not reach
+            *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
+            *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs"),
         ),
-        "beta": bool,  # 0: no reference was scored
-    },
+        whole,
+    )
+    | {"beta": bool},  # 0: no reference was scored
     free=(
         *("output_dir", "resume_from_checkpoint", "run_name", "report*", "project", "trackio_*", "disable_tqdm"),
-        *(
-            "log*",
-            "num_completions_to_print",
-            "skip_memory_metrics",
-            "include_*",
-            "debug",
-            "do_*",
-            "prediction_loss_only",
-        ),
-        *("save_*", "eval_*", "per_device_eval_batch_size", "num_generations_eval", "batch_eval_metrics"),
-        *("push_to_hub", "hub_*", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "local_rank"),
-        *(
-            "dataloader_*",
-            "ddp_*",
-            "accelerator_config",
-            "torch_empty_cache_steps",
-            "remove_unused_columns",
-            "label_names",
-        ),
-        *("activation_checkpointing*", "gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once"),
-        *("rollout_batch_size", "generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop"),
+        *("log*", "num_completions_to_print", "skip_memory_metrics", "include_*", "debug", "do_*"),
+        *("prediction_loss_only", "save_*", "eval_*", "per_device_eval_batch_size", "num_generations_eval"),
+        *("batch_eval_metrics", "push_to_hub", "hub_*", "restore_callback_states_from_checkpoint"),
+        *("enable_jit_checkpoint", "local_rank", "dataloader_*", "ddp_*", "accelerator_config"),
+        *("torch_empty_cache_steps", "remove_unused_columns", "label_names", "activation_checkpointing*"),
+        *("gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once", "rollout_batch_size"),
+        *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop"),
     ),
 )
 
@@ -148,17 +131,17 @@ def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diffu
     return args.max_prompt_length
 
 
-def refuse_tools(options: dict[str, Any]) -> None:
-    """Raises ValueError for arguments of TRL's that sample in turns."""
-    for name in ("tools", "rollout_func", "environment_factory"):
-        if options.get(name):
-            raise ValueError(f"{name} is not supported: diffusion rollouts are sampled as one canvas")
-
-
 def check_trainer(trainer: Any) -> None:
-    """Raises ValueError for settings that do not go with its rewards, or with how its processes share weights."""
-    args = trainer.args
-    warn_of_approximation(trainer.sampling)
+    """Raises ValueError for settings that do not go with its rewards, or with how its processes share weights; warns
+    where completions come from another distribution than any estimator scores."""
+    args, sampling = trainer.args, trainer.sampling
+    means = [name for name, used in (("a cache", sampling.cache), ("guidance", sampling.cfg_scale)) if used]
+    if means:
+        logger.warning(
+            "Completions are sampled with %s, so from another policy than the one that is trained: "
+            "sampling/logp_difference_abs and sampling/ratio_max say how far it is.",
+            " and ".join(means),
+        )
     if args.right_share and not getattr(trainer.reward_funcs[-1], "only_watched", False):
         raise ValueError("right_share asks which completions are right: the last reward must be `accuracy_of(task)`")
     if args.sync_ref_model and trainer.weights_are_split:
@@ -166,21 +149,9 @@ def check_trainer(trainer: Any) -> None:
             "sync_ref_model keeps a reference that no folder holds, and under ZeRO-3 or FSDP a checkpoint cannot "
             "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
         )
-    blocks = block_size(trainer.model.config)
-    if trainer.samples_in_step and (trainer.sampling.rule or args.eos_stop or blocks):
+    if trainer.samples_in_step and (sampling.rule or args.eos_stop or block_size(trainer.model.config)):
         raise ValueError(
             "a parallel sampler, eos_stop and a block-causal model take as many forward passes as texts ask for, but "
             "processes that each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
             "ds3_gather_for_generation, or leave the first two off"
-        )
-
-
-def warn_of_approximation(settings: SamplingSettings) -> None:
-    """Says where completions come from another distribution than any estimator scores."""
-    means = [name for name, used in (("a cache", settings.cache), ("guidance", settings.cfg_scale)) if used]
-    if means:
-        logger.warning(
-            "Completions are sampled with %s, so from another policy than the one that is trained: "
-            "sampling/logp_difference_abs and sampling/ratio_max say how far it is.",
-            " and ".join(means),
         )

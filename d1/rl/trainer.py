@@ -24,7 +24,7 @@ from d1.models.attention import require_prepared
 from d1.rl.advantages import Everyone, keep_prompts, reshaped
 from d1.rl.bridge import CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.budget import total_compute
-from d1.rl.checks import check_trainer, refuse_tools
+from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
 from d1.rl.objectives import OBJECTIVES, PENALTIES, LossInputs, sequence_log_ratios
@@ -77,7 +77,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         task_name: str = "",
         **kwargs: Any,
     ) -> None:
-        refuse_tools(kwargs)
+        for name in ("tools", "rollout_func", "environment_factory"):
+            if kwargs.get(name):
+                raise ValueError(f"{name} is not supported: diffusion rollouts are sampled as one canvas")
         self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
         if self.mask_token_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
