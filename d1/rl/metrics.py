@@ -50,9 +50,8 @@ def sampling_gap(
     gap = (fitted(batch["rollout_logps"], logps.shape[1]) - logps).masked_fill(~scored, 0.0)
     sums = {"sampling/logp_difference_mean": gap.sum(), "sampling/logp_difference_abs": gap.abs().sum()}
     if inputs.sampling_weights is not None and cap is not None:
-        weights = inputs.sampling_weights
-        sums |= {"sampling/weight_mean": (weights * scored).sum()}
-        sums |= {"sampling/weight_capped": ((weights >= cap) & scored).sum()}
+        sums["sampling/weight_mean"] = (inputs.sampling_weights * scored).sum()
+        sums["sampling/weight_capped"] = ((inputs.sampling_weights >= cap) & scored).sum()
     *totals, count = gather(torch.stack([*sums.values(), scored.sum()])).view(-1, len(sums) + 1).sum(0).tolist()
     largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
     means = {name: total / max(count, 1) for name, total in zip(sums, totals, strict=True)}

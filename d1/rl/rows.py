@@ -33,9 +33,6 @@ class LossInputs:
             None unless `Objective.over_all_rows`.
         sampling_weights: (rows, tokens), of each token's part of the policy gradient (`truncated_weights`); None
             where `sampling_weight_cap` is.
-
-    Raises:
-        ValueError: the weights have another shape than the log-probabilities, so would be broadcast.
     """
 
     view_logps: Tensor
@@ -103,9 +100,6 @@ class Objective:
         loss_types: the values of `loss_type` that it knows.
         own_kl: the penalty that the loss adds itself.
         settings: those of `epsilon`, `loss_type`, ... that it reads: to set another one is an error. None: unknown.
-
-    Raises:
-        ValueError: the log-ratios of all rows need the old log-probabilities.
     """
 
     loss: Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]] | None
@@ -123,16 +117,12 @@ class Objective:
             raise ValueError("an Objective with over_all_rows compares with the old policy: it needs reads_old=True")
 
     def __call__(self, inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-        """The loss and its metrics.
-
-        Raises:
-            ValueError: the function returned something else.
-        """
+        """The loss and its metrics. Raises ValueError where the function returned something else."""
         assert self.loss is not None
         returned = self.loss(inputs, settings)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
             raise ValueError(f"{called(self.loss)} returned {described(returned)}: expected a pair (loss, metrics)")
-        check_scalar(self.loss, returned[0], inputs)
+        checked_scalar(self.loss, returned[0], inputs)
         for name, value in returned[1].items():
             if not isinstance(value, int | float):
                 raise ValueError(f"{called(self.loss)} gave the metric {name!r}: {described(value)}, expected a number")
@@ -147,9 +137,6 @@ class Penalty:
         value: gives the penalty, a scalar for one micro-batch.
         to: whose log-probabilities it compares the policy with. Those of the "reference" need a reference model.
         settings: as of `Objective`.
-
-    Raises:
-        ValueError: `to` is neither.
     """
 
     value: Callable[[LossInputs, Any], Tensor]
@@ -162,9 +149,7 @@ class Penalty:
 
     def __call__(self, inputs: LossInputs, settings: Any) -> Tensor:
         """The penalty. Raises ValueError where the function returned something else than a scalar with a gradient."""
-        returned = self.value(inputs, settings)
-        check_scalar(self.value, returned, inputs)
-        return returned
+        return checked_scalar(self.value, self.value(inputs, settings), inputs)
 
 
 @dataclass(frozen=True)
@@ -189,8 +174,8 @@ class Advantage:
         return returned
 
 
-def check_scalar(function: object, value: object, inputs: LossInputs) -> None:
+def checked_scalar(function: object, value: Any, inputs: LossInputs) -> Tensor:
     """Raises ValueError unless a function returned a scalar, with a gradient where the policy's log-probs have one."""
-    scalar = isinstance(value, Tensor) and value.dim() == 0
-    if not scalar or (inputs.view_logps.requires_grad and not value.requires_grad):  # type: ignore[attr-defined]
-        raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar tensor with a gradient")
+    if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad >= inputs.view_logps.requires_grad:
+        return value
+    raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar tensor with a gradient")

@@ -36,12 +36,9 @@ def draw_updates(
     settings: ViewSettings,
     shared: bool = False,
 ) -> Batch:
-    """`view_noise` and `view_weights` of each update.
+    """`view_noise` and `view_weights` of each update; with `shared`, those of the first for all.
 
     They are drawn on the CPU, where the generators are: on a device an estimator would wait for it row by row.
-
-    Args:
-        shared: all updates share the views of the first.
     """
     draws, device, sampled = 1 if shared else len(updates), sampled.scored.device, sampled.to("cpu")
     drawn = [estimator(sampled, random, settings) for random in updates[:draws]] * (len(updates) // draws)
@@ -66,11 +63,7 @@ def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
 def score_updates(
     model: Any, batch: Batch, score_one: Callable[[Any, Batch, Views], Scores], only_first: bool
 ) -> Tensor:
-    """Log-probs (rows, mu, views, canvas) in the views of every update, without dropout.
-
-    Args:
-        only_first: the first update's stand for all.
-    """
+    """Log-probs (rows, mu, views, canvas) in the views of every update (or of the first, for all), without dropout."""
     updates = batch["view_noise"].shape[1]
     with evaluating(model):
         scored = [score_one(model, batch, views_of(batch, k)).view_logps for k in range(1 if only_first else updates)]
@@ -78,20 +71,9 @@ def score_updates(
 
 
 def score_batch(
-    model: Any,
-    batch: Batch,
-    views: Views,
-    *,
-    mask_token_id: int,
-    size: int | None = None,
-    with_entropies: bool = False,
-    views_at_once: int = 1,
+    model: Any, batch: Batch, views: Views, *, size: int | None = None, with_entropies: bool = False, **options: Any
 ) -> Scores:
-    """Log-probs (rows, canvas) in fp32, and entropies, `size` rows at a time (all by default).
-
-    Args:
-        model: as wrapped for training.
-    """
+    """`score` of a batch, `size` rows at a time (all by default), by a model as it is wrapped for training."""
     rows, gen_length = batch["canvas_ids"].shape
     parts = []
     for start in range(0, rows, size or rows):
@@ -102,19 +84,14 @@ def score_batch(
             attention_mask=batch["prompt_mask"][some],
             completion_ids=batch["canvas_ids"][some],
             views=Views(views.noise[some], views.weights[some]),
-            mask_token_id=mask_token_id,
             gen_length=gen_length,
             with_entropies=with_entropies,
-            views_at_once=views_at_once,
+            **options,
         )
         parts.append(run_inside(model, compute))
     logps, view_logps, tokens, entropies = zip(*parts, strict=True)
-    return Scores(
-        torch.cat(logps),
-        torch.cat(view_logps),
-        torch.stack(tokens).sum(),
-        torch.cat(entropies) if with_entropies else None,
-    )
+    all_entropies = torch.cat(entropies) if with_entropies else None
+    return Scores(torch.cat(logps), torch.cat(view_logps), torch.stack(tokens).sum(), all_entropies)
 
 
 def loss_inputs(
@@ -212,19 +189,21 @@ def where_scored(inputs: LossInputs) -> Tensor:
 
 
 def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:
-    """(rows, tokens) log-probs as means over the views that score a token, of `logps`, their sums over views with the
-    views' weights."""
+    """(rows, tokens) weighted sums over views `logps` as means over the views that score a token."""
     return logps / inputs.weights.sum(1).where(where_scored(inputs), 1.0)
 
 
 def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: float) -> Tensor:
-    """(rows, tokens) min(exp(old - sampled), cap), and 1 where a token is not scored.
+    """Truncated importance weights (rows, tokens): min(exp(old - sampled), cap), and 1 where a token is not scored.
+
+    The policies that sampled and that is trained differ where a sampler takes shortcuts (a cache), and where an
+    estimator scores a token in another state than the one it was revealed in (Ionides 2008; TRL's `token_truncate`).
+    The weights have no gradient, and a KL penalty is not weighted.
 
     Args:
         sampled: (rows, tokens) log-probs that the sampler recorded as it revealed the tokens.
         old: (rows, tokens) the estimator's log-probs in the views of the update at hand, under the policy before the
-            first update on the rollout, so that weight times ratio is the policy at hand over the one that sampled, up
-            to the cap. Of an objective without a ratio, under the policy at hand.
+            first update on the rollout; for an objective without a ratio, under the policy at hand.
     """
     gap = mean_logps(old, inputs) - sampled
     return gap.masked_fill(~where_scored(inputs), 0.0).exp().clamp(max=cap)
