@@ -57,7 +57,7 @@ def mean_field_logps(
     """
     if prompt_noise.shape != prompt_ids.shape:
         raise ValueError(
-            f"prompt_noise {tuple(prompt_noise.shape)} must have the prompt's shape {tuple(prompt_ids.shape)}"
+            f"prompt_noise must be {tuple(prompt_ids.shape)} as the prompt, {tuple(prompt_noise.shape)} given"
         )
     views = one_step_views(prompt_noise, torch.ones_like(completion_ids, dtype=torch.bool), gen_length)
     given = (prompt_ids, attention_mask, completion_ids, views)

@@ -18,7 +18,6 @@ pass of two streams, the clean text and the noised canvas (`d1/models/two_stream
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -156,7 +155,10 @@ def score(
         states = run_body(clean[row], hidden, visible[row] if padded else None)
         states = states[:, -gen_length:][:, :width].flatten(0, 1)[at]
         logps, entropies = target_logps(model, states, completion_ids[row].flatten()[at], with_entropies=with_entropies)
-        placed = partial(put_at, at, (len(row), width))
+
+        def placed(values: Tensor) -> Tensor:
+            return values.new_zeros(len(row) * width).index_put((at,), values).view(len(row), width)
+
         return placed(logps), None if entropies is None else placed(entropies)
 
     run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id)
@@ -165,7 +167,9 @@ def score(
     passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # to keep in step; cut off again below
     recompute = torch.is_grad_enabled() and len(passes) > 1
     run: Callable[..., Any] = partial(checkpoint, compute, use_reentrant=False) if recompute else compute
-    logps, entropies = zip(*[run(upload(some), upload(places(scored, some))) for some in passes], strict=True)
+    places = [scored[some.unbind(1)].flatten().nonzero().squeeze(1) for some in passes]
+    computed = [run(upload(some), upload(at)) for some, at in zip(passes, places, strict=True)]
+    logps, entropies = zip(*computed, strict=True)
     pairs = upload(pairs)
 
     def by_view(values: tuple[Tensor, ...]) -> Tensor:
@@ -211,13 +215,3 @@ def pairs_to_score(scored: Tensor) -> Tensor:
         return torch.stack([row, torch.zeros_like(row)], dim=1)
     pairs = scored.any(-1).nonzero()
     return pairs if len(pairs) else pairs.new_zeros(1, 2)
-
-
-def places(scored: Tensor, pairs: Tensor) -> Tensor:
-    """(n,) where in the flattened (pairs, tokens) a token is scored."""
-    return scored[pairs.unbind(1)].flatten().nonzero().squeeze(1)
-
-
-def put_at(at: Tensor, shape: tuple[int, int], values: Tensor) -> Tensor:
-    """`values` (n,) at the n places `at` of a flattened tensor of this shape, 0 elsewhere."""
-    return values.new_zeros(math.prod(shape)).index_put((at,), values).view(shape)
