@@ -58,7 +58,6 @@ def contradictions(s: Any) -> Iterator[str]:
     """The reasons why settings make no sense together."""
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
     views = s.view_settings()
-    # Estimator and objective
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
         if s.importance_sampling_level == "sequence":
             yield (
@@ -96,7 +95,6 @@ def contradictions(s: Any) -> Iterator[str]:
             "sampling_weight_cap would weigh each token of vespo, whose own weight is of whole completions: take "
             "another loss_type"
         )
-    # How the loss and the KL penalty are averaged
     if s.loss_type not in objective.loss_types:
         known = ", ".join(objective.loss_types)
         yield f"the objective {s.objective} knows no loss_type {s.loss_type}: take one of {known}"
@@ -109,19 +107,16 @@ def contradictions(s: Any) -> Iterator[str]:
         yield f"the penalty {s.kl} is averaged as loss_type says, and {s.loss_type} is none of {', '.join(MEANS)}"
     if s.use_bias_correction_kl and not s.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
-    # The length of a run
     if s.max_compute_tokens is not None and str(s.lr_scheduler_type.value) not in CONSTANT:
         yield (
             "a rate that falls over max_steps would fall too little by the step at which max_compute_tokens ends the "
             "run: set --lr_scheduler_type constant or constant_with_warmup"
         )
-    # Mixtures of experts
     if s.router_aux_loss_coef:
         yield (
             f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, and completions are scored "
             "without them: leave it at 0"
         )
-    # Advantages
     if ADVANTAGES[s.advantage].centred:
         made = f"the advantage {s.advantage} is made of rewards less their group's mean"
         if s.scale_rewards != "none":
@@ -132,7 +127,6 @@ def contradictions(s: Any) -> Iterator[str]:
             )
     if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
         yield f"right_share takes two shares, the smaller first, got {s.right_share}"
-    # The states of replay
     if estimator.replays and s.cfg_scale:
         yield (
             f"{s.estimator} scores tokens in the states the sampler was in, and with guidance these are no states of "
@@ -173,11 +167,7 @@ def asked_for(settings: Any, name: str) -> bool:
 
 
 def check_combination(settings: Any) -> None:
-    """Refuses settings of `DiffuGRPOConfig` that together mean nothing, or of which one would do nothing.
-
-    Raises:
-        ValueError: says why, and what would.
-    """
+    """Raises ValueError for settings of `DiffuGRPOConfig` that contradict each other, or of which one does nothing."""
     for reason in contradictions(settings):
         raise ValueError(reason)
     for name, reason in unread(settings):

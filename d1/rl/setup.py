@@ -139,11 +139,8 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
 
 def changed_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """The settings of a run that differ from those of its method, for its model card."""
-    defaults = {
-        field.name: field.default if field.default_factory is MISSING else field.default_factory()
-        for field in (*fields(args), *fields(model_args))
-    }
-    method = find_method(args.method)
+    every, method = (*fields(args), *fields(model_args)), find_method(args.method)
+    defaults = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in every}
     settings = {**args.to_dict(), **vars(model_args)}
     return ON_RESUME.differing(settings, {**defaults, **method.scale, **method.values}, SHOWN_ELSEWHERE)
 
