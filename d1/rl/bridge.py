@@ -243,18 +243,17 @@ def restore_trl(trainer: GRPOTrainer, batches: list[Batch], counters: dict[str, 
 def reference_from(model: Any | None) -> Iterator[None]:
     """Inside, TRL's constructor copies a full fine-tune's reference from the model in memory; None: it has none.
 
-    TRL would load it again from its path, as a causal model, whenever `beta` is not 0.
+    TRL would load it again from its path, as a causal model, whenever `beta` is not 0. Weights that ZeRO-3 cut over the
+    ranks on loading are loaded again here.
     """
-    original = trl_grpo.create_model_from_path
-    trl_grpo.create_model_from_path = lambda *args, **kwargs: None if model is None else reference_copy(model)
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        if model is not None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            return load_model(model.name_or_path, dtype=model.dtype)
+        return copy.deepcopy(model)
+
+    original, trl_grpo.create_model_from_path = trl_grpo.create_model_from_path, copied
     try:
         yield
     finally:
         trl_grpo.create_model_from_path = original
-
-
-def reference_copy(model: Any) -> Any:
-    """A second model with the same weights. Those that ZeRO-3 cut over the ranks on loading are loaded again."""
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return load_model(model.name_or_path, dtype=model.dtype)
-    return copy.deepcopy(model)

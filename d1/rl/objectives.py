@@ -18,18 +18,10 @@ from d1.rl.rows import MEANS, LossInputs, Objective, Penalty, known
 
 
 def averaged(per_row: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The mean that `settings.loss_type` names, of sums over tokens (rows,): TRL's of that name, and "sum" for none."""
-    if settings.loss_type == "sum":
-        return per_row.mean()
-    if settings.loss_type == "grpo":
-        return (per_row / inputs.lengths).mean()
-    if settings.loss_type == "dr_grpo":
-        return per_row.mean() / settings.max_completion_length
-    if settings.loss_type == "bnpo":
-        return per_row.sum() / inputs.mask.sum().clamp(min=1)
-    if settings.loss_type == "dapo":
-        return per_row.sum() / inputs.tokens.clamp(min=1)
-    raise ValueError(f"loss_type {settings.loss_type} is known to TRL's loss alone: take one of {', '.join(MEANS)}")
+    """The mean that `settings.loss_type` names, of sums over tokens (rows,). Raises ValueError for TRL's other ones."""
+    if settings.loss_type not in MEANS:
+        raise ValueError(f"loss_type {settings.loss_type} is known to TRL's loss alone: take one of {', '.join(MEANS)}")
+    return MEANS[settings.loss_type](per_row, inputs, settings)
 
 
 def reinforce(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
@@ -156,15 +148,8 @@ OBJECTIVES: dict[str, Objective] = {
         loss_types=("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
         own_kl="k3",
         settings=(
-            "loss_type",
-            *CLIP,
-            "sampling_weight_cap",
-            "importance_sampling_level",
-            "delta",
-            "top_entropy_quantile",
-            "entropy_coef",
-            "use_adaptive_entropy",
-            "off_policy_mask_threshold",
+            *("loss_type", *CLIP, "sampling_weight_cap", "importance_sampling_level", "delta", "top_entropy_quantile"),
+            *("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold"),
         ),
     ),
     "reinforce": Objective(reinforce, reads_old=False, settings=("loss_type", "sampling_weight_cap")),

@@ -82,7 +82,14 @@ def known(view_logps: Tensor | None) -> Tensor:
     return view_logps
 
 
-MEANS = ("sum", "grpo", "dr_grpo", "bnpo", "dapo")
+# What a `loss_type` makes of losses (rows,), sums over tokens: TRL's mean of that name, and "sum" for none of its own.
+MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
+    "sum": lambda rows, inputs, settings: rows.mean(),
+    "grpo": lambda rows, inputs, settings: (rows / inputs.lengths).mean(),
+    "dr_grpo": lambda rows, inputs, settings: rows.mean() / settings.max_completion_length,
+    "bnpo": lambda rows, inputs, settings: rows.sum() / inputs.mask.sum().clamp(min=1),
+    "dapo": lambda rows, inputs, settings: rows.sum() / inputs.tokens.clamp(min=1),
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class Objective:
     per_view: bool = False
     per_draw: bool = False
     linear: bool = True
-    loss_types: tuple[str, ...] = MEANS
+    loss_types: tuple[str, ...] = tuple(MEANS)
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None
 

@@ -94,7 +94,7 @@ def check_rollout(folder: Path, args: Any) -> None:
         other = f"had other random numbers at gradient_accumulation_steps {accumulation}"
         raise ValueError(
             f"{folder} was written by an earlier version, whose rollouts {other if version == 3 else 'kept less'}: "
-            "finish that run with that version, or start from its weights with --model_path and another --output_dir"
+            "finish that run with that version, or start anew from its weights (--model_path, another --output_dir)"
         )
     processes = counters.get("processes", len([*folder.glob("rollout_rank*.json")]))
     if processes != args.world_size:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from d1.scoring import elbo, masks, one_step, replay, spg
+from d1.scoring import elbo, masks, replay, spg
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Views
 
@@ -85,7 +85,7 @@ def described(value: object) -> str:
 
 BOUND = ("num_views", "antithetic", "stratified")
 ESTIMATORS: dict[str, Estimator] = {
-    "one_step": Estimator(one_step.draw, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
+    "one_step": Estimator(masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
     "coupled": Estimator(masks.draw_coupled, lambda settings: 3, settings=()),
     "elbo": Estimator(elbo.draw, elbo.views, single=lambda settings: not settings.antithetic, settings=BOUND),
     "espo": Estimator(elbo.draw_counts, elbo.views, single=lambda settings: not settings.antithetic, settings=BOUND),
