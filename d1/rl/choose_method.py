@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from torch import Tensor
 
 from d1.lazy import module_in
 from d1.masking import keyed_generator
-from d1.rl.advantages import ADVANTAGES
 from d1.rl.methods import METHODS, Method
-from d1.rl.objectives import OBJECTIVES, PENALTIES
+from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.rows import LossInputs
 from d1.scoring import ESTIMATORS, SampledRows, Views
 from d1.scoring.estimators import called
@@ -59,7 +57,9 @@ def find_method(name: str) -> Method:
     if not path.is_file():
         raise FileNotFoundError(f"no method file {path}")
     try:
-        module = module_of(path)
+        module = sys.modules.get(f"d1_user_method_{path.stem}")
+        if module is None or module.__file__ != str(path):  # it runs once: a row that it defines stays the same object
+            module = module_in(path, f"d1_user_method_{path.stem}")
         method = getattr(module, "METHOD", None)
         if not is_named(method):
             raise ValueError(f"METHOD must be a dictionary of settings, METHOD = {{...}}, got {method!r}")
@@ -94,15 +94,6 @@ def check_table(table: str, own: Any) -> None:
             value = getattr(row, field.name)
             if (field.default is MISSING or callable(field.default)) and not callable(value):
                 raise ValueError(f"{table}[{name!r}]: {field.name} must be a function, got {value!r}")
-
-
-def module_of(path: Path) -> ModuleType:
-    """The module in a file, which runs once: a row that it defines stays the same object."""
-    name = f"d1_user_method_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(path):
-        return known
-    return module_in(path, name)
 
 
 def check_names(method: Method, settings: Iterable[str]) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from d1.rl.advantages import ADVANTAGES
 from d1.rl.choose_method import find_method
-from d1.rl.objectives import OBJECTIVES, PENALTIES
+from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.rows import MEANS
 from d1.scoring import ESTIMATORS
 from d1.scoring.replay import DRAW_STEPS

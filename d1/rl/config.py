@@ -11,11 +11,10 @@ import torch
 from trl import GRPOConfig
 
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
-from d1.rl.advantages import ADVANTAGES
 from d1.rl.choose_method import check_names, find_method, try_rows
 from d1.rl.combinations import check_choices, check_combination
 from d1.rl.methods import METHODS
-from d1.rl.objectives import OBJECTIVES, PENALTIES
+from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.runs.settings import setting
 from d1.sampling.blocks import check_sampler
 from d1.sampling.caches import CACHES

@@ -3,7 +3,7 @@
 - `estimator`: which views of a completion are scored, with which weights (`d1/scoring/estimators.py`);
 - `objective` with its `loss_type` (`d1/rl/objectives.py`; `trl` is TRL's own loss);
 - `kl`, what `beta` weighs (`d1/rl/objectives.py`);
-- `advantage`, what becomes of TRL's (`d1/rl/advantages.py`).
+- `advantage`, what becomes of TRL's (`d1/rl/objectives.py`).
 
 `--method NAME` sets all that the row has; `docs/methods.md` says where each value comes from. Needs no torch.
 """

@@ -2,8 +2,9 @@
 
 `objective: trl`, the default, is TRL's own loss with all its `loss_type`s and `importance_sampling_level`s; d1's is
 `loss_type: bnpo`. `kl` names a penalty, which `beta` weighs: with log d = log p_reference - log p, k2 is (log d)^2 / 2
-and k3 is d - log d - 1 (J. Schulman, Approximating KL divergence, 2020). A new objective or penalty is a function and a
-row of `OBJECTIVES` or `PENALTIES`, here or in a file of yours.
+and k3 is d - log d - 1 (J. Schulman, Approximating KL divergence, 2020). `advantage` says what becomes of TRL's, which
+are rewards less their group's mean, over `scale_rewards`. A new objective, penalty or advantage is a function and a row
+of `OBJECTIVES`, `PENALTIES` or `ADVANTAGES`, here or in a file of yours.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d1.rl.rows import MEANS, LossInputs, Objective, Penalty, known
+from d1.rl.rows import MEANS, Advantage, LossInputs, Objective, Penalty, known
 
 
 def averaged(per_row: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
@@ -141,6 +142,18 @@ def k2_sequence(inputs: LossInputs, settings: Any) -> Tensor:
     return (log_d**2 / 2 / inputs.lengths).mean()
 
 
+def leave_one_out(advantages: Tensor) -> Tensor:
+    """A reward less the mean of the others in its group (RLOO, arXiv 2402.14740)."""
+    generations = advantages.shape[1]
+    return advantages * generations / (generations - 1)
+
+
+def signed_softmax(advantages: Tensor) -> Tensor:
+    """softmax(A) - softmax(-A) over the group (wd1, arXiv 2507.08838, section 3), times its size: the loss is a mean
+    over rows, and wd1's is a mean over groups of sums."""
+    return (advantages.softmax(1) - (-advantages).softmax(1)) * advantages.shape[1]
+
+
 CLIP, BOUND = ("epsilon", "epsilon_high"), ("eubo_beta", "eubo_share")
 OBJECTIVES: dict[str, Objective] = {
     "trl": Objective(
@@ -164,4 +177,9 @@ PENALTIES: dict[str, Penalty] = {
     "k3": Penalty(k3, settings=("loss_type",)),
     "k3_to_old": Penalty(k3_to_old, to="old", settings=("loss_type",)),
     "k2_sequence": Penalty(k2_sequence, settings=()),
+}
+ADVANTAGES: dict[str, Advantage] = {
+    "trl": Advantage(None, centred=False),
+    "leave_one_out": Advantage(leave_one_out),
+    "signed_softmax": Advantage(signed_softmax),
 }

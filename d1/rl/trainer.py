@@ -21,7 +21,6 @@ from trl.trainer.utils import pad
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
-from d1.rl.advantages import Everyone, keep_prompts, reshaped
 from d1.rl.bridge import CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.budget import total_compute
 from d1.rl.checks import check_trainer
@@ -32,10 +31,13 @@ from d1.rl.rewards import guarded
 from d1.rl.state import RestoreRollout, save_rollout
 from d1.rl.updates import (
     Batch,
+    Everyone,
     draw_updates,
     evaluating,
     joined,
+    keep_prompts,
     loss_inputs,
+    reshaped,
     sampled_rows,
     score_batch,
     score_updates,

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from d1.models.head import run_inside
 from d1.models.kinds import block_size
+from d1.rl.objectives import ADVANTAGES
 from d1.rl.rows import LossInputs
 from d1.sampling import Rollout
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
@@ -207,3 +208,32 @@ def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: flo
     """
     gap = mean_logps(old, inputs) - sampled
     return gap.masked_fill(~where_scored(inputs), 0.0).exp().clamp(max=cap)
+
+
+class Everyone(NamedTuple):
+    """The rows of all processes.
+
+    Attributes:
+        gather: rows here -> rows of all.
+        first: which of all the first row here is.
+    """
+
+    gather: Callable[[Tensor], Tensor]
+    first: int
+
+
+def reshaped(advantages: Tensor, name: str, group: int, everyone: Everyone) -> Tensor:
+    """The advantages (rows,) that `name` makes of TRL's, in groups of `group` rows, which may span processes."""
+    if ADVANTAGES[name].of is None or group == 1:
+        return advantages
+    return ADVANTAGES[name](everyone.gather(advantages).view(-1, group)).flatten()[everyone.first :][: len(advantages)]
+
+
+def keep_prompts(batch: dict[str, Any], shares: Sequence[float], group: int, everyone: Everyone) -> float:
+    """Takes prompts with fewer or more right completions than `shares` out of the loss; returns the share kept."""
+    right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
+    kept = (right >= shares[0]) & (right <= shares[1])
+    rows = kept.repeat_interleave(group)[everyone.first :][: len(batch["advantages"])]
+    batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
+    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
+    return kept.float().mean().item()

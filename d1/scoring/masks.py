@@ -66,9 +66,7 @@ def mean_field_logps(
         ValueError: the model was not prepared, or shapes do not fit each other.
     """
     if prompt_noise.shape != prompt_ids.shape:
-        raise ValueError(
-            f"prompt_noise must be {tuple(prompt_ids.shape)} as the prompt, {tuple(prompt_noise.shape)} given"
-        )
+        raise ValueError(f"prompt_noise {tuple(prompt_noise.shape)} needs the prompt's shape {tuple(prompt_ids.shape)}")
     views = one_step_views(prompt_noise, torch.ones_like(completion_ids, dtype=torch.bool), gen_length)
     given = (prompt_ids, attention_mask, completion_ids, views)
     return score(model, *given, mask_token_id=mask_token_id, gen_length=gen_length).logps
