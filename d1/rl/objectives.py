@@ -46,8 +46,7 @@ def share(what: Tensor, of: Tensor) -> float:
 def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
     """PPO's loss with a ratio for each token in each view, the views' losses summed with their weights.
 
-    A weight that makes up for a view's chance to be drawn multiplies the loss here. In a weighted sum of log-probs, as
-    TRL's loss is given it, it would be an exponent of the ratio.
+    In a weighted sum of log-probs, as TRL's loss gets it, a weight would be an exponent of the ratio.
     """
     ratios = (inputs.view_logps - known(inputs.view_old)).exp()
     gains, clipped = clip(ratios, inputs.advantages[:, None, None], settings)
@@ -72,15 +71,13 @@ def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
 
 
 def evidence_bounds(inputs: LossInputs, eubo_beta: float) -> tuple[Tensor, Tensor]:
-    """SPG's two forms, (rows,) each, log-probability a token (arXiv 2510.09541, section 3).
+    """SPG's two forms, (rows,) each, log-probability per token (arXiv 2510.09541, section 3).
 
     The first is the weighted sum over views. The second, with beta = `eubo_beta` and t_v the share of a row's
     tokens that view v hides, is the mean over hidden tokens k of 1/beta log(mean over v of p_k(v)^beta [hidden] / t_v).
 
-    Bounds they are for masks of a single block alone: the first then is one from below, in the mean over draws. The
-    second is one from above only for beta >= the completion's length and in the limit of many draws; for the published
-    1.5 it can lie below the likelihood. Of a single view its gradient is that of the first. With several blocks neither
-    is a bound, and the second can lie below the first (`tests/d1/scoring/test_spg.py` has numbers).
+    With masks of a single block the first bounds from below, in the mean over draws, and the second from above, but only
+    for beta >= the completion's length and many draws. With several blocks neither is a bound.
     """
     hidden = inputs.weights != 0
     shares = hidden.sum(-1) / inputs.lengths.unsqueeze(1)
