@@ -79,10 +79,7 @@ def contradictions(s: Any) -> Iterator[str]:
             f"{names(ESTIMATORS, linear=False)}"
         )
     if objective.per_draw and not estimator.single(views):
-        yield (
-            f"{s.objective} takes the ratio of the bounds of single draws: it needs --estimator elbo or espo, and "
-            "--antithetic false"
-        )
+        yield f"{s.objective} takes the ratio of the bounds of single draws: take elbo or espo, and --antithetic false"
     if objective.over_all_rows and s.gradient_accumulation_steps % s.steps_per_generation:
         yield (
             f"{s.objective} weighs a row against all rows of its rollout, which must meet the same weights of the "
@@ -90,47 +87,30 @@ def contradictions(s: Any) -> Iterator[str]:
             f"steps_per_generation ({s.steps_per_generation})"
         )
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
-        yield (
-            "sampling_weight_cap would weigh each token of vespo, whose own weight is of whole completions: take "
-            "another loss_type"
-        )
+        yield "sampling_weight_cap would weigh each token of vespo, which weighs completions: take another loss_type"
     if s.loss_type not in objective.loss_types:
         known = ", ".join(objective.loss_types)
         yield f"the objective {s.objective} knows no loss_type {s.loss_type}: take one of {known}"
     if s.beta and not estimator.linear:
-        yield (
-            f"the estimator {s.estimator} gives bounds that are no sum of log-probabilities, and a KL of bounds means "
-            "nothing: set --beta 0"
-        )
+        yield f"the estimator {s.estimator} gives no log-probabilities, and a KL of bounds means nothing: set --beta 0"
     if s.beta and not s.has_trls_kl and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
         yield f"the penalty {s.kl} is averaged as loss_type says, and {s.loss_type} is none of {', '.join(MEANS)}"
     if s.use_bias_correction_kl and not s.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
     if s.max_compute_tokens is not None and str(s.lr_scheduler_type.value) not in CONSTANT:
-        yield (
-            "a rate that falls over max_steps would fall too little by the step at which max_compute_tokens ends the "
-            "run: set --lr_scheduler_type constant or constant_with_warmup"
-        )
+        yield "a rate that falls over max_steps would fall too little: set --lr_scheduler_type constant_with_warmup"
     if s.router_aux_loss_coef:
-        yield (
-            f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, and completions are scored "
-            "without them: leave it at 0"
-        )
+        yield f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, which are not computed: set 0"
     if ADVANTAGES[s.advantage].centred:
         made = f"the advantage {s.advantage} is made of rewards less their group's mean"
         if s.scale_rewards != "none":
             yield f"{made}: set --scale_rewards none"
         if s.multi_objective_aggregation != "sum_then_normalize":
-            yield (
-                f"{made}, which normalize_then_sum does not give: set --multi_objective_aggregation sum_then_normalize"
-            )
+            yield f"{made}, which normalize_then_sum does not give: take sum_then_normalize"
     if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
         yield f"right_share takes two shares, the smaller first, got {s.right_share}"
     if estimator.replays and s.cfg_scale:
-        yield (
-            f"{s.estimator} scores tokens in the states the sampler was in, and with guidance these are no states of "
-            "the model: set --cfg_scale 0"
-        )
+        yield f"{s.estimator} scores tokens in the states of the sampler, without guidance: set --cfg_scale 0"
     if estimator.clean_prompt and s.p_mask_prompt:
         yield f"{s.estimator} scores tokens given the whole prompt, as it was sampled from: set --p_mask_prompt 0"
     if s.segments and s.segment_steps:

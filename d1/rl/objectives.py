@@ -76,7 +76,7 @@ def evidence_bounds(inputs: LossInputs, eubo_beta: float) -> tuple[Tensor, Tenso
     The first is the weighted sum over views. The second, with beta = `eubo_beta` and t_v the share of a row's
     tokens that view v hides, is the mean over hidden tokens k of 1/beta log(mean over v of p_k(v)^beta [hidden] / t_v).
 
-    With masks of a single block the first bounds from below, in the mean over draws, and the second from above, but only
+    With masks of a single block the first bounds from below, in the mean over draws, and the second from above, only
     for beta >= the completion's length and many draws. With several blocks neither is a bound.
     """
     hidden = inputs.weights != 0
