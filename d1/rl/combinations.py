@@ -98,7 +98,7 @@ def contradictions(s: Any) -> Iterator[str]:
     if s.use_bias_correction_kl and not s.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
     if s.max_compute_tokens is not None and str(s.lr_scheduler_type.value) not in CONSTANT:
-        yield "a rate that falls over max_steps would fall too little: set --lr_scheduler_type constant_with_warmup"
+        yield "a rate that falls over max_steps would fall too little: set --lr_scheduler_type constant"
     if s.router_aux_loss_coef:
         yield f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, which are not computed: set 0"
     if ADVANTAGES[s.advantage].centred:

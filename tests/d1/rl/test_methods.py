@@ -417,5 +417,5 @@ def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss(tiny_model_dir, tm
 
 @pytest.mark.parametrize("method", [name for name in REPLAYS if name != "just-grpo"])
 def test_replay_of_guidance_is_refused(tiny_model_dir, tmp_path, method):
-    with pytest.raises(ValueError, match="these are no states of the model"):
+    with pytest.raises(ValueError, match="scores tokens in the states of the sampler"):
         make_method(tiny_model_dir, tmp_path, method, cfg_scale=1.0)
