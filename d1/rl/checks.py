@@ -87,15 +87,8 @@ def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None
 
 
 def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
-    """Refuses what the model's config speaks against; a model with its own code has to know itself. The blocks of a
-    block-causal model become `block_length` where none is set.
-
-    Args:
-        prompt: tokens of the longest prompt.
-
-    Returns:
-        Tokens of a block, for a block-causal model.
-    """
+    """Refuses what the model's config contradicts, for prompts of up to `prompt` tokens; models with their own code are
+    not checked. Returns the tokens per block of a block-causal model, which become `block_length` where none is set."""
     if args.trust_remote_code:
         return None
     config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
@@ -112,10 +105,8 @@ def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
 
 
 def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
-    """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`.
-
-    Returns the tokens of the longest.
-    """
+    """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`;
+    returns the tokens of the longest."""
     texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
     lengths = [len(encode_prompt(tokenizer, text)) for text in texts]
     too_long = [index for index, length in enumerate(lengths) if length > args.max_prompt_length]

@@ -45,8 +45,7 @@ def find_method(name: str) -> Method:
     """The row of a name in `METHODS`, or what a user's `.py` file defines; its rows of the tables are added.
 
     Raises:
-        ValueError: no such method; the file fails, has no `METHOD` or something else than rows in its tables, or takes
-            a name that stands for something else.
+        ValueError: no such method; the file fails, has no `METHOD`, wrong rows in its tables, or a name that is taken.
         FileNotFoundError: no such file.
     """
     if name in METHODS:
@@ -121,11 +120,8 @@ def explained(row: str, function: object) -> Iterator[None]:
 
 
 def try_rows(settings: Any) -> None:
-    """Calls the estimator, the objective, the penalty and the advantage of a `DiffuGRPOConfig` once.
-
-    Raises:
-        ValueError: says which of them returned what, and what is expected.
-    """
+    """Calls the estimator, the objective, the penalty and the advantage of a `DiffuGRPOConfig` once. Raises ValueError
+    that says which of them returned what, and what is expected."""
     estimator, objective = ESTIMATORS[settings.estimator], OBJECTIVES[settings.objective]
     penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

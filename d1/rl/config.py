@@ -189,11 +189,8 @@ class DiffuGRPOConfig(GRPOConfig):
         return OBJECTIVES[self.objective].own_kl == self.kl
 
     def sampling_settings(self, model_config: Any = None) -> SamplingSettings:
-        """How rollouts are sampled; of a given model its blocks become `block_length`, where none is set.
-
-        Raises:
-            ValueError: the settings make no sense, or the model cannot sample with them.
-        """
+        """How rollouts are sampled; the blocks of a given model become `block_length`, where none is set. Raises
+        ValueError for settings that make no sense, or that the model cannot sample with."""
         called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
         settings = SamplingSettings.of(self, model_config, **called)
         settled = self.block_length is not None or model_config is not None

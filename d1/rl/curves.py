@@ -46,11 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """The log entries of a run, and how many optimizer steps it takes on each rollout.
-
-    Raises:
-        FileNotFoundError: the folder is no run, or one that has not saved a checkpoint yet.
-    """
+    """The log entries of a run, and how many optimizer steps it takes on each rollout. Raises FileNotFoundError for a
+    folder that is no run, or has no checkpoint yet."""
     states = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
     states = [state for state in states if state.exists()]
     if not states or not (folder / "run.json").exists():

@@ -211,12 +211,7 @@ def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: flo
 
 
 class Everyone(NamedTuple):
-    """The rows of all processes.
-
-    Attributes:
-        gather: rows here -> rows of all.
-        first: which of all the first row here is.
-    """
+    """The rows of all processes: what gathers those here, and which of all the first row here is."""
 
     gather: Callable[[Tensor], Tensor]
     first: int
