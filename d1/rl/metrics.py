@@ -41,8 +41,8 @@ def sampling_gap(
     """How far the policy that sampled is from the one that is trained, before the first inner update.
 
     A token's log-prob is the mean over the views that score it. The mean difference estimates the KL between the two
-    (Schulman's k1); for the exact sampler it is zero under replay, but not under d1's estimator, which scores each token
-    alone. With sampling weights also their mean, and the share of tokens that the cap holds back.
+    (Schulman's k1); for the exact sampler it is zero under replay, but not under d1's estimator, which scores each
+    token alone. With sampling weights also their mean, and the share of tokens that the cap holds back.
     """
     scored, logps = where_scored(inputs), mean_logps(inputs.logps.detach(), inputs)
     gap = (fitted(batch["rollout_logps"], logps.shape[1]) - logps).masked_fill(~scored, 0.0)
