@@ -11,9 +11,5 @@ if TYPE_CHECKING:
     from d1.rl.methods import METHODS as METHODS
     from d1.rl.trainer import DiffuGRPOTrainer as DiffuGRPOTrainer
 
-HOMES = {
-    "METHODS": "methods",
-    "DiffuGRPOConfig": "config",
-    "DiffuGRPOTrainer": "trainer",
-}
+HOMES = {"METHODS": "methods", "DiffuGRPOConfig": "config", "DiffuGRPOTrainer": "trainer"}
 __getattr__ = lazily(__name__, HOMES)

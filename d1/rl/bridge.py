@@ -47,14 +47,10 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
 
     Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. It overrides
     - `_tokenize_prompts`, to keep the last `max_prompt_length` tokens of a prompt;
-    - `_generate_single_turn`, TRL's call of `generate`, with `rollout`;
-    - `_generate_and_score_completions`, which calls the method above, to add the rollout's record to the batch and call
-      `after_rollout`. The record stays in `record` between the two. TRL itself passes on either the log-probabilities
-      of sampling, which it rebuilds as fp32 from nested lists, or the `extra_fields` of a `rollout_func`, which the
-      rewards get and the batch does not;
-    - `_get_per_token_logps_and_entropies`, which TRL asks for log-probabilities on a rollout and in its loss. It knows
-      only one state to score in, so on the rollout it gets nothing (TRL then stores nothing, and `after_rollout` adds
-      what belongs there), and in the loss what is handed to `trl_loss`;
+    - `_generate_single_turn`, with `rollout`, and `_generate_and_score_completions`, which calls it, to add the
+      rollout's record to the batch (`record` keeps it until then) and call `after_rollout`;
+    - `_get_per_token_logps_and_entropies`, which knows only one state to score in: on a rollout it returns nothing, so
+      TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
     - `_calculate_rewards`, to time it, and to log an accuracy that is no reward.
     What is Trainer's own is in `TrainerHooks`; its `train_sampler` is given an order that survives a resume.
@@ -176,12 +172,7 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
             yield model
 
     def trl_loss(self, inputs: LossInputs, entropies: Tensor | None, batch: Batch) -> Tensor:
-        """TRL's loss of log-probabilities: `loss_type`, `importance_sampling_level`, clipping, its KL, and its metrics.
-
-        Args:
-            entropies: (rows, canvas), for the metrics.
-            batch: TRL's.
-        """
+        """TRL's loss of log-probabilities, its KL and its metrics; `entropies` (rows, canvas) are for the metrics."""
         assert entropies is not None
         own = TokenLogps(inputs.logps, fitted(entropies, inputs.mask.shape[1]))
         given = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
@@ -243,29 +234,26 @@ def restore_trl(trainer: GRPOTrainer, batches: list[Batch], counters: dict[str, 
     trainer._buffered_inputs = batches or None
     trainer._metrics["train"].update(counters["metrics"])
     for group, columns in counters["completions"].items():
-        if isinstance(columns, list):
-            trainer._logs[group].extend(columns)
-        else:
-            for name, column in columns.items():
-                trainer._logs[group][name].extend(column)
+        logs = trainer._logs[group]
+        for name, column in columns.items() if isinstance(columns, dict) else [(None, columns)]:
+            (logs if name is None else logs[name]).extend(column)
 
 
 @contextlib.contextmanager
 def reference_from(model: Any | None) -> Iterator[None]:
     """Inside, TRL's constructor copies a full fine-tune's reference from the model in memory; None: it has none.
 
-    TRL would load it again from its path, as a causal model, whenever `beta` is not 0.
+    TRL would load it again from its path, as a causal model, whenever `beta` is not 0. Weights that ZeRO-3 cut over the
+    ranks on loading are loaded again here.
     """
-    original = trl_grpo.create_model_from_path
-    trl_grpo.create_model_from_path = lambda *args, **kwargs: None if model is None else reference_copy(model)
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        if model is not None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            return load_model(model.name_or_path, dtype=model.dtype)
+        return copy.deepcopy(model)
+
+    original, trl_grpo.create_model_from_path = trl_grpo.create_model_from_path, copied
     try:
         yield
     finally:
         trl_grpo.create_model_from_path = original
-
-
-def reference_copy(model: Any) -> Any:
-    """A second model with the same weights. Those that ZeRO-3 cut over the ranks on loading are loaded again."""
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return load_model(model.name_or_path, dtype=model.dtype)
-    return copy.deepcopy(model)

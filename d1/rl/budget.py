@@ -1,10 +1,8 @@
-"""Ends a run of diffu-GRPO when it has fed so many tokens through the model, so that methods meet on equal terms.
+"""Ends a run when it has processed so many tokens, so that methods are compared at equal compute.
 
-What counts is what `compute_tokens` logs: tokens through the body, forward once and backward twice, of rollouts,
-scoring and updates, over all processes; an evaluation is not counted. It survives a resume.
-
-The learning rate is constant then (`combinations.py`): the policy at any share of the budget is also what a run of that
-budget would have ended with, which a rate that falls towards the end would not allow.
+What counts is what `compute_tokens` logs: tokens processed by the transformer, forward once and backward twice, of
+rollouts, scoring and updates, over all processes; an evaluation is not counted. It survives a resume. The learning rate
+must be constant (`combinations.py`): then the policy at a share of the budget is that of a run with so small a budget.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ QUARTER = "quarter"  # folder of the model at a quarter of the budget
 
 
 def total_compute(trainer: Any) -> int:
-    """Tokens through the body so far, of all processes."""
+    """Tokens processed so far, over all processes."""
     own = torch.as_tensor(trainer.compute, device=trainer.accelerator.device)
     return int(trainer.accelerator.gather(own).sum())
 

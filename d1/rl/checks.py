@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -26,51 +27,35 @@ ONLY = {  # settings of TRL's that nothing here reads, and their defaults
 }
 
 ON_RESUME = OnResume(
-    fixed={
-        **dict.fromkeys(
-            (
-                # The task, the order of its rows, and random numbers
-                *("dataset", "data_file", "prompt_protocol", "seed", "shuffle_dataset", "world_size"),
-                # The rollout in the checkpoint and its place in the cycle of updates
-                *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
-                *("num_generations", "num_iterations", "max_completion_length", "mask_id"),
-                *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
-                *("draw_steps", "p_mask_prompt", "random_masking", "protect_special_tokens"),
-                *("objective", "kl", "advantage", "scale_rewards", "right_share"),
-                # The weights in the checkpoint
-                *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
-                *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
-                # The state of its optimizer and scheduler, which a new value would not reach
-                *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
-                *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs"),
-            ),
-            whole,
+    fixed=dict.fromkeys(
+        (
+            # The task, the order of its rows, and random numbers
+            *("dataset", "data_file", "prompt_protocol", "seed", "shuffle_dataset", "world_size"),
+            # The rollout in the checkpoint and its place in the cycle of updates
+            *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
+            *("num_generations", "num_iterations", "max_completion_length", "mask_id"),
+            *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
+            *("draw_steps", "p_mask_prompt", "random_masking", "protect_special_tokens"),
+            *("objective", "kl", "advantage", "scale_rewards", "right_share"),
+            # The weights in the checkpoint
+            *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
+            *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
+            # The state of its optimizer and scheduler, which a new value would not reach
+            *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
+            *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs"),
         ),
-        "beta": bool,  # 0: no reference was scored
-    },
+        whole,
+    )
+    | {"beta": bool},  # 0: no reference was scored
     free=(
         *("output_dir", "resume_from_checkpoint", "run_name", "report*", "project", "trackio_*", "disable_tqdm"),
-        *(
-            "log*",
-            "num_completions_to_print",
-            "skip_memory_metrics",
-            "include_*",
-            "debug",
-            "do_*",
-            "prediction_loss_only",
-        ),
-        *("save_*", "eval_*", "per_device_eval_batch_size", "num_generations_eval", "batch_eval_metrics"),
-        *("push_to_hub", "hub_*", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "local_rank"),
-        *(
-            "dataloader_*",
-            "ddp_*",
-            "accelerator_config",
-            "torch_empty_cache_steps",
-            "remove_unused_columns",
-            "label_names",
-        ),
-        *("activation_checkpointing*", "gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once"),
-        *("rollout_batch_size", "generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop"),
+        *("log*", "num_completions_to_print", "skip_memory_metrics", "include_*", "debug", "do_*"),
+        *("prediction_loss_only", "save_*", "eval_*", "per_device_eval_batch_size", "num_generations_eval"),
+        *("batch_eval_metrics", "push_to_hub", "hub_*", "restore_callback_states_from_checkpoint"),
+        *("enable_jit_checkpoint", "local_rank", "dataloader_*", "ddp_*", "accelerator_config"),
+        *("torch_empty_cache_steps", "remove_unused_columns", "label_names", "activation_checkpointing*"),
+        *("gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once", "rollout_batch_size"),
+        *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop"),
     ),
 )
 
@@ -102,15 +87,8 @@ def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None
 
 
 def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
-    """Refuses what the model's config speaks against; a model with its own code has to know itself. The blocks of a
-    block-causal model become `block_length` where none is set.
-
-    Args:
-        prompt: tokens of the longest prompt.
-
-    Returns:
-        Tokens of a block, for a block-causal model.
-    """
+    """Refuses what the model's config contradicts, for prompts of up to `prompt` tokens; models with their own code are
+    not checked. Returns the tokens per block of a block-causal model, which become `block_length` where none is set."""
     if args.trust_remote_code:
         return None
     config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
@@ -127,10 +105,8 @@ def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
 
 
 def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
-    """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`.
-
-    Returns the tokens of the longest.
-    """
+    """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`;
+    returns the tokens of the longest."""
     texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
     lengths = [len(encode_prompt(tokenizer, text)) for text in texts]
     too_long = [index for index, length in enumerate(lengths) if length > args.max_prompt_length]
@@ -144,3 +120,29 @@ def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diffu
         )
     logger.warning("The beginning of %d of %d prompts will be cut off.", len(too_long), len(rows))
     return args.max_prompt_length
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raises ValueError for settings that do not go with its rewards, or with how its processes share weights; warns
+    where completions come from another distribution than any estimator scores."""
+    args, sampling = trainer.args, trainer.sampling
+    means = [name for name, used in (("a cache", sampling.cache), ("guidance", sampling.cfg_scale)) if used]
+    if means:
+        logger.warning(
+            "Completions are sampled with %s, so from another policy than the one that is trained: "
+            "sampling/logp_difference_abs and sampling/ratio_max say how far it is.",
+            " and ".join(means),
+        )
+    if args.right_share and not getattr(trainer.reward_funcs[-1], "only_watched", False):
+        raise ValueError("right_share asks which completions are right: the last reward must be `accuracy_of(task)`")
+    if args.sync_ref_model and trainer.weights_are_split:
+        raise ValueError(
+            "sync_ref_model keeps a reference that no folder holds, and under ZeRO-3 or FSDP a checkpoint cannot "
+            "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
+        )
+    if trainer.samples_in_step and (sampling.rule or args.eos_stop or block_size(trainer.model.config)):
+        raise ValueError(
+            "a parallel sampler, eos_stop and a block-causal model take as many forward passes as texts ask for, but "
+            "processes that each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
+            "ds3_gather_for_generation, or leave the first two off"
+        )

@@ -1,20 +1,31 @@
-"""From a method's name, or a user's file, to the settings it stands for."""
+"""From a method's name, or a user's file, to the settings it stands for; and a trial of the chosen rows.
+
+The trial calls each row on three rows of random numbers before any model is loaded: a mistake in a user's function is
+one line at the start, not a traceback after the first rollout. What three rows cannot show is checked again whenever a
+row is called (`rows.py`, `d1/scoring/estimators.py`).
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from d1.lazy import module_in
-from d1.rl.advantages import ADVANTAGES
+from d1.masking import keyed_generator
 from d1.rl.methods import METHODS, Method
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
-from d1.scoring import ESTIMATORS
+from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
+from d1.rl.rows import LossInputs
+from d1.scoring import ESTIMATORS, SampledRows, Views
+from d1.scoring.estimators import called
+from d1.scoring.rollouts import randomness
 
 # What a user's own file may define beside `METHOD`: rows of these tables.
 TABLES: dict[str, dict[str, Any]] = {
@@ -24,13 +35,17 @@ TABLES: dict[str, dict[str, Any]] = {
     "ADVANTAGES": ADVANTAGES,
 }
 
+# The rows of the trial.
+PROMPT, CANVAS = 3, 8
+LENGTHS = torch.tensor([8, 3, 0])  # the last row takes no part in the loss
+SCORED = torch.arange(CANVAS) < LENGTHS.unsqueeze(1)
+
 
 def find_method(name: str) -> Method:
     """The row of a name in `METHODS`, or what a user's `.py` file defines; its rows of the tables are added.
 
     Raises:
-        ValueError: no such method; the file fails, has no `METHOD` or something else than rows in its tables, or takes
-            a name that stands for something else.
+        ValueError: no such method; the file fails, has no `METHOD`, wrong rows in its tables, or a name that is taken.
         FileNotFoundError: no such file.
     """
     if name in METHODS:
@@ -41,7 +56,9 @@ def find_method(name: str) -> Method:
     if not path.is_file():
         raise FileNotFoundError(f"no method file {path}")
     try:
-        module = module_of(path)
+        module = sys.modules.get(f"d1_user_method_{path.stem}")
+        if module is None or module.__file__ != str(path):  # it runs once: a row that it defines stays the same object
+            module = module_in(path, f"d1_user_method_{path.stem}")
         method = getattr(module, "METHOD", None)
         if not is_named(method):
             raise ValueError(f"METHOD must be a dictionary of settings, METHOD = {{...}}, got {method!r}")
@@ -61,7 +78,7 @@ def is_named(values: Any) -> bool:
 
 
 def check_table(table: str, own: Any) -> None:
-    """Raises ValueError where a user's table holds something else than new rows of its kind, with functions in them."""
+    """Raises ValueError unless a user's table holds new rows of its kind, with functions in them."""
     rows = TABLES[table]
     kind = type(next(iter(rows.values())))
     example = f'{table} = {{"name": {kind.__name__}(function)}}, with {kind.__name__} of {kind.__module__}'
@@ -78,21 +95,8 @@ def check_table(table: str, own: Any) -> None:
                 raise ValueError(f"{table}[{name!r}]: {field.name} must be a function, got {value!r}")
 
 
-def module_of(path: Path) -> ModuleType:
-    """The module in a file, which runs once: a row that it defines stays the same object."""
-    name = f"d1_user_method_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(path):
-        return known
-    return module_in(path, name)
-
-
 def check_names(method: Method, settings: Iterable[str]) -> None:
-    """Refuses a method or a row with something that is none of the run's `settings`.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Raises ValueError for a method or a row with something that is none of the run's `settings`."""
     for table, rows in TABLES.items():
         for name, row in rows.items():
             if wrong := sorted({*(getattr(row, "settings", None) or ())} - {*settings}):
@@ -100,3 +104,79 @@ def check_names(method: Method, settings: Iterable[str]) -> None:
     unknown = sorted({*method.scale, *method.values} - {*settings})
     if unknown:
         raise ValueError(f"method {method.paper}: METHOD has {', '.join(unknown)}, which is no setting of diffu-GRPO")
+
+
+@contextmanager
+def explained(row: str, function: object) -> Iterator[None]:
+    """Turns what a row's function raises, or its row about what it returned, into one line."""
+    try:
+        yield
+    except Exception as error:
+        message, name = str(error).partition("\n")[0], called(function)
+        if not isinstance(error, ValueError):
+            lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename in name]
+            message = f"{type(error).__name__} in line {lines[-1] if lines else '?'}: {message}"
+        raise ValueError(f"{row}: {message if name in message else f'{name}: {message}'}") from error
+
+
+def try_rows(settings: Any) -> None:
+    """Calls the estimator, the objective, the penalty and the advantage of a `DiffuGRPOConfig` once. Raises ValueError
+    that says which of them returned what, and what is expected."""
+    estimator, objective = ESTIMATORS[settings.estimator], OBJECTIVES[settings.objective]
+    penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
+            small = replace(settings.view_settings(), gen_length=CANVAS, steps=CANVAS, block_length=CANVAS // 2)
+            [random] = randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3, 1)
+            views, most = estimator(left_to_right_rows(), random, small), estimator.views(small)
+            if views.noise.shape[1] > most:
+                raise ValueError(
+                    f"gave {views.noise.shape[1]} views, and its row says at most {most}: "
+                    "write Estimator(..., views=lambda settings: ...)"
+                )
+        if objective.loss is not None:
+            with explained(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
+                inputs = random_inputs(views, objective.reads_old, settings.needs_reference)
+                ratios = torch.zeros(2 * len(LENGTHS)) if objective.over_all_rows else None
+                objective(replace(inputs, log_ratios=ratios), settings)[0].backward()
+        if settings.beta and not settings.has_trls_kl:
+            with explained(f"PENALTIES[{settings.kl!r}]", penalty.value):
+                inputs = random_inputs(views, penalty.to == "old", penalty.to == "reference")
+                penalty(inputs, settings).backward()
+        if advantage.of is not None:
+            with explained(f"ADVANTAGES[{settings.advantage!r}]", advantage.of):
+                advantage(torch.linspace(-1, 1, 3 * settings.num_generations).view(3, -1))
+
+
+def left_to_right_rows() -> SampledRows:
+    """Three rows that a sampler filled left to right; the first prompt is padded."""
+    places = torch.arange(CANVAS).repeat(len(LENGTHS), 1)
+    visible = torch.arange(PROMPT) >= torch.tensor([1, 0, 0]).unsqueeze(1)
+    return SampledRows(
+        prompt_ids=torch.ones_like(visible, dtype=torch.long),
+        attention_mask=visible.long(),
+        maskable=visible,
+        completion_ids=places,
+        scored=SCORED,
+        reveal_steps=places,
+        logps=-torch.ones(places.shape),
+        entropies=torch.ones(places.shape),
+    )
+
+
+def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
+    """What a loss may be given of rows under these views, with or without old and reference log-probabilities."""
+    random = keyed_generator(1)
+
+    def logps() -> Tensor:
+        return -torch.rand(views.weights.shape, generator=random) * (views.weights != 0)
+
+    return LossInputs(
+        view_logps=logps().requires_grad_() * 1.0,  # of a model's output, no leaf
+        view_old=logps() if old else None,
+        view_reference=logps() if reference else None,
+        weights=views.weights,
+        advantages=torch.tensor([1.0, -1.0, 0.5]),
+        mask=SCORED.long(),
+        tokens=LENGTHS.sum(),
+    )

@@ -7,15 +7,42 @@ somebody asked for it: `--method espo --estimator one_step` passes with the draw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from d1.rl.advantages import ADVANTAGES
+from trl import GRPOConfig
+
 from d1.rl.choose_method import find_method
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
+from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.rows import MEANS
 from d1.scoring import ESTIMATORS
+from d1.scoring.replay import DRAW_STEPS
+
+# Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
+AUTOREGRESSIVE_ONLY = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "cache_implementation": None,
+    "generation_kwargs": None,
+    "use_vllm": False,
+    "use_transformers_continuous_batching": False,
+    "max_tool_calling_iterations": None,
+    **{name: field.default for name, field in GRPOConfig.__dataclass_fields__.items() if name.startswith("vllm_")},
+}
+
+# Settings that are one name of a few: TRL 1.16 checks its own only at the first loss. Rows added later count, too.
+CHOICES: dict[str, Iterable[str]] = {
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("none", "group", "batch"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "draw_steps": DRAW_STEPS,
+    "estimator": ESTIMATORS,
+    "objective": OBJECTIVES,
+    "kl": PENALTIES,
+    "advantage": ADVANTAGES,
+}
 
 CONSTANT = ("constant", "constant_with_warmup")  # rates that do not ask how long a run is
 
@@ -30,7 +57,6 @@ def contradictions(s: Any) -> Iterator[str]:
     """The reasons why settings make no sense together."""
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
     views = s.view_settings()
-    # Estimator and objective
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
         if s.importance_sampling_level == "sequence":
             yield (
@@ -53,10 +79,7 @@ def contradictions(s: Any) -> Iterator[str]:
             f"{names(ESTIMATORS, linear=False)}"
         )
     if objective.per_draw and not estimator.single(views):
-        yield (
-            f"{s.objective} takes the ratio of the bounds of single draws: it needs --estimator elbo or espo, and "
-            "--antithetic false"
-        )
+        yield f"{s.objective} takes the ratio of the bounds of single draws: take elbo or espo, and --antithetic false"
     if objective.over_all_rows and s.gradient_accumulation_steps % s.steps_per_generation:
         yield (
             f"{s.objective} weighs a row against all rows of its rollout, which must meet the same weights of the "
@@ -64,52 +87,30 @@ def contradictions(s: Any) -> Iterator[str]:
             f"steps_per_generation ({s.steps_per_generation})"
         )
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
-        yield (
-            "sampling_weight_cap would weigh each token of vespo, whose own weight is of whole completions: take "
-            "another loss_type"
-        )
-    # How the loss and the KL penalty are averaged
+        yield "sampling_weight_cap would weigh each token of vespo, which weighs completions: take another loss_type"
     if s.loss_type not in objective.loss_types:
         known = ", ".join(objective.loss_types)
         yield f"the objective {s.objective} knows no loss_type {s.loss_type}: take one of {known}"
     if s.beta and not estimator.linear:
-        yield (
-            f"the estimator {s.estimator} gives bounds that are no sum of log-probabilities, and a KL of bounds means "
-            "nothing: set --beta 0"
-        )
+        yield f"the estimator {s.estimator} gives no log-probabilities, and a KL of bounds means nothing: set --beta 0"
     if s.beta and not s.has_trls_kl and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
         yield f"the penalty {s.kl} is averaged as loss_type says, and {s.loss_type} is none of {', '.join(MEANS)}"
     if s.use_bias_correction_kl and not s.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
-    # The length of a run
     if s.max_compute_tokens is not None and str(s.lr_scheduler_type.value) not in CONSTANT:
-        yield (
-            "a rate that falls over max_steps would fall too little by the step at which max_compute_tokens ends the "
-            "run: set --lr_scheduler_type constant or constant_with_warmup"
-        )
-    # Mixtures of experts
+        yield "a rate that falls over max_steps would fall too little: set --lr_scheduler_type constant"
     if s.router_aux_loss_coef:
-        yield (
-            f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, and completions are scored "
-            "without them: leave it at 0"
-        )
-    # Advantages
+        yield f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, which are not computed: set 0"
     if ADVANTAGES[s.advantage].centred:
         made = f"the advantage {s.advantage} is made of rewards less their group's mean"
         if s.scale_rewards != "none":
             yield f"{made}: set --scale_rewards none"
         if s.multi_objective_aggregation != "sum_then_normalize":
-            yield (
-                f"{made}, which normalize_then_sum does not give: set --multi_objective_aggregation sum_then_normalize"
-            )
+            yield f"{made}, which normalize_then_sum does not give: take sum_then_normalize"
     if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
         yield f"right_share takes two shares, the smaller first, got {s.right_share}"
-    # The states of replay
     if estimator.replays and s.cfg_scale:
-        yield (
-            f"{s.estimator} scores tokens in the states the sampler was in, and with guidance these are no states of "
-            "the model: set --cfg_scale 0"
-        )
+        yield f"{s.estimator} scores tokens in the states of the sampler, without guidance: set --cfg_scale 0"
     if estimator.clean_prompt and s.p_mask_prompt:
         yield f"{s.estimator} scores tokens given the whole prompt, as it was sampled from: set --p_mask_prompt 0"
     if s.segments and s.segment_steps:
@@ -145,13 +146,23 @@ def asked_for(settings: Any, name: str) -> bool:
 
 
 def check_combination(settings: Any) -> None:
-    """Refuses settings of `DiffuGRPOConfig` that together mean nothing, or of which one would do nothing.
-
-    Raises:
-        ValueError: says why, and what would.
-    """
+    """Raises ValueError for settings of `DiffuGRPOConfig` that contradict each other, or of which one does nothing."""
     for reason in contradictions(settings):
         raise ValueError(reason)
     for name, reason in unread(settings):
         if asked_for(settings, name):
             raise ValueError(f"--{name} {getattr(settings, name)} would do nothing: {reason}")
+
+
+def check_choices(settings: Any) -> None:
+    """Raises ValueError for a setting that is none of its names, or that belongs to autoregressive decoding."""
+    for name, off in AUTOREGRESSIVE_ONLY.items():
+        if getattr(settings, name) != off:
+            raise ValueError(
+                f"{name}={getattr(settings, name)!r} belongs to autoregressive decoding and would be ignored here; "
+                f"leave it at {off!r}. Rollouts are shaped by temperature, diffusion_steps, block_length, "
+                "remasking and cfg_scale."
+            )
+    for name, choices in CHOICES.items():
+        if getattr(settings, name) not in choices:
+            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {getattr(settings, name)!r}")

@@ -11,14 +11,10 @@ import torch
 from trl import GRPOConfig
 
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
-from d1.rl.advantages import ADVANTAGES
-from d1.rl.choices import check_choices
-from d1.rl.choose_method import check_names, find_method
-from d1.rl.combinations import check_combination
+from d1.rl.choose_method import check_names, find_method, try_rows
+from d1.rl.combinations import check_choices, check_combination
 from d1.rl.methods import METHODS
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
-from d1.rl.trial import try_rows
+from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.runs.settings import setting
 from d1.sampling.blocks import check_sampler
 from d1.sampling.caches import CACHES
@@ -62,6 +58,9 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
     replace(NUMBER, many=True) | None: ("reward_weights",),
 }
 INHERITED = {name: row for row, names in INHERITED_BY_RANGE.items() for name in names}
+Count = Annotated[int, COUNT]
+OptionalCount = Annotated[int | None, COUNT | None]
+Amount = Annotated[float, AMOUNT]
 
 
 @dataclass
@@ -69,16 +68,12 @@ class DiffuGRPOConfig(GRPOConfig):
     """Arguments of `DiffuGRPOTrainer`. Defaults are d1's (arXiv 2504.12216, appendix), not TRL's, where they differ."""
 
     # What is trained, on what
-    model_path: str | None = setting(
-        None, "Model to start from: a base or merged model, or the folder of an SFT adapter.", aliases=["--model_name"]
-    )
+    model_path: str | None = setting(None, "Base or merged model, or SFT adapter.", aliases=["--model_name"])
     dataset: str = setting("gsm8k", f"Task: {', '.join(TASKS)}, or the path of your own task file.", aliases=["--task"])
     prompt_protocol: str = setting("d1", f"How problems are asked and answers rewarded: {', '.join(PROTOCOLS)}.")
     data_file: str | None = setting(None, "Local json, jsonl, csv or parquet file to train on, in the task's schema.")
-    eval_data_file: str | None = setting(
-        None, "Local file of validation problems, used when eval_strategy is not 'no'."
-    )
-    eval_limit: Annotated[int | None, COUNT | None] = setting(None, "Use only the first N validation problems.")
+    eval_data_file: str | None = setting(None, "Local file of validation problems, for eval_strategy other than 'no'.")
+    eval_limit: OptionalCount = setting(None, "Use only the first N validation problems.")
     resume_from_checkpoint: str | None = setting(
         None,
         "Continue from the last complete checkpoint (alone, or 'true'), or from the one in this folder.",
@@ -87,21 +82,15 @@ class DiffuGRPOConfig(GRPOConfig):
         const="true",
     )
     report: bool = setting(False, "Write report.html at the end: curves, and completions before and after.")
-    max_compute_tokens: Annotated[int | None, COUNT | None] = setting(
-        None, "End the run at the first step with at least this number of compute_tokens, or at max_steps."
-    )
+    max_compute_tokens: OptionalCount = setting(None, "End the run when compute_tokens reaches this number.")
 
     # Rollout
-    max_prompt_length: Annotated[int, COUNT] = setting(200, "Maximum prompt length in tokens; longer ones are refused.")
+    max_prompt_length: Count = setting(200, "Maximum prompt length in tokens; longer ones are refused.")
     truncate_prompts: bool = setting(False, "Cut the beginning off prompts longer than max_prompt_length instead.")
     plain_chat_template: bool = setting(False, "Give a plain chat template to a tokenizer without one.")
-    block_length: Annotated[int | None, COUNT | None] = setting(
-        None, "Tokens per block; blocks are filled left to right. By default the model's own, or else 32."
-    )
-    diffusion_steps: Annotated[int | None, COUNT | None] = setting(
-        128, "Forward passes per completion, spread over the blocks; one per token if unset."
-    )
-    cfg_scale: Annotated[float, AMOUNT] = setting(0.0, "Classifier-free guidance; 0 turns it off.")
+    block_length: OptionalCount = setting(None, "Tokens per block; by default the model's own, or 32.")
+    diffusion_steps: OptionalCount = setting(128, "Forward passes per completion; one per token if unset.")
+    cfg_scale: Amount = setting(0.0, "Classifier-free guidance; 0 turns it off.")
     remasking: str = setting("low_confidence", f"One of {', '.join(REMASKING)}.")
     sampler: str = setting("exact", f"One of {', '.join(SAMPLERS)}; all but exact trade accuracy for speed.")
     kv_cache: str | None = setting(None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset).")
@@ -110,51 +99,31 @@ class DiffuGRPOConfig(GRPOConfig):
         None, f"Level of the rule; if unset {', '.join(str(rule.level) for rule in RULES.values())}."
     )
     eos_stop: bool | None = setting(
-        None,
-        "Leave out the blocks after a completion's EOS: less work, the same completions. Unset means on, except where "
-        "processes must take equal numbers of steps.",
+        None, "Skip the blocks after a completion's EOS. Unset: on, unless processes must take equally many steps."
     )
-    rollout_batch_size: Annotated[int | None, COUNT | None] = setting(
-        None, "Completions sampled at once per device; the whole generation batch if unset."
-    )
+    rollout_batch_size: OptionalCount = setting(None, "Completions sampled at once per device; all if unset.")
 
     # Estimator and objective
-    method: str = setting(
-        "d1",
-        f"Sets the flags below as a published method has them: {', '.join(METHODS)}; or the path of your own file. "
-        "Flags given with it win.",
-    )
+    method: str = setting("d1", f"Its values are set; other flags win: {', '.join(METHODS)}, or a .py path.")
     estimator: str = setting("one_step", f"How log-probabilities are estimated: {', '.join(ESTIMATORS)}.")
-    num_views: Annotated[int | None, COUNT | None] = setting(
-        None, "Monte Carlo draws per row and update, for estimators that draw; replay scores all if unset."
-    )
+    num_views: OptionalCount = setting(None, "Monte Carlo draws per row and update; replay scores all if unset.")
     antithetic: bool = setting(False, "elbo: draws in pairs of opposite masks, which together hide every token.")
-    stratified: bool = setting(
-        False, "elbo: the times of a row's draws lie in equal parts of [0, 1), one time per part."
-    )
-    segments: Annotated[int | None, COUNT | None] = setting(
-        None, "replay: merge the steps of a rollout into this number of segments."
-    )
-    segment_steps: Annotated[int | None, COUNT | None] = setting(None, "replay: merge this number of steps into one.")
+    stratified: bool = setting(False, "elbo: the times of a row's draws lie in equal parts of [0, 1).")
+    segments: OptionalCount = setting(None, "replay: merge a rollout's steps into this number of segments.")
+    segment_steps: OptionalCount = setting(None, "replay: merge this number of steps into one.")
     draw_steps: str = setting("uniform", f"replay with num_views: how steps are drawn: {', '.join(DRAW_STEPS)}.")
-    views_at_once: Annotated[int, COUNT] = setting(
-        1, "Views of a row per forward pass: more of them take more memory, and use a fast device better."
-    )
-    objective: str = setting(
-        "trl", f"One of {', '.join(OBJECTIVES)}; trl has TRL's loss_type and importance_sampling_level."
-    )
+    views_at_once: Count = setting(1, "Views of a row per forward pass; more take more memory.")
+    objective: str = setting("trl", f"One of {', '.join(OBJECTIVES)}; trl is TRL's loss, by loss_type.")
     kl: str = setting("k3", f"What beta weighs: {', '.join(PENALTIES)}.")
     advantage: str = setting("trl", f"One of {', '.join(ADVANTAGES)}; trl is what scale_rewards gives.")
     right_share: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
-        None, "Lower and upper bound: prompts whose fraction of correct completions lies outside are dropped."
+        None, "Drop prompts whose fraction of correct completions is outside these two bounds."
     )
     eubo_beta: Annotated[float, POSITIVE] = setting(1.5, "spg: the exponent of its upper bound.")
     eubo_share: Annotated[float, SHARE] = setting(0.5, "spg: the upper bound's share where the advantage is < 0.")
     ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: the largest ratio of a completion.")
     sampling_weight_cap: Annotated[float | None, POSITIVE | None] = setting(
-        None,
-        "Weight each token by its probability under the trained policy over that under the policy that sampled, at "
-        "most by this (truncated importance sampling); unset: no weights.",
+        None, "Truncated importance sampling: largest weight of a token, trained over sampling probability."
     )
     p_mask_prompt: Annotated[float, BELOW_ONE] = setting(0.15, "Probability that a prompt token is masked.")
     random_masking: bool = setting(True, "A fresh prompt mask for each inner update; false: one mask for all of them.")
@@ -162,27 +131,21 @@ class DiffuGRPOConfig(GRPOConfig):
     mask_id: Annotated[int | None, NATURAL | None] = setting(None, "Id of the mask token; the tokenizer's if unset.")
 
     # d1's objective and optimiser
-    learning_rate: Annotated[float, AMOUNT] = setting(3e-6, "Peak learning rate.")
+    learning_rate: Amount = setting(3e-6, "Peak learning rate.")
     num_generations: Annotated[int | None, Range(2, integer=True)] = setting(6, "Completions per prompt (the group).")
-    num_iterations: Annotated[int, COUNT] = setting(12, "mu: optimiser passes over each rollout.")
+    num_iterations: Count = setting(12, "mu: optimiser passes over each rollout.")
     max_completion_length: Annotated[int | None, COUNT] = setting(256, "Length of the canvas in tokens.")
-    temperature: Annotated[float, AMOUNT] = setting(0.9, "Gumbel temperature of the rollout.")
-    beta: Annotated[float, AMOUNT] = setting(0.04, "Weight of the KL term to the reference model.")
-    epsilon: Annotated[float, AMOUNT] = setting(0.5, "Clipping range of the probability ratio.")
+    temperature: Amount = setting(0.9, "Gumbel temperature of the rollout.")
+    beta: Amount = setting(0.04, "Weight of the KL term to the reference model.")
+    epsilon: Amount = setting(0.5, "Clipping range of the probability ratio.")
     loss_type: str = setting("bnpo", "How token losses are averaged; d1's is TRL's 'bnpo'.")
     scale_rewards: str = setting("none", "d1 does not divide advantages by the group's std.")
     use_bias_correction_kl: bool = setting(False, "Importance-weight the KL term; d1: no.")
     bf16: bool | None = setting(None, "bf16 mixed precision; by default where there is a GPU.")
-    ddp_find_unused_parameters: bool | None = setting(
-        False, "Every trained weight is part of every loss, so DDP need not look for unused ones."
-    )
-    logging_nan_inf_filter: bool = setting(
-        False, "A loss that is not finite ends the run; filtering it as well would wait for the device."
-    )
+    ddp_find_unused_parameters: bool | None = setting(False, "Every trained weight is part of every loss.")
+    logging_nan_inf_filter: bool = setting(False, "A loss that is not finite ends the run instead.")
     disable_dropout: bool = setting(True, "Without it the first ratio would not be 1.")
-    router_aux_loss_coef: Annotated[float | None, AMOUNT | None] = setting(
-        0.0, "Weight of a mixture's load balancing; only 0: scoring does not ask for router logits."
-    )
+    router_aux_loss_coef: Annotated[float | None, AMOUNT | None] = setting(0.0, "Load balancing; only 0 is supported.")
 
     def __post_init__(self) -> None:
         if self.diffusion_steps is None:
@@ -226,11 +189,8 @@ class DiffuGRPOConfig(GRPOConfig):
         return OBJECTIVES[self.objective].own_kl == self.kl
 
     def sampling_settings(self, model_config: Any = None) -> SamplingSettings:
-        """How rollouts are sampled; of a given model its blocks become `block_length`, where none is set.
-
-        Raises:
-            ValueError: the settings make no sense, or the model cannot sample with them.
-        """
+        """How rollouts are sampled; the blocks of a given model become `block_length`, where none is set. Raises
+        ValueError for settings that make no sense, or that the model cannot sample with."""
         called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
         settings = SamplingSettings.of(self, model_config, **called)
         settled = self.block_length is not None or model_config is not None

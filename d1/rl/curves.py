@@ -46,11 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """The log entries of a run, and how many optimizer steps it takes on each rollout.
-
-    Raises:
-        FileNotFoundError: the folder is no run, or one that has not saved a checkpoint yet.
-    """
+    """The log entries of a run, and how many optimizer steps it takes on each rollout. Raises FileNotFoundError for a
+    folder that is no run, or has no checkpoint yet."""
     states = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
     states = [state for state in states if state.exists()]
     if not states or not (folder / "run.json").exists():
@@ -90,10 +87,9 @@ def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], smoot
 
 def report_page(runs: list[Path], labels: list[str], smooth: int = 5) -> str:
     """A page on some runs: their curves, settings, and completions of the first and the last rollout."""
-    curves = ""
-    for number, (name, title) in enumerate(PANELS.items()):
-        panel = partial(draw_panel, name=name, runs=runs, labels=labels, smooth=smooth, legend=len(runs) > 1)
-        curves += f"<figure>{panel_svg(panel, title, f'panel{number}')}</figure>"
+    panel = partial(draw_panel, runs=runs, labels=labels, smooth=smooth, legend=len(runs) > 1)
+    figures = [panel_svg(partial(panel, name=name), PANELS[name], f"panel{i}") for i, name in enumerate(PANELS)]
+    curves = "".join(f"<figure>{figure}</figure>" for figure in figures)
     about = "".join(map(about_run, runs, labels))
     scenes = [scene for run, label in zip(runs, labels, strict=True) for scene in scenes_of(run, label)]
     lacking = "" if scenes else "<p>Completions are kept by runs with <code>--report true</code>.</p>"
@@ -126,13 +122,9 @@ def scenes_of(run: Path, label: str) -> list[Scene]:
     def film(end: str, which: str) -> Film:
         return Film(**(kept[end]["films"][which] | {"title": f"rollout {kept[end]['rollout']}"}))
 
-    return [
-        (
-            f"{label}: the {which} completion of the first and the last rollout",
-            [film("first", which), film("last", which)],
-        )
-        for which in ("best", "median", "worst")
-    ]
+    title = "completion of the first and the last rollout"
+    kinds = ("best", "median", "worst")
+    return [(f"{label}: the {which} {title}", [film("first", which), film("last", which)]) for which in kinds]
 
 
 def main(args: argparse.Namespace) -> None:

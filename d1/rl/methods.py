@@ -2,8 +2,8 @@
 
 - `estimator`: which views of a completion are scored, with which weights (`d1/scoring/estimators.py`);
 - `objective` with its `loss_type` (`d1/rl/objectives.py`; `trl` is TRL's own loss);
-- `kl`, what `beta` weighs (`d1/rl/penalties.py`);
-- `advantage`, what becomes of TRL's (`d1/rl/advantages.py`).
+- `kl`, what `beta` weighs (`d1/rl/objectives.py`);
+- `advantage`, what becomes of TRL's (`d1/rl/objectives.py`).
 
 `--method NAME` sets all that the row has; `docs/methods.md` says where each value comes from. Needs no torch.
 """
@@ -45,170 +45,105 @@ D1: dict[str, Any] = {
 }
 
 
-def row(paper: str, scale: dict[str, Any] | None = None, /, **values: Any) -> Method:
-    return Method(paper, D1 | values, scale or {})
+def estimator(name: str, *, p_mask_prompt: float = 0.0, **values: Any) -> dict[str, Any]:
+    return {"estimator": name, "p_mask_prompt": p_mask_prompt, **values}
+
+
+def loss(objective: str, loss_type: str, mu: int, *, epsilon: float = 0.2, beta: float = 0.0, **values: Any) -> dict:
+    own = {"objective": objective, "loss_type": loss_type, "num_iterations": mu, "epsilon": epsilon, "beta": beta}
+    return own | values
+
+
+def advantage(name: str, scale_rewards: str = "none") -> dict[str, Any]:
+    return {"advantage": name, "scale_rewards": scale_rewards}
 
 
 def scale(learning_rate: float, num_generations: int) -> dict[str, Any]:
     return {"learning_rate": learning_rate, "num_generations": num_generations}
 
 
-AGRPO: dict[str, Any] = {
-    "estimator": "replay",
-    "p_mask_prompt": 0.0,
-    "objective": "clipped_views",
-    "loss_type": "sum",
-    "epsilon": 0.2,
-    "beta": 0.0,
-    "num_iterations": 1,
-    "num_views": 24,
-}
+AGRPO = D1 | loss("clipped_views", "sum", 1)
 METHODS: dict[str, Method] = {
-    "d1": row("d1, arXiv 2504.12216", scale(3e-06, 6)),
-    "wd1": row(
+    "d1": Method("d1, arXiv 2504.12216", D1, scale(3e-06, 6)),
+    "wd1": Method(
         "wd1, arXiv 2507.08838",
+        D1 | loss("reinforce", "sum", 12, epsilon=0.5) | advantage("signed_softmax"),
         scale(3e-06, 6),
-        objective="reinforce",
-        loss_type="sum",
-        beta=0.0,
-        advantage="signed_softmax",
     ),
-    "coupled-grpo": row(
+    "coupled-grpo": Method(
         "DiffuCoder, arXiv 2506.20639",
+        D1 | estimator("coupled") | loss("trl", "bnpo", 2, epsilon=0.5, beta=0.01) | advantage("leave_one_out"),
         scale(1e-06, 8),
-        estimator="coupled",
-        p_mask_prompt=0.0,
-        beta=0.01,
-        advantage="leave_one_out",
-        num_iterations=2,
     ),
-    "espo": row(
+    "espo": Method(
         "ESPO, arXiv 2512.03759",
+        D1
+        | estimator("espo", num_views=2, antithetic=True, stratified=True)
+        | loss("trl", "grpo", 8, importance_sampling_level="sequence", kl="k2_sequence", beta=0.001)
+        | advantage("leave_one_out"),
         scale(3e-06, 6),
-        estimator="espo",
-        p_mask_prompt=0.0,
-        loss_type="grpo",
-        importance_sampling_level="sequence",
-        epsilon=0.2,
-        kl="k2_sequence",
-        beta=0.001,
-        advantage="leave_one_out",
-        num_iterations=8,
-        num_views=2,
-        antithetic=True,
-        stratified=True,
     ),
-    "spg": row(
+    "spg": Method(
         "SPG, arXiv 2510.09541",
+        D1
+        | estimator("spg", p_mask_prompt=0.15, num_views=2)
+        | loss("spg", "dapo", 4, epsilon=0.5, eubo_beta=1.5, eubo_share=0.5),
         scale(3e-06, 6),
-        estimator="spg",
-        objective="spg",
-        loss_type="dapo",
-        beta=0.0,
-        num_iterations=4,
-        num_views=2,
-        eubo_beta=1.5,
-        eubo_share=0.5,
     ),
-    "agrpo": row("AGRPO, arXiv 2510.04019, steps drawn uniformly", scale(5e-06, 8), **AGRPO, draw_steps="uniform"),
-    "agrpo-entropy": row(
-        "AGRPO, arXiv 2510.04019, steps drawn by entropy", scale(5e-06, 8), **AGRPO, draw_steps="entropy"
+    "agrpo": Method(
+        "AGRPO, arXiv 2510.04019, steps drawn uniformly",
+        AGRPO | estimator("replay", num_views=24, draw_steps="uniform"),
+        scale(5e-06, 8),
     ),
-    "cj-grpo": row(
+    "agrpo-entropy": Method(
+        "AGRPO, arXiv 2510.04019, steps drawn by entropy",
+        AGRPO | estimator("replay", num_views=24, draw_steps="entropy"),
+        scale(5e-06, 8),
+    ),
+    "cj-grpo": Method(
         "CJ-GRPO, arXiv 2509.23924",
+        D1 | estimator("replay") | loss("trl", "grpo", 12) | advantage("trl", "group"),
         scale(3e-06, 6),
-        estimator="replay",
-        p_mask_prompt=0.0,
-        loss_type="grpo",
-        epsilon=0.2,
-        beta=0.0,
-        scale_rewards="group",
     ),
-    "d2": row(
+    "d2": Method(
         "d2-StepMerge, arXiv 2509.21474",
+        D1 | estimator("replay", segments=16, num_views=1) | loss("clipped_views", "grpo", 12, epsilon=0.5, beta=0.04),
         scale(3e-06, 6),
-        estimator="replay",
-        p_mask_prompt=0.0,
-        objective="clipped_views",
-        loss_type="grpo",
-        segments=16,
-        num_views=1,
     ),
-    "tracerl": row(
+    "tracerl": Method(
         "TraceRL, arXiv 2509.06949",
+        D1
+        | estimator("replay", segment_steps=8)
+        | loss("trl", "dapo", 1, kl="k3_to_old", beta=0.01, right_share=[0.2, 0.8])
+        | advantage("trl", "group"),
         scale(1e-06, 8),
-        estimator="replay",
-        p_mask_prompt=0.0,
-        loss_type="dapo",
-        epsilon=0.2,
-        kl="k3_to_old",
-        beta=0.01,
-        scale_rewards="group",
-        num_iterations=1,
-        segment_steps=8,
-        right_share=[0.2, 0.8],
     ),
-    "just-grpo": row(
+    "just-grpo": Method(
         "JustGRPO, arXiv 2601.15165",
+        D1
+        | estimator("left_to_right")
+        | loss("trl", "dr_grpo", 1, block_length=1, diffusion_steps=None)
+        | advantage("trl", "group"),
         scale(5e-06, 16),
-        estimator="left_to_right",
-        p_mask_prompt=0.0,
-        loss_type="dr_grpo",
-        epsilon=0.2,
-        beta=0.0,
-        scale_rewards="group",
-        num_iterations=1,
-        block_length=1,
-        diffusion_steps=None,
     ),
-    "unigrpo": row(
+    "unigrpo": Method(
         "UniGRPO, of MMaDA, arXiv 2505.15809",
-        estimator="random_masks",
-        p_mask_prompt=0.0,
-        objective="clipped_views",
-        loss_type="grpo",
-        epsilon=0.2,
-        scale_rewards="group",
-        num_iterations=4,
+        D1 | estimator("random_masks") | loss("clipped_views", "grpo", 4, beta=0.04) | advantage("trl", "group"),
     ),
-    "bgpo": row(
+    "bgpo": Method(
         "BGPO, arXiv 2510.11683",
+        D1 | estimator("elbo", num_views=16, stratified=True) | loss("bgpo", "sum", 1) | advantage("trl", "group"),
         scale(5e-07, 8),
-        estimator="elbo",
-        p_mask_prompt=0.0,
-        objective="bgpo",
-        loss_type="sum",
-        epsilon=0.2,
-        beta=0.0,
-        scale_rewards="group",
-        num_iterations=1,
-        num_views=16,
-        stratified=True,
     ),
-    "stable-drl": row(
+    "stable-drl": Method(
         "StableDRL, arXiv 2603.06743",
+        D1
+        | estimator("spg", p_mask_prompt=0.15, num_views=2)
+        | loss("stable_drl", "sum", 2, epsilon=0.5, eubo_beta=1.5, eubo_share=0.5, ratio_cap=5.0),
         scale(2e-06, 16),
-        estimator="spg",
-        objective="stable_drl",
-        loss_type="sum",
-        beta=0.0,
-        num_iterations=2,
-        num_views=2,
-        eubo_beta=1.5,
-        eubo_share=0.5,
-        ratio_cap=5.0,
     ),
-    "reinforce": row(
+    "reinforce": Method(
         "the policy gradient of LLaDA's bound, Williams 1992, arXiv 2502.09992",
-        estimator="elbo",
-        p_mask_prompt=0.0,
-        objective="reinforce",
-        loss_type="grpo",
-        epsilon=0.2,
-        beta=0.0,
-        num_iterations=1,
-        num_views=4,
-        antithetic=True,
-        stratified=True,
+        D1 | estimator("elbo", num_views=4, antithetic=True, stratified=True) | loss("reinforce", "grpo", 1),
     ),
 }

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from d1.rl.rows import LossInputs, known
-from d1.rl.sampling_weights import mean_logps, where_scored
-from d1.rl.updates import Batch, fitted
+from d1.rl.updates import Batch, fitted, mean_logps, where_scored
 
 
 def prompt_masked(batch: Batch) -> float:
@@ -41,19 +40,16 @@ def sampling_gap(
 ) -> dict[str, float]:
     """How far the policy that sampled is from the one that is trained, before the first inner update.
 
-    A token's log-prob is the mean over the views that score it. The mean difference of log-probs estimates the KL from
-    the first policy to the second (Schulman's k1). Under d1's estimator it is not zero for the exact sampler either: a
-    token is revealed with others in place, and scored alone. Under replay it is.
-
-    With sampling weights also their mean, and the share of tokens that the cap holds back.
+    A token's log-prob is the mean over the views that score it. The mean difference estimates the KL between the two
+    (Schulman's k1); for the exact sampler it is zero under replay, but not under d1's estimator, which scores each
+    token alone. With sampling weights also their mean, and the share of tokens that the cap holds back.
     """
     scored, logps = where_scored(inputs), mean_logps(inputs.logps.detach(), inputs)
     gap = (fitted(batch["rollout_logps"], logps.shape[1]) - logps).masked_fill(~scored, 0.0)
     sums = {"sampling/logp_difference_mean": gap.sum(), "sampling/logp_difference_abs": gap.abs().sum()}
     if inputs.sampling_weights is not None and cap is not None:
-        weights = inputs.sampling_weights
-        sums |= {"sampling/weight_mean": (weights * scored).sum()}
-        sums |= {"sampling/weight_capped": ((weights >= cap) & scored).sum()}
+        sums["sampling/weight_mean"] = (inputs.sampling_weights * scored).sum()
+        sums["sampling/weight_capped"] = ((inputs.sampling_weights >= cap) & scored).sum()
     *totals, count = gather(torch.stack([*sums.values(), scored.sum()])).view(-1, len(sums) + 1).sum(0).tolist()
     largest = gather((-gap).masked_fill(~scored, -torch.inf).max().exp()).max().item()
     means = {name: total / max(count, 1) for name, total in zip(sums, totals, strict=True)}

@@ -24,15 +24,10 @@ def most_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
 
 
 def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None) -> dict[str, Any]:
-    """The plan: name -> number, as the console shows it.
+    """The plan: name -> number, as the console shows it; `block_size` is that of a block-causal model.
 
-    Passes are those of one row, in a rollout and all updates on it, and the most there can be. Fewer are made where a
-    row ends before its canvas does, or a parallel sampler reveals more than is due, and where a view hides no token
-    that is scored: two draws of the same step are one view, and a completion of few steps or tokens has no more views
-    than these.
-
-    Args:
-        block_size: of a block-causal model.
+    Passes are the maximum per row, in a rollout and all updates on it. There are fewer where a completion ends early, a
+    parallel sampler reveals more than is due, or a view hides no scored token.
 
     Raises:
         ValueError: the training problems are too few for one rollout.
@@ -66,11 +61,7 @@ def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None)
 
 
 def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
-    """Passes of one row through the model, in a rollout and all updates on it: what for -> how many.
-
-    Args:
-        views: of a row in an update, those that score something.
-    """
+    """Passes of one row, in a rollout and all updates on it: what for -> how many; `views` is per update."""
     every = args.num_iterations * views
     # Views that every update shares are scored once.
     before = every if args.random_masking and ESTIMATORS[args.estimator].draws(args.view_settings()) else views

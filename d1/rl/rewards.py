@@ -1,7 +1,5 @@
-"""Reward functions: what they may return, the error where one fails, and the accuracy, which is logged only.
-
-A reward is a number that is finite as float32, or None where the function does not apply (TRL's convention). Anything
-else ends the run with an error that names function, task and row.
+"""Reward functions: a reward is a number that is finite as float32, or None where the function does not apply (TRL's
+convention). Anything else ends the run with an error that names function, task and row.
 """
 
 from __future__ import annotations
@@ -11,11 +9,12 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -60,11 +59,7 @@ def reward_or_none(value: Any, row: int) -> float | None:
 
 
 def checked(values: Any, rows: int) -> list[float | None]:
-    """What a reward function returned, as one float or None per row.
-
-    Raises:
-        BadReward: not a list, of another length, or with something in it that `reward_or_none` refuses.
-    """
+    """What a reward function returned, as one float or None per row. Raises BadReward for anything else."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise BadReward(f"returned {type(values).__name__}, not a list with one reward per row")
     listed = list(values)
@@ -74,11 +69,7 @@ def checked(values: Any, rows: int) -> list[float | None]:
 
 
 def rewards_of(function: Reward, **kwargs: Any) -> list[float | None]:
-    """What a reward function, `async` or not, gives each row.
-
-    Raises:
-        BadReward: it returned something else.
-    """
+    """What a reward function, `async` or not, gives each row. Raises BadReward where it returned something else."""
     if is_async_callable(function):
         with ThreadPoolExecutor(1) as thread:  # the caller's may be running an event loop
             values = thread.submit(asyncio.run, function(**kwargs)).result()
@@ -100,14 +91,18 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
         return function  # a reward model: TRL runs those itself
     name = get_callable_name(function)
 
-    def refuse(error: Exception, kwargs: dict[str, Any]) -> NoReturn:
-        path = folder / f"reward_error_{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        row = failing_row(function, kwargs, error)
-        path.write_text(json.dumps(row, indent=1, default=repr))
-        what = str(error) if isinstance(error, BadReward) else f"raised {type(error).__name__}: {error}"
-        where = "no single row" if row["row"] is None else f"row {row['row']} of its batch"
-        raise RewardError(f"reward {name} of task {task or '?'} {what}, on {where}; see {path}") from error
+    @contextmanager
+    def refusing(kwargs: dict[str, Any]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            path = folder / f"reward_error_{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            row = failing_row(function, kwargs, error)
+            path.write_text(json.dumps(row, indent=1, default=repr))
+            what = str(error) if isinstance(error, BadReward) else f"raised {type(error).__name__}: {error}"
+            where = "no single row" if row["row"] is None else f"row {row['row']} of its batch"
+            raise RewardError(f"reward {name} of task {task or '?'} {what}, on {where}; see {path}") from error
 
     def counted(values: Any, kwargs: dict[str, Any]) -> list[float | None]:
         rewards = checked(values, len(kwargs["completions"]))
@@ -117,16 +112,12 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
         return rewards
 
     def wrapper(**kwargs: Any) -> list[float | None]:
-        try:
+        with refusing(kwargs):
             return counted(function(**kwargs), kwargs)
-        except Exception as error:
-            refuse(error, kwargs)
 
     async def async_wrapper(**kwargs: Any) -> list[float | None]:
-        try:
+        with refusing(kwargs):
             return counted(await function(**kwargs), kwargs)
-        except Exception as error:
-            refuse(error, kwargs)
 
     chosen = functools.wraps(function)(async_wrapper if is_async_callable(function) else wrapper)
     chosen.__name__ = name  # which partials and instances lack
@@ -143,11 +134,10 @@ def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> d
     rest = {key: value for key, value in kwargs.items() if key not in columns}
 
     def raises(row: int) -> bool:
-        try:
+        with suppress(Exception):
             rewards_of(function, **{key: [value[row]] for key, value in columns.items()}, **rest)
-        except Exception:
-            return True
-        return False
+            return False
+        return True
 
     found = error.row if isinstance(error, BadReward) else next(filter(raises, range(rows)), None)
     return {"row": found} | (columns if found is None else {key: value[found] for key, value in columns.items()})
@@ -165,11 +155,7 @@ def accuracy_of(task: ModuleType) -> Reward:
 
 
 def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
-    """Calls every reward of a task on an empty completion, so that one which cannot work is known now.
-
-    Args:
-        rows: the training rows, with the columns that the rewards ask for.
-        name: the task's, for the error.
+    """Calls every reward of task `name` on an empty completion of the first training row.
 
     Raises:
         ValueError: a reward raises, or returns something that `checked` refuses.

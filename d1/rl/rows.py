@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -31,11 +31,8 @@ class LossInputs:
         tokens: scored tokens of a micro-batch, on average over all of the rollout and all processes.
         log_ratios: (all rows of the rollout,) `sequence_log_ratios` on all processes, of the policy before this update;
             None unless `Objective.over_all_rows`.
-        sampling_weights: (rows, tokens), of each token's part of the policy gradient (`sampling_weights.py`); None
+        sampling_weights: (rows, tokens), of each token's part of the policy gradient (`truncated_weights`); None
             where `sampling_weight_cap` is.
-
-    Raises:
-        ValueError: the weights have another shape than the log-probabilities, so would be broadcast.
     """
 
     view_logps: Tensor
@@ -85,19 +82,14 @@ def known(view_logps: Tensor | None) -> Tensor:
     return view_logps
 
 
-class LossSettings(Protocol):
-    """What the losses here read of a run's settings. A run gives its `DiffuGRPOConfig`: yours may read any field."""
-
-    loss_type: str
-    epsilon: float
-    epsilon_high: float | None
-    max_completion_length: Any
-    eubo_beta: float
-    eubo_share: float
-    ratio_cap: float
-
-
-MEANS = ("sum", "grpo", "dr_grpo", "bnpo", "dapo")
+# What a `loss_type` makes of losses (rows,), sums over tokens: TRL's mean of that name, and "sum" for none of its own.
+MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
+    "sum": lambda rows, inputs, settings: rows.mean(),
+    "grpo": lambda rows, inputs, settings: (rows / inputs.lengths).mean(),
+    "dr_grpo": lambda rows, inputs, settings: rows.mean() / settings.max_completion_length,
+    "bnpo": lambda rows, inputs, settings: rows.sum() / inputs.mask.sum().clamp(min=1),
+    "dapo": lambda rows, inputs, settings: rows.sum() / inputs.tokens.clamp(min=1),
+}
 
 
 @dataclass(frozen=True)
@@ -115,9 +107,6 @@ class Objective:
         loss_types: the values of `loss_type` that it knows.
         own_kl: the penalty that the loss adds itself.
         settings: those of `epsilon`, `loss_type`, ... that it reads: to set another one is an error. None: unknown.
-
-    Raises:
-        ValueError: the log-ratios of all rows need the old log-probabilities.
     """
 
     loss: Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]] | None
@@ -126,7 +115,7 @@ class Objective:
     per_view: bool = False
     per_draw: bool = False
     linear: bool = True
-    loss_types: tuple[str, ...] = MEANS
+    loss_types: tuple[str, ...] = tuple(MEANS)
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None
 
@@ -134,17 +123,13 @@ class Objective:
         if self.over_all_rows and not self.reads_old:
             raise ValueError("an Objective with over_all_rows compares with the old policy: it needs reads_old=True")
 
-    def __call__(self, inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
-        """The loss and its metrics.
-
-        Raises:
-            ValueError: the function returned something else.
-        """
+    def __call__(self, inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+        """The loss and its metrics. Raises ValueError where the function returned something else."""
         assert self.loss is not None
         returned = self.loss(inputs, settings)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
             raise ValueError(f"{called(self.loss)} returned {described(returned)}: expected a pair (loss, metrics)")
-        check_scalar(self.loss, returned[0], inputs)
+        checked_scalar(self.loss, returned[0], inputs)
         for name, value in returned[1].items():
             if not isinstance(value, int | float):
                 raise ValueError(f"{called(self.loss)} gave the metric {name!r}: {described(value)}, expected a number")
@@ -159,9 +144,6 @@ class Penalty:
         value: gives the penalty, a scalar for one micro-batch.
         to: whose log-probabilities it compares the policy with. Those of the "reference" need a reference model.
         settings: as of `Objective`.
-
-    Raises:
-        ValueError: `to` is neither.
     """
 
     value: Callable[[LossInputs, Any], Tensor]
@@ -172,11 +154,9 @@ class Penalty:
         if self.to not in ("reference", "old"):
             raise ValueError(f"a Penalty is to 'reference' or to 'old', got {self.to!r}")
 
-    def __call__(self, inputs: LossInputs, settings: LossSettings) -> Tensor:
+    def __call__(self, inputs: LossInputs, settings: Any) -> Tensor:
         """The penalty. Raises ValueError where the function returned something else than a scalar with a gradient."""
-        returned = self.value(inputs, settings)
-        check_scalar(self.value, returned, inputs)
-        return returned
+        return checked_scalar(self.value, self.value(inputs, settings), inputs)
 
 
 @dataclass(frozen=True)
@@ -201,8 +181,8 @@ class Advantage:
         return returned
 
 
-def check_scalar(function: object, value: object, inputs: LossInputs) -> None:
+def checked_scalar(function: object, value: Any, inputs: LossInputs) -> Tensor:
     """Raises ValueError unless a function returned a scalar, with a gradient where the policy's log-probs have one."""
-    scalar = isinstance(value, Tensor) and value.dim() == 0
-    if not scalar or (inputs.view_logps.requires_grad and not value.requires_grad):  # type: ignore[attr-defined]
-        raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar tensor with a gradient")
+    if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad >= inputs.view_logps.requires_grad:
+        return value
+    raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar tensor with a gradient")

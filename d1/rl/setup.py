@@ -88,21 +88,12 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
         cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
         return trainer, RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
 
-    facts = {
-        "plan": numbers,
-        "paper": find_method(args.method).paper,
-        "changed": changed,
-        "validation_problems": len(eval_rows or []),
-    }
-    return facts, start
+    facts = {"plan": numbers, "paper": find_method(args.method).paper, "changed": changed}
+    return facts | {"validation_problems": len(eval_rows or [])}, start
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
-    """Training rows and, if the run evaluates, validation rows, with the columns the rewards ask for.
-
-    Raises:
-        ValueError: there are no rows, or they have no prompt.
-    """
+    """Training rows and, if the run evaluates, validation rows. Raises ValueError for none, or none with a prompt."""
     train = task.load_rows("train", args.data_file)
     evaluation = None
     if args.eval_strategy != "no":
@@ -139,23 +130,17 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
 
 
 def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
-    """The LoRA adapter to train, None for all weights; `--lora_target_modules` means what it means in SFT.
-
-    TRL 1.16 makes a text of a list of one name, which PEFT takes for a pattern that the whole name must match.
-    """
+    """The LoRA adapter to train, None for all weights; `--lora_target_modules` means what it means in SFT."""
     config: Any = get_peft_config(model_args)
-    if config is not None and config.target_modules is not None:
+    if config is not None and config.target_modules is not None:  # TRL 1.16 makes a pattern of a list of one name
         config.target_modules = set(lora_targets(model, config.target_modules))
     return config
 
 
 def changed_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """The settings of a run that differ from those of its method, for its model card."""
-    defaults = {
-        field.name: field.default if field.default_factory is MISSING else field.default_factory()
-        for field in (*fields(args), *fields(model_args))
-    }
-    method = find_method(args.method)
+    every, method = (*fields(args), *fields(model_args)), find_method(args.method)
+    defaults = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in every}
     settings = {**args.to_dict(), **vars(model_args)}
     return ON_RESUME.differing(settings, {**defaults, **method.scale, **method.values}, SHOWN_ELSEWHERE)
 

@@ -19,7 +19,7 @@ from d1.rl.updates import Batch
 from d1.runs.checkpoints import broken
 
 REFERENCE = "reference.safetensors"
-FORMAT, KEYED_BY_MICRO_STEP = 4, 3  # of the files, now and before; version 0.1 wrote none
+FORMAT = 4  # of the files
 COUNTERS = {"batches", "losses", "compute", "step", "metrics", "completions"}
 
 
@@ -51,9 +51,8 @@ def save_rollout(trainer: Any, folder: Path) -> None:
         if isinstance(value, torch.Tensor)
     }
     save_file(tensors, tensors_file)
-    counters = {"format": FORMAT, "batches": len(batches), "losses": trainer.loss_sums()}
-    counters |= {"processes": trainer.accelerator.num_processes}
-    counters |= {"compute": int(trainer.compute), **trl_counters(trainer)}
+    counters = {"format": FORMAT, "batches": len(batches), "losses": trainer.loss_sums(), **trl_counters(trainer)}
+    counters |= {"processes": trainer.accelerator.num_processes, "compute": int(trainer.compute)}
     counters_file.write_text(json.dumps(counters, default=list))  # the completions' columns are deques
     if trainer.args.sync_ref_model and trainer.args.should_save:
         reference = {name: value.detach().cpu().contiguous() for name, value in reference_weights(trainer)}
@@ -76,38 +75,26 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:
-    """The counters of one process in a checkpoint, of any version.
-
-    Raises:
-        ValueError: the file is missing or damaged.
-    """
+    """The counters of one process in a checkpoint. Raises ValueError where the file is missing or damaged."""
     file = _files(folder, rank)[1]
     with reading(file):
         counters = json.loads(file.read_text())
         if not isinstance(counters, dict) or "step" not in counters:
             raise ValueError("no counters of a run")
-        if missing := COUNTERS - counters.keys() if counters.get("format", 0) >= KEYED_BY_MICRO_STEP else ():
+        if missing := COUNTERS - counters.keys() if counters.get("format", 0) >= 3 else ():
             raise ValueError(f"without {', '.join(sorted(missing))}")
         return counters
 
 
 def check_rollout(folder: Path, args: Any) -> None:
-    """Refuses a checkpoint in which the rollout is incomplete, or was made by a run that this one cannot continue.
-
-    Args:
-        args: the run's `DiffuGRPOConfig`.
-
-    Raises:
-        ValueError: says what to do instead.
-    """
+    """Raises ValueError for a checkpoint whose rollout is incomplete or that a run of `args` cannot continue."""
     counters = read_counters(folder)
     version, accumulation = counters.get("format"), args.gradient_accumulation_steps
-    if version != FORMAT and (version != KEYED_BY_MICRO_STEP or accumulation > 1):
-        why = f"had other random numbers at gradient_accumulation_steps {accumulation}"
+    if version != FORMAT and (version != 3 or accumulation > 1):  # version 3 keyed random numbers by micro-step
+        other = f"had other random numbers at gradient_accumulation_steps {accumulation}"
         raise ValueError(
-            f"{folder} was written by an earlier version, whose rollouts "
-            f"{why if version == KEYED_BY_MICRO_STEP else 'kept less'}: finish that run with the version that began "
-            "it, or start anew from its weights with --model_path and another --output_dir"
+            f"{folder} was written by an earlier version, whose rollouts {other if version == 3 else 'kept less'}: "
+            "finish that run with that version, or start anew from its weights (--model_path, another --output_dir)"
         )
     processes = counters.get("processes", len([*folder.glob("rollout_rank*.json")]))
     if processes != args.world_size:
@@ -128,11 +115,7 @@ def check_rollout(folder: Path, args: Any) -> None:
 
 
 def load_rollout(trainer: Any, folder: Path) -> None:
-    """Puts back what `save_rollout` wrote.
-
-    Raises:
-        ValueError: `check_rollout` refuses the checkpoint, or a file is damaged.
-    """
+    """Puts back what `save_rollout` wrote. Raises ValueError as `check_rollout` does, or for a damaged file."""
     check_rollout(folder, trainer.args)
     rank = trainer.accelerator.process_index
     tensors_file, counters_file = _files(folder, rank)

@@ -56,11 +56,8 @@ class Parser(TrlParser):
         refuse_flags(self, message)
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> tuple[Any, ...]:
-        args = [
-            part
-            for word in (sys.argv[1:] if args is None else args)
-            for part in (word.split("=", 1) if word.startswith("--config=") else [word])
-        ]
+        words = sys.argv[1:] if args is None else args
+        args = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
         if args[-1:] == ["--config"]:
             self.error("argument --config: expected the path of a yaml file")
         from d1.rl.choose_method import find_method
@@ -77,9 +74,9 @@ class Parser(TrlParser):
         except ValueError as error:
             hints = [f"--{old} is now --{new}" for old, new in RENAMED.items() if f"--{old}" in str(error)]
             unknown = re.search(r"(?:arguments are not used by|Unknown arguments from).*?(\[.*?\])", str(error))
-            if unknown:
-                words = " ".join(map(str, ast.literal_eval(unknown[1])))
-                hints = hints or [f"there is no such setting: {words} (--help lists them)"]
+            if unknown and not hints:
+                named = " ".join(map(str, ast.literal_eval(unknown[1])))
+                hints = [f"there is no such setting: {named} (--help lists them)"]
             if not hints:
                 raise
             raise ValueError("; ".join(hints)) from error

@@ -21,22 +21,24 @@ from trl.trainer.utils import pad
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
-from d1.rl.advantages import Everyone, keep_prompts, reshaped
 from d1.rl.bridge import CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.budget import total_compute
+from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
-from d1.rl.objectives import OBJECTIVES, LossInputs, sequence_log_ratios
-from d1.rl.penalties import PENALTIES
+from d1.rl.objectives import OBJECTIVES, PENALTIES, LossInputs, sequence_log_ratios
 from d1.rl.rewards import guarded
-from d1.rl.rollouts import joined, sampled_rows
 from d1.rl.state import RestoreRollout, save_rollout
-from d1.rl.trainer_checks import check_trainer, refuse_tools
 from d1.rl.updates import (
     Batch,
+    Everyone,
     draw_updates,
     evaluating,
+    joined,
+    keep_prompts,
     loss_inputs,
+    reshaped,
+    sampled_rows,
     score_batch,
     score_updates,
     updates_are_alike,
@@ -45,7 +47,7 @@ from d1.rl.updates import (
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.divergence import bad_loss, check_weights
 from d1.sampling import Rollout, eos_cut, rollout
-from d1.scoring import ESTIMATORS, Randomness, Scores, Views
+from d1.scoring import ESTIMATORS, Scores, Views
 from d1.scoring.rollouts import randomness
 
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
@@ -56,7 +58,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     """GRPO for masked diffusion language models.
 
     Args:
-        model: from `d1.models.load_model`, so that logits score the token at their own position.
+        model: from `d1.models.load_model`.
         reward_funcs: TRL's signature, `f(prompts, completions, **columns) -> list[float]`.
         args: `DiffuGRPOConfig`.
         train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
@@ -77,7 +79,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         task_name: str = "",
         **kwargs: Any,
     ) -> None:
-        refuse_tools(kwargs)
+        for name in ("tools", "rollout_func", "environment_factory"):
+            if kwargs.get(name):
+                raise ValueError(f"{name} is not supported: diffusion rollouts are sampled as one canvas")
         self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
         if self.mask_token_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
@@ -120,12 +124,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         number = micro_batch // (args.steps_per_generation * self.num_iterations)
         return args.seed, stream + number * len(STREAMS), step
 
-    def randomness(self, rows: int) -> list[Randomness]:
-        """What the views of a rollout's rows are drawn with, for each inner update."""
-        total, first = self.accelerator.num_processes * rows, self.accelerator.process_index * rows
-        shared = keyed_generator(*self.key("views"))
-        return randomness(self.generators("views", rows), shared, first, total, self.num_iterations)
-
     def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
         """One generator per row: a function of the rollout's key and of the row's number over all processes."""
         key, first = self.key(purpose), self.accelerator.process_index * rows  # TRL deals out rows in the ranks' order
@@ -135,11 +133,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     # --- Rollout ------------------------------------------------------------------------------------------------------
 
     def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], Batch]:
-        """Samples one canvas per prompt: completions that end with their first EOS, and a record of the whole canvas.
-
-        The record, (rows, canvas) each: `canvas_ids` and `reveal_steps`, int64; `rollout_logps` and
-        `rollout_entropies`, fp32. The tokens after an EOS are in it, because they were there when others were revealed.
-        """
+        """Samples one canvas per prompt: completions that end with their first EOS, and a record of the whole canvas,
+        (rows, canvas) each: `canvas_ids` and `reveal_steps`, int64; `rollout_logps` and `rollout_entropies`, fp32."""
         started = time.perf_counter()
         tensors = [torch.tensor(ids) for ids in prompt_ids]
         padding = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
@@ -184,15 +179,17 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def after_rollout(self, batch: Batch) -> None:
         """Adds views, old and reference log-probs of every update, (rows, mu, ...) each."""
         rows = len(batch["canvas_ids"])
-        everyone = Everyone(self.accelerator.gather, self.accelerator.process_index * rows)
+        total, first = self.accelerator.num_processes * rows, self.accelerator.process_index * rows
+        everyone = Everyone(self.accelerator.gather, first)
         group = self.num_generations if self.mode == "train" else self.num_generations_eval
         if self.args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
         batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
-        sampled, updates = sampled_rows(batch, self.model.config, protected), self.randomness(rows)
+        generators, shared = self.generators("views", rows), keyed_generator(*self.key("views"))
+        updates = randomness(generators, shared, first, total, self.num_iterations)
         how = (ESTIMATORS[self.args.estimator], self.args.view_settings(), not self.args.random_masking)
-        batch |= draw_updates(sampled, updates, *how)
+        batch |= draw_updates(sampled_rows(batch, self.model.config, protected), updates, *how)
         self.log_metric("prompt_masked", prompt_masked(batch))
         self.score_rollout(batch)
         self.evaluation_rollouts += self.mode == "eval"
@@ -266,7 +263,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             batch["log_ratios"] = everyone
 
     def check_finite(self, loss: Tensor, inputs: LossInputs, batch: Batch) -> None:
-        """Stops the run at a loss that is not finite."""
         if not torch.isfinite(loss):
             rows = rows_to_blame(batch, inputs.logps.detach(), self.text_tokenizer.decode)
             raise bad_loss(loss.item(), rows, self.args.output_dir, self.state.global_step, self.args.process_index)

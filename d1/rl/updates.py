@@ -10,19 +10,22 @@ A batch is a dictionary of tensors, as TRL makes it, with
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from d1.models.head import run_inside
+from d1.models.kinds import block_size
+from d1.rl.objectives import ADVANTAGES
 from d1.rl.rows import LossInputs
-from d1.rl.sampling_weights import truncated_weights
+from d1.sampling import Rollout
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
+from d1.scoring.rollouts import blocks_of
 
 Batch = dict[str, Any]
 
@@ -34,12 +37,9 @@ def draw_updates(
     settings: ViewSettings,
     shared: bool = False,
 ) -> Batch:
-    """`view_noise` and `view_weights` of each update.
+    """`view_noise` and `view_weights` of each update; with `shared`, those of the first for all.
 
     They are drawn on the CPU, where the generators are: on a device an estimator would wait for it row by row.
-
-    Args:
-        shared: all updates share the views of the first.
     """
     draws, device, sampled = 1 if shared else len(updates), sampled.scored.device, sampled.to("cpu")
     drawn = [estimator(sampled, random, settings) for random in updates[:draws]] * (len(updates) // draws)
@@ -64,11 +64,7 @@ def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
 def score_updates(
     model: Any, batch: Batch, score_one: Callable[[Any, Batch, Views], Scores], only_first: bool
 ) -> Tensor:
-    """Log-probs (rows, mu, views, canvas) in the views of every update, without dropout.
-
-    Args:
-        only_first: the first update's stand for all.
-    """
+    """Log-probs (rows, mu, views, canvas) in the views of every update (or of the first, for all), without dropout."""
     updates = batch["view_noise"].shape[1]
     with evaluating(model):
         scored = [score_one(model, batch, views_of(batch, k)).view_logps for k in range(1 if only_first else updates)]
@@ -76,20 +72,9 @@ def score_updates(
 
 
 def score_batch(
-    model: Any,
-    batch: Batch,
-    views: Views,
-    *,
-    mask_token_id: int,
-    size: int | None = None,
-    with_entropies: bool = False,
-    views_at_once: int = 1,
+    model: Any, batch: Batch, views: Views, *, size: int | None = None, with_entropies: bool = False, **options: Any
 ) -> Scores:
-    """Log-probs (rows, canvas) in fp32, and entropies, `size` rows at a time (all by default).
-
-    Args:
-        model: as wrapped for training.
-    """
+    """`score` of a batch, `size` rows at a time (all by default), by a model as it is wrapped for training."""
     rows, gen_length = batch["canvas_ids"].shape
     parts = []
     for start in range(0, rows, size or rows):
@@ -100,19 +85,14 @@ def score_batch(
             attention_mask=batch["prompt_mask"][some],
             completion_ids=batch["canvas_ids"][some],
             views=Views(views.noise[some], views.weights[some]),
-            mask_token_id=mask_token_id,
             gen_length=gen_length,
             with_entropies=with_entropies,
-            views_at_once=views_at_once,
+            **options,
         )
         parts.append(run_inside(model, compute))
     logps, view_logps, tokens, entropies = zip(*parts, strict=True)
-    return Scores(
-        torch.cat(logps),
-        torch.cat(view_logps),
-        torch.stack(tokens).sum(),
-        torch.cat(entropies) if with_entropies else None,
-    )
+    all_entropies = torch.cat(entropies) if with_entropies else None
+    return Scores(torch.cat(logps), torch.cat(view_logps), torch.stack(tokens).sum(), all_entropies)
 
 
 def loss_inputs(
@@ -170,3 +150,85 @@ def evaluating(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+def joined(parts: Iterable[Rollout]) -> Rollout:
+    """The rows of several rollouts in one."""
+    columns = zip(*([getattr(part, field.name) for field in fields(Rollout)] for part in parts), strict=True)
+    return Rollout(*map(torch.cat, columns))
+
+
+def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
+    """(rows, prompt) bool, the tokenizer's special tokens."""
+    # Those without a role of their own are only flagged, such as LLaDA's header tokens.
+    flagged = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
+
+
+def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
+    """What estimators may know of a batch that a model of this config sampled; special tokens of a tokenizer can be
+    kept from being hidden."""
+    maskable = batch["prompt_mask"].bool()
+    if protect_specials_of is not None:
+        maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
+    return SampledRows(
+        prompt_ids=batch["prompt_ids"],
+        attention_mask=batch["prompt_mask"],
+        maskable=maskable,
+        completion_ids=batch["canvas_ids"],
+        scored=fitted(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool(),
+        reveal_steps=batch["reveal_steps"],
+        logps=batch["rollout_logps"],
+        entropies=batch["rollout_entropies"],
+        blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
+    )
+
+
+def where_scored(inputs: LossInputs) -> Tensor:
+    """(rows, tokens) bool, the completion's tokens that some view scores."""
+    return inputs.mask.bool() & (inputs.weights.sum(1) > 0)
+
+
+def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:
+    """(rows, tokens) weighted sums over views `logps` as means over the views that score a token."""
+    return logps / inputs.weights.sum(1).where(where_scored(inputs), 1.0)
+
+
+def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: float) -> Tensor:
+    """Truncated importance weights (rows, tokens): min(exp(old - sampled), cap), and 1 where a token is not scored.
+
+    The policies that sampled and that is trained differ where a sampler takes shortcuts (a cache), and where an
+    estimator scores a token in another state than the one it was revealed in (Ionides 2008; TRL's `token_truncate`).
+    The weights have no gradient, and a KL penalty is not weighted.
+
+    Args:
+        sampled: (rows, tokens) log-probs that the sampler recorded as it revealed the tokens.
+        old: (rows, tokens) the estimator's log-probs in the views of the update at hand, under the policy before the
+            first update on the rollout; for an objective without a ratio, under the policy at hand.
+    """
+    gap = mean_logps(old, inputs) - sampled
+    return gap.masked_fill(~where_scored(inputs), 0.0).exp().clamp(max=cap)
+
+
+class Everyone(NamedTuple):
+    """The rows of all processes: what gathers those here, and which of all the first row here is."""
+
+    gather: Callable[[Tensor], Tensor]
+    first: int
+
+
+def reshaped(advantages: Tensor, name: str, group: int, everyone: Everyone) -> Tensor:
+    """The advantages (rows,) that `name` makes of TRL's, in groups of `group` rows, which may span processes."""
+    if ADVANTAGES[name].of is None or group == 1:
+        return advantages
+    return ADVANTAGES[name](everyone.gather(advantages).view(-1, group)).flatten()[everyone.first :][: len(advantages)]
+
+
+def keep_prompts(batch: dict[str, Any], shares: Sequence[float], group: int, everyone: Everyone) -> float:
+    """Takes prompts with fewer or more right completions than `shares` out of the loss; returns the share kept."""
+    right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
+    kept = (right >= shares[0]) & (right <= shares[1])
+    rows = kept.repeat_interleave(group)[everyone.first :][: len(batch["advantages"])]
+    batch["completion_mask"] = batch["completion_mask"] * rows.unsqueeze(1)
+    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
+    return kept.float().mean().item()

@@ -9,7 +9,7 @@ from d1.lazy import lazily
 if TYPE_CHECKING:
     from d1.scoring.estimators import ESTIMATORS as ESTIMATORS
     from d1.scoring.estimators import Estimator as Estimator
-    from d1.scoring.one_step import mean_field_logps as mean_field_logps
+    from d1.scoring.masks import mean_field_logps as mean_field_logps
     from d1.scoring.rollouts import Randomness as Randomness
     from d1.scoring.rollouts import SampledRows as SampledRows
     from d1.scoring.rollouts import ViewSettings as ViewSettings
@@ -26,7 +26,7 @@ HOMES = {
     "ViewSettings": "rollouts",
     "Scores": "views",
     "Views": "views",
-    "mean_field_logps": "one_step",
+    "mean_field_logps": "masks",
     "score": "views",
     "views_of_canvas": "views",
 }

@@ -20,6 +20,15 @@ from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_no
 from d1.scoring.views import Views, views_of_canvas
 
 
+def weighed(
+    prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor, opposite: Tensor, antithetic: bool
+) -> Views:
+    """Views of draws; with `antithetic`, also those that hide the other tokens, with the weights `opposite`."""
+    if antithetic:
+        hidden, weights = torch.cat([hidden, ~hidden], dim=1), torch.cat([weights, opposite], dim=1) / 2
+    return views_of_canvas(prompt_noise, hidden, scored, weights.unsqueeze(-1))
+
+
 def elbo_views(prompt_noise: Tensor, times: Tensor, numbers: Tensor, scored: Tensor, antithetic: bool) -> Views:
     """A view for each time (rows, draws); it hides the tokens whose number (rows, draws, canvas) is below the time.
 
@@ -27,12 +36,8 @@ def elbo_views(prompt_noise: Tensor, times: Tensor, numbers: Tensor, scored: Ten
         prompt_noise: (rows, views or 1, prompt) bool.
         antithetic: a second view for each time t, of 1 - t and 1 minus the numbers: it hides the other tokens.
     """
-    draws = times.shape[1]
-    hidden, weights = numbers < times.unsqueeze(-1), 1 / (draws * times)
-    if antithetic:
-        hidden = torch.cat([hidden, ~hidden], dim=1)
-        weights = torch.cat([weights, 1 / (draws * (1 - times))], dim=1) / 2
-    return views_of_canvas(prompt_noise, hidden, scored, weights.unsqueeze(-1))
+    draws, hidden = times.shape[1], numbers < times.unsqueeze(-1)
+    return weighed(prompt_noise, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
 
 
 def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, antithetic: bool) -> Views:
@@ -43,14 +48,9 @@ def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tens
         ranks: of scored tokens, 0..L-1 in random order.
         antithetic: a second view for each count, which hides the other tokens.
     """
-    draws, lengths = counts.shape[1], scored.sum(-1, keepdim=True)
-    hidden = ranks < counts.unsqueeze(-1)
-    weights = (lengths + 1) / (draws * counts.clamp(min=1))
-    if antithetic:
-        hidden = torch.cat([hidden, ~hidden], dim=1)
-        others = (lengths + 1) / (draws * (lengths - counts).clamp(min=1))
-        weights = torch.cat([weights, others], dim=1) / 2
-    return views_of_canvas(prompt_noise, hidden, scored, weights.unsqueeze(-1))
+    draws, lengths, hidden = counts.shape[1], scored.sum(-1, keepdim=True), ranks < counts.unsqueeze(-1)
+    weights, opposite = ((lengths + 1) / (draws * count.clamp(min=1)) for count in (counts, lengths - counts))
+    return weighed(prompt_noise, hidden, scored, weights, opposite, antithetic)
 
 
 def views(settings: ViewSettings) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from d1.scoring import coupled, elbo, one_step, random_masks, replay, spg
+from d1.scoring import elbo, masks, replay, spg
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings
 from d1.scoring.views import Views
 
@@ -19,12 +19,12 @@ Draw = Callable[[SampledRows, Randomness, ViewSettings], Views]
 Asked = Callable[[ViewSettings], bool]
 
 
-def never(settings: ViewSettings) -> bool:
-    return False
-
-
 def always(settings: ViewSettings) -> bool:
     return True
+
+
+def never(settings: ViewSettings) -> bool:
+    return False
 
 
 def draws_some(settings: ViewSettings) -> bool:
@@ -60,11 +60,7 @@ class Estimator:
     settings: tuple[str, ...] | None = None
 
     def __call__(self, sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-        """The drawn views.
-
-        Raises:
-            ValueError: the function returned something else than views of these rows.
-        """
+        """The drawn views. Raises ValueError where the function returned something else than views of these rows."""
         drawn = self.draw(sampled, random, settings)
         if not isinstance(drawn, Views):
             raise ValueError(f"{called(self.draw)} returned {described(drawn)}: expected Views, of d1.scoring")
@@ -89,11 +85,11 @@ def described(value: object) -> str:
 
 BOUND = ("num_views", "antithetic", "stratified")
 ESTIMATORS: dict[str, Estimator] = {
-    "one_step": Estimator(one_step.draw, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
-    "coupled": Estimator(coupled.draw, lambda settings: 3, settings=()),
+    "one_step": Estimator(masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
+    "coupled": Estimator(masks.draw_coupled, lambda settings: 3, settings=()),
     "elbo": Estimator(elbo.draw, elbo.views, single=lambda settings: not settings.antithetic, settings=BOUND),
     "espo": Estimator(elbo.draw_counts, elbo.views, single=lambda settings: not settings.antithetic, settings=BOUND),
-    "random_masks": Estimator(random_masks.draw, partial=always, settings=()),
+    "random_masks": Estimator(masks.draw_random, partial=always, settings=()),
     "spg": Estimator(spg.draw, lambda settings: settings.draws, linear=False, settings=("num_views",)),
     "replay": Estimator(
         replay.draw,

@@ -9,7 +9,7 @@ chance (AGRPO, arXiv 2510.04019; d2's one segment an update): unbiased for the s
 
 The end of a completion counts as a token: a completion that is only an EOS has one segment.
 
-Of a block-causal model the steps are those of each block, counted from its first: a view holds one of every block.
+For a block-causal model the steps are counted from the first of each block: a view holds one step of every block.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def views(settings: ViewSettings) -> int:
 def segments_of(reveal_steps: Tensor, scored: Tensor, segments: int | None, segment_steps: int | None) -> Tensor:
     """(rows, canvas) the segment of each token's step; -1 for tokens that no step revealed.
 
-    `segments` are cut out of a row's steps up to the last that revealed a scored token: later ones, which have higher
-    numbers, are taken or not as the rollout's EOS stop has it, and must not move the others. A row of fewer steps has a
-    segment for each: of empty ones, draws would be spent on nothing.
+    `segments` split only the steps up to the last scored token: later ones depend on the EOS stop. A row of fewer steps
+    has one segment per step.
     """
     if segments:
         steps = last_scored(reveal_steps, scored) + 1
@@ -82,9 +81,8 @@ def chances(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str
 
 
 def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The segments (rows, draws) at which uniform `numbers` fall, and their weights: 1 / (draws x chance), of a segment
-    that is drawn several times the sum, at its first place.
-    """
+    """The segments (rows, draws) at which uniform `numbers` fall, and their weights: 1 / (draws x chance); for a
+    segment that is drawn several times the sum, at its first place."""
     draws = numbers.shape[1]
     chosen = torch.searchsorted(chance.cumsum(-1), numbers.double().contiguous(), right=True)
     last = (chance > 0).long().cumsum(-1).argmax(-1, keepdim=True)  # where rounding leaves the sum below a number
@@ -99,12 +97,12 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     scored = sampled.scored
     steps = within_blocks(sampled.reveal_steps, sampled.blocks)
     segments = segments_of(steps, scored, settings.segments, settings.segment_steps)
-    prompt, device = sampled.prompt_ids.shape[1], segments.device
-    if settings.num_views:
-        numbers = random.evenly_spread(settings.num_views).to(device)
-        chance = chances(segments, scored, sampled.entropies, settings.draw_steps)
-        return replay_views(prompt, segments, *drawn(chance, numbers), scored)
-    return every_view(prompt, segments, scored)
+    prompt = sampled.prompt_ids.shape[1]
+    if not settings.num_views:
+        return every_view(prompt, segments, scored)
+    numbers = random.evenly_spread(settings.num_views).to(segments.device)
+    chance = chances(segments, scored, sampled.entropies, settings.draw_steps)
+    return replay_views(prompt, segments, *drawn(chance, numbers), scored)
 
 
 def every_view(prompt: int, segments: Tensor, scored: Tensor) -> Views:

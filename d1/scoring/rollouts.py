@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,8 +73,9 @@ class SampledRows:
 
     def to(self, device: torch.device | str) -> SampledRows:
         """The same rows on a device."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        there: dict[str, Any] = {name: None if one is None else one.to(device) for name, one in columns.items()}
+        there: dict[str, Any] = {
+            name: value if value is None else value.to(device) for name, value in vars(self).items()
+        }
         return SampledRows(**there)
 
 
@@ -105,8 +106,7 @@ class Randomness:
 
     Attributes:
         rows: one generator a row, so that a row's views depend neither on its batch nor on the number of processes.
-        shared: in one state on all processes, for numbers that all rows of a rollout share out among themselves.
-            Everything drawn from it must be drawn for all rows, `total_rows`, not for those at hand.
+        shared: in the same state on all processes; always draw from it for all `total_rows`, not for those at hand.
         first_row: which row of the rollout, over all processes, the first row at hand is.
         total_rows: rows of the rollout, over all processes.
         spaced: (rows,) in [0, 1), uniform, and over a row's updates equally far apart, modulo 1 (UniGRPO's times).

@@ -5,10 +5,10 @@ number is hidden, and all after it are hidden: states as the sampler meets them.
 each of their tokens is hidden with probability `p_mask_prompt`. A view gives the mean over its hidden tokens, and the
 views' mean is SPG's lower form; `d1/rl/objectives.py` makes both of its forms of the views' log-probs.
 
-Neither form bounds a likelihood in general. With one block, which holds the whole completion, and nothing perturbed,
-the mean of the lower form over all draws is the any-order bound (`d1/scoring/elbo.py`) divided by the length: a bound
-from below. With more blocks it is none: blocks are averaged, and each view scores all later blocks, too. The released
-code takes the block as a random number modulo the number of blocks, which favours the first; here all are as likely.
+Neither form bounds a likelihood in general. With one block and nothing perturbed, the mean of the lower form over all
+draws is the any-order bound (`d1/scoring/elbo.py`) divided by the length. With more blocks it is no bound: blocks are
+averaged, and each view scores all later blocks, too. The released code favours the first block (a random number modulo
+the number of blocks); here all are equally likely.
 """
 
 from __future__ import annotations

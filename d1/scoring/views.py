@@ -8,17 +8,15 @@ completion, and the log-probability of token k is the weighted sum over the view
 An estimator (`d1/scoring/estimators.py`) is a way to draw views. They are plain tensors: drawn once a rollout, they are
 stored, shuffled, split and saved with their samples.
 
-Nothing of the prompt can be shared between views: every position attends to all others, so from the second layer on the
-states of even unmasked tokens depend on which others are hidden.
+Views cannot share the prompt's states: every position attends to all others, hidden or not.
 
-A block-causal model scores each block behind the finished blocks before it, as it samples them: there a view hides of
-the canvas what it hides of the token's own block, and earlier blocks are clean. All blocks of a view share one forward
-pass of two streams, the clean text and the noised canvas (`d1/models/two_streams.py`).
+A block-causal model scores each block given the finished blocks before it, as it samples them: a view hides tokens of
+the token's own block, and earlier blocks are clean. All blocks of a view share one forward pass of two streams, the
+clean text and the noised canvas (`d1/models/two_streams.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -92,8 +90,8 @@ class Scores(NamedTuple):
         logps: (rows, tokens) fp32, the weighted sum of log-probabilities; 0 where every weight is 0. Differentiable.
         view_logps: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored.
             Differentiable.
-        compute: scalar, tokens fed through the body; with gradients, thrice as many for the backward pass to come, or
-            four times where it computes them again.
+        compute: scalar, tokens processed by the transformer; times 3 with gradients, for the backward pass to come, or
+            times 4 where it computes them again.
         entropies: (rows, tokens), the same sum of the entropies in nats of the same distributions, without gradients;
             None unless asked for.
     """
@@ -118,16 +116,14 @@ def score(
 ) -> Scores:
     """Log-probabilities of completions, summed over views with their weights.
 
-    Row by row, only views that score something are computed. With gradients and more of them than one pass takes, each
-    pass is computed again when the backward pass comes to it, so that memory does not grow with the number of views
-    (but autograd adds up the passes' gradients in a buffer of its own: one more copy of those of all trained weights).
+    Only views that score something are computed. With gradients and several passes, the backward pass computes each
+    pass again, so that memory does not grow with the number of views (except for one more copy of all gradients).
 
     Args:
         model: from `d1.models.load_model`.
         prompt_ids, attention_mask: (rows, prompt), padded on the left.
         completion_ids: (rows, tokens), tokens <= gen_length.
-        gen_length: length of the canvas the completion was sampled on. All of it is visible to attention: a shorter one
-            would tell the model where the completion ends.
+        gen_length: length of the canvas the completion was sampled on; a shorter one would reveal the completion's end.
         views_at_once: a pass takes this many views of each row, on average.
 
     Raises:
@@ -143,8 +139,7 @@ def score(
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
     padded = padding_mask(visible) is not None  # a mask that hides nothing keeps compiled attention from fast kernels
 
-    # The host's copy says which passes to make and which states the head is for. The device is asked this one time:
-    # a boolean index on the device would ask it in every pass, and again in its backward pass.
+    # The host's copy says which passes to make: a boolean index on the device would wait for it in every pass.
     scored = views.weights.ne(0).cpu()
 
     def upload(values: Tensor) -> Tensor:
@@ -156,7 +151,10 @@ def score(
         states = run_body(clean[row], hidden, visible[row] if padded else None)
         states = states[:, -gen_length:][:, :width].flatten(0, 1)[at]
         logps, entropies = target_logps(model, states, completion_ids[row].flatten()[at], with_entropies=with_entropies)
-        placed = partial(put_at, at, (len(row), width))
+
+        def placed(values: Tensor) -> Tensor:
+            return values.new_zeros(len(row) * width).index_put((at,), values).view(len(row), width)
+
         return placed(logps), None if entropies is None else placed(entropies)
 
     run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id)
@@ -165,7 +163,9 @@ def score(
     passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # to keep in step; cut off again below
     recompute = torch.is_grad_enabled() and len(passes) > 1
     run: Callable[..., Any] = partial(checkpoint, compute, use_reentrant=False) if recompute else compute
-    logps, entropies = zip(*[run(upload(some), upload(places(scored, some))) for some in passes], strict=True)
+    places = [scored[some.unbind(1)].flatten().nonzero().squeeze(1) for some in passes]
+    computed = [run(upload(some), upload(at)) for some, at in zip(passes, places, strict=True)]
+    logps, entropies = zip(*computed, strict=True)
     pairs = upload(pairs)
 
     def by_view(values: tuple[Tensor, ...]) -> Tensor:
@@ -182,8 +182,8 @@ def score(
 
 
 def noised_tokens(model: Any, gen_length: int) -> int:
-    """Of a block-causal model, the last tokens of a text that are fed once more with noise: the canvas, and what of the
-    prompt may share its first block. Of others 0."""
+    """For a block-causal model, the last tokens of a text that are processed again with noise: the canvas, and prompt
+    tokens that may share its first block; else 0."""
     size = block_size(model.config)
     return 0 if size is None else gen_length + size - 1
 
@@ -203,21 +203,7 @@ def hidden_states(
 
 
 def pairs_to_score(scored: Tensor) -> Tensor:
-    """The (row, view) pairs (n, 2) that a forward pass is made for: all that score something, of `scored` (rows, views,
-    tokens), but at least one, since every loss needs a way to the weights. Of a single view it is all rows."""
-    rows, views = scored.shape[:2]
-    if views == 1:
-        row = torch.arange(rows)
-        return torch.stack([row, torch.zeros_like(row)], dim=1)
-    pairs = scored.any(-1).nonzero()
+    """The (row, view) pairs (n, 2) that a forward pass is made for: those that score something, of `scored` (rows,
+    views, tokens); of a single view all rows. At least one, since every loss needs a way to the weights."""
+    pairs = (scored.any(-1) | (scored.shape[1] == 1)).nonzero()
     return pairs if len(pairs) else pairs.new_zeros(1, 2)
-
-
-def places(scored: Tensor, pairs: Tensor) -> Tensor:
-    """(n,) where in the flattened (pairs, tokens) a token is scored."""
-    return scored[pairs.unbind(1)].flatten().nonzero().squeeze(1)
-
-
-def put_at(at: Tensor, shape: tuple[int, int], values: Tensor) -> Tensor:
-    """`values` (n,) at the n places `at` of a flattened tensor of this shape, 0 elsewhere."""
-    return values.new_zeros(math.prod(shape)).index_put((at,), values).view(shape)

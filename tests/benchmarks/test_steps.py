@@ -12,7 +12,7 @@ from benchmarks.random_models import MASK, random_model, random_prompts
 from d1.rl.methods import METHODS
 from d1.sampling import Rollout
 from d1.sampling.settings import SamplingSettings
-from d1.scoring.one_step import one_step_views
+from d1.scoring.masks import one_step_views
 
 SHAPE = {"size": "tiny", "rows": 4, "prompt": 6, "length": 8, "block": 4, "steps": 4, "mu": 2, "repeats": 1}
 

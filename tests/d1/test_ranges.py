@@ -24,7 +24,7 @@ from d1.eval import run as evaluation
 from d1.ranges import COUNT, NATURAL, NUMBER, SHARE, Range, check_ranges, ranges_of
 from d1.rl import curves
 from d1.rl import train as diffu_grpo_train
-from d1.rl.choices import AUTOREGRESSIVE_ONLY
+from d1.rl.combinations import AUTOREGRESSIVE_ONLY
 from d1.rl.config import INHERITED, DiffuGRPOConfig
 from d1.runs.entry import OneLineParser
 from d1.sft import SFTConfig

@@ -8,11 +8,11 @@ import torch
 from datasets import Dataset
 
 from d1.models import load_model, load_tokenizer
-from d1.rl.advantages import ADVANTAGES, Everyone, keep_prompts, reshaped
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.objectives import OBJECTIVES
+from d1.rl.objectives import ADVANTAGES, OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
+from d1.rl.updates import Everyone, keep_prompts, reshaped
 from tests.losses import random_inputs, settings
 
 REWARDS = [[0.0, 1.0, 0.25, 2.0], [1.0, 1.0, 1.0, 1.0], [-3.0, 0.5, 0.5, 0.0]]

@@ -14,7 +14,7 @@ from d1.rl.objectives import OBJECTIVES
 from d1.rl.rows import Objective
 from d1.rl.train import make_parser
 from d1.scoring import ESTIMATORS, Estimator
-from d1.scoring.one_step import draw
+from d1.scoring.masks import draw_one_step as draw
 
 BATCH = 240  # a multiple of every method's completions a prompt
 HERE = {"output_dir": "unused", "per_device_train_batch_size": BATCH, "use_cpu": not torch.cuda.is_available()}

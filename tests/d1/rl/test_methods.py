@@ -17,9 +17,8 @@ from d1.masking import keyed_generator
 from d1.rl.bridge import rollout_buffer
 from d1.rl.methods import METHODS
 from d1.rl.objectives import OBJECTIVES
-from d1.rl.rollouts import sampled_rows
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.rl.updates import draw_updates, views_of
+from d1.rl.updates import draw_updates, sampled_rows, views_of
 from d1.scoring import ESTIMATORS, Views
 from d1.scoring.rollouts import randomness
 from tests.tiny_grpo import TWO_BATCHES_A_STEP, by_letter, clockless, is_even, logged, make_method, same_mean, weights
@@ -418,5 +417,5 @@ def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss(tiny_model_dir, tm
 
 @pytest.mark.parametrize("method", [name for name in REPLAYS if name != "just-grpo"])
 def test_replay_of_guidance_is_refused(tiny_model_dir, tmp_path, method):
-    with pytest.raises(ValueError, match="these are no states of the model"):
+    with pytest.raises(ValueError, match="scores tokens in the states of the sampler"):
         make_method(tiny_model_dir, tmp_path, method, cfg_scale=1.0)

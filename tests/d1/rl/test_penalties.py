@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d1.rl.penalties import PENALTIES
+from d1.rl.objectives import PENALTIES
 from d1.rl.rows import MEANS
 from tests.losses import divisor, gradient, micro_batches, random_inputs, settings, trl_loss, trl_trainer
 

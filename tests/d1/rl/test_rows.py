@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from d1.rl.advantages import ADVANTAGES
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.objectives import OBJECTIVES
-from d1.rl.penalties import PENALTIES
+from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.rl.rows import Advantage, Objective, Penalty
 from d1.scoring import ESTIMATORS, Estimator
 from d1.scoring.spg import draw as draw_blocks

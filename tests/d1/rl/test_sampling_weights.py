@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from d1.rl.objectives import MEANS, OBJECTIVES
-from d1.rl.sampling_weights import truncated_weights
+from d1.rl.updates import truncated_weights
 from tests.losses import gradient, random_inputs, settings, trl_loss, trl_trainer
 from tests.tiny_grpo import logged, make_method, weights
 

@@ -70,14 +70,14 @@ def test_a_damaged_or_missing_file_is_named_with_what_to_do(checkpoint, name, da
     check_rollout(checkpoint, RUN)
     damage(checkpoint / name)
     with pytest.raises(
-        ValueError, match=rf"{name} {problem}.*continue from an earlier checkpoint with --resume"
+        ValueError, match=rf"{name} {problem}.*; no earlier checkpoint is left: start the run again"
     ) as told:
         check_rollout(checkpoint, RUN)
     assert "\n" not in str(told.value)
 
 
 def test_a_reference_that_is_missing_is_named(checkpoint):
-    with pytest.raises(ValueError, match=r"reference.safetensors is missing: continue from"):
+    with pytest.raises(ValueError, match=r"reference.safetensors is missing; no earlier checkpoint is left"):
         check_rollout(checkpoint, SimpleNamespace(**{**vars(RUN), "sync_ref_model": True}))
 
 
@@ -91,7 +91,7 @@ def test_another_number_of_processes_is_refused_with_theirs(checkpoint):
 
 def test_counters_of_another_kind_are_named_when_they_are_put_back(checkpoint, tiny_model_dir, tmp_path):
     edit(losses={"total": 0.0})(checkpoint / COUNTERS)
-    with pytest.raises(ValueError, match=f"{COUNTERS} is damaged .*last_logged.*continue from an earlier checkpoint"):
+    with pytest.raises(ValueError, match=f"{COUNTERS} is damaged .*last_logged.*no earlier checkpoint is left"):
         make_trainer(tiny_model_dir, tmp_path, **SAVED).train(resume_from_checkpoint=str(checkpoint))
 
 

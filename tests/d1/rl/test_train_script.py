@@ -83,7 +83,7 @@ def test_the_defaults_are_d1s():
         ({"cache_implementation": "static"}, "cache_implementation='static' belongs"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
         ({"use_vllm": True}, "use_vllm"),
-        ({"loss_type": "best"}, "--loss_type must be one of grpo, "),
+        ({"loss_type": "best"}, "the objective trl knows no loss_type best: take one of grpo, bnpo"),
         ({"importance_sampling_level": "word"}, "must be one of token, sequence"),
         ({"scale_rewards": "std"}, "must be one of none, group, batch"),
         ({"generation_batch_size": 6}, "rollout_batch_size"),

@@ -17,7 +17,7 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import ESTIMATORS, Estimator, Scores
-from d1.scoring.one_step import draw
+from d1.scoring.masks import draw_one_step as draw
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 

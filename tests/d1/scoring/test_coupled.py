@@ -4,7 +4,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.scoring import ESTIMATORS, Randomness
-from d1.scoring.coupled import SHARES, coupled_views
+from d1.scoring.masks import SHARES, coupled_views
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,

@@ -5,7 +5,7 @@ import torch
 
 from d1.masking import draw_mask, keyed_generator
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, ViewSettings
-from d1.scoring.one_step import one_step_views
+from d1.scoring.masks import one_step_views
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,

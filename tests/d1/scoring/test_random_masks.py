@@ -7,7 +7,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.scoring import ESTIMATORS, Randomness
-from d1.scoring.random_masks import random_mask_views
+from d1.scoring.masks import random_mask_views
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,

@@ -12,7 +12,7 @@ from d1.models.fit import LiveStorages
 from d1.models.head import token_entropies, token_logps
 from d1.scoring import Views, mean_field_logps
 from d1.scoring import score as score_views
-from d1.scoring.one_step import one_step_views
+from d1.scoring.masks import one_step_views
 from d1.scoring.views import views_of_canvas
 from tests.d1.scoring.enumeration import canvas_logits
 

@@ -1,0 +1,106 @@
+"""Estimators of few views with random masks: d1's, coupled-GRPO's and UniGRPO's.
+
+- `one_step`: every token as if it were revealed alone, in one step (d1, arXiv 2504.12216, section 3.1): the canvas is
+  all masks, and each token of the prompt is hidden at random.
+- `coupled`: the mean of d1's estimate and of that of two opposite masks (DiffuCoder, arXiv 2506.20639, section 4).
+  Biased by design: a mask's share of hidden tokens is never below 0.2 nor above 0.8, and, as in the release, the
+  expected weights sum to 1.5: 0.5 from the fully masked view and 0.5 from each of two complementary masks.
+- `random_masks`: the mean log-probability of the tokens that a mask hides (MMaDA, arXiv 2505.15809). Over the inner
+  updates on a rollout a row's share of hidden tokens starts at random and moves on in equal distances. Each is uniform
+  on [0, 1), and so the mean over all draws is L / (L + 1) of the any-order bound (`d1/scoring/elbo.py`) of a completion
+  of L tokens: hidden tokens weigh by one over the share that is in fact hidden, and a draw may hide none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d1.masking import draw_masks
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise
+from d1.scoring.views import Views, score, views_of_canvas
+
+SHARES = (0.2, 0.8)  # a coupled mask's share of hidden tokens is uniform between these
+
+
+def one_step_views(prompt_noise: Tensor, scored: Tensor, gen_length: int) -> Views:
+    """One view: the whole canvas hidden, and of the prompt what `prompt_noise` (rows, prompt) says.
+
+    Args:
+        scored: (rows, tokens) bool, the tokens of the completion that count, with weight 1.
+    """
+    canvas = prompt_noise.new_ones(len(prompt_noise), gen_length)
+    return Views(torch.cat([prompt_noise, canvas], dim=1).unsqueeze(1), scored.float().unsqueeze(1))
+
+
+def draw_one_step(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    """Each maskable token of the prompt is hidden with probability `settings.p_mask_prompt`."""
+    noise = draw_masks(sampled.maskable, settings.p_mask_prompt, random.rows)
+    return one_step_views(noise, sampled.scored, sampled.gen_length)
+
+
+def mean_field_logps(
+    model: Any,
+    prompt_ids: Tensor,
+    attention_mask: Tensor,
+    completion_ids: Tensor,
+    prompt_noise: Tensor,
+    *,
+    mask_token_id: int,
+    gen_length: int,
+) -> Tensor:
+    """One-step mean-field log-probabilities l_k = log softmax f(q' + masks)[o_k], q' the masked prompt.
+
+    Args:
+        prompt_ids, attention_mask: (rows, prompt), padded on the left.
+        completion_ids: (rows, completion), completion <= gen_length.
+        prompt_noise: (rows, prompt) bool, the prompt tokens to hide.
+        gen_length: length of the canvas the completion was sampled on.
+
+    Returns:
+        (rows, completion) fp32; differentiable where gradients are on.
+
+    Raises:
+        ValueError: the model was not prepared, or shapes do not fit each other.
+    """
+    if prompt_noise.shape != prompt_ids.shape:
+        raise ValueError(f"prompt_noise {tuple(prompt_noise.shape)} needs the prompt's shape {tuple(prompt_ids.shape)}")
+    views = one_step_views(prompt_noise, torch.ones_like(completion_ids, dtype=torch.bool), gen_length)
+    given = (prompt_ids, attention_mask, completion_ids, views)
+    return score(model, *given, mask_token_id=mask_token_id, gen_length=gen_length).logps
+
+
+def coupled_views(prompt_noise: Tensor, half: Tensor, share: Tensor, scored: Tensor) -> Views:
+    """Three views: all tokens hidden, those of `half` (rows, canvas), and the others.
+
+    Args:
+        prompt_noise: (rows, 1, prompt) bool, hidden in all three.
+        share: (rows,) the chance of each token to be in `half`.
+    """
+    hidden = torch.stack([torch.ones_like(half), half, ~half], dim=1)
+    weights = torch.stack([torch.full_like(share, 0.5), 0.5 / share, 0.5 / (1 - share)], dim=1).unsqueeze(-1)
+    return views_of_canvas(prompt_noise, hidden, scored, weights)
+
+
+def draw_coupled(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    low, high = SHARES
+    share = (low + (high - low) * random.uniform(1)[:, 0]).to(sampled.scored.device)
+    half = draw_masks(sampled.scored, share, random.rows)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
+    return coupled_views(noise, half, share, sampled.scored)
+
+
+def random_mask_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
+    """One view, which hides `hidden` (rows, canvas) and `prompt_noise` (rows, 1, prompt); its weights sum to a
+    completion's length."""
+    count = (hidden & scored).sum(-1).clamp(min=1)
+    weights = (scored.sum(-1) / count)[:, None, None]
+    return views_of_canvas(prompt_noise, hidden.unsqueeze(1), scored, weights)
+
+
+def draw_random(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    hidden = draw_masks(sampled.scored, random.spaced, random.rows)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
+    return random_mask_views(noise, hidden, sampled.scored)
