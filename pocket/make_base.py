@@ -32,8 +32,9 @@ from d1.models.two_streams import two_stream_states
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
+from pocket.answers import Draw
 from pocket.model_card import model_card
-from pocket.recipes import RECIPES, ROOT, Draw, Recipe, Writer
+from pocket.recipes import RECIPES, ROOT, STAGES, Recipe
 from pocket.tokenizer import build_tokenizer
 
 WARMUP_STEPS = 50
@@ -76,16 +77,15 @@ def build_model(
         return prepare(LlamaForCausalLM(config))
 
 
-def draw_batch(
-    tokenizer: PreTrainedTokenizerBase, recipe: Recipe, draw: Draw, write: Writer, key: tuple[int, ...]
-) -> Tensor:
-    """Ids of prompts and answers, (batch, prompt + one of the recipe's completion lengths), a function of `key`."""
+def draw_batch(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, draw: Draw, key: tuple[int, int, int]) -> Tensor:
+    """Ids of prompts and answers, (batch, prompt + one of the recipe's completion lengths), a function of `key`: the
+    seed, the stage and the step."""
     rng = np.random.default_rng(key)
     length = recipe.prompt_tokens + rng.choice(recipe.completion_tokens)
     conversations = [
         [
-            {"role": "user", "content": recipe.question(*problem)},
-            {"role": "assistant", "content": write(*problem, rng)},
+            {"role": "user", "content": recipe.traces.question(*problem)},
+            {"role": "assistant", "content": recipe.write(key[1], problem, rng)},
         ]
         for problem in draw(recipe.batch_size, rng)
     ]
@@ -178,18 +178,17 @@ def pretrain(
         optimizer.load_state_dict(state["optimizer"])
         progress = Progress(**state["progress"])
     bar = tqdm(total=sum(steps), initial=sum(steps[: progress.stage]) + progress.step, unit="step")
-    while progress.stage < len(recipe.stages):
-        stage = recipe.stages[progress.stage]
-        bar.set_description(stage.name)
+    while progress.stage < len(STAGES):
+        bar.set_description(STAGES[progress.stage])
         while progress.step < steps[progress.stage]:
             started = time.process_time()
             key = (seed, progress.stage, progress.step)
             rate = min(1.0, (progress.step + 1) / WARMUP_STEPS)
             rate *= 0.5 * (1 + math.cos(math.pi * progress.step / steps[progress.stage]))
             for group in optimizer.param_groups:
-                group["lr"] = stage.peak_lr * rate
-            ids = draw_batch(tokenizer, recipe, draw, stage.write, key)
-            masking = recipe.prompt_tokens, tokenizer.mask_token_id, key, stage.least_noise
+                group["lr"] = recipe.peak_lr[progress.stage] * rate
+            ids = draw_batch(tokenizer, recipe, draw, key)
+            masking = recipe.prompt_tokens, tokenizer.mask_token_id, key, recipe.least_noise
             loss = diffusion_loss(model.train(), ids, *masking)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -203,7 +202,7 @@ def pretrain(
             if progress.step % checkpoint_every == 0:
                 save_checkpoint(checkpoint, model, optimizer, progress)
         progress.accuracy.append({n: solve_rate(model, tokenizer, recipe.task, n) for n in recipe.lengths})
-        bar.write(f"after {stage.name}: solve rate on validation problems {progress.accuracy[-1]}")
+        bar.write(f"after {STAGES[progress.stage]}: solve rate on validation problems {progress.accuracy[-1]}")
         progress.stage, progress.step, optimizer = progress.stage + 1, 0, new_optimizer(model)
         save_checkpoint(checkpoint, model, optimizer, progress)
     bar.close()
@@ -226,12 +225,12 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     recipe = RECIPES[args.task]
-    steps = tuple(args.steps or (stage.steps for stage in recipe.stages))
+    steps = tuple(args.steps or recipe.steps)
     data_file = args.data_file or ROOT / "dataset" / recipe.training_file
     output_dir = args.output_dir or ROOT / "pocket" / recipe.base
     blocks = f"-blocks{args.block_size}" if args.block_size else ""
     checkpoint = args.checkpoint_dir / f"{args.task}-seed{args.seed}-{'-'.join(map(str, steps))}{blocks}.pt"
-    draw = recipe.problems(data_file)
+    draw = recipe.traces.problems(data_file)
     model, progress = pretrain(recipe, draw, steps, args.seed, checkpoint, blocks=args.block_size)
     model.save_pretrained(output_dir)
     build_tokenizer(recipe.task).save_pretrained(output_dir)
