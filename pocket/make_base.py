@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,6 @@ from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
 from pocket.answers import Draw
-from pocket.model_card import model_card
 from pocket.recipes import RECIPES, ROOT, STAGES, Recipe
 from pocket.tokenizer import build_tokenizer
 
@@ -173,6 +173,44 @@ def pretrain(
         bar.write(f"after {name}: solve rate on validation problems {accuracy[-1]}")
     bar.close()
     return model, Measured(tokens, seconds, accuracy)
+
+
+def model_card(
+    task: str,
+    parameters: int,
+    problems: int,
+    tokens: int,
+    seconds: float,
+    accuracy: Sequence[dict[int, float]],
+    steps: Sequence[int],
+    seed: int,
+    block_size: int | None = None,
+) -> str:
+    """The card; `accuracy[stage][length]` is the share of `problems` validation problems solved after a stage.
+
+    Raises:
+        ValueError: the shipped card has no place for a figure.
+    """
+    base = RECIPES[task].base
+    file = ROOT / "pocket" / base / "README.md"
+    flags = f"--task {task} " * (task != "sudoku") + f"--seed {seed}"
+    first, last = ("".join(f" {share:.3f} |" for share in stage.values()) for stage in accuracy)
+    changes = {
+        r"with [\d,]+ parameters": f"with {parameters:,} parameters",
+        r"\d+( validation \w+, greedy \|).*": rf"{problems}\1" + "".join(f" length {n} |" for n in accuracy[0]),
+        r"(after stage 1, )\d+( .*? \|).*": rf"\g<1>{steps[0]}\2{first}",
+        r"(after stage 2, )\d+( .*? \|).*": rf"\g<1>{steps[1]}\2{last}",
+    }
+    if block_size:
+        flags += f" --block_size {block_size} --output_dir pocket/block_{base}"
+        changes[r"bidirectional( Llama\n\(`).*(`\).* with )LLaDA"] = rf"block-causal\1block_size: {block_size}\2BD3-LM"
+    made = f"make_base {flags}`: {tokens / 1e6:.1f}M tokens in {seconds / 60:.0f} minutes on"
+    text = file.read_text()
+    for pattern, new in (changes | {r"make_base .*minutes on": made}).items():
+        text, found = re.subn(pattern, new, text)
+        if found != 1:
+            raise ValueError(f"{file} must have one place that matches {pattern!r}, it has {found}")
+    return text
 
 
 def make_parser() -> argparse.ArgumentParser:

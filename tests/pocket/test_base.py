@@ -19,7 +19,6 @@ from d1.tasks.sudoku import solution_grids
 from pocket import make_base, make_sft_data
 from pocket.answers import MALFORMED, completion, malform
 from pocket.demo import BLOCK_BASE, GRPO
-from pocket.model_card import model_card
 from pocket.recipes import RECIPES
 from pocket.sudoku_traces import HUMS, fill, problems, trace
 from pocket.tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
@@ -216,9 +215,11 @@ def test_card_is_what_the_script_writes(name):
     rates = [list(map(float, row)) for row in re.findall(r"\| after stage .* \| ([\d.]+) \| ([\d.]+) \|", text)]
     measured = float(spent[1]) * 1e6, 60 * int(spent[2]), [dict(zip(recipe.lengths, row, strict=True)) for row in rates]
     count = len(load_task(recipe.task).load_rows("validation"))
-    made = model_card(task, model.num_parameters(), count, *measured, recipe.steps, 0, block_size(model.config))
+    made = make_base.model_card(
+        task, model.num_parameters(), count, *measured, recipe.steps, 0, block_size(model.config)
+    )
     assert made == text
-    other = model_card(task, 1234, 99, 2e6, 660, [{5: 0.125, 6: 0.25}, {5: 0.5, 6: 0.75}], (7, 8), 3, 4)
+    other = make_base.model_card(task, 1234, 99, 2e6, 660, [{5: 0.125, 6: 0.25}, {5: 0.5, 6: 0.75}], (7, 8), 3, 4)
     changed = [line for line in other.splitlines() if line not in text.splitlines()]
     for figure in ("1,234 parameters", "`block_size: 4`", "--seed 3 --block_size 4 ", "2.0M tokens in 11 minutes"):
         assert sum(figure in line for line in changed) == 1
