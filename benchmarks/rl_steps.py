@@ -214,17 +214,22 @@ def bare_rl(trainer: Any, work: Work, clock: Clock) -> None:
             for left in itertools.accumulate(reveals[:-1], operator.sub, initial=sum(reveals)):
                 states = body(rows, visible, torch.arange(end - left, end, device=ids.device).expand(len(rows), -1))
                 head(states)
-    for phase in ("scoring", "update"):
-        with clock.phase(phase):
-            for parts, call in (both for both in passes if both[1].with_gradients == (phase == "update")):
-                mask = mask_of(call.prompt_mask)
-                if phase == "scoring" or len(parts) > 1:
-                    with torch.no_grad(), trainer.accelerator.autocast():
-                        for part in parts:
-                            logits(call.model, *part, mask)
-                if phase == "update":
+    with clock.phase("scoring"), torch.no_grad(), trainer.accelerator.autocast():
+        for parts, call in passes:
+            mask = mask_of(call.prompt_mask)
+            for part in parts if not call.with_gradients else []:
+                logits(call.model, *part, mask)
+    with clock.phase("update"):
+        for parts, call in passes:
+            if not call.with_gradients:
+                continue
+            mask = mask_of(call.prompt_mask)
+            if len(parts) > 1:
+                with torch.no_grad(), trainer.accelerator.autocast():
                     for part in parts:
-                        with trainer.accelerator.autocast():
-                            found = logits(call.model, *part, mask)
-                        found.backward(torch.ones_like(found))
-                    trainer.model.zero_grad()
+                        logits(call.model, *part, mask)
+            for part in parts:
+                with trainer.accelerator.autocast():
+                    found = logits(call.model, *part, mask)
+                found.backward(torch.ones_like(found))
+            trainer.model.zero_grad()
