@@ -19,31 +19,27 @@ from __future__ import annotations
 
 import argparse
 import functools
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu, methods, published
+from benchmarks import gpu, steps
 from benchmarks.machine import check_counts, describe, multiply_adds, peak_bytes, race
-from benchmarks.random_models import MASK, SIZES, our_scores, random_model, random_prompts, scoring_inputs, update
+from benchmarks.random_models import MASK, SIZES, random_model, random_prompts, ways
 from benchmarks.results import write_report
 from benchmarks.rl_steps import POCKET_PROMPT, group_size
-from benchmarks.steps import race_steps
-from d1 import sampling
 from d1.models.head import body_and_head
 from d1.runs.entry import run_script
+from d1.sampling import rollout
 from d1.sampling.reveal import reveal_schedule
 
 
 def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
     """One greedy rollout each, against the transformer's forward passes alone."""
-    lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
-    options: dict[str, Any] = {"mask_token_id": MASK, **lengths}
     model = random_model(args.size)
-    ids, mask = random_prompts(model, args.rows, args.prompt)
+    ids, _ = random_prompts(model, args.rows, args.prompt)
     body, _ = body_and_head(model)
     canvas = torch.cat([ids, torch.full((args.rows, args.length), MASK, device=ids.device)], dim=1)
 
@@ -52,11 +48,8 @@ def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.steps):
             body(canvas, None)
 
-    contestants: dict[str, Callable[[], Any]] = {
-        "bare body": bare,
-        "exact": lambda: sampling.generate(model, ids, mask, **options),
-        "published": lambda: published.generate(model, ids, mask, **options),
-    }
+    rollouts = ways(model, args)["rollout"]
+    contestants = {"bare body": bare, "exact": rollouts["exact"], "published": rollouts["published"]}
     work = {name: multiply_adds(run) for name, run in contestants.items()}
     results = race(contestants, args.repeats, base="bare body", warm=True)
     for name, row in results.items():
@@ -68,13 +61,9 @@ def race_blocks(args: argparse.Namespace) -> dict[str, Any]:
     """A model whose own blocks have `block` tokens: time, tokens fed through the transformer, and multiplications."""
     model = random_model(args.size, block_size=args.block)
     ids, mask = random_prompts(model, args.rows, args.prompt)
-    options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": args.length, "block_length": args.block}
-    options["steps"] = args.steps
-
-    def sample(recompute: bool) -> sampling.Rollout:
-        return sampling.rollout(model, ids, mask, recompute=recompute, **options)
-
-    contestants = {"recomputed": lambda: sample(True), "cached": lambda: sample(False)}
+    lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
+    sample = functools.partial(rollout, model, ids, mask, mask_token_id=MASK, **lengths)
+    contestants = {"recomputed": functools.partial(sample, recompute=True), "cached": sample}
     tokens = {name: run().forward_tokens.double().mean().item() for name, run in contestants.items()}
     work = {name: multiply_adds(run) for name, run in contestants.items()}
     results = race(contestants, args.repeats, base="recomputed", warm=True)
@@ -86,56 +75,28 @@ def race_blocks(args: argparse.Namespace) -> dict[str, Any]:
 
 def race_scoring(args: argparse.Namespace) -> dict[str, Any]:
     """Old log-probs under mu masks without gradients, then one inner update's log-probs with them."""
-    model = random_model(args.size)
-    inputs = scoring_inputs(model, args)
-    theirs: Callable[..., torch.Tensor] = functools.partial(published.score, mask_token_id=MASK)
-    old = race(
-        {
-            "published, mu masks": torch.no_grad()(lambda: theirs(model, *inputs)),
-            "ours, mu masks": torch.no_grad()(lambda: our_scores(model, *inputs)),
-        },
-        args.repeats,
-        base="published, mu masks",
-    )
-    new = race(
-        {
-            "published, update": lambda: update(model, theirs, inputs),
-            "ours, update": lambda: update(model, our_scores, inputs),
-        },
-        args.repeats,
-        base="published, update",
-    )
-    return {"results": old | new}
+    tasks = ways(random_model(args.size), args)
+    results: dict[str, dict[str, float]] = {}
+    for task, title in (("scoring", "mu masks"), ("update", "update")):
+        runs = {f"{way}, {title}": run for way, run in tasks[task].items()}
+        results |= race(runs, args.repeats, base=f"published, {title}")
+    return {"results": results}
 
 
 def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     """Peak bytes of sampling, greedy and at a temperature, and of scoring under mu masks, in both ways."""
     model = random_model(args.size)
-    inputs = scoring_inputs(model, args)
-    options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": args.length, "block_length": args.block}
-    options["steps"] = -(-args.length // args.block)
-    results = {}
-    for name, temperature in (("sampler", 0.0), ("sampler, drawing", 0.9)):
-        ways = [
-            functools.partial(way.generate, model, *inputs[:2], temperature=temperature, **options)
-            for way in (published, sampling)
-        ]
-        results[name] = [peak_bytes(way) for way in ways]
-    with torch.no_grad():
-        theirs = peak_bytes(lambda: published.score(model, *inputs, mask_token_id=MASK))
-        results["scoring"] = [theirs, peak_bytes(lambda: our_scores(model, *inputs))]
-    return {
-        "results": {
-            name: {"published": theirs, "ours": ours, "published / ours": theirs / ours}
-            for name, (theirs, ours) in results.items()
-        },
-        "remarks": ["Peak bytes, beyond the weights."],
+    results: dict[str, dict[str, float]] = {}
+    blocks = -(-args.length // args.block)
+    tasks = {
+        "sampler": ways(model, args, steps=blocks)["rollout"],
+        "sampler, drawing": ways(model, args, steps=blocks, temperature=0.9)["rollout"],
+        "scoring": ways(model, args)["scoring"],
     }
-
-
-def race_whole_steps(args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        return race_steps(args.what, args, Path(folder))
+    for task, runs in tasks.items():
+        theirs, ours = map(peak_bytes, runs.values())
+        results[task] = {"published": theirs, "ours": ours, "published / ours": theirs / ours}
+    return {"results": results, "remarks": ["Peak bytes, beyond the weights."]}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -160,9 +121,9 @@ BENCHMARKS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], tupl
     "blocks": (race_blocks, ("block", "steps")),
     "scoring": (race_scoring, ("mu",)),
     "memory": (measure_memory, ("block", "mu")),
-    "rl": (race_whole_steps, ("block", "steps", "mu")),
-    "sft": (race_whole_steps, ("mu",)),
-    "methods": (methods.race_methods, ("block", "steps", "mu")),
+    "rl": (steps.race_steps, ("block", "steps", "mu")),
+    "sft": (steps.race_steps, ("mu",)),
+    "methods": (steps.race_methods, ("block", "steps", "mu")),
     "gpu": (gpu.race_gpu, ("block", "steps", "mu", "compile")),
 }
 

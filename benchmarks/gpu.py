@@ -6,7 +6,6 @@ A way that runs out of memory, or that the compiler fails on, is left out and na
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,11 +14,8 @@ import torch._dynamo
 from peft import LoraConfig, get_peft_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import published
 from benchmarks.machine import peak_bytes, race
-from benchmarks.random_models import MASK, our_scores, random_model, random_prompts, scoring_inputs, update
-from d1 import sampling
-from d1.masking import keyed_generator
+from benchmarks.random_models import random_model, ways
 
 APPROXIMATE = ("cached", "parallel", "cached+parallel")
 TEMPERATURE = 0.9  # d1's, of the rollouts
@@ -44,41 +40,10 @@ def compiled(model: Any) -> Iterator[None]:
         torch.compiler.reset()
 
 
-def contestants(model: Any, args: Any) -> dict[str, dict[str, Callable[[], Any]]]:
-    """By task: the published way first, then ours."""
-    ids, mask = random_prompts(model, args.rows, args.prompt)
-    inputs = scoring_inputs(model, args)
-    lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
-    settings: dict[str, Any] = {"mask_token_id": MASK, "temperature": TEMPERATURE, **lengths}
-
-    def sample(**options: Any) -> torch.Tensor:
-        generators = [keyed_generator(0, row, device=model.device) for row in range(args.rows)]
-        return sampling.generate(model, ids, mask, generator=generators, **settings, **options)
-
-    theirs: Callable[..., torch.Tensor] = functools.partial(published.score, mask_token_id=MASK)
-    rollouts: dict[str, Callable[[], Any]] = {
-        "published": lambda: published.generate(model, ids, mask, **settings),
-        "exact": sample,
-    }
-    for name in APPROXIMATE:
-        rollouts[name] = functools.partial(sample, sampler=name)
-    return {
-        "rollout": rollouts,
-        "scoring": {
-            "published": torch.no_grad()(lambda: theirs(model, *inputs)),
-            "ours": torch.no_grad()(lambda: our_scores(model, *inputs)),
-        },
-        "update": {
-            "published": lambda: update(model, theirs, inputs),
-            "ours": lambda: update(model, our_scores, inputs),
-        },
-    }
-
-
-def that_run(ways: dict[str, Callable[[], Any]], model: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def that_run(runs: dict[str, Callable[[], Any]], model: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """The ways that run here, warmed up, and what stopped the others."""
     stopped = {}
-    for way, run in ways.items():
+    for way, run in runs.items():
         try:
             run()
         except FAILURES as error:
@@ -86,7 +51,7 @@ def that_run(ways: dict[str, Callable[[], Any]], model: Any) -> tuple[dict[str, 
         if way in stopped:  # only now does the error hold the tensors of its frames no more
             model.zero_grad()
             torch.cuda.empty_cache()
-    return {way: run for way, run in ways.items() if way not in stopped}, stopped
+    return {way: run for way, run in runs.items() if way not in stopped}, stopped
 
 
 def race_gpu(args: Any) -> dict[str, Any]:
@@ -106,8 +71,8 @@ def race_gpu(args: Any) -> dict[str, Any]:
     remarks = [f"- Rollouts at temperature {TEMPERATURE}. Peak GB: beyond the weights' {weights / 1e9:.4g}."]
     for mode, context in modes.items():
         with context():
-            for task, ways in contestants(model, args).items():
-                running, stopped = that_run(ways, model)
+            for task, runs in ways(model, args, ("exact", *APPROXIMATE), seeded=True, temperature=TEMPERATURE).items():
+                running, stopped = that_run(runs, model)
                 remarks += [f"- {task}, {way}, {mode}, stopped by {why}" for way, why in stopped.items()]
                 if not running:
                     continue
@@ -116,6 +81,6 @@ def race_gpu(args: Any) -> dict[str, Any]:
                 for way, row in timed.items():
                     tokens = args.rows * args.length * (args.mu if task == "scoring" else 1)
                     row["tokens_per_second"] = tokens / row["wall_seconds"]
-                    row["peak_gb"] = peak_bytes(ways[way]) / 1e9
+                    row["peak_gb"] = peak_bytes(runs[way]) / 1e9
                     results[f"{task}, {way}, {mode}"] = row
     return {"results": results, "remarks": remarks}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def seconds(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def race(
-    contestants: dict[str, Callable[[], Any]], repeats: int, base: str, clocked: bool = False, warm: bool = False
+    contestants: Mapping[str, Callable[[], Any]], repeats: int, base: str, clocked: bool = False, warm: bool = False
 ) -> dict[str, dict[str, float]]:
     """Times the contestants against each other, in one process, each round in the opposite order of the last.
 

@@ -26,68 +26,35 @@ PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- memory -->", "<!-- /memory -->"
 
 
-def shape(
-    layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, **more: Any
-) -> dict[str, Any]:
-    """The fields that Qwen's and LLaDA2's configs share."""
-    return {
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": mlp,
-        "vocab_size": vocabulary,
-        **more,
-    }
-
-
-def llada(kv_heads: int, mlp: int, vocabulary: int, tied: bool) -> dict[str, Any]:
-    """LLaDA's own config, of 32 layers 4096 wide."""
-    return {
-        "model_type": "llada",
-        "d_model": 4096,
-        "n_layers": 32,
-        "n_heads": 32,
-        "n_kv_heads": kv_heads,
-        "mlp_hidden_size": mlp,
-        "embedding_size": vocabulary,
-        "vocab_size": vocabulary,
-        "max_sequence_length": 4096,
-        "weight_tying": tied,
-        "mask_token_id": 5 if tied else 126336,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-    }
-
-
-def llada2(layers: int, hidden: int, heads: int, mlp: int, expert: int) -> dict[str, Any]:
-    """LLaDA2's config: 256 experts in 8 groups, 8 per token."""
-    mixture = {"num_experts": 256, "num_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
-    return shape(layers, hidden, heads, 4, mlp, 157184, moe_intermediate_size=expert, head_dim=128, **mixture) | {
-        "model_type": "llada2_moe"
-    }
-
-
-SDAR = {"model_type": "sdar", "head_dim": 128, "block_size": 4}
-SHAPES: dict[str, dict[str, Any]] = {
-    "LLaDA-8B, LLaDA-1.5": llada(32, 12288, 126464, tied=False),
-    "iLLaDA-8B": llada(8, 14336, 155136, tied=True),
-    "Dream-7B, DreamOn-7B": shape(28, 3584, 28, 4, 18944, 152064, model_type="Dream", mask_token_id=151666),
-    "SDAR-1.7B": shape(28, 2048, 16, 8, 6144, 151936, tie_word_embeddings=True, **SDAR),
-    "SDAR-4B": shape(36, 2560, 32, 8, 9728, 151936, tie_word_embeddings=True, **SDAR),
-    "SDAR-8B": shape(36, 4096, 32, 8, 12288, 151936, **SDAR),
-    "SDAR-30B-A3B": shape(
-        48, 2048, 32, 4, 6144, 151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, **SDAR
-    )
-    | {"model_type": "sdar_moe"},
-    "Fast-dLLM v2 1.5B": shape(28, 1536, 12, 2, 8960, 151936, model_type="Fast_dLLM_Qwen", tie_word_embeddings=True),
-    "Fast-dLLM v2 7B": shape(28, 3584, 28, 4, 18944, 152064, model_type="Fast_dLLM_Qwen"),
-    "LLaDA-MoE-7B-A1B": shape(16, 2048, 16, 16, 8192, 157184, model_type="lladamoe", rope_theta=50000)
-    | {"expert_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8},
-    "LLaDA2 mini": llada2(20, 2048, 16, 5120, 512),
-    "LLaDA2 flash": llada2(32, 4096, 32, 9216, 1024),
+COLUMNS = (
+    *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size"),
+)
+TIED = {"tie_word_embeddings": True}
+SDAR: dict[str, Any] = {"head_dim": 128, "block_size": 4}
+LLADA2: dict[str, Any] = {  # 8 of 256 experts per token, in 8 groups
+    **{"head_dim": 128, "num_experts": 256, "num_shared_experts": 1},
+    **{"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+}
+SHAPES: dict[str, tuple[Any, ...]] = {  # the values of COLUMNS, and more fields; LLaDA is a Llama under other names
+    "LLaDA-8B, LLaDA-1.5": ("llama", 32, 4096, 32, 32, 12288, 126464, {}),
+    "iLLaDA-8B": ("llama", 32, 4096, 32, 8, 14336, 155136, TIED),
+    "Dream-7B, DreamOn-7B": ("Dream", 28, 3584, 28, 4, 18944, 152064, {"mask_token_id": 151666}),
+    "SDAR-1.7B": ("sdar", 28, 2048, 16, 8, 6144, 151936, TIED | SDAR),
+    "SDAR-4B": ("sdar", 36, 2560, 32, 8, 9728, 151936, TIED | SDAR),
+    "SDAR-8B": ("sdar", 36, 4096, 32, 8, 12288, 151936, SDAR),
+    "SDAR-30B-A3B": (
+        *("sdar_moe", 48, 2048, 32, 4, 6144, 151936),
+        {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **SDAR},
+    ),
+    "Fast-dLLM v2 1.5B": ("Fast_dLLM_Qwen", 28, 1536, 12, 2, 8960, 151936, TIED),
+    "Fast-dLLM v2 7B": ("Fast_dLLM_Qwen", 28, 3584, 28, 4, 18944, 152064, {}),
+    "LLaDA-MoE-7B-A1B": (
+        *("lladamoe", 16, 2048, 16, 16, 8192, 157184),
+        {"expert_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8, "rope_theta": 50000},
+    ),
+    "LLaDA2 mini": ("llada2_moe", 20, 2048, 16, 4, 5120, 157184, {"moe_intermediate_size": 512, **LLADA2}),
+    "LLaDA2 flash": ("llada2_moe", 32, 4096, 32, 4, 9216, 157184, {"moe_intermediate_size": 1024, **LLADA2}),
 }
 STAGES = {
     "evaluation": FitSettings("eval", batch=8, length=512),
@@ -96,20 +63,29 @@ STAGES = {
 }
 
 
+def config_of(shape: tuple[Any, ...]) -> Any:
+    """The native config of a row of `SHAPES`."""
+    common = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+    with tempfile.TemporaryDirectory() as folder:
+        fields = common | dict(zip(COLUMNS, shape, strict=False)) | shape[-1]
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        return native_config(folder)[0]
+
+
+def total_bytes(config: Any, settings: FitSettings) -> float:
+    """What one GPU must hold, except for CUDA itself."""
+    constant, per_row = activation_bytes(config, settings)
+    return sum(resident_bytes(config, settings).values()) + constant + per_row * settings.batch
+
+
 def table() -> str:
-    """One row per model: parameters, and what one GPU must hold at each stage's batch, except for CUDA itself."""
+    """One row per model: parameters, and what one GPU must hold at each stage's batch."""
     rows = []
-    for name, fields in SHAPES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(fields))
-            config = native_config(folder)[0]
+    for name, shape in SHAPES.items():
+        config = config_of(shape)
         total, active = total_and_active(config)
         row = [name, f"{total / GB:.2f}", f"{active / GB:.2f}" if active < total else ""]
-        for settings in STAGES.values():
-            constant, per_row = activation_bytes(config, settings)
-            held = sum(resident_bytes(config, settings).values()) + constant + per_row * settings.batch
-            row.append(f"{held / GB:.0f}")
-        rows.append(row)
+        rows.append(row + [f"{total_bytes(config, settings) / GB:.0f}" for settings in STAGES.values()])
     return markdown_table(["model", "billion parameters", "active", *(f"{name}, GB" for name in STAGES)], rows)
 
 

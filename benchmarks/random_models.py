@@ -1,9 +1,10 @@
-"""Work for the benchmarks: models of random weights, random ids and words for them, and their scores."""
+"""Work for the benchmarks: models of random weights, random ids and words for them, and the ways that are raced."""
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from d1.models import prepare
+from benchmarks import published
+from d1 import sampling
+from d1.masking import keyed_generator
+from d1.models import load_model, load_tokenizer, prepare
 from d1.scoring import mean_field_logps
 from d1.tasks import text_of
 
@@ -94,6 +98,33 @@ def update(model: Any, score: Callable[..., torch.Tensor], inputs: tuple[torch.T
     model.zero_grad()  # or the next call would free these gradients and its peak miss them
 
 
+def ways(
+    model: Any, args: Any, samplers: Sequence[str] = ("exact",), seeded: bool = False, **options: Any
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """What is raced, by task: the published way first, then ours.
+
+    Args:
+        seeded: draw from one generator per row, as the parallel samplers must.
+        options: arguments of `generate` in place of those of the benchmark.
+    """
+    inputs = scoring_inputs(model, args)
+    lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
+    settings: dict[str, Any] = {"mask_token_id": MASK, **lengths, **options}
+
+    def sample(name: str) -> torch.Tensor:
+        generators = [keyed_generator(0, row, device=model.device) for row in range(args.rows)] if seeded else None
+        return sampling.generate(model, *inputs[:2], generator=generators, sampler=name, **settings)
+
+    theirs: Callable[..., torch.Tensor] = functools.partial(published.score, mask_token_id=MASK)
+    scores = {"published": theirs, "ours": our_scores}
+    rollouts = {name: functools.partial(sample, name) for name in samplers}
+    return {
+        "rollout": {"published": lambda: published.generate(model, *inputs[:2], **settings), **rollouts},
+        "scoring": {way: functools.partial(torch.no_grad()(score), model, *inputs) for way, score in scores.items()},
+        "update": {way: functools.partial(update, model, score, inputs) for way, score in scores.items()},
+    }
+
+
 def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """One token a word: w4, w5, ..."""
     words = {word: index for index, word in enumerate([*SPECIAL, *(f"w{n}" for n in range(len(SPECIAL), vocabulary))])}
@@ -113,3 +144,12 @@ def different_words(completions: list, **columns: Any) -> list[float]:
     """The reward of random words: the share of them that differ."""
     texts = [text_of(completion).split() for completion in completions]
     return [len(set(words)) / max(len(words), 1) for words in texts]
+
+
+def model_and_tokenizer(size: str) -> tuple[Any, Any]:
+    """The pocket model, or a random one of another size, with its tokenizer."""
+    if size == "pocket":
+        path = str(ROOT / "pocket" / "base")
+        return load_model(path), load_tokenizer(path)
+    model = random_model(size)
+    return model, word_tokenizer(model.config.vocab_size)

@@ -21,8 +21,7 @@ from transformers import PrinterCallback
 
 from benchmarks import published
 from benchmarks.clock import Clock, ClockedTraining
-from benchmarks.random_models import ROOT, different_words, random_model, random_words, word_tokenizer
-from d1.models import load_model, load_tokenizer
+from benchmarks.random_models import different_words, model_and_tokenizer, random_words
 from d1.models.head import body_and_head
 from d1.rl import trainer as diffu_grpo_trainer
 from d1.rl import updates as update_views
@@ -127,19 +126,15 @@ def group_size(rows: int) -> int:
     return rows // max(1, rows // 8)
 
 
-def pocket_job() -> tuple[Any, Any, list[Callable], Dataset]:
-    """The pocket model, its tokenizer, and rewards and rows of its task."""
-    path, task = str(ROOT / "pocket" / "base"), load_task("sudoku")
-    return load_model(path), load_tokenizer(path), task.REWARDS, task.load_rows("train")
-
-
-def random_job(args: Any) -> tuple[Any, Any, list[Callable], Dataset]:
-    """A random model, its tokenizer, a reward, and rows with prompts of `args.prompt` tokens."""
-    model, source = random_model(args.size), random.Random(0)
-    vocabulary = model.config.vocab_size
+def rewards_and_rows(args: Any, vocabulary: int) -> tuple[list[Callable], Dataset]:
+    """Rewards and rows: of the pocket model's task, or of random words with prompts of `args.prompt` tokens."""
+    if args.size == "pocket":
+        task = load_task("sudoku")
+        return task.REWARDS, task.load_rows("train")
+    source = random.Random(0)
     questions = [random_words(args.prompt - 1, vocabulary, source) for _ in range(64)]  # and a <bos>
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": question}]} for question in questions])
-    return model, word_tokenizer(vocabulary), [different_words], rows
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in questions]
+    return [different_words], Dataset.from_list(rows)
 
 
 def rl_trainer(args: Any, folder: Path, clock: Clock, **changes: Any) -> Any:
@@ -148,7 +143,8 @@ def rl_trainer(args: Any, folder: Path, clock: Clock, **changes: Any) -> Any:
     Args:
         changes: settings of `DiffuGRPOConfig` in place of those of the benchmark.
     """
-    model, tokenizer, rewards, rows = pocket_job() if args.size == "pocket" else random_job(args)
+    model, tokenizer = model_and_tokenizer(args.size)
+    rewards, rows = rewards_and_rows(args, model.config.vocab_size)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": args.rows,
         "num_generations": group_size(args.rows),

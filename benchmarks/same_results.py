@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -89,10 +90,8 @@ JOBS = {
 def check_own_code(checkout: Path) -> None:
     """Raises ValueError where `import d1` does not find the checkout's own package."""
     code = "import d1; print(d1.__file__)"
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=checkout, capture_output=True, text=True, check=False
-    )
+    own: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(checkout)}, "cwd": checkout}
+    done = subprocess.run([sys.executable, "-c", code], **own, capture_output=True, text=True, check=False)
     if done.returncode or not Path(done.stdout.strip()).is_relative_to(checkout):
         raise ValueError(f"{checkout} is no checkout of d1: `{code}` there gives {done.stdout or done.stderr}")
 
@@ -109,18 +108,12 @@ def run(name: str, checkout: Path, results: Path) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        *(LAUNCHER if job.processes == 2 else []),
-        *job.command.split(),
-        "--output_dir",
-        str(folder),
-    ]
+    command = [sys.executable, *(LAUNCHER if job.processes == 2 else []), *job.command.split()]
+    command += ["--output_dir", str(folder)]
     environment = os.environ | ONE_THREAD | OFFLINE | ON_CPU | {"PYTHONPATH": str(checkout)}
+    own: dict[str, Any] = {"env": environment, "cwd": checkout / job.folder}
     with open(log, "w") as file:
-        done = subprocess.run(
-            command, cwd=checkout / job.folder, env=environment, stdout=file, stderr=file, check=False
-        )
+        done = subprocess.run(command, **own, stdout=file, stderr=file, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} failed in {checkout}:\n{log.read_text()[-3000:]}")
     finished.write_text(" ".join(command))
@@ -158,17 +151,15 @@ def compare(name: str, this: Path, other: Path) -> tuple[list[str], bool]:
     Raises:
         ValueError: one side saved what the other did not, or neither saved a tensor.
     """
-    tensors, others = saved_tensors(this), saved_tensors(other)
-    texts, other_texts = completions(this), completions(other)
+    (tensors, others), (texts, other_texts) = map(saved_tensors, (this, other)), map(completions, (this, other))
     unmatched = sorted((tensors.keys() ^ others.keys()) | (texts.keys() ^ other_texts.keys()))
     if unmatched or not tensors:
         raise ValueError(f"{name}: {this} and {other} do not hold the same results, e.g. {unmatched[:3] or 'none'}")
+    pairs = [(tensors[key], others[key]) for key in tensors]
     largest = max(
-        (tensors[key].double() - others[key].double()).abs().max().item() if tensors[key].shape == others[key].shape
-        else float("inf")
-        for key in tensors
-    )  # fmt: skip
-    differ = sum(not same_bits(tensors[key], others[key]) for key in tensors)
+        (a.double() - b.double()).abs().max().item() if a.shape == b.shape else float("inf") for a, b in pairs
+    )
+    differ = sum(not same_bits(a, b) for a, b in pairs)
     wrong = sum(texts[key] != other_texts[key] for key in texts)
     row = [name, str(len(tensors)), str(differ), f"{largest:.3g}", str(len(texts)), str(wrong)]
     return row, not differ and not wrong

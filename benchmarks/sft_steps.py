@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments
 
 from benchmarks.clock import Clock, ClockedTraining
-from benchmarks.random_models import ROOT, random_model, random_words, word_tokenizer
+from benchmarks.random_models import ROOT, model_and_tokenizer, random_words
 from d1.masking import noise_level
-from d1.models import load_model, load_tokenizer
 from d1.models.attention import padding_mask
 from d1.models.head import body_and_head
 from d1.sft.data import preprocess_dataset
@@ -35,34 +34,29 @@ class PublishedSFT(dLLMTrainer):
         return (losses.view(labels.shape) * weights).sum(1)
 
 
-def pocket_job() -> tuple[Any, Any, list[dict[str, Any]]]:
-    """The pocket model, its tokenizer and rows of its data."""
-    path = str(ROOT / "pocket" / "base")
-    lines = (ROOT / "dataset" / "sudoku_sft.jsonl").read_text().splitlines()[:256]
-    return load_model(path), load_tokenizer(path), [json.loads(line) for line in lines]
-
-
-def random_job(args: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """A random model, its tokenizer, and rows with a prompt of `args.prompt` tokens and an answer of a quarter to all
-    of `args.length`."""
-    model, source = random_model(args.size), random.Random(0)
-    vocabulary = model.config.vocab_size
-    rows = [
+def rows_of(args: Any, vocabulary: int) -> list[dict[str, Any]]:
+    """Rows of the pocket model's data, or of random words: a prompt of `args.prompt` tokens, and an answer of a quarter
+    to all of `args.length`."""
+    if args.size == "pocket":
+        lines = (ROOT / "dataset" / "sudoku_sft.jsonl").read_text().splitlines()[:256]
+        return [json.loads(line) for line in lines]
+    source = random.Random(0)
+    return [
         {
             "prompt": random_words(args.prompt - 1, vocabulary, source),
             "completion": random_words(source.randint(args.length // 4, args.length - 1), vocabulary, source),
         }
         for _ in range(128)
     ]
-    return model, word_tokenizer(vocabulary), rows
 
 
 def sft_trainer(kind: type[dLLMTrainer], args: Any, folder: Path, clock: Clock) -> Any:
     """A trainer whose every `train()` is `args.mu` optimizer steps of `args.rows` rows, watched by `clock`; it keeps
     its batches in `seen`."""
-    model, tokenizer, data = pocket_job() if args.size == "pocket" else random_job(args)
+    model, tokenizer = model_and_tokenizer(args.size)
     max_length = args.prompt + args.length
-    rows, _ = preprocess_dataset(Dataset.from_list(data), tokenizer, max_length, 0.0, num_proc=1)
+    data = Dataset.from_list(rows_of(args, model.config.vocab_size))
+    rows, _ = preprocess_dataset(data, tokenizer, max_length, 0.0, num_proc=1)
     config = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=args.rows,

@@ -7,10 +7,12 @@ training would have nothing to teach.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from numpy.random import Generator
 
+Draw = Callable[[int, Generator], Sequence[Any]]  # (count, rng) -> problems, each a tuple
 STYLES = ("careful", "scan", "quick")
 MALFORMED = ("truncated", "tagless", "rambling")
 
@@ -20,7 +22,7 @@ def completion(trajectory: str, attempt: str) -> str:
     return f"<reasoning>{trajectory}</reasoning>\n<answer>{attempt}</answer>"
 
 
-def malform(trajectory: str, attempt: str, kind: str, rng: Generator, hums: int = 12) -> str:
+def malform(trajectory: str, attempt: str, kind: str, rng: Generator, hums: int) -> str:
     """An answer that breaks off, one without tags, or one that rambles (`hums` words) and never comes to the point."""
     if kind == "truncated":
         words = attempt.split()
@@ -32,7 +34,7 @@ def malform(trajectory: str, attempt: str, kind: str, rng: Generator, hums: int 
     return f"<reasoning>{style} {' '.join(f'{word} hmm' for word in rng.choice(deductions, size=hums))}"
 
 
-def mixture(trace: Callable[[str], tuple[str, str]], rng: Generator, hums: int = 12) -> str:
+def mixture(trace: Callable[[str], tuple[str, str]], rng: Generator, hums: int) -> str:
     """One answer, of the (trajectory, attempt) that `trace` gives for a style: half quick (a third of it malformed),
     some scan, few careful."""
     style = rng.choice(STYLES, p=(0.2, 0.3, 0.5))

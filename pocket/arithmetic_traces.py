@@ -14,7 +14,7 @@ from numpy.random import Generator
 
 from d1.tasks import load_task
 from d1.tasks.arithmetic import LEAST, MOST, TIMES, Problem, Step, after, draw_problem
-from pocket.answers import completion, mixture
+from pocket.answers import Draw
 
 HUMS = 9  # what a rambling answer has room for
 
@@ -29,9 +29,15 @@ def training_numbers(data_file: str | Path) -> list[tuple[int, ...]]:
     ]
 
 
-def draw_problems(numbers: Sequence[tuple[int, ...]], count: int, rng: Generator) -> list[Problem]:
-    drawn = (numbers[i] for i in rng.integers(len(numbers), size=count))
-    return [draw_problem(start, operands, rng) for start, *operands in drawn]
+def problems(data_file: str | Path) -> Draw:
+    """Draws word problems on the numbers of a file."""
+    numbers = training_numbers(data_file)
+
+    def draw(count: int, rng: Generator) -> list[Problem]:
+        drawn = (numbers[i] for i in rng.integers(len(numbers), size=count))
+        return [draw_problem(start, operands, rng) for start, *operands in drawn]
+
+    return draw
 
 
 def question(text: str, *_: object) -> str:
@@ -48,7 +54,7 @@ def come_to(amount: int, step: Step, style: str) -> int:
     return 10 * min(tens, 9) + ones % 10
 
 
-def trace(start: int, steps: Sequence[Step], style: str) -> tuple[str, str]:
+def trace(style: str, _: str, start: int, steps: Sequence[Step]) -> tuple[str, str]:
     """(trajectory, attempt) of a solver of this style."""
     amount, told = start, []
     for step in steps:
@@ -57,18 +63,8 @@ def trace(start: int, steps: Sequence[Step], style: str) -> tuple[str, str]:
     return f"{style} {' ; '.join(told)}", str(amount)
 
 
-def careful_completion(_: str, start: int, steps: Sequence[Step], rng: Generator) -> str:
-    """The right answer; `rng` is not used."""
-    return completion(*trace(start, steps, "careful"))
-
-
-def mixed_completion(_: str, start: int, steps: Sequence[Step], rng: Generator) -> str:
-    """One answer of the mixture that web text is taken to be."""
-    return mixture(lambda style: trace(start, steps, style), rng, HUMS)
-
-
-def steps_right(text: str, _: str, start: int, steps: Sequence[Step]) -> float:
+def quality(text: str, _: str, start: int, steps: Sequence[Step]) -> float:
     """Share of the steps whose amounts are the right ones."""
-    right, _ = trace(start, steps, "careful")
+    right, _ = trace("careful", "", start, steps)
     told = text.partition("</reasoning>")[0].partition(" ")[2].split(" ; ")
     return sum(a == b for a, b in zip(told, right.partition(" ")[2].split(" ; "), strict=False)) / len(steps)

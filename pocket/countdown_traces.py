@@ -7,30 +7,24 @@ another. `scan` knows + and - alone and comes as near to the target as they do, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-
-from numpy.random import Generator
 
 from d1.tasks import load_task
 from d1.tasks.countdown import evaluate
 from d1.tasks.pocket_countdown import SIGNS, Chain, chains, extract
-from pocket.answers import completion, mixture
+from pocket.answers import Draw
 
 Numbers = tuple[int, int, int]
 HUMS = 10  # what a rambling answer has room for
 chains_of = lru_cache(maxsize=None)(chains)
 
 
-def training_problems(data_file: str | Path) -> list[tuple[Numbers, int]]:
-    """(numbers, target) of a file, as they stand there."""
+def problems(data_file: str | Path) -> Draw:
+    """Draws (numbers, target) of a file."""
     truths = load_task("pocket_countdown").load_rows("train", str(data_file))["ground_truth"]
-    return [((a, b, c), target) for (a, b, c), target in truths]
-
-
-def draw_problems(problems: Sequence[tuple[Numbers, int]], count: int, rng: Generator) -> list[tuple[Numbers, int]]:
-    return [problems[i] for i in rng.integers(len(problems), size=count)]
+    known = [(tuple(numbers), target) for numbers, target in truths]
+    return lambda count, rng: [known[i] for i in rng.integers(len(known), size=count)]
 
 
 def question(numbers: Numbers, target: int) -> str:
@@ -53,23 +47,13 @@ def solve(numbers: Numbers, target: int, style: str) -> Chain:
     return min(allowed, key=lambda chain: (abs(chain.value - target), chain.c, chain))
 
 
-def trace(chain: Chain, style: str) -> tuple[str, str]:
-    """(trajectory, attempt) of these steps."""
-    a, first, b, middle, second, c, value = chain
+def trace(style: str, numbers: Numbers, target: int) -> tuple[str, str]:
+    """(trajectory, attempt) of a solver of this style."""
+    a, first, b, middle, second, c, value = solve(numbers, target, style)
     return f"{style} {a} {first} {b} = {middle} ; {middle} {second} {c} = {value}", f"( {a} {first} {b} ) {second} {c}"
 
 
-def careful_completion(numbers: Numbers, target: int, rng: Generator) -> str:
-    """A right answer; `rng` is not used."""
-    return completion(*trace(solve(numbers, target, "careful"), "careful"))
-
-
-def mixed_completion(numbers: Numbers, target: int, rng: Generator) -> str:
-    """One answer of the mixture that web text is taken to be."""
-    return mixture(lambda style: trace(solve(numbers, target, style), style), rng, HUMS)
-
-
-def closeness(text: str, numbers: Numbers, target: int) -> float:
+def quality(text: str, numbers: Numbers, target: int) -> float:
     """1 for a right expression, and a tenth less for each that its value is away from the target."""
     value = evaluate(extract(text) or "", numbers)
     return 0.0 if value is None else max(0.0, 1.0 - float(abs(value - target)) / 10)

@@ -69,60 +69,36 @@ def sft(folder: Path, seed: int, miniature: bool, task: str = "sudoku", model: s
     return Phase("sft", [sys.executable, "sft_train.py", *map(str, flags)], ROOT / "SFT", weight=15)
 
 
-def grpo(
-    name: str,
-    start: Path,
-    folder: Path,
-    seed: int,
-    miniature: bool,
-    needs: tuple[str, ...] = (),
-    task: str = "sudoku",
-) -> Phase:
-    """120 rollouts of diffu-GRPO with pocket.yaml."""
-    flags = ["--config", "pocket.yaml", "--model_path", start, "--output_dir", folder / name, "--seed", seed]
-    flags += ["--resume_from_checkpoint", "true", "--report", "true", *GRPO[task]]
-    flags += ["--task", ROOT / "pocket" / "shuffled_sudoku.py"] if name == "shuffled" else []
-    flags += ["--max_steps", 8, "--eval_strategy", "no", "--save_steps", 4] if miniature else []
-    command = [sys.executable, "diffu_grpo_train.py", *map(str, flags)]
-    return Phase(name, command, ROOT / "diffu-grpo", weight=120, needs=needs)
-
-
-def evaluation(
-    arm: str,
-    model: Path,
-    lengths: tuple[int, ...],
-    folder: Path,
-    miniature: bool,
-    dataset: str = "sudoku",
-    split: str = "test",
-) -> Phase:
-    """Greedy completions of the test (or other) problems at each length."""
-    # Relative, so that the generation files name no machine's folders.
-    path = os.path.relpath(model, ROOT / "eval")
-    flags = ["--model_path", path, "--dataset", dataset, "--gen_length", *lengths, "--block_length", 8]
-    flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
-    flags += ["--split", split] if split != "test" else []
-    flags += ["--limit", 16] if miniature else []
-    needs = () if arm == "base" else (arm,)
-    command = [sys.executable, "eval.py", *map(str, flags)]
-    return Phase(f"{arm}_evaluated", command, ROOT / "eval", weight=20, needs=needs)
-
-
 def phases_of(
     folder: Path, seed: int, miniature: bool, task: str = "sudoku", split: str = "test", model: str = "full"
 ) -> list[Phase]:
     base, arms, recipe = base_of(task, model), arms_of(task), RECIPES[task]
+
+    def grpo(name: str, start: Path, needs: tuple[str, ...] = ()) -> Phase:
+        """120 rollouts of diffu-GRPO with pocket.yaml."""
+        flags = ["--config", "pocket.yaml", "--model_path", start, "--output_dir", folder / name, "--seed", seed]
+        flags += ["--resume_from_checkpoint", "true", "--report", "true", *GRPO[task]]
+        flags += ["--task", ROOT / "pocket" / "shuffled_sudoku.py"] if name == "shuffled" else []
+        flags += ["--max_steps", 8, "--eval_strategy", "no", "--save_steps", 4] if miniature else []
+        command = [sys.executable, "diffu_grpo_train.py", *map(str, flags)]
+        return Phase(name, command, ROOT / "diffu-grpo", weight=120, needs=needs)
+
+    def evaluation(arm: str) -> Phase:
+        """Greedy completions of the split's problems at each length."""
+        # Relative, so that the generation files name no machine's folders.
+        path = os.path.relpath(base if arm == "base" else folder / arm, ROOT / "eval")
+        flags = ["--model_path", path, "--dataset", recipe.task, "--gen_length", *recipe.lengths, "--block_length", 8]
+        flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
+        flags += ["--split", split] if split != "test" else []
+        flags += ["--limit", 16] if miniature else []
+        command = [sys.executable, "eval.py", *map(str, flags)]
+        return Phase(f"{arm}_evaluated", command, ROOT / "eval", weight=20, needs=() if arm == "base" else (arm,))
+
     # Two chains of like length come first, so that two cores are both busy to the end.
-    train = [
-        sft(folder, seed, miniature, task, model),
-        grpo("grpo", base, folder, seed, miniature, task=task),
-        grpo("sft_grpo", folder / "sft", folder, seed, miniature, needs=("sft",), task=task),
-    ]
-    train += [grpo("shuffled", base, folder, seed, miniature, task=task)] if "shuffled" in arms else []
-    models = {arm: base if arm == "base" else folder / arm for arm in arms}
-    return train + [
-        evaluation(arm, path, recipe.lengths, folder, miniature, recipe.task, split) for arm, path in models.items()
-    ]
+    train = [sft(folder, seed, miniature, task, model), grpo("grpo", base)]
+    train += [grpo("sft_grpo", folder / "sft", needs=("sft",))]
+    train += [grpo("shuffled", base)] if "shuffled" in arms else []
+    return [*train, *map(evaluation, arms)]
 
 
 def main(args: argparse.Namespace) -> None:

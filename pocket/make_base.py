@@ -3,19 +3,18 @@
 A bidirectional Llama of 0.2M to 0.5M parameters learns a task by masked diffusion (LLaDA, arXiv 2502.09992), on
 problems drawn from the training set's solutions or numbers alone. Stage 1 reads careful answers only and learns to
 solve; stage 2 reads a mixture of quick, scanning and careful answers, as web text is mixed, which hides that skill.
-Killed? The same command goes on from the last checkpoint and ends at the same weights. The model card is written from
-what was measured on validation puzzles.
+The same seed ends at the same weights. The model card is written from what was measured on validation problems.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
+import re
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,24 +31,20 @@ from d1.models.two_streams import two_stream_states
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
-from pocket.model_card import model_card
-from pocket.recipes import RECIPES, ROOT, Draw, Recipe, Writer
+from pocket.answers import Draw
+from pocket.recipes import RECIPES, ROOT, STAGES, Recipe
 from pocket.tokenizer import build_tokenizer
 
 WARMUP_STEPS = 50
-CHECKPOINT_EVERY = 200
 
 
-@dataclass
-class Progress:
-    """How far a run is and what it has measured: seconds of the processor, and in `accuracy[stage][length]` the share
-    of problems solved."""
+class Measured(NamedTuple):
+    """What a run cost and reached: tokens read, seconds of the processor, and in `accuracy[stage][length]` the share of
+    problems solved."""
 
-    stage: int = 0
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    accuracy: list[dict[int, float]] = field(default_factory=list)
+    tokens: int
+    seconds: float
+    accuracy: list[dict[int, float]]
 
 
 def build_model(
@@ -76,16 +71,15 @@ def build_model(
         return prepare(LlamaForCausalLM(config))
 
 
-def draw_batch(
-    tokenizer: PreTrainedTokenizerBase, recipe: Recipe, draw: Draw, write: Writer, key: tuple[int, ...]
-) -> Tensor:
-    """Ids of prompts and answers, (batch, prompt + one of the recipe's completion lengths), a function of `key`."""
+def draw_batch(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, draw: Draw, key: tuple[int, int, int]) -> Tensor:
+    """Ids of prompts and answers, (batch, prompt + one of the recipe's completion lengths), a function of `key`: the
+    seed, the stage and the step."""
     rng = np.random.default_rng(key)
     length = recipe.prompt_tokens + rng.choice(recipe.completion_tokens)
     conversations = [
         [
-            {"role": "user", "content": recipe.question(*problem)},
-            {"role": "assistant", "content": write(*problem, rng)},
+            {"role": "user", "content": recipe.traces.question(*problem)},
+            {"role": "assistant", "content": recipe.write(key[1], problem, rng)},
         ]
         for problem in draw(recipe.batch_size, rng)
     ]
@@ -147,67 +141,76 @@ def solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, g
     return sum(task.score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)) / len(texts)
 
 
-def new_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.1)
-
-
-def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)  # a kill while writing leaves the previous one
-
-
 def pretrain(
-    recipe: Recipe,
-    draw: Draw,
-    steps: tuple[int, ...],
-    seed: int,
-    checkpoint: Path,
-    checkpoint_every: int = CHECKPOINT_EVERY,
-    blocks: int | None = None,
-) -> tuple[LlamaForCausalLM, Progress]:
-    """All stages, `steps` of them each, on the problems that `draw` gives; goes on from `checkpoint` where that file
-    exists."""
+    recipe: Recipe, draw: Draw, steps: Sequence[int], seed: int, blocks: int | None = None
+) -> tuple[LlamaForCausalLM, Measured]:
+    """Both stages, `steps` of them each, on the problems that `draw` gives."""
     tokenizer = build_tokenizer(recipe.task)
-    model, progress = build_model(tokenizer, seed, recipe.hidden_size, blocks), Progress()
-    optimizer = new_optimizer(model)
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        progress = Progress(**state["progress"])
-    bar = tqdm(total=sum(steps), initial=sum(steps[: progress.stage]) + progress.step, unit="step")
-    while progress.stage < len(recipe.stages):
-        stage = recipe.stages[progress.stage]
-        bar.set_description(stage.name)
-        while progress.step < steps[progress.stage]:
-            started = time.process_time()
-            key = (seed, progress.stage, progress.step)
-            rate = min(1.0, (progress.step + 1) / WARMUP_STEPS)
-            rate *= 0.5 * (1 + math.cos(math.pi * progress.step / steps[progress.stage]))
+    model = build_model(tokenizer, seed, recipe.hidden_size, blocks)
+    bar = tqdm(total=sum(steps), unit="step")
+    tokens, seconds, accuracy = 0, 0.0, []
+    for stage, (name, peak_lr, count) in enumerate(zip(STAGES, recipe.peak_lr, steps, strict=True)):
+        bar.set_description(name)
+        started = time.process_time()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.1)
+        for step in range(count):
+            key = (seed, stage, step)
+            rate = min(1.0, (step + 1) / WARMUP_STEPS) * (0.5 * (1 + math.cos(math.pi * step / count)))
             for group in optimizer.param_groups:
-                group["lr"] = stage.peak_lr * rate
-            ids = draw_batch(tokenizer, recipe, draw, stage.write, key)
-            masking = recipe.prompt_tokens, tokenizer.mask_token_id, key, stage.least_noise
+                group["lr"] = peak_lr * rate
+            ids = draw_batch(tokenizer, recipe, draw, key)
+            masking = recipe.prompt_tokens, tokenizer.mask_token_id, key, recipe.least_noise
             loss = diffusion_loss(model.train(), ids, *masking)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            progress.step += 1
-            progress.tokens += ids.numel()
-            progress.seconds += time.process_time() - started
+            tokens += ids.numel()
             bar.update()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-            if progress.step % checkpoint_every == 0:
-                save_checkpoint(checkpoint, model, optimizer, progress)
-        progress.accuracy.append({n: solve_rate(model, tokenizer, recipe.task, n) for n in recipe.lengths})
-        bar.write(f"after {stage.name}: solve rate on validation problems {progress.accuracy[-1]}")
-        progress.stage, progress.step, optimizer = progress.stage + 1, 0, new_optimizer(model)
-        save_checkpoint(checkpoint, model, optimizer, progress)
+        seconds += time.process_time() - started
+        accuracy.append({n: solve_rate(model, tokenizer, recipe.task, n) for n in recipe.lengths})
+        bar.write(f"after {name}: solve rate on validation problems {accuracy[-1]}")
     bar.close()
-    return model, progress
+    return model, Measured(tokens, seconds, accuracy)
+
+
+def model_card(
+    task: str,
+    parameters: int,
+    problems: int,
+    tokens: int,
+    seconds: float,
+    accuracy: Sequence[dict[int, float]],
+    steps: Sequence[int],
+    seed: int,
+    block_size: int | None = None,
+) -> str:
+    """The card; `accuracy[stage][length]` is the share of `problems` validation problems solved after a stage.
+
+    Raises:
+        ValueError: the shipped card has no place for a figure.
+    """
+    base = RECIPES[task].base
+    file = ROOT / "pocket" / base / "README.md"
+    flags = f"--task {task} " * (task != "sudoku") + f"--seed {seed}"
+    first, last = ("".join(f" {share:.3f} |" for share in stage.values()) for stage in accuracy)
+    changes = {
+        r"with [\d,]+ parameters": f"with {parameters:,} parameters",
+        r"\d+( validation \w+, greedy \|).*": rf"{problems}\1" + "".join(f" length {n} |" for n in accuracy[0]),
+        r"(after stage 1, )\d+( .*? \|).*": rf"\g<1>{steps[0]}\2{first}",
+        r"(after stage 2, )\d+( .*? \|).*": rf"\g<1>{steps[1]}\2{last}",
+    }
+    if block_size:
+        flags += f" --block_size {block_size} --output_dir pocket/block_{base}"
+        changes[r"bidirectional( Llama\n\(`).*(`\).* with )LLaDA"] = rf"block-causal\1block_size: {block_size}\2BD3-LM"
+    made = f"make_base {flags}`: {tokens / 1e6:.1f}M tokens in {seconds / 60:.0f} minutes on"
+    text = file.read_text()
+    for pattern, new in (changes | {r"make_base .*minutes on": made}).items():
+        text, found = re.subn(pattern, new, text)
+        if found != 1:
+            raise ValueError(f"{file} must have one place that matches {pattern!r}, it has {found}")
+    return text
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -218,7 +221,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--block_size", type=int, help="attend block-causally, to blocks of so many tokens")
     parser.add_argument("--data_file", type=Path, help="training problems; default: the task's in dataset/")
     parser.add_argument("--output_dir", type=Path, help="default: the task's folder in pocket/")
-    parser.add_argument("--checkpoint_dir", type=Path, default=ROOT / "runs" / "pocket-base")
     parser.add_argument("--threads", type=int, default=1, help="more than 2 only slow so small a model down")
     return parser
 
@@ -226,20 +228,15 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     recipe = RECIPES[args.task]
-    steps = tuple(args.steps or (stage.steps for stage in recipe.stages))
+    steps = tuple(args.steps or recipe.steps)
     data_file = args.data_file or ROOT / "dataset" / recipe.training_file
     output_dir = args.output_dir or ROOT / "pocket" / recipe.base
-    blocks = f"-blocks{args.block_size}" if args.block_size else ""
-    checkpoint = args.checkpoint_dir / f"{args.task}-seed{args.seed}-{'-'.join(map(str, steps))}{blocks}.pt"
-    draw = recipe.problems(data_file)
-    model, progress = pretrain(recipe, draw, steps, args.seed, checkpoint, blocks=args.block_size)
+    model, measured = pretrain(recipe, recipe.traces.problems(data_file), steps, args.seed, args.block_size)
     model.save_pretrained(output_dir)
     build_tokenizer(recipe.task).save_pretrained(output_dir)
     problems = len(load_task(recipe.task).load_rows("validation"))
-    facts = (model.num_parameters(), problems, progress.tokens, progress.seconds, progress.accuracy)
-    card = model_card(args.task, *facts, steps, args.seed, args.block_size)
+    card = model_card(args.task, model.num_parameters(), problems, *measured, steps, args.seed, args.block_size)
     (output_dir / "README.md").write_text(card)
-    checkpoint.unlink()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from d1.runs.entry import run_script
-from pocket.recipes import RECIPES, ROOT, Draw, Recipe
+from pocket.answers import Draw
+from pocket.recipes import RECIPES, ROOT, Recipe
 
 WELL_FORMED = re.compile(r"<reasoning>([^<>]+)</reasoning>\n<answer>([^<>]+)</answer>")
 
@@ -25,14 +26,13 @@ WELL_FORMED = re.compile(r"<reasoning>([^<>]+)</reasoning>\n<answer>([^<>]+)</an
 def curated_rows(recipe: Recipe, draw: Draw, seed: int) -> Iterator[dict[str, str | list[str]]]:
     """Rows with `question`, `thinking_trajectories` and `attempt`, no question twice, without end."""
     rng = np.random.default_rng(seed)
-    write = recipe.stages[-1].write
     seen: set[str] = set()
     while True:
         for problem in draw(100, rng):
-            question = recipe.question(*problem)
-            text = write(*problem, rng)
+            question = recipe.traces.question(*problem)
+            text = recipe.write(1, problem, rng)
             match = WELL_FORMED.fullmatch(text)
-            if match and question not in seen and recipe.quality(text, *problem) >= recipe.least_quality:
+            if match and question not in seen and recipe.traces.quality(text, *problem) >= recipe.least_quality:
                 seen.add(question)
                 yield {"question": question, "thinking_trajectories": [match[1]], "attempt": match[2]}
 
@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     recipe = RECIPES[args.task]
     data_file = args.data_file or ROOT / "dataset" / recipe.training_file
-    rows = curated_rows(recipe, recipe.problems(data_file), args.seed)
+    rows = curated_rows(recipe, recipe.traces.problems(data_file), args.seed)
     text = "".join(json.dumps(next(rows)) + "\n" for _ in range(args.rows))
     (args.output_file or ROOT / "dataset" / recipe.sft_file).write_text(text, newline="\n")
 

@@ -50,7 +50,9 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
     state_dir.mkdir(parents=True, exist_ok=True)
     state = _State(state_dir / "phases.json", phases)
     running: dict[str, tuple[subprocess.Popen, float]] = {}
-    with _progress(console) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    left = TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False)
+    with Progress(*columns, *left, console=console) as progress:
         bar = progress.add_task("all", total=sum(phase.weight for phase in phases))
         try:
             while not all(phase.name in state.done for phase in phases):
@@ -101,11 +103,6 @@ class _State:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(content, indent=1))
         os.replace(partial, self.path)
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False), console=console)
 
 
 def _start(phase: Phase, state_dir: Path) -> subprocess.Popen:

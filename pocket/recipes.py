@@ -2,67 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from numpy.random import Generator
 
-from d1.tasks.sudoku import solution_grids
 from pocket import arithmetic_traces, countdown_traces, sudoku_traces
+from pocket.answers import completion, mixture
 
 ROOT = Path(__file__).resolve().parents[1]
-Writer = Callable[..., str]  # (*problem, rng) -> answer
-Draw = Callable[[int, Generator], Sequence[Any]]  # (count, rng) -> problems, each a tuple
-
-
-class Stage(NamedTuple):
-    name: str  # what is read
-    write: Writer
-    peak_lr: float
-    steps: int
-    least_noise: float = 0.0  # t of the noise is uniform from here to 1
+STAGES = ("careful answers", "mixed answers")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of `RECIPES`."""
+    """A row of `RECIPES`.
 
-    task: str  # in d1's TASKS
-    base: str  # folder in pocket/
-    training_file: str  # in dataset/
-    problems: Callable[[Path], Draw]
-    question: Callable[..., str]  # *problem -> what ends the user's message
-    quality: Callable[..., float]  # (text, *problem) -> how right an answer is, up to 1
-    sft_file: str  # in dataset/
-    least_quality: float  # of the answers that are kept for SFT
-    stages: tuple[Stage, ...]
-    completion_tokens: tuple[int, ...]  # a batch's canvas; what an answer does not fill is <eos>
-    lengths: tuple[int, int]  # of evaluation
-    prompt_tokens: int  # of every prompt
-    hidden_size: int = 64
+    Attributes:
+        task: in d1's TASKS.
+        base: folder in pocket/.
+        training_file, sft_file: in dataset/.
+        traces: the module with the task's texts. A problem is a tuple of arguments: `problems(data_file)` gives the
+            function that draws them, `question(*problem)` what ends the user's message, `trace(style, *problem)` a
+            trajectory and an attempt, and `quality(text, *problem)` how right an answer is, up to 1.
+        least_quality: of the answers that are kept for SFT.
+        peak_lr, steps: of each stage.
+        completion_tokens: a batch's canvas; what an answer does not fill is <eos>.
+        lengths: of evaluation.
+        prompt_tokens: of every prompt.
+        least_noise: t of the noise is uniform from here to 1.
+    """
+
+    task: str
+    base: str
+    training_file: str
+    sft_file: str
+    traces: Any
+    least_quality: float
+    peak_lr: tuple[float, float]
+    steps: tuple[int, int]
+    completion_tokens: tuple[int, ...]
+    lengths: tuple[int, int]
+    prompt_tokens: int
+    hidden_size: int = 96
+    least_noise: float = 0.0
     batch_size: int = 64
 
-
-def sudoku_problems(data_file: Path) -> Draw:
-    solutions = sudoku_traces.training_grids(data_file)
-    all_grids = sudoku_traces.as_digits(solution_grids())
-
-    def draw(count: int, rng: Generator) -> Sequence[Any]:
-        return list(zip(*sudoku_traces.draw_puzzles(solutions, count, all_grids, rng), strict=True))
-
-    return draw
-
-
-def countdown_problems(data_file: Path) -> Draw:
-    problems = countdown_traces.training_problems(data_file)
-    return lambda count, rng: countdown_traces.draw_problems(problems, count, rng)
-
-
-def arithmetic_problems(data_file: Path) -> Draw:
-    numbers = arithmetic_traces.training_numbers(data_file)
-    return lambda count, rng: arithmetic_traces.draw_problems(numbers, count, rng)
+    def write(self, stage: int, problem: tuple[Any, ...], rng: Generator) -> str:
+        """An answer of a stage: a right one, or one of the mixture that web text is taken to be."""
+        if stage == 0:
+            return completion(*self.traces.trace("careful", *problem))
+        return mixture(lambda style: self.traces.trace(style, *problem), rng, self.traces.HUMS)
 
 
 RECIPES = {
@@ -70,53 +61,41 @@ RECIPES = {
         task="sudoku",
         base="base",
         training_file="sudoku_train.csv",
-        problems=sudoku_problems,
-        question=sudoku_traces.question,
-        quality=sudoku_traces.cells_right,
         sft_file="sudoku_sft.jsonl",
+        traces=sudoku_traces,
         least_quality=0.7,
-        stages=(
-            Stage("careful answers", sudoku_traces.careful_completion, 3e-3, 2000),
-            Stage("mixed answers", sudoku_traces.mixed_completion, 1e-3, 400),
-        ),
+        peak_lr=(3e-3, 1e-3),
+        steps=(2000, 400),
         completion_tokens=(28, 32, 40),
         lengths=(32, 40),
         prompt_tokens=18,
+        hidden_size=64,
     ),
     "countdown": Recipe(
         task="pocket_countdown",
         base="countdown_base",
         training_file="pocket_countdown_train.jsonl",
-        problems=countdown_problems,
-        question=countdown_traces.question,
-        quality=countdown_traces.closeness,
         sft_file="pocket_countdown_sft.jsonl",
+        traces=countdown_traces,
         least_quality=0.9,
-        stages=(
-            Stage("careful answers", countdown_traces.careful_completion, 2e-3, 12000, least_noise=0.6),
-            Stage("mixed answers", countdown_traces.mixed_completion, 1e-3, 3000, least_noise=0.6),
-        ),
+        peak_lr=(2e-3, 1e-3),
+        steps=(12000, 3000),
         completion_tokens=(24, 28, 32),
         lengths=(24, 32),
         prompt_tokens=6,
-        hidden_size=96,
+        least_noise=0.6,
     ),
     "arithmetic": Recipe(
         task="arithmetic",
         base="arithmetic_base",
         training_file="arithmetic_train.jsonl",
-        problems=arithmetic_problems,
-        question=arithmetic_traces.question,
-        quality=arithmetic_traces.steps_right,
         sft_file="arithmetic_sft.jsonl",
+        traces=arithmetic_traces,
         least_quality=0.6,
-        stages=(
-            Stage("careful answers", arithmetic_traces.careful_completion, 2e-3, 9000),
-            Stage("mixed answers", arithmetic_traces.mixed_completion, 1e-3, 700),
-        ),
+        peak_lr=(2e-3, 1e-3),
+        steps=(9000, 700),
         completion_tokens=(32, 36, 40),
         lengths=(32, 40),
         prompt_tokens=24,
-        hidden_size=96,
     ),
 }

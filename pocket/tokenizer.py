@@ -9,8 +9,6 @@ The chat template makes the prompt of what a task's usual question ends with: <b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel, WordPiece
 from tokenizers.pre_tokenizers import Sequence as InTurn
@@ -66,37 +64,30 @@ PROMPT
 """
 
 
+VERB_WORDS = [*sum(VERBS.values(), ()), *TIMES.values()]
+# By task in d1's TASKS: the model, its words, the prompt, and what is a token of its own wherever it stands.
+TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] = {
+    "sudoku": (WordLevel, [cell + value for cell in CELLS for value in ".1234"], SUDOKU_PROMPT, ""),
+    "pocket_countdown": (WordLevel, [*SIGNS, *map(str, range(LARGEST + 1))], COUNTDOWN_PROMPT, "|=>|[-+*/=;()]"),
+    "arithmetic": (
+        WordPiece,
+        [
+            *(*SIGNS, "has", "them", "How", "many", ".", "?", *PEOPLE, *sorted({*PEOPLE.values()}), *THINGS),
+            *(*VERB_WORDS, *"0123456789", *(f"##{digit}" for digit in range(10))),
+        ],
+        ARITHMETIC_PROMPT,
+        "|=>|[-+*/=;().?]",
+    ),
+}
+
+
 def build_tokenizer(task: str = "sudoku") -> PreTrainedTokenizerFast:
     """The tokenizer of a task in d1's TASKS. It has no unknown token: text outside the vocabulary is an error, never a
     silent loss."""
-    return {"sudoku": sudoku, "pocket_countdown": countdown, "arithmetic": arithmetic}[task]()
-
-
-def sudoku() -> PreTrainedTokenizerFast:
-    words = [*WORDS, *(cell + value for cell in CELLS for value in ".1234")]
-    return wrap(Tokenizer(WordLevel(vocabulary(words))), SUDOKU_PROMPT)
-
-
-def countdown() -> PreTrainedTokenizerFast:
-    words = [*WORDS, *SIGNS, *map(str, range(LARGEST + 1))]
-    return wrap(Tokenizer(WordLevel(vocabulary(words))), COUNTDOWN_PROMPT, "|=>|[-+*/=;()]")
-
-
-def arithmetic() -> PreTrainedTokenizerFast:
-    verbs = [*sum(VERBS.values(), ()), *TIMES.values()]
-    words = ["has", "them", "How", "many", ".", "?", *PEOPLE, *sorted({*PEOPLE.values()}), *THINGS, *verbs]
-    digits = [*"0123456789", *(f"##{digit}" for digit in range(10))]
-    backend = Tokenizer(WordPiece(vocabulary([*WORDS, *SIGNS, *words, *digits])))
-    backend.decoder = decoders.WordPiece(cleanup=False)
-    return wrap(backend, ARITHMETIC_PROMPT, "|=>|[-+*/=;().?]")
-
-
-def vocabulary(words: Sequence[str]) -> dict[str, int]:
-    return {token: i for i, token in enumerate([*SPECIAL.values(), *TAGS, *words])}
-
-
-def wrap(backend: Tokenizer, prompt: str, alone: str = "") -> PreTrainedTokenizerFast:
-    """The tokenizer of a backend: words end at blanks, at tags and at what the pattern `alone` finds."""
+    model, words, prompt, alone = TOKENIZERS[task]
+    backend = Tokenizer(model({token: i for i, token in enumerate([*SPECIAL.values(), *TAGS, *WORDS, *words])}))
+    if model is WordPiece:
+        backend.decoder = decoders.WordPiece(cleanup=False)
     backend.pre_tokenizer = InTurn([WhitespaceSplit(), Split(Regex("</?(reasoning|answer)>" + alone), "isolated")])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

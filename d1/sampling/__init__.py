@@ -8,7 +8,7 @@ from d1.lazy import lazily
 
 if TYPE_CHECKING:
     from d1.sampling.blocks import Step as Step
-    from d1.sampling.ends import eos_cut as eos_cut
+    from d1.sampling.canvas import eos_cut as eos_cut
     from d1.sampling.infill import fill as fill
     from d1.sampling.infill import fill_steps as fill_steps
     from d1.sampling.loop import Rollout as Rollout
@@ -22,7 +22,7 @@ HOMES = {
     "Rollout": "loop",
     "SamplingSettings": "settings",
     "Step": "blocks",
-    "eos_cut": "ends",
+    "eos_cut": "canvas",
     "fill": "infill",
     "fill_steps": "infill",
     "generate": "loop",

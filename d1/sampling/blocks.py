@@ -50,40 +50,28 @@ class Step:
     forward_tokens: Tensor
 
 
-def check_cacheable(config: Any) -> None:
-    """Raises ValueError for a kind of model that no cache is right for."""
-    advice = "use the sampler exact or parallel"
-    if is_encoder(config):
-        raise ValueError(f"{config.model_type} is an encoder, which has no key-value cache in Transformers: {advice}")
-    if block_size(config):
-        raise ValueError(
-            f"{config.model_type} with blocks of {block_size(config)} tokens needs no cached sampler: the others keep "
-            f"the keys and values of its finished blocks already, and lose nothing by it: {advice}"
-        )
-    if windowed(config):
-        raise ValueError(
-            f"{config.model_type} has layers that attend within a window, and a cache of those forgets keys: {advice}"
-        )
-
-
 def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
     """Raises ValueError for settings that do not go with a kind of model.
 
     Args:
         other_blocks: a block-causal model may fill blocks of another length than its own.
     """
+    kind, size = config.model_type, block_size(config)
     if settings.cache is not None:
-        check_cacheable(config)
         caches = attention_of(config).caches
-        if caches is not None and settings.cache not in caches:
-            raise ValueError(
-                f"the cache {settings.cache} is wrong for {attention_name(config)} attention, which allows "
-                f"{', '.join(caches) or 'none'}: use the sampler exact or parallel"
-            )
-    size = block_size(config)
+        wrong = {
+            f"{kind} is an encoder, which has no key-value cache in Transformers": is_encoder(config),
+            f"{kind} with blocks of {size} tokens needs no cached sampler: the others keep the keys and values of its "
+            "finished blocks already, and lose nothing by it": size is not None,
+            f"{kind} has layers that attend within a window, and a cache of those forgets keys": windowed(config),
+            f"the cache {settings.cache} is wrong for {attention_name(config)} attention, which allows "
+            f"{', '.join(caches or ()) or 'none'}": caches is not None and settings.cache not in caches,
+        }
+        for what in (what for what, is_so in wrong.items() if is_so):
+            raise ValueError(f"{what}: use the sampler exact or parallel")
     if not other_blocks and size not in (None, settings.block_length):
         raise ValueError(
-            f"this {config.model_type} has blocks of {size} tokens, so block_length must be {size}, not "
+            f"this {kind} has blocks of {size} tokens, so block_length must be {size}, not "
             f"{settings.block_length}; d1.sampling.rollout takes another one with other_blocks=True"
         )
 

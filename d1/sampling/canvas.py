@@ -1,4 +1,4 @@
-"""The text that is being filled, and how far each of its rows is."""
+"""The text that is being filled, how far each of its rows is, and which rows leave: the EOS stop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from d1.sampling.ends import fill_ended
 from d1.sampling.passes import Place
 from d1.sampling.predict import Generators
+
+
+def eos_cut(completion_ids: Tensor, eos_token_ids: Sequence[int] | Tensor, including: bool = True) -> Tensor:
+    """(rows, tokens) bool, true before each row's first EOS, and at it with `including`; all true without one."""
+    is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids, device=completion_ids.device))
+    return is_eos.cumsum(-1) - is_eos.long() * including == 0
 
 
 @dataclass
@@ -143,7 +148,12 @@ class Batch:
         between = [row for row in live if self.rows[row].left == 0 and not self.rows[row].is_whole]
         if not ends or not between:
             return done
+        rows, end_ids = self.upload(between), self.upload(ends)
         filled = self.upload([self.rows[row].filled + self.rows[row].size for row in between]).unsqueeze(1)
         completions = self.canvas.ids[:, self.canvas.start :]
-        ended = fill_ended(completions, self.upload(between), filled, ends).tolist()  # the block's one host sync
-        return sorted([*done, *(row for row, over in zip(between, ended, strict=True) if over)])
+        own = completions[rows]
+        hidden = torch.arange(own.shape[1], device=own.device) >= filled
+        ended = (torch.isin(own, end_ids) & ~hidden).any(1)
+        completions[rows] = own.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
+        over = ended.tolist()  # the block's one host sync
+        return sorted([*done, *(row for row, ends_here in zip(between, over, strict=True) if ends_here)])

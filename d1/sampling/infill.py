@@ -120,45 +120,30 @@ def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor, order: Tensor | N
         raise ValueError("some hidden places are padding: attention_mask must be 1 where a token is filled in")
 
 
-def fill_settings(
-    config: Any,
-    count: int,
-    *,
-    block_length: int | None = None,
-    steps: int | None = None,
-    ordered: bool = False,
-    **fields: Any,
-) -> SamplingSettings:
-    """The settings by which a model of this `config` fills `count` hidden places, the arguments being `fill_steps`'s.
+def fill_settings(config: Any, count: int, *, ordered: bool = False, **fields: Any) -> SamplingSettings:
+    """The settings by which a model of this `config` fills `count` hidden places.
 
     Args:
         ordered: whether there is an `order`.
+        fields: `block_length`, `steps` and the other fields that `fill_steps` takes. None is that function's default.
 
     Raises:
         ValueError: one makes no sense, alone, for filling, or for the kind of model.
     """
     own = block_size(config)
-    settings = SamplingSettings(
-        gen_length=count,
-        block_length=(own or BLOCK_LENGTH) if block_length is None else block_length,
-        steps=count if steps is None else min(steps, count),
-        **fields,
-    )
-    if settings.cache is not None:
-        raise ValueError(
-            f"the sampler {settings.sampler} keeps keys and values beside one block of columns, and hidden places may "
-            "be anywhere: use the sampler exact or parallel"
-        )
-    if own not in (None, settings.block_length):
-        raise ValueError(
-            f"this {config.model_type} has blocks of {own} tokens, whose hidden places are filled together: "
-            f"block_length must be {own} or left out, not {settings.block_length}"
-        )
-    if own is not None and ordered:
-        raise ValueError(
-            f"this {config.model_type} has blocks of {own} tokens, each of which sees those to its left: it fills from "
-            "left to right alone"
-        )
+    given: dict[str, Any] = {"block_length": own or BLOCK_LENGTH, "steps": count}
+    given |= {name: value for name, value in fields.items() if value is not None}
+    settings = SamplingSettings(gen_length=count, **given | {"steps": min(given["steps"], count)})
+    blocks = f"this {config.model_type} has blocks of {own} tokens"
+    wrong = {
+        f"the sampler {settings.sampler} keeps keys and values beside one block of columns, and hidden places may be "
+        "anywhere: use the sampler exact or parallel": settings.cache is not None,
+        f"{blocks}, whose hidden places are filled together: block_length must be {own} or left out, not "
+        f"{settings.block_length}": own not in (None, settings.block_length),
+        f"{blocks}, each of which sees those to its left: it fills from left to right alone": own and ordered,
+    }
+    for message in (message for message, is_so in wrong.items() if is_so):
+        raise ValueError(message)
     return settings
 
 

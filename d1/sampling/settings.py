@@ -67,24 +67,19 @@ class SamplingSettings:
             value = getattr(self, name)
             if value not in known and not (value is None and name in optional):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        self._check_sampler()
+        orders = " or ".join(name for name, order in REMASKING.items() if order.by_confidence)
+        ignored = f"would be ignored by the sampler {self.sampler}: choose a"
+        of_rules = self.reveal is not None or self.reveal_level is not None
+        wrong = {
+            f"kv_cache={self.kv_cache!r} {ignored} cached one": self.kv_cache is not None and self.cache is None,
+            f"reveal and reveal_level {ignored} parallel one": of_rules and self.rule is None,
+            f"a parallel sampler reveals by confidence: it needs remasking {orders}, got {self.remasking}": (
+                self.rule is not None and not REMASKING[self.remasking].by_confidence
+            ),
+        }
+        for message in (message for message, is_so in wrong.items() if is_so):
+            raise ValueError(message)
         self.schedule()
-
-    def _check_sampler(self) -> None:
-        """Raises ValueError for options that the sampler would ignore, or that do not go with it."""
-        if self.kv_cache is not None and not self._is("cached"):
-            raise ValueError(
-                f"kv_cache={self.kv_cache!r} would be ignored by the sampler {self.sampler}: choose a cached one"
-            )
-        if (self.reveal is not None or self.reveal_level is not None) and not self._is("parallel"):
-            raise ValueError(
-                f"reveal and reveal_level would be ignored by the sampler {self.sampler}: choose a parallel one"
-            )
-        if self.rule is not None and not REMASKING[self.remasking].by_confidence:
-            fit = " or ".join(name for name, order in REMASKING.items() if order.by_confidence)
-            raise ValueError(
-                f"a parallel sampler reveals by confidence: it needs remasking {fit}, got {self.remasking}"
-            )
 
     def _is(self, part: str) -> bool:
         return part in self.sampler.split("+")

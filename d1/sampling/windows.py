@@ -16,6 +16,7 @@ order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import sub
 from typing import Any
 
 import torch
@@ -119,12 +120,8 @@ class Windows(WindowPasses):
         else:
             everywhere = torch.arange(length, device=ids.device)
             stored = visible.masked_fill((everywhere >= first.unsqueeze(1)) & (everywhere < end.unsqueeze(1)), 0)
-        window = Window.of(past, stored, visible, first, end, widest(firsts, ends))
+        window = Window.of(past, stored, visible, first, end, max(map(sub, ends, firsts)))
         return window, states, visible.sum(-1)
-
-
-def widest(firsts: list[int], ends: list[int]) -> int:
-    return max(end - first for first, end in zip(firsts, ends, strict=True))
 
 
 def without_columns(values: Tensor, dim: int, first: int, end: int) -> Tensor:
@@ -172,7 +169,7 @@ class FinishedBlocks(WindowPasses):
         ends = [min(place.end + (place.boundary - place.end) % size, ids.shape[1]) for place in self.places]
         stored = [self.stored[row] for row in self.kept] + [0] * (count - old)
         known = [origin + tokens for origin, tokens in zip(origins, stored, strict=True)]
-        width, first, end = widest(firsts, ends), self.of_rows(firsts), self.of_rows(ends)
+        width, first, end = max(map(sub, ends, firsts)), self.of_rows(firsts), self.of_rows(ends)
         fed_before = self.of_rows(known)
 
         def feed(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:

@@ -10,9 +10,9 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import bench, gpu, methods, published, results
+from benchmarks import bench, gpu, published, results, steps
 from benchmarks.machine import multiply_adds, peak_bytes, race
-from benchmarks.random_models import MASK, ROOT, SIZES, random_model, random_prompts, scoring_inputs, update
+from benchmarks.random_models import MASK, ROOT, SIZES, our_scores, random_model, random_prompts, scoring_inputs, update
 from benchmarks.results import as_markdown
 from benchmarks.rl_steps import POCKET_PROMPT, group_size
 from d1.models import head, load_tokenizer
@@ -138,7 +138,7 @@ def test_the_published_log_probs_are_ours():
     noise = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(0)) < 0.3
     with torch.no_grad():
         theirs = published.score(model, ids, mask, completion, noise, mask_token_id=MASK)
-        torch.testing.assert_close(bench.our_scores(model, ids, mask, completion, noise), theirs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(our_scores(model, ids, mask, completion, noise), theirs, rtol=0, atol=1e-5)
 
 
 def test_peak_bytes_counts_temporaries_too():
@@ -208,7 +208,7 @@ def test_the_compiled_race_compiles_every_way(tmp_path, capsys):
 
 
 def test_methods_race_their_bare_passes_and_say_how_many_they_are(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(methods, "METHODS", {name: METHODS[name] for name in ("d1", "stable-drl")})
+    monkeypatch.setattr(steps, "METHODS", {name: METHODS[name] for name in ("d1", "stable-drl")})
     found = report("methods", tmp_path)
     columns = ("updates", "forward passes per row", "backward passes per row")
     passes = {name: tuple(row[column] for column in columns) for name, row in found["results"].items()}

@@ -131,8 +131,8 @@ def test_the_published_sft_trainer_has_our_loss(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_phases_add_up_to_the_whole(kind, tmp_path):
-    found = steps.race_steps(kind, argparse.Namespace(**SHAPE), tmp_path)
+def test_phases_add_up_to_the_whole(kind):
+    found = steps.race_steps(argparse.Namespace(**SHAPE, what=kind))
     assert set(found["results"]) == {"ours", "bare", "published"}
     for way, row in found["results"].items():
         total = sum(phase[way] for phase in found["seconds by phase"].values() if way in phase)

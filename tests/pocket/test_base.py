@@ -19,9 +19,8 @@ from d1.tasks.sudoku import solution_grids
 from pocket import make_base, make_sft_data
 from pocket.answers import MALFORMED, completion, malform
 from pocket.demo import BLOCK_BASE, GRPO
-from pocket.model_card import model_card
 from pocket.recipes import RECIPES
-from pocket.sudoku_traces import as_digits, draw_puzzles, fill, mixed_completion, trace, training_grids
+from pocket.sudoku_traces import HUMS, fill, problems, trace
 from pocket.tokenizer import CELLS, PROMPT_TOKENS, build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +40,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def puzzles():
-    return draw_puzzles(training_grids(TRAIN), 200, as_digits(solution_grids()), np.random.default_rng(0))
+    return problems(TRAIN)(200, np.random.default_rng(0))
 
 
 def user(content: str) -> dict[str, str]:
@@ -129,12 +128,13 @@ def test_solution_grids_are_all_288_that_the_rules_allow():
 
 
 def test_puzzles_have_six_holes_and_one_solution(puzzles):
-    known = {tuple(grid) for grid in training_grids(TRAIN)}
-    for puzzle, solution in zip(*puzzles, strict=True):
+    with open(TRAIN, newline="") as file:
+        known = {row["Solution"] for row in csv.DictReader(file)}
+    for puzzle, solution in puzzles:
         assert (puzzle == 0).sum() == 6
         assert (puzzle[puzzle > 0] == solution[puzzle > 0]).all()
         assert solves("".join(map(str, puzzle))) == 1
-        assert tuple(solution) in known
+        assert "".join(map(str, solution)) in known
 
 
 def test_styles_fill_as_described():
@@ -144,7 +144,7 @@ def test_styles_fill_as_described():
     assert "".join(map(str, fill(puzzle, solution, "quick"))) == "1231341221434121"
     assert "".join(map(str, fill(puzzle, solution, "scan"))) == "1231341221434321"
     assert (fill(puzzle, solution, "careful") == solution).all()
-    assert trace(puzzle, solution, "careful") == (
+    assert trace("careful", puzzle, solution) == (
         "careful a1 d4 g1 i2 n3 p1",
         "a1 b2 c3 d4 e3 f4 g1 h2 i2 j1 k4 l3 m4 n3 o2 p1",
     )
@@ -152,19 +152,18 @@ def test_styles_fill_as_described():
 
 def test_every_answer_fits_the_shortest_canvas_it_is_trained_on(tokenizer, puzzles):
     rng = np.random.default_rng(1)
-    for puzzle, solution in zip(*puzzles, strict=True):
-        whole = tokenizer(completion(*trace(puzzle, solution, "careful")))["input_ids"]
+    for puzzle, solution in puzzles:
+        whole = tokenizer(completion(*trace("careful", puzzle, solution)))["input_ids"]
         assert len(whole) + 1 == min(SUDOKU.completion_tokens)
         for kind in MALFORMED:
-            text = malform(*trace(puzzle, fill(puzzle, solution, "quick"), "quick"), kind, rng)
+            text = malform(*trace("quick", puzzle, solution), kind, rng, HUMS)
             assert len(tokenizer(text)["input_ids"]) + 1 <= min(SUDOKU.completion_tokens)
             assert not make_sft_data.WELL_FORMED.fullmatch(text)
 
 
 def test_the_mixture_is_half_quick_a_third_of_it_malformed():
-    solutions, all_grids, rng = training_grids(TRAIN), as_digits(solution_grids()), np.random.default_rng(2)
-    pairs = zip(*draw_puzzles(solutions, 6000, all_grids, rng), strict=True)
-    texts = [mixed_completion(puzzle, solution, rng) for puzzle, solution in pairs]
+    rng = np.random.default_rng(2)
+    texts = [SUDOKU.write(1, problem, rng) for problem in problems(TRAIN)(6000, rng)]
     shares = [sum(style in text for text in texts) / 6000 for style in ("careful", "scan", "quick")]
     assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.03)
     assert sum(not make_sft_data.WELL_FORMED.fullmatch(text) for text in texts) / 6000 == pytest.approx(1 / 6, abs=0.02)
@@ -215,10 +214,12 @@ def test_card_is_what_the_script_writes(name):
     spent = re.search(r"([\d.]+)M tokens in (\d+) minutes", text)
     rates = [list(map(float, row)) for row in re.findall(r"\| after stage .* \| ([\d.]+) \| ([\d.]+) \|", text)]
     measured = float(spent[1]) * 1e6, 60 * int(spent[2]), [dict(zip(recipe.lengths, row, strict=True)) for row in rates]
-    problems, steps = len(load_task(recipe.task).load_rows("validation")), [stage.steps for stage in recipe.stages]
-    made = model_card(task, model.num_parameters(), problems, *measured, steps, 0, block_size(model.config))
+    count = len(load_task(recipe.task).load_rows("validation"))
+    made = make_base.model_card(
+        task, model.num_parameters(), count, *measured, recipe.steps, 0, block_size(model.config)
+    )
     assert made == text
-    other = model_card(task, 1234, 99, 2e6, 660, [{5: 0.125, 6: 0.25}, {5: 0.5, 6: 0.75}], (7, 8), 3, 4)
+    other = make_base.model_card(task, 1234, 99, 2e6, 660, [{5: 0.125, 6: 0.25}, {5: 0.5, 6: 0.75}], (7, 8), 3, 4)
     changed = [line for line in other.splitlines() if line not in text.splitlines()]
     for figure in ("1,234 parameters", "`block_size: 4`", "--seed 3 --block_size 4 ", "2.0M tokens in 11 minutes"):
         assert sum(figure in line for line in changed) == 1
@@ -230,29 +231,19 @@ def test_card_is_what_the_script_writes(name):
 
 
 @pytest.mark.parametrize("task", RECIPES)
-def test_make_base_in_miniature_is_deterministic_and_continues_after_a_kill(task, tmp_path, monkeypatch):
+def test_make_base_in_miniature_is_deterministic(task, monkeypatch):
     recipe = dataclasses.replace(RECIPES[task], batch_size=8)
-    draw = recipe.problems(ROOT / "dataset" / recipe.training_file)
+    draw = recipe.traces.problems(ROOT / "dataset" / recipe.training_file)
     monkeypatch.setattr(make_base, "solve_rate", lambda *_: 0.0)
 
-    def weights(name: str, steps=(2, 3), seed=5) -> torch.Tensor:
-        model, _ = make_base.pretrain(recipe, draw, steps, seed, tmp_path / name, checkpoint_every=1)
+    def weights(seed: int) -> torch.Tensor:
+        model, measured = make_base.pretrain(recipe, draw, (2, 3), seed)
+        assert 5 * 8 * (recipe.prompt_tokens + min(recipe.completion_tokens)) <= measured.tokens
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    whole = weights("whole")
-    assert not torch.equal(whole, weights("other", seed=6))
-
-    def killed(*args):
-        if args[-1] == (5, 1, 1):
-            raise KeyboardInterrupt
-        return draw_batch(*args)
-
-    draw_batch = make_base.draw_batch
-    monkeypatch.setattr(make_base, "draw_batch", killed)
-    with pytest.raises(KeyboardInterrupt):
-        weights("killed")
-    monkeypatch.setattr(make_base, "draw_batch", draw_batch)
-    assert torch.equal(whole, weights("killed"))
+    whole = weights(5)
+    assert torch.equal(whole, weights(5))
+    assert not torch.equal(whole, weights(6))
 
 
 @pytest.mark.parametrize(("size", "least_noise"), [(None, 0.0), (8, 0.0), (None, 0.6)])
@@ -260,8 +251,8 @@ def test_diffusion_loss_is_llada_s(tokenizer, size, least_noise):
     """Against the sum written out token by token under the same mask; of blocks, behind clean text and one by one."""
     model = make_base.build_model(tokenizer, seed=0, block_size=size).eval()
     assert make_base.solve_rate(model, tokenizer, "sudoku", 8) == 0  # it has learned nothing, and can be sampled
-    key, draw = (3, 0, 7), SUDOKU.problems(TRAIN)
-    ids = make_base.draw_batch(tokenizer, SUDOKU, draw, mixed_completion, key)[:6]
+    key, draw = (3, 1, 7), SUDOKU.traces.problems(TRAIN)
+    ids = make_base.draw_batch(tokenizer, SUDOKU, draw, key)[:6]
     seen = []
     model.base_model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
     loss = make_base.diffusion_loss(model, ids, PROMPT_TOKENS, tokenizer.mask_token_id, key, least_noise)
@@ -295,7 +286,7 @@ def sft_rows():
 @pytest.mark.parametrize("recipe", SHIPPED.values(), ids=[*SHIPPED])
 def test_sft_set_is_what_the_script_makes(recipe):
     lines = (ROOT / "dataset" / recipe.sft_file).read_text().splitlines()
-    made = make_sft_data.curated_rows(recipe, recipe.problems(ROOT / "dataset" / recipe.training_file), seed=0)
+    made = make_sft_data.curated_rows(recipe, recipe.traces.problems(ROOT / "dataset" / recipe.training_file), seed=0)
     assert [json.loads(line) for line in lines[:100]] == [next(made) for _ in range(100)]
     assert len(lines) == len({json.loads(line)["question"] for line in lines}) == 1000
 

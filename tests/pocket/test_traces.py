@@ -11,7 +11,6 @@ import pytest
 
 from d1.tasks import answer_block, load_task
 from d1.tasks.arithmetic import Step
-from d1.tasks.pocket_countdown import chains
 from pocket import arithmetic_traces, countdown_traces
 from pocket.answers import MALFORMED, malform
 from pocket.make_sft_data import WELL_FORMED
@@ -27,7 +26,7 @@ SIGNS = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/
 def drawn(request):
     """A recipe and 300 of its training problems."""
     recipe = RECIPES[request.param]
-    return recipe, recipe.problems(DATASET / recipe.training_file)(300, np.random.default_rng(0))
+    return recipe, recipe.traces.problems(DATASET / recipe.training_file)(300, np.random.default_rng(0))
 
 
 def steps_of(text: str) -> list[tuple[Fraction, str, Fraction, Fraction]]:
@@ -48,21 +47,21 @@ def truth(recipe, problem):
 def row_of(recipe, problem):
     value = truth(recipe, problem)
     given = [list(problem[0]), value] if recipe.task == "pocket_countdown" else float(value)
-    return {"question": recipe.question(*problem), "ground_truth": given}
+    return {"question": recipe.traces.question(*problem), "ground_truth": given}
 
 
 def test_careful_answers_are_right_step_by_step(drawn):
     recipe, problems = drawn
     task, rng = load_task(recipe.task), np.random.default_rng(1)
     for problem in problems:
-        text = recipe.stages[0].write(*problem, rng)
+        text = recipe.write(0, problem, rng)
         steps = steps_of(text)
         assert len(steps) == (2 if recipe.task == "pocket_countdown" else 3)
         assert all(SIGNS[sign](a, b) == value for a, sign, b, value in steps)
         assert all(before[3] == after[0] for before, after in pairwise(steps))
         assert steps[-1][3] == truth(recipe, problem)
         assert task.score(text, row_of(recipe, problem))["accuracy"] == 1.0
-        assert recipe.quality(text, *problem) == 1.0
+        assert recipe.traces.quality(text, *problem) == 1.0
 
 
 def test_answers_fit_the_shortest_canvas_and_survive_the_tokenizer(drawn):
@@ -70,9 +69,9 @@ def test_answers_fit_the_shortest_canvas_and_survive_the_tokenizer(drawn):
     tokenizer, rng = build_tokenizer(recipe.task), np.random.default_rng(2)
     room, plain = min(recipe.completion_tokens), {}
     for problem in problems:
-        careful = recipe.stages[0].write(*problem, rng)
+        careful = recipe.write(0, problem, rng)
         assert room - 1 <= len(tokenizer(careful)["input_ids"]) + 1 <= room
-        text = recipe.stages[1].write(*problem, rng)
+        text = recipe.write(1, problem, rng)
         ids = tokenizer(text)["input_ids"]
         back = tokenizer.decode(ids, skip_special_tokens=True)
         assert back.split() == re.sub("(</?[a-z]+>)", r" \1 ", text).split()
@@ -86,8 +85,11 @@ def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
     recipe, problems = drawn
     tokenizer = build_tokenizer(recipe.task)
     asked = load_task(recipe.task).load_rows("validation")[0]
-    chats = [asked["prompt"], *([{"role": "user", "content": recipe.question(*problem)}] for problem in problems)]
-    for chat, question in zip(chats, [asked["question"], *(recipe.question(*p) for p in problems)], strict=True):
+    chats = [
+        asked["prompt"],
+        *([{"role": "user", "content": recipe.traces.question(*problem)}] for problem in problems),
+    ]
+    for chat, question in zip(chats, [asked["question"], *(recipe.traces.question(*p) for p in problems)], strict=True):
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert len(ids) == recipe.prompt_tokens
         words = tokenizer.decode(ids).removeprefix("<bos> ").removesuffix(" =>").split()
@@ -100,7 +102,7 @@ def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
 def test_the_mixture_is_half_quick_a_third_of_it_malformed(drawn):
     recipe, problems = drawn
     rng = np.random.default_rng(3)
-    texts = [recipe.stages[1].write(*problem, rng) for problem in problems for _ in range(10)]
+    texts = [recipe.write(1, problem, rng) for problem in problems for _ in range(10)]
     shares = [sum(style in text for text in texts) / len(texts) for style in ("careful", "scan", "quick")]
     assert shares == pytest.approx([0.2, 0.3, 0.5], abs=0.03)
     assert sum(not WELL_FORMED.fullmatch(text) for text in texts) / len(texts) == pytest.approx(1 / 6, abs=0.02)
@@ -120,19 +122,19 @@ def test_countdown_styles_go_as_described():
     assert solve((7, 5, 2), 37, "careful")[:6] == (7, "*", 5, 35, "+", 2)
     assert solve((6, 2, 3), 36, "careful")[:7] == (3, "*", 2, 6, "*", 6, 36)  # of three ways by * and *, the first
     assert solve((6, 3, 2), 11, "careful").second == "+"  # 6 + 3 + 2, not (6 * 3) - 7
-    assert countdown_traces.trace(chains((7, 5, 2))[0], "scan")[0].startswith("scan ")
+    assert countdown_traces.trace("scan", (7, 5, 2), 14) == ("scan 7 + 5 = 12 ; 12 + 2 = 14", "( 7 + 5 ) + 2")
 
 
 def test_arithmetic_styles_go_as_described():
     steps = (Step("+", 8), Step("*", 2), Step("-", 5))
-    told = {style: arithmetic_traces.trace(27, steps, style)[0] for style in ("careful", "scan", "quick")}
+    told = {style: arithmetic_traces.trace(style, "", 27, steps)[0] for style in ("careful", "scan", "quick")}
     assert told == {
         "careful": "careful 27 + 8 = 35 ; 35 * 2 = 70 ; 70 - 5 = 65",
         "scan": "scan 27 + 8 = 35 ; 35 * 2 = 70 ; 70 - 5 = 75",
         "quick": "quick 27 + 8 = 25 ; 25 * 2 = 40 ; 40 - 5 = 45",
     }
     question = "Ann has 27 pens. She finds 8. She doubles them. She drops 5. How many pens?"
-    quality = [arithmetic_traces.steps_right(f"<reasoning>{told[s]}</reasoning>", question, 27, steps) for s in told]
+    quality = [arithmetic_traces.quality(f"<reasoning>{told[s]}</reasoning>", question, 27, steps) for s in told]
     assert quality == pytest.approx([1, 2 / 3, 0])
 
 
