@@ -10,8 +10,9 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable
 from typing import Any
+
+from d1.tasks.countdown import SIGNS, UNCOUNTABLE, calculate
 
 END_MARKS = ("<|eot_id|>", "<|endoftext|>")
 Score = tuple[int, int]  # right, out of: problems, or cells for Sudoku
@@ -148,34 +149,16 @@ def score_math(text: str, question: str, truth: Any) -> Score:
 
 # ---- Countdown
 
-OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
 LARGEST_BASE, LARGEST_EXPONENT = 1e6, 1e3  # of a power: `99**80**50` is refused instead of hanging
 
 
-def calculate(node: ast.AST) -> float:
-    """Value of a parsed arithmetic expression; ValueError, ArithmeticError or KeyError for anything else."""
-    match node:
-        case ast.Expression(body=body):
-            return calculate(body)
-        case ast.Constant(value=int() | float() as value):
-            return value
-        case ast.UnaryOp(op=op, operand=operand):
-            return OPERATORS[type(op)](calculate(operand))
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = calculate(left), calculate(right)
-            if isinstance(op, ast.Pow) and (abs(a) > LARGEST_BASE or abs(b) > LARGEST_EXPONENT):
-                raise ValueError("power too large")
-            return OPERATORS[type(op)](a, b)
-    raise ValueError(f"not arithmetic: {type(node).__name__}")
+def power(base: float, exponent: float) -> float:
+    if abs(base) > LARGEST_BASE or abs(exponent) > LARGEST_EXPONENT:
+        raise ValueError("power too large")
+    return base**exponent
+
+
+OPERATORS = {**SIGNS, ast.FloorDiv: operator.floordiv, ast.Pow: power, ast.UAdd: operator.pos}
 
 
 def left_of_equals(text: str) -> str:
@@ -202,9 +185,9 @@ def score_countdown(text: str, question: str, truth: Any) -> Score:
     if not legal or sorted(map(int, used)) != sorted(numbers):
         return 0, 1
     try:
-        value = calculate(ast.parse(equation.strip(), mode="eval"))
+        value = calculate(equation, OPERATORS)
         return int(abs(value - target) < 1e-5), 1
-    except (SyntaxError, ValueError, ArithmeticError, KeyError, TypeError, RecursionError, MemoryError):
+    except UNCOUNTABLE:
         return 0, 1
 
 

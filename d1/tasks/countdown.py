@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -22,12 +22,14 @@ ANSWER = r"the expression alone as \boxed{expression}"
 MAX_EXPRESSION = 200  # characters
 TEST_COLUMNS, HUB_COLUMNS = ("input", "output"), ("nums", "target")
 
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+SIGNS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.USub: operator.neg,
 }
+UNCOUNTABLE = (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError)
 _LATEX = [
     (re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])|[×·⋅∗]"), "*"),
     (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
@@ -95,30 +97,45 @@ def extract(text: str) -> str | None:
     return expression.partition("=")[0].strip() or None
 
 
+def calculate(
+    expression: str,
+    signs: Mapping[type[ast.AST], Callable[..., Any]],
+    number: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """The value of an arithmetic expression. Nothing is executed: the syntax tree is walked.
+
+    Args:
+        signs: the operators that it may have.
+        number: makes a value of each of its numbers.
+
+    Raises:
+        One of `UNCOUNTABLE`: it is none, or has no value.
+    """
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.BinOp(op=op, left=left, right=right) if type(op) in signs:
+                return signs[type(op)](value(left), value(right))
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in signs:
+                return signs[type(op)](value(operand))
+            case ast.Constant(value=int() | float() as constant):
+                return number(constant)
+        raise ValueError(f"{type(node).__name__} is not part of the game")
+
+    return value(ast.parse(expression.strip(), mode="eval").body)
+
+
 def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
     """The exact value of `expression`, or None unless it is + - * / and parentheses on `numbers`, each exactly once.
 
-    Nothing is executed: the syntax tree is walked. An expression longer than `MAX_EXPRESSION` characters is refused, so
-    no number can grow beyond a few hundred digits.
+    An expression longer than `MAX_EXPRESSION` characters is refused, so no number can grow beyond a few hundred digits.
     """
     if len(expression) > MAX_EXPRESSION or not _ALLOWED.fullmatch(expression):
         return None
     used: list[int] = []
-
-    def value(node: ast.expr) -> Fraction:
-        match node:
-            case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(left), value(right))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -value(operand)
-            case ast.Constant(value=int(number)):
-                used.append(number)
-                return Fraction(number)
-        raise ValueError(f"{type(node).__name__} is not part of the game")
-
     try:
-        result = value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        result = calculate(expression, SIGNS, lambda n: used.append(n) or Fraction(n))
+    except UNCOUNTABLE:
         return None
     return result if sorted(used) == sorted(numbers) else None
 
@@ -169,7 +186,7 @@ def _solve(parts: list[tuple[Fraction, str, list[str]]], target: Fraction) -> tu
             if i == j:
                 continue
             rest = [part for k, part in enumerate(parts) if k not in (i, j)]
-            for sign, apply in zip("+-*/", _OPERATORS.values(), strict=True):
+            for sign, apply in zip("+-*/", SIGNS.values(), strict=False):
                 if sign == "/" and not b:
                     continue
                 step = f"{a} {sign} {b if b >= 0 else f'({b})'} = {(value := apply(a, b))}"
