@@ -165,7 +165,8 @@ def format_comparison(result: dict[str, Any], form: str) -> str:
         return ",".join(result) + "\n" + ",".join(map(str, result.values())) + "\n"
     text = (
         "{b}: {accuracy_b:.2f}%  minus  {a}: {accuracy_a:.2f}%  =  {difference:+.2f} points over "
-        "{shared} shared problems\nbetter on {b_better}, worse on {a_better}, equal on {equal}; exact sign test p = {p_value:.4g}\n"
+        "{shared} shared problems\n"
+        "better on {b_better}, worse on {a_better}, equal on {equal}; exact sign test p = {p_value:.4g}\n"
     )
     if result["only_a"] or result["only_b"]:
         text += "not compared: {only_a} only in {a}, {only_b} only in {b}\n"

@@ -185,7 +185,7 @@ def score_countdown(text: str, question: str, truth: Any) -> Score:
     if not legal or sorted(map(int, used)) != sorted(numbers):
         return 0, 1
     try:
-        value = calculate(equation, OPERATORS)
+        value = calculate(equation, OPERATORS, operator.pos)
         return int(abs(value - target) < 1e-5), 1
     except UNCOUNTABLE:
         return 0, 1

@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset
 
 from d1.tasks import Completion, ask, final_answer, format_completion, judged
-from d1.tasks.data import JSON, check_split, hold_out, read_file, read_hub, shipped_file, task_rows
+from d1.tasks.data import JSON, file_of, hold_out, read_file, read_hub, task_rows
 
 INSTRUCTIONS = (
     "Write an expression that equals the target. Use each of the numbers exactly once, and only +, -, *, / and "
@@ -20,6 +20,7 @@ INSTRUCTIONS = (
 )
 ANSWER = r"the expression alone as \boxed{expression}"
 MAX_EXPRESSION = 200  # characters
+HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
 TEST_COLUMNS, HUB_COLUMNS = ("input", "output"), ("nums", "target")
 
 SIGNS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -47,19 +48,13 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     training and validation come from the hub's `Jiayi-Pan/Countdown-Tasks-3to4`: its problems with three numbers in a
     seed-42 shuffle, the last 500 held out as validation, less those that are in the test file.
     """
-    check_split(split)
-    if data_file or split == "test":
-        source = data_file or shipped_file("countdown_test.jsonl")
-        problems = _problems(source, read_file(source, TEST_COLUMNS, HUB_COLUMNS))
-    else:
-        source = "Jiayi-Pan/Countdown-Tasks-3to4"
-        rows = read_hub(source, None, "train", HUB_COLUMNS)
+    path = file_of(split, data_file, "countdown_test.jsonl")
+    problems = _problems(path, read_file(path, TEST_COLUMNS, HUB_COLUMNS))
+    if not data_file and split != "test":
+        test = {(*sorted(numbers), target) for numbers, target in problems}
+        rows = read_hub(HUB, None, "train", HUB_COLUMNS)
         rows = hold_out(rows.filter(lambda row: len(row["nums"]) == 3), split)
-        path = shipped_file("countdown_test.jsonl")
-        test = {(*sorted(numbers), target) for numbers, target in _problems(path, read_file(path, TEST_COLUMNS))}
-        problems = [
-            (numbers, target) for numbers, target in _problems(source, rows) if (*sorted(numbers), target) not in test
-        ]
+        problems = [(nums, target) for nums, target in _problems(HUB, rows) if (*sorted(nums), target) not in test]
     return task_rows([_task_row(numbers, target) for numbers, target in problems], JSON)
 
 
@@ -97,11 +92,7 @@ def extract(text: str) -> str | None:
     return expression.partition("=")[0].strip() or None
 
 
-def calculate(
-    expression: str,
-    signs: Mapping[type[ast.AST], Callable[..., Any]],
-    number: Callable[[Any], Any] = lambda value: value,
-) -> Any:
+def calculate(expression: str, signs: Mapping[type[ast.AST], Callable[..., Any]], number: Callable[[Any], Any]) -> Any:
     """The value of an arithmetic expression. Nothing is executed: the syntax tree is walked.
 
     Args:
@@ -132,12 +123,12 @@ def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
     """
     if len(expression) > MAX_EXPRESSION or not _ALLOWED.fullmatch(expression):
         return None
-    used: list[int] = []
+    if sorted(map(int, re.findall("[0-9]+", expression))) != sorted(numbers):
+        return None
     try:
-        result = calculate(expression, SIGNS, lambda n: used.append(n) or Fraction(n))
+        return calculate(expression, SIGNS, Fraction)
     except UNCOUNTABLE:
         return None
-    return result if sorted(used) == sorted(numbers) else None
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:
@@ -147,10 +138,8 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
 def _is_correct(expression: str | None, ground_truth: Any) -> bool:
     match ground_truth:
         case [[*numbers], int(target)] if all(isinstance(n, int) for n in numbers):
-            pass
-        case _:
-            raise ValueError(f"the ground truth must be [[numbers], target], got {ground_truth!r}")
-    return expression is not None and evaluate(expression, numbers) == target
+            return expression is not None and evaluate(expression, numbers) == target
+    raise ValueError(f"the ground truth must be [[numbers], target], got {ground_truth!r}")
 
 
 def expression_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
