@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 from d1.tasks.countdown import SIGNS, UNCOUNTABLE, calculate
@@ -158,7 +159,12 @@ def power(base: float, exponent: float) -> float:
     return base**exponent
 
 
-OPERATORS = {**SIGNS, ast.FloorDiv: operator.floordiv, ast.Pow: power, ast.UAdd: operator.pos}
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    **SIGNS,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: power,
+    ast.UAdd: operator.pos,
+}
 
 
 def left_of_equals(text: str) -> str:

@@ -154,8 +154,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     # Only now: these imports take seconds, and `--help` needs none of them.
     with quick_imports():
         from d1.eval.completions import complete, from_rank_0, join_processes, leave_processes, load_model_for
-        from d1.eval.setup import config_of, read_prompts, run_identity, setup_name, task_name, tokenizer_path
-        from d1.models import load_tokenizer
+        from d1.eval.setup import config_of, load_tokenizer_for, read_prompts, run_identity, setup_name, task_name
         from d1.models.tokenizer import check_chat_template
 
     as_d1 = load_task(args.dataset)
@@ -166,9 +165,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     config = config_of(args.model_path, args.checkpoint_path, args.trust_remote_code)
     runs = runs_of(args, config)
     rank, _ = join_processes()
-    tokenizer = load_tokenizer(
-        tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = load_tokenizer_for(args)
     check_chat_template(tokenizer, args.model_path)
     prompts = read_prompts(runs[0], task, tokenizer)
     check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
