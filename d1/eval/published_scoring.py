@@ -105,14 +105,6 @@ def braced_arguments(text: str) -> str:
     return head
 
 
-def slash_as_fraction(text: str) -> str:
-    """`3/4` -> the same fraction in LaTeX; ValueError when one slash joins anything but integers."""
-    if text.count("/") != 1:
-        return text
-    top, bottom = map(int, text.split("/"))
-    return f"\\frac{{{top}}}{{{bottom}}}" if text == f"{top}/{bottom}" else text
-
-
 def normalise(text: str) -> str:
     """A LaTeX answer in the form in which Hendrycks et al. (MATH, arXiv 2103.03874) compare answers.
 
@@ -133,7 +125,12 @@ def normalise(text: str) -> str:
     if equals and "=" not in right and len(left) <= 2:  # "k = 3"
         text = right
     text = braced_arguments(text)
-    return slash_as_fraction("\\frac{1}{2}" if text == "0.5" else text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    if text.count("/") == 1:  # between anything but integers it is a ValueError
+        top, bottom = map(int, text.split("/"))
+        return f"\\frac{{{top}}}{{{bottom}}}" if text == f"{top}/{bottom}" else text
+    return text
 
 
 def score_math(text: str, question: str, truth: Any) -> Score:
@@ -178,11 +175,7 @@ def left_of_equals(text: str) -> str:
 
 def score_countdown(text: str, question: str, truth: Any) -> Score:
     numbers, target = truth
-    equation = boxed_answer(text)
-    if equation is None:
-        equation = tagged_answer(text)
-    if equation is None:
-        equation = text
+    equation = next(found for found in (boxed_answer(text), tagged_answer(text), text) if found is not None)
     for latex, sign in (("\\div", "/"), ("\\times", "*"), ("\\cdot", "*")):
         equation = equation.replace(latex, sign)
     equation = left_of_equals(equation)
@@ -209,12 +202,7 @@ def sudoku_answer(text: str) -> str:
         rest = text.partition("</answer>")[2].lstrip()
         after = rest[: min((end for end in map(rest.find, END_MARKS) if end >= 0), default=len(rest))]
     bare = re.search(r"(\d{16})\s*</answer>", text) or re.search(r"\b(\d{16})\b", text)
-    places = (
-        fenced,
-        between(text, "<answer>", "</answer>", *END_MARKS),
-        after,
-        bare and bare[1],
-    )
+    places = (fenced, between(text, "<answer>", "</answer>", *END_MARKS), after, bare and bare[1])
     return next((found for place in places if (found := (place or "").strip())), "")
 
 

@@ -210,19 +210,22 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         ValueError, FileNotFoundError: says which, and what to use instead.
     """
-    if args.num_samples > 1 and not sampling_settings(vars(args)).draws:
-        raise ValueError(
-            "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"
-        )
-    for name in ("add_reasoning", "dont_use_box"):
-        if args.prompt_protocol != "d1" and getattr(args, name):
-            raise ValueError(
-                f"--{name} belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
-            )
-    if args.few_shot and args.dont_use_box:
-        raise ValueError("--dont_use_box does not go with --few_shot: the problems shown have boxed answers")
-    if args.few_shot and args.few_shot_file and args.few_shot_file == args.data_file:
-        raise ValueError("--few_shot_file and --data_file are the same: the problems shown must not be those asked")
+    alike = args.num_samples > 1 and not sampling_settings(vars(args)).draws
+    own_prompts = args.prompt_protocol != "d1"
+    without = f"belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
+    same_file = args.few_shot_file and args.few_shot_file == args.data_file
+    for wrong, message in (
+        (alike, "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"),
+        (own_prompts and args.add_reasoning, f"--add_reasoning {without}"),
+        (own_prompts and args.dont_use_box, f"--dont_use_box {without}"),
+        (args.few_shot and args.dont_use_box, "--dont_use_box does not go with --few_shot, which shows boxed answers"),
+        (
+            args.few_shot and same_file,
+            "--few_shot_file and --data_file are the same: show other problems than are asked",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
 

@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import permutations
 from typing import Any
 
 from datasets import Dataset
@@ -170,16 +171,12 @@ def _solve(parts: list[tuple[Fraction, str, list[str]]], target: Fraction) -> tu
     if len(parts) == 1:
         value, expression, steps = parts[0]
         return (expression, steps) if value == target else None
-    for i, (a, left, left_steps) in enumerate(parts):
-        for j, (b, right, right_steps) in enumerate(parts):
-            if i == j:
-                continue
-            rest = [part for k, part in enumerate(parts) if k not in (i, j)]
-            for sign, apply in zip("+-*/", SIGNS.values(), strict=False):
-                if sign == "/" and not b:
-                    continue
-                step = f"{a} {sign} {b if b >= 0 else f'({b})'} = {(value := apply(a, b))}"
-                part = (value, f"({left} {sign} {right})", [*left_steps, *right_steps, step])
-                if found := _solve([*rest, part], target):
-                    return found
+    for i, j in permutations(range(len(parts)), 2):
+        (a, left, left_steps), (b, right, right_steps) = parts[i], parts[j]
+        rest = [part for k, part in enumerate(parts) if k not in (i, j)]
+        for sign, apply in zip("+-*/" if b else "+-*", SIGNS.values(), strict=False):
+            step = f"{a} {sign} {b if b >= 0 else f'({b})'} = {(value := apply(a, b))}"
+            part = (value, f"({left} {sign} {right})", [*left_steps, *right_steps, step])
+            if found := _solve([*rest, part], target):
+                return found
     return None
