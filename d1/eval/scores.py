@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from d1.eval.files import GeneratedProblem, GeneratedSetup
-from d1.eval.published_scoring import score_published
 from d1.show.uncertainty import sign_test, wilson_interval
 from d1.tasks import MAX_TEXT, TASKS, load_task
 from d1.tasks.protocols import under_protocol
@@ -83,6 +82,8 @@ def score_setup(
             if task is not None:
                 detail = strict_detail(problem, task, asked)
             else:
+                from d1.eval.published_scoring import score_published  # it imports datasets, which --help does without
+
                 right, total = score_published(setup.task, problem.samples[0].raw[-MAX_TEXT:], asked)
                 detail = {"right": right, "total": total, "accuracy": right / total}
         except Exception as error:  # whatever one item makes a task raise, the others are still scored
