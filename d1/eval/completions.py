@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from d1.eval.journal import Journal, Key
+from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
 from d1.models.load import load_on_device
@@ -59,17 +59,12 @@ def leave_processes() -> None:
     STORE.clear()
 
 
-def count_together(name: str, more: int) -> int:
-    """Adds to a count that all processes share, from 0, and returns it."""
-    return STORE[0].add(name, more) if STORE else more
-
-
 def queue_of(items: Sequence[T], name: str) -> Iterator[T]:
     """`items` in their order, each given to one process only: to whichever asks next. Once a launch for each name."""
     if not STORE:
         yield from items
         return
-    while (number := count_together(f"{name} taken", 1) - 1) < len(items):
+    while (number := STORE[0].add(f"{name} taken", 1) - 1) < len(items):
         yield items[number]
 
 
@@ -96,21 +91,6 @@ def from_rank_0(compute: Callable[[], Any]) -> Any:
 # ---- completions
 
 
-def key_of(row: Request) -> Key:
-    return row[0].index, row[1]
-
-
-def all_parts(args: argparse.Namespace, prompts: Iterable[Prompt]) -> list[list[Request]]:
-    """The rows of a run in the parts that processes take, a function of these arguments alone.
-
-    The longest prompts come first: batches need little padding, and one that does not fit fails at once.
-    """
-    rows = [(prompt, sample) for prompt in prompts for sample in range(args.num_samples)]
-    rows.sort(key=lambda row: -len(row[0].ids))
-    size = part_size(args)
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
 def complete(
     args: argparse.Namespace,
     load: Callable[[], Any],
@@ -125,20 +105,23 @@ def complete(
         load: returns the model; called only if a completion is missing.
         take: gives this process its parts of the setup of that name, the next one when it is asked for.
     """
-    parts = all_parts(args, prompts)
-    done = journal.read({key_of(row) for part in parts for row in part})
+    # The longest prompts come first: batches need little padding, and one that does not fit fails at once.
+    every = [(prompt, sample) for prompt in prompts for sample in range(args.num_samples)]
+    every.sort(key=lambda request: -len(request[0].ids))
+    size = part_size(args)
+    parts = [every[start : start + size] for start in range(0, len(every), size)]
+    done = journal.read({(prompt.index, sample) for prompt, sample in every})
     wait_for_all()  # nobody writes before everybody has read
-    total = sum(map(len, parts))
     if done and journal.rank == 0:
-        logger.info("Resuming: %d of %d completions are there", len(done), total)
-    parts = [part for part in parts if any(key_of(row) not in done for row in part)]
+        logger.info("Resuming: %d of %d completions are there", len(done), len(every))
+    parts = [part for part in parts if any((prompt.index, sample) not in done for prompt, sample in part)]
     if parts:
         model = load()
         check_room(model.config, max(len(prompt.ids) for part in parts for prompt, _ in part), args.gen_length)
         ends = torch.tensor(end_ids(tokenizer), device=model.device)
         generated, passes, rows, started = 0, 0, 0, time.perf_counter()
         mine = take(parts, journal.setup)
-        bar = {"total": total - len(done), "desc": journal.setup, "unit": "problem", "disable": journal.rank != 0}
+        bar = {"total": len(every) - len(done), "desc": journal.setup, "unit": "problem", "disable": journal.rank != 0}
         with tqdm(**bar) as progress:
             for requests in [chain.from_iterable(mine)] if in_fp32(args) else mine:
                 for _, entry in generate_rows(args, model, tokenizer, requests, ends, args.batch_size):
@@ -146,7 +129,7 @@ def complete(
                     if (entry["index"], entry["sample"]) in done:
                         continue
                     journal.append(entry)
-                    progress.update(count_together(f"{journal.setup} done", 1) - progress.n if STORE else 1)
+                    progress.update(STORE[0].add(f"{journal.setup} done", 1) - progress.n if STORE else 1)
                     speed = f"{generated / (time.perf_counter() - started):.0f} tokens/s"
                     progress.set_postfix_str(f"{speed}, {passes / rows:.1f} forward passes each", refresh=False)
     wait_for_all()
@@ -201,16 +184,14 @@ def generate_rows(
             numbers, output.tolist(), lengths, sampled.passes.tolist(), sampled.forward_tokens.tolist(), strict=True
         ):
             prompt, sample = asked.pop(number)
-            yield (
-                number,
-                {
-                    "index": prompt.index,
-                    "sample": sample,
-                    "generations": tokenizer.decode(row),
-                    "text": tokenizer.decode(row[:length], skip_special_tokens=True),
-                    "tokens": length,
-                    "forward_passes": passes,
-                    "forward_tokens": fed,
-                    "seconds": seconds,
-                },
-            )
+            entry = {
+                "index": prompt.index,
+                "sample": sample,
+                "generations": tokenizer.decode(row),
+                "text": tokenizer.decode(row[:length], skip_special_tokens=True),
+                "tokens": length,
+                "forward_passes": passes,
+                "forward_tokens": fed,
+                "seconds": seconds,
+            }
+            yield number, entry

@@ -20,14 +20,11 @@ if TYPE_CHECKING:  # scoring imports no tokenizer
     from d1.eval.journal import Key
     from d1.eval.setup import Prompt
 
-FILE_NAME = re.compile(r"(?P<setup>(?P<head>.+)_(?P<length>\d+)_(?P<steps>\d+))_(?P<rank>\d+)_generations\.json")
+FILE_NAME = re.compile(r"(?P<setup>.+_\d+_\d+)_(?P<rank>0|[1-9]\d{0,3})_generations\.json")
 D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}
 D1_PROBLEMS = {"gsm8k": 1319, "math": 500, "countdown": 256, "sudoku": 256}  # in d1's evaluation
-RUN = (  # what the files of a setup have in common, where they are ours
-    *("task", "expected_problems", "prompt_protocol", "model_path", "checkpoint_path"),
-    *("gen_length", "diffusion_steps", "block_length", "split", "seed"),
-)
-HIGHEST_RANK = 9999  # no run has more processes: a larger number in a file's name is no rank
+SETTINGS = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
+RUN = ("task", "expected_problems", "prompt_protocol", *SETTINGS)  # what our files of a setup have in common
 TURN_ENDS = re.compile(r"<\|(?:eot_id|endoftext|im_end)\|>")
 
 
@@ -37,7 +34,7 @@ class Sample:
 
     raw: str
     text: str
-    generated_tokens: int | None
+    tokens: int | None
     forward_passes: int | None
 
 
@@ -96,14 +93,13 @@ def generation_file(
             | {"ground_truth": prompt.ground_truth, "index": prompt.index}
             | ({"samples": samples} if len(samples) > 1 else {})
         )
-    names = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
-    settings = {name: getattr(args, name) for name in (*names, "prompt_protocol")}
     return {
         "generations": items,
         "metrics": {"wall_time": seconds, "total_processed": len(items)},
         "task": task,
         "expected_problems": len(items),
-    } | settings
+        **{name: getattr(args, name) for name in (*SETTINGS, "prompt_protocol")},
+    }
 
 
 def read_setups(folder: str | Path) -> list[GeneratedSetup]:
@@ -117,25 +113,16 @@ def read_setups(folder: str | Path) -> list[GeneratedSetup]:
         raise FileNotFoundError(f"no folder {folder}: run eval.py first, or name the folder of its results")
     by_setup: dict[str, dict[int, Path]] = {}
     setups = []
-    for path in sorted(folder.glob("*_generations.json"), key=lambda path: (len(path.name), path.name)):
-        match = FILE_NAME.fullmatch(path.name)
-        files = by_setup.get(match["setup"], {}) if match else {}
-        if match is None:
-            setups.append(unread(path, "its name is not TASK_MODEL_LENGTH_STEPS_RANK_generations.json"))
-        elif (rank := int(match["rank"])) > HIGHEST_RANK:
-            setups.append(unread(path, f"{rank} is no process's rank: they end at {HIGHEST_RANK}"))
-        elif rank in files:
-            setups.append(unread(path, f"{files[rank].name} is of rank {rank} too: keep one of them"))
+    for path in folder.glob("*_generations.json"):
+        if match := FILE_NAME.fullmatch(path.name):
+            by_setup.setdefault(match["setup"], {})[int(match["rank"])] = path
         else:
-            by_setup.setdefault(match["setup"], {})[rank] = path
+            reason = "not read, because its name is not TASK_MODEL_LENGTH_STEPS_RANK_generations.json"
+            setups.append(GeneratedSetup(path.name, "unknown", "", 0, None, errors=[f"{path.name}: {reason}"]))
     if not by_setup and not setups:
         raise FileNotFoundError(f"no generation files ({FILE_NAME.pattern}) in {folder}: run eval.py first")
     setups += [read_setup(name, files) for name, files in by_setup.items()]
     return sorted(setups, key=lambda setup: (setup.task, setup.model, setup.gen_length, setup.name))
-
-
-def unread(path: Path, reason: str) -> GeneratedSetup:
-    return GeneratedSetup(path.name, "unknown", "", 0, None, errors=[f"{path.name}: not read, because {reason}"])
 
 
 def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
@@ -146,7 +133,11 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     ours = [rank for rank, data in contents.items() if isinstance(data.get("task"), str)]
     own = contents[ours[0]] if ours else {}
     task = own.get("task") or next((D1_TASKS[start] for start in D1_TASKS if head.startswith(start + "_")), "unknown")
-    expected = read_expected(own, files[ours[0]].name, errors) if ours else D1_PROBLEMS.get(task)
+    expected = own.get("expected_problems") if ours else D1_PROBLEMS.get(task)
+    if expected is not None and (type(expected) is not int or expected < 1):
+        where = files[ours[0]].name
+        errors.append(f'{where}: "expected_problems" must be a whole number above 0, got {expected!r:.80}')
+        expected = None
     model = head.removeprefix("math500_" if head.startswith("math500_") else task + "_")
     setup = GeneratedSetup(name, task, model, int(length), expected, errors=errors)
     setup.protocol = str(own.get("prompt_protocol", "d1"))
@@ -174,15 +165,6 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     if any(problem.index is not None for problem in setup.problems):
         errors += [f"{p.where}: no index, so it is not of this run" for p in setup.problems if p.index is None]
     return setup
-
-
-def read_expected(data: dict[str, Any], where: str, errors: list[str]) -> int | None:
-    """How many problems a file of ours says its setup has; None, and a line in `errors`, where that is no count."""
-    expected = data.get("expected_problems")
-    if expected is None or (isinstance(expected, int) and not isinstance(expected, bool) and expected > 0):
-        return expected
-    errors.append(f'{where}: "expected_problems" must be a whole number above 0, got {expected!r:.80}')
-    return None
 
 
 def read_json(path: Path, errors: list[str]) -> dict[str, Any]:

@@ -101,11 +101,7 @@ def register() -> type:
         raise ImportError(MISSING) from error
     from d1.eval.harness_model import HarnessModel
 
-    @register_model("d1")
-    class D1(HarnessModel, TemplateLM):
-        parser = staticmethod(make_parser)
-
-    return D1
+    return register_model("d1")(type("D1", (HarnessModel, TemplateLM), {}))
 
 
 def check_cache(record: Path, settings: dict[str, Any]) -> None:

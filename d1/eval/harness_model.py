@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from d1.eval.completions import Request, generate_rows, join_processes, load_model_for
+from d1.eval.harness import make_parser
 from d1.eval.likelihood import Pair, are_greedy, check_likelihood, log_likelihoods, seed_of
 from d1.eval.run import parse_settings
-from d1.eval.setup import Prompt, tokenizer_path
-from d1.models import load_tokenizer
+from d1.eval.setup import Prompt, load_tokenizer_for
 from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
 from d1.sampling.settings import check_room
 
@@ -35,7 +35,6 @@ class HarnessModel:
     answer depends on `batch_size`, on the order of the requests or on the number of processes.
     """
 
-    parser: Callable[[], argparse.ArgumentParser]  # that of harness.py
     cache_hook: Any  # these three are the harness's
     rank: int
     world_size: int
@@ -52,17 +51,12 @@ class HarnessModel:
         super().__init__()
         if not str(batch_size).isdecimal() or max_batch_size is not None:
             raise ValueError(f"--batch_size must be a number, got {batch_size!r}: no batch size is searched for here")
-        self.args = parse_settings(self.parser(), {"model_path": model_path, **flags})
+        self.args = parse_settings(make_parser(), {"model_path": model_path, **flags})
         self.args.trust_remote_code = trust_remote_code
         self.batch_size = int(batch_size)
-        self._rank, self._world_size = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else join_processes()
-        )
-        self.tokenizer: Any = load_tokenizer(
-            tokenizer_path(self.args),
-            plain_chat_template=self.args.plain_chat_template,
-            trust_remote_code=trust_remote_code,
-        )
+        known = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+        self._rank, self._world_size = known or join_processes()
+        self.tokenizer = load_tokenizer_for(self.args)
         self.model = load_model_for(self.args)
         if device == "cpu":  # else each process has the GPU of its rank: the harness would name the first for all
             self.model.to(device)
@@ -145,8 +139,9 @@ class HarnessModel:
     ) -> list[tuple[float, bool]]:
         """LLaDA's bound for each (texts, prompt, answer), and whether greedy sampling gives the answer."""
         pairs: list[Pair] = [(prompt, answer) for _, prompt, answer in requests]
-        greedy = are_greedy(self.model, self.checked(pairs), **self.ids, batch_size=self.batch_size)
-        both = zip(self.bounds(pairs), greedy, strict=True)  # in the same order
+        bounds = self.bounds(pairs)
+        greedy = are_greedy(self.model, pairs, **self.ids, batch_size=self.batch_size)
+        both = zip(bounds, greedy, strict=True)  # in the same order
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         for (place, value), (_, is_greedy) in tqdm(both, total=len(pairs), disable=disable_tqdm or self.rank != 0):
             results[place] = (value, is_greedy)
@@ -161,13 +156,10 @@ class HarnessModel:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        pieces = [
-            (place, make_disjoint_window(window))
-            for place, ids in enumerate(texts)
-            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length - 1, 1)
-        ]
+        of_text = (get_rolling_token_windows(ids, self.prefix_token_id, self.max_length - 1, 1) for ids in texts)
+        pieces = [(place, make_disjoint_window(window)) for place, windows in enumerate(of_text) for window in windows]
         sums = [0.0] * len(requests)
-        for piece, value in self.bounds(self.checked([pair for _, pair in pieces])):
+        for piece, value in self.bounds([pair for _, pair in pieces]):
             sums[pieces[piece][0]] += value
         for request, value in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
@@ -178,11 +170,7 @@ class HarnessModel:
         return {"mask_token_id": self.tokenizer.mask_token_id, "pad_token_id": self.tokenizer.pad_token_id}
 
     def bounds(self, pairs: list[Pair]) -> Iterator[tuple[int, float]]:
-        choices: Any = {"draws": self.args.mc_num, "antithetic": self.args.antithetic, "seed": self.args.draw_seed}
-        return log_likelihoods(self.model, pairs, **self.ids, **choices, batch_size=self.batch_size)
-
-    def checked(self, pairs: list[Pair]) -> list[Pair]:
-        """The pairs, where the model reads the longest and has such a bound."""
+        """The bound of each pair; a ValueError, at once, where the model has none or reads less than the longest."""
         check_likelihood(self.model.config)
         if self.args.cfg_scale:
             raise ValueError("--cfg_scale is for tasks that generate: log-likelihoods are computed without guidance")
@@ -192,7 +180,8 @@ class HarnessModel:
                 f"a prompt and its answer have {longest} tokens, and the model reads {self.max_length}: take fewer "
                 "examples (--num_fewshot)"
             )
-        return pairs
+        choices: Any = {"draws": self.args.mc_num, "antithetic": self.args.antithetic, "seed": self.args.draw_seed}
+        return log_likelihoods(self.model, pairs, **self.ids, **choices, batch_size=self.batch_size)
 
     # ---- processes
 
@@ -221,13 +210,9 @@ def how_to_generate(generation_kwargs: dict[str, Any]) -> tuple[int, float, tupl
 
     kwargs: dict[str, Any] = {**normalize_gen_kwargs(generation_kwargs, DEFAULT_LENGTH)}
     temperature = float(kwargs.get("temperature", 0.0)) if kwargs["do_sample"] else 0.0
-    unknown = {
-        name: value
-        for name, value in kwargs.items()
-        if name not in READ
-        and not (name in ONLY_SAMPLING and temperature == 0)
-        and not (name in OFF and value in (None, OFF[name]))
-    }
+    read = {*READ, *(ONLY_SAMPLING if temperature == 0 else ())}
+    read |= {name for name, off in OFF.items() if name in kwargs and kwargs[name] in (None, off)}
+    unknown = {name: value for name, value in kwargs.items() if name not in read}
     if unknown:
         raise ValueError(
             f"the task's generation_kwargs ask for {unknown}, which a masked diffusion model does not do: set them in "

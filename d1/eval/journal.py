@@ -4,8 +4,8 @@ While a setup runs, `{setup}.partial/` holds `identity.json` (all that determine
 one JSON line per completion, written in a single call. A resumed run reads all journals, with any number of processes.
 When every completion is there, they become `{setup}_0_generations.json` and the folder is removed.
 
-Rank 0 locks `{setup}.lock`, and every rank its own journal. The system releases a lock when its process ends, however
-it ends, so the files of a killed run block no other.
+All ranks share a lock on `{setup}.lock`, which rank 0 first takes for itself alone. The system releases a lock when its
+process ends, however it ends, so the files of a killed run block no other.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Journal:
         self.record = self.output_dir / f"{setup}_record.json"
         self.lock_path = self.output_dir / f"{setup}.lock"
         self.lock: io.FileIO | None = None  # held until `finish` or the end of the process
-        self.lines: io.FileIO | None = None  # this rank's journal, likewise
+        self.lines: io.FileIO | None = None  # this rank's journal
 
     def prepare(self, identity: dict[str, Any], overwrite: bool) -> bool:
         """Makes the folder ready for `identity` (rank 0 only); False when the results are already complete.
@@ -60,7 +60,7 @@ class Journal:
         if not overwrite and self.is_complete(identity):
             return False
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        self.take_lock()
+        self.take_lock(fcntl.LOCK_EX)
         try:
             if overwrite:
                 self.results.unlink(missing_ok=True)
@@ -75,6 +75,7 @@ class Journal:
                 self.check_identity(read_object(known), identity)
             else:
                 write_atomically(known, json.dumps(identity, indent=1))
+            self.take_lock(fcntl.LOCK_SH)
         except (ValueError, OSError):
             self.release_lock()
             raise
@@ -87,19 +88,28 @@ class Journal:
         self.check_identity(read_object(self.record).get("identity") or {}, identity)
         return True
 
-    def take_lock(self) -> None:
-        """Raises ValueError where another process, of any rank, is writing this setup's results."""
-        self.lock = lock_file(self.lock_path)
-        for path in sorted(self.folder.glob("rank_*.jsonl")) if self.lock else ():
-            if journal := lock_file(path):
-                journal.close()
-            else:
-                self.release_lock()
-        if self.lock is None:
-            raise ValueError(
-                f"another process is evaluating into {self.folder}: wait until it is done or end it; otherwise choose "
-                "another --suffix or --output_dir"
-            )
+    def take_lock(self, kind: int) -> None:
+        """Locks the setup for this process alone, or with the other ranks of its run.
+
+        Raises:
+            ValueError: another process is writing this setup's results.
+        """
+        while True:
+            file = self.lock or io.FileIO(self.lock_path, "ab")
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                self.lock = None
+                raise ValueError(
+                    f"another process is evaluating into {self.folder}: wait until it is done or end it; otherwise "
+                    "choose another --suffix or --output_dir"
+                ) from None
+            # Its last owner may have removed it in between: then this lock excludes nobody.
+            if self.lock_path.exists() and os.path.samestat(os.fstat(file.fileno()), self.lock_path.stat()):
+                self.lock = file
+                return
+            file.close()
 
     def release_lock(self) -> None:
         if self.lock is not None:
@@ -149,10 +159,8 @@ class Journal:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(entry, dict) or entry.pop("setup", self.setup) != self.setup:
-            return None
-        whole = all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items())
-        return entry if whole else None
+        whole = isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items())
+        return entry if whole and entry.pop("setup", self.setup) == self.setup else None
 
     def append(self, entry: dict[str, Any]) -> None:
         """Adds one completion, which has the fields of `ENTRY`, in one write to the end of this rank's journal.
@@ -161,10 +169,10 @@ class Journal:
             OSError: it could not be written, because the disk is full for example; says what is safe.
         """
         try:
+            if self.lock is None:
+                self.take_lock(fcntl.LOCK_SH)
             if self.lines is None:
-                self.lines = lock_file(self.folder / f"rank_{self.rank}.jsonl")
-                if self.lines is None:
-                    raise BlockingIOError(f"another process is writing {self.folder}/rank_{self.rank}.jsonl")
+                self.lines = io.FileIO(self.folder / f"rank_{self.rank}.jsonl", "ab")
                 if os.fstat(self.lines.fileno()).st_size:
                     write_whole(self.lines, b"\n")  # ends what a kill may have cut off
             write_whole(self.lines, json.dumps({**entry, "setup": self.setup}).encode() + b"\n")
@@ -197,26 +205,12 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of ours. Raises ValueError, with the file's name, where there is none."""
     try:
         content = json.loads(path.read_bytes())
+        if isinstance(content, dict):
+            return content
+        fault = "not an object"
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it, or pass --overwrite to start again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged (not an object): restore it, or pass --overwrite to start again")
-    return content
-
-
-def lock_file(path: Path) -> io.FileIO | None:
-    """`path`, created if necessary, open to append and locked until it is closed; None if another process has it."""
-    while True:
-        file = io.FileIO(path, "ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
-        # Its last owner may have removed it in between: then this lock excludes nobody.
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-        file.close()
+        fault = str(error)
+    raise ValueError(f"{path} is damaged ({fault}): restore it, or pass --overwrite to start again")
 
 
 def write_whole(file: io.FileIO, data: bytes) -> None:

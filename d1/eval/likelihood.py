@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from d1.masking import keyed_generator
 from d1.models.kinds import block_size
@@ -125,11 +126,9 @@ def log_likelihoods(
 
 
 def joined(rows: Sequence[Views], prompt: int) -> Views:
-    """The views of several answers as one batch behind prompts of `prompt` tokens; those that a row lacks weigh 0."""
-    most = max(views.noise.shape[1] for views in rows)
+    """The views of several answers as one batch after prompts of `prompt` tokens; views that a row lacks weigh 0."""
     noise, weights = (
-        torch.cat([torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1])) for part in parts])
-        for parts in zip(*((views.noise, views.weights) for views in rows), strict=True)
+        pad_sequence([getattr(views, name)[0] for views in rows], batch_first=True) for name in ("noise", "weights")
     )
     return Views(torch.nn.functional.pad(noise, (prompt, 0)), weights)
 

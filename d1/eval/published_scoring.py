@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from d1.tasks.countdown import SIGNS, UNCOUNTABLE, calculate
+
 END_MARKS = ("<|eot_id|>", "<|endoftext|>")
 Score = tuple[int, int]  # right, out of: problems, or cells for Sudoku
 
@@ -103,14 +105,6 @@ def braced_arguments(text: str) -> str:
     return head
 
 
-def slash_as_fraction(text: str) -> str:
-    """`3/4` -> the same fraction in LaTeX; ValueError when one slash joins anything but integers."""
-    if text.count("/") != 1:
-        return text
-    top, bottom = map(int, text.split("/"))
-    return f"\\frac{{{top}}}{{{bottom}}}" if text == f"{top}/{bottom}" else text
-
-
 def normalise(text: str) -> str:
     """A LaTeX answer in the form in which Hendrycks et al. (MATH, arXiv 2103.03874) compare answers.
 
@@ -131,7 +125,12 @@ def normalise(text: str) -> str:
     if equals and "=" not in right and len(left) <= 2:  # "k = 3"
         text = right
     text = braced_arguments(text)
-    return slash_as_fraction("\\frac{1}{2}" if text == "0.5" else text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    if text.count("/") == 1:  # between anything but integers it is a ValueError
+        top, bottom = map(int, text.split("/"))
+        return f"\\frac{{{top}}}{{{bottom}}}" if text == f"{top}/{bottom}" else text
+    return text
 
 
 def score_math(text: str, question: str, truth: Any) -> Score:
@@ -148,34 +147,21 @@ def score_math(text: str, question: str, truth: Any) -> Score:
 
 # ---- Countdown
 
-OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
 LARGEST_BASE, LARGEST_EXPONENT = 1e6, 1e3  # of a power: `99**80**50` is refused instead of hanging
 
 
-def calculate(node: ast.AST) -> float:
-    """Value of a parsed arithmetic expression; ValueError, ArithmeticError or KeyError for anything else."""
-    match node:
-        case ast.Expression(body=body):
-            return calculate(body)
-        case ast.Constant(value=int() | float() as value):
-            return value
-        case ast.UnaryOp(op=op, operand=operand):
-            return OPERATORS[type(op)](calculate(operand))
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = calculate(left), calculate(right)
-            if isinstance(op, ast.Pow) and (abs(a) > LARGEST_BASE or abs(b) > LARGEST_EXPONENT):
-                raise ValueError("power too large")
-            return OPERATORS[type(op)](a, b)
-    raise ValueError(f"not arithmetic: {type(node).__name__}")
+def power(base: float, exponent: float) -> float:
+    if abs(base) > LARGEST_BASE or abs(exponent) > LARGEST_EXPONENT:
+        raise ValueError("power too large")
+    return base**exponent
+
+
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    **SIGNS,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: power,
+    ast.UAdd: operator.pos,
+}
 
 
 def left_of_equals(text: str) -> str:
@@ -189,11 +175,7 @@ def left_of_equals(text: str) -> str:
 
 def score_countdown(text: str, question: str, truth: Any) -> Score:
     numbers, target = truth
-    equation = boxed_answer(text)
-    if equation is None:
-        equation = tagged_answer(text)
-    if equation is None:
-        equation = text
+    equation = next(found for found in (boxed_answer(text), tagged_answer(text), text) if found is not None)
     for latex, sign in (("\\div", "/"), ("\\times", "*"), ("\\cdot", "*")):
         equation = equation.replace(latex, sign)
     equation = left_of_equals(equation)
@@ -202,9 +184,9 @@ def score_countdown(text: str, question: str, truth: Any) -> Score:
     if not legal or sorted(map(int, used)) != sorted(numbers):
         return 0, 1
     try:
-        value = calculate(ast.parse(equation.strip(), mode="eval"))
+        value = calculate(equation, OPERATORS, operator.pos)
         return int(abs(value - target) < 1e-5), 1
-    except (SyntaxError, ValueError, ArithmeticError, KeyError, TypeError, RecursionError, MemoryError):
+    except UNCOUNTABLE:
         return 0, 1
 
 
@@ -220,12 +202,7 @@ def sudoku_answer(text: str) -> str:
         rest = text.partition("</answer>")[2].lstrip()
         after = rest[: min((end for end in map(rest.find, END_MARKS) if end >= 0), default=len(rest))]
     bare = re.search(r"(\d{16})\s*</answer>", text) or re.search(r"\b(\d{16})\b", text)
-    places = (
-        fenced,
-        between(text, "<answer>", "</answer>", *END_MARKS),
-        after,
-        bare and bare[1],
-    )
+    places = (fenced, between(text, "<answer>", "</answer>", *END_MARKS), after, bare and bare[1])
     return next((found for place in places if (found := (place or "").strip())), "")
 
 

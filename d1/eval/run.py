@@ -154,8 +154,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     # Only now: these imports take seconds, and `--help` needs none of them.
     with quick_imports():
         from d1.eval.completions import complete, from_rank_0, join_processes, leave_processes, load_model_for
-        from d1.eval.setup import config_of, read_prompts, run_identity, setup_name, task_name, tokenizer_path
-        from d1.models import load_tokenizer
+        from d1.eval.setup import config_of, load_tokenizer_for, read_prompts, run_identity, setup_name, task_name
         from d1.models.tokenizer import check_chat_template
 
     as_d1 = load_task(args.dataset)
@@ -166,9 +165,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     config = config_of(args.model_path, args.checkpoint_path, args.trust_remote_code)
     runs = runs_of(args, config)
     rank, _ = join_processes()
-    tokenizer = load_tokenizer(
-        tokenizer_path(args), plain_chat_template=args.plain_chat_template, trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = load_tokenizer_for(args)
     check_chat_template(tokenizer, args.model_path)
     prompts = read_prompts(runs[0], task, tokenizer)
     check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
@@ -213,19 +210,22 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         ValueError, FileNotFoundError: says which, and what to use instead.
     """
-    if args.num_samples > 1 and not sampling_settings(vars(args)).draws:
-        raise ValueError(
-            "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"
-        )
-    for name in ("add_reasoning", "dont_use_box"):
-        if args.prompt_protocol != "d1" and getattr(args, name):
-            raise ValueError(
-                f"--{name} belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
-            )
-    if args.few_shot and args.dont_use_box:
-        raise ValueError("--dont_use_box does not go with --few_shot: the problems shown have boxed answers")
-    if args.few_shot and args.few_shot_file and args.few_shot_file == args.data_file:
-        raise ValueError("--few_shot_file and --data_file are the same: the problems shown must not be those asked")
+    alike = args.num_samples > 1 and not sampling_settings(vars(args)).draws
+    own_prompts = args.prompt_protocol != "d1"
+    without = f"belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
+    same_file = args.few_shot_file and args.few_shot_file == args.data_file
+    for wrong, message in (
+        (alike, "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"),
+        (own_prompts and args.add_reasoning, f"--add_reasoning {without}"),
+        (own_prompts and args.dont_use_box, f"--dont_use_box {without}"),
+        (args.few_shot and args.dont_use_box, "--dont_use_box does not go with --few_shot, which shows boxed answers"),
+        (
+            args.few_shot and same_file,
+            "--few_shot_file and --data_file are the same: show other problems than are asked",
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
 

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from d1.eval.files import GeneratedProblem, GeneratedSetup
-from d1.eval.published_scoring import score_published
 from d1.show.uncertainty import sign_test, wilson_interval
 from d1.tasks import MAX_TEXT, TASKS, load_task
 from d1.tasks.protocols import under_protocol
@@ -60,10 +59,14 @@ def score_setup(
     row.errors, row.notes = list(setup.errors), list(setup.notes)
     if setup.errors and not setup.problems:
         return row, []
+    task = None
     try:
-        if scoring == "published" and setup.protocol != "d1":
+        if scoring == "strict":
+            if setup.task not in {**TASKS, **own_tasks}:  # a file must not name code to run
+                raise ValueError(f"unknown task {setup.task!r}: name its file with --task_file")
+            task = under_protocol(own_tasks.get(setup.task) or load_task(setup.task), setup.protocol)
+        elif setup.protocol != "d1":
             raise ValueError(f"the published rules are for d1's prompts, and these are {setup.protocol}'s")
-        task = under_protocol(task_module(setup.task, own_tasks), setup.protocol) if scoring == "strict" else None
     except ValueError as error:
         row.errors.append(f"{setup.name}: {error}")
         return row, []
@@ -72,14 +75,21 @@ def score_setup(
         if problem.key in seen and task is not None:
             continue
         seen.add(problem.key)
+        asked = {"question": problem.question, "ground_truth": problem.ground_truth}
         if any(len(sample.raw) > MAX_TEXT for sample in problem.samples):
             row.notes.append(f"{problem.where}: only the last {MAX_TEXT} characters of a long completion were read")
         try:
-            detail = strict_detail(problem, task) if task is not None else published_detail(problem, setup.task)
+            if task is not None:
+                detail = strict_detail(problem, task, asked)
+            else:
+                from d1.eval.published_scoring import score_published  # it imports datasets, which --help does without
+
+                right, total = score_published(setup.task, problem.samples[0].raw[-MAX_TEXT:], asked)
+                detail = {"right": right, "total": total, "accuracy": right / total}
         except Exception as error:  # whatever one item makes a task raise, the others are still scored
             row.errors.append(f"{problem.where}: {type(error).__name__}: {str(error)[:200]}")
             continue
-        details.append({"setup": setup.name, "where": problem.where, "question": problem.question} | detail)
+        details.append({"setup": setup.name, "where": problem.where, **asked, **detail})
     if details:
         summarise(row, setup, details)
     if row.expected is not None and len(seen) > row.expected:
@@ -95,19 +105,10 @@ def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
     return {Path(path).stem: load_task(path) for path in names_or_paths if path not in TASKS}
 
 
-def task_module(name: str, own_tasks: Mapping[str, ModuleType]) -> ModuleType:
-    if name in own_tasks:
-        return own_tasks[name]
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}: name its file with --task_file")
-    return load_task(name)
-
-
-def strict_detail(problem: GeneratedProblem, task: ModuleType) -> dict[str, Any]:
+def strict_detail(problem: GeneratedProblem, task: ModuleType, row: dict[str, Any]) -> dict[str, Any]:
     """Strict scores of one problem: means over its samples, whether any is right, and the majority's score."""
     if problem.ground_truth is None:
         raise ValueError("no ground truth")
-    row = {"question": problem.question, "ground_truth": problem.ground_truth}
     texts = [sample.text[-MAX_TEXT:] for sample in problem.samples]
     answers = [task.extract(text) for text in texts]
     scores = [task.score(text, row) for text in texts]
@@ -117,20 +118,12 @@ def strict_detail(problem: GeneratedProblem, task: ModuleType) -> dict[str, Any]
     votes = Counter(str(answer) for answer in answers if answer is not None)
     elected = [str(answer) for answer in answers].index(votes.most_common(1)[0][0]) if votes else 0
     return {
-        "ground_truth": problem.ground_truth,
         "answers": [None if answer is None else str(answer) for answer in answers],
         "accuracy": fmean(score[accuracy] for score in scores),
         "metrics": {name: fmean(score[name] for score in scores) for name in others},
         "any_right": max(score[accuracy] for score in scores),
         "majority": scores[elected][accuracy],
     }
-
-
-def published_detail(problem: GeneratedProblem, task: str) -> dict[str, Any]:
-    """d1's score of one problem's first completion: right, out of (cells for Sudoku)."""
-    row = {"question": problem.question, "ground_truth": problem.ground_truth}
-    right, total = score_published(task, problem.samples[0].raw[-MAX_TEXT:], row)
-    return {"ground_truth": problem.ground_truth, "right": right, "total": total, "accuracy": right / total}
 
 
 def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]]) -> None:
@@ -151,10 +144,9 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]]) ->
     row.accuracy = 100 * share
     row.ci_low, row.ci_high = (100 * end for end in wilson_interval(share, row.n))
     samples = [sample for problem in setup.problems for sample in problem.samples]
-    tokens = [sample.generated_tokens for sample in samples if sample.generated_tokens is not None]
-    passes = [sample.forward_passes for sample in samples if sample.forward_passes is not None]
-    row.tokens = fmean(tokens) if tokens else None
-    row.forward_passes = fmean(passes) if passes else None
+    for name in ("tokens", "forward_passes"):
+        counts = [count for sample in samples if (count := getattr(sample, name)) is not None]
+        setattr(row, name, fmean(counts) if counts else None)
 
 
 def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b: list[dict[str, Any]]) -> dict:

@@ -54,9 +54,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
     chosen = run / "eval" / "selected.json"
     names = [checkpoint.name for checkpoint in checkpoints]
     if not chosen.exists():
-        for checkpoint in checkpoints:
-            evaluate(checkpoint, "validation", args.validation_file, run / "eval" / "validation", common)
-        rows = {name: read_row(run / "eval" / "validation", name, args.dataset) for name in names}
+        rows = {one.name: evaluate(one, "validation", args.validation_file, common, args) for one in checkpoints}
         best = max(names, key=lambda name: (rows[name].accuracy or 0.0, -names.index(name)))
         selection = {"checkpoint": best, "settings": settings}
         selection["validation"] = {name: asdict(row) for name, row in rows.items()}
@@ -72,8 +70,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
             f"{chosen} chose with {selection['settings']}, not {settings}: move {chosen.parent} away first"
         )
     best = selection["checkpoint"]
-    evaluate(run / best, "test", args.test_file, run / "eval" / "test", common)
-    row = read_row(run / "eval" / "test", best, args.dataset)
+    row = evaluate(run / best, "test", args.test_file, common, args)
     write_atomically(chosen, json.dumps(selection | {"test": asdict(row)}, indent=1))
     for name, result in selection["validation"].items():
         sys.stdout.write(f"validation  {name:<20} {result['accuracy']:6.2f}{'  chosen' if name == best else ''}\n")
@@ -92,10 +89,15 @@ def fill_from_run(args: argparse.Namespace, run: Path) -> None:
         raise ValueError(f"name the task with --dataset: {record} does not")
 
 
-def evaluate(checkpoint: Path, split: str, data_file: str | None, output_dir: Path, common: list[str]) -> None:
-    """Runs eval.py on one checkpoint, with one process a GPU."""
+def evaluate(checkpoint: Path, split: str, data_file: str | None, common: list[str], args: argparse.Namespace) -> Row:
+    """Runs eval.py on one checkpoint, with one process per GPU, and returns its strict result.
+
+    Raises:
+        ValueError: the evaluation failed, or its result is incomplete.
+    """
     import torch  # takes seconds, which --help does without
 
+    output_dir = checkpoint.parent / "eval" / split
     launch = [sys.executable]
     if torch.cuda.device_count() > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(torch.cuda.device_count())]
@@ -103,12 +105,8 @@ def evaluate(checkpoint: Path, split: str, data_file: str | None, output_dir: Pa
     command += ["--output_dir", str(output_dir), *(["--data_file", data_file] if data_file else []), *common]
     if subprocess.run(command, check=False).returncode:
         raise ValueError(f"evaluating {checkpoint} failed (see above): {' '.join(command)}")
-
-
-def read_row(folder: Path, checkpoint: str, dataset: str) -> Row:
-    """The strict result of one checkpoint, whose name is part of its setup's."""
-    setup = next(setup for setup in read_setups(folder) if f"_{checkpoint}_" in setup.name)
-    row, _ = score_setup(setup, "strict", user_tasks(dataset))
+    setup = next(setup for setup in read_setups(output_dir) if f"_{checkpoint.name}_" in setup.name)
+    row, _ = score_setup(setup, "strict", user_tasks(args.dataset))
     if not row.complete:
         raise ValueError(f"{setup.name} is incomplete: {'; '.join(row.errors)}")
     return row

@@ -19,7 +19,7 @@ import transformers
 from d1.models.adapters import adapter_chain
 from d1.models.kinds import native_config
 from d1.models.load import named_dtype
-from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.models.tokenizer import encode_prompt, load_tokenizer, render_prompt
 from d1.sampling.flags import sampling_settings
 from d1.tasks import TASKS, few_shot_messages
 from d1.tasks.protocols import shots_of
@@ -44,10 +44,14 @@ class Prompt:
 # ---- prompts
 
 
-def tokenizer_path(args: argparse.Namespace) -> str:
-    """The adapter's folder where it holds a tokenizer, else the model's."""
+def load_tokenizer_for(args: argparse.Namespace) -> Any:
+    """The tokenizer of the adapter's folder where it holds one, else the model's."""
     own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
-    return args.checkpoint_path if own else args.model_path
+    return load_tokenizer(
+        args.checkpoint_path if own else args.model_path,
+        plain_chat_template=args.plain_chat_template,
+        trust_remote_code=args.trust_remote_code,
+    )
 
 
 def config_of(model_path: str, checkpoint_path: str, trust_remote_code: bool) -> Any:
@@ -94,17 +98,13 @@ def in_fp32(args: argparse.Namespace) -> bool:
     return named_dtype(args.dtype) == torch.float32
 
 
-def may_end_early(args: argparse.Namespace) -> bool:
-    """Whether one row may take fewer forward passes than another."""
-    return args.eos_stop or sampling_settings(vars(args)).rule is not None
-
-
 def part_size(args: argparse.Namespace) -> int:
-    """Rows that a process takes from the queue at a time: one in fp32, where a row does not depend on the others in its
-    batch; in 16 bits, as many as share a batch, one after the other."""
+    """Rows that a process takes from the queue at a time: one in fp32, where a row does not depend on its batch; in 16
+    bits a batch, or several that share one in turn where rows may take fewer forward passes than others."""
     if in_fp32(args):
         return 1
-    return args.batch_size * (PART if may_end_early(args) else 1)
+    may_end_early = args.eos_stop or sampling_settings(vars(args)).rule is not None
+    return args.batch_size * (PART if may_end_early else 1)
 
 
 # ---- name and identity
@@ -119,13 +119,9 @@ def setup_name(args: argparse.Namespace) -> str:
     path = Path(args.checkpoint_path or args.model_path)
     within_run = path.name.startswith("checkpoint-") or path.name == "merged"
     parts = [path.resolve().parent.name, path.name] if within_run else [path.resolve().name]
-    if args.split != "test":
-        parts.append(args.split)
-    if args.prompt_protocol != "d1":
-        parts.append(args.prompt_protocol)
-    if args.few_shot:
-        parts.append(f"fs{args.few_shot}")
-    model = re.sub(r"[^\w.-]+", "-", "_".join([*parts, *filter(None, [args.suffix])]))
+    parts += [args.split] * (args.split != "test") + [args.prompt_protocol] * (args.prompt_protocol != "d1")
+    parts += [f"fs{args.few_shot}"] * bool(args.few_shot) + [args.suffix] * bool(args.suffix)
+    model = re.sub(r"[^\w.-]+", "-", "_".join(parts))
     return f"{task_name(args)}_{model}_{args.gen_length}_{args.diffusion_steps}"
 
 
@@ -133,7 +129,7 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     """All that determines the completions: a run resumes only if all of it agrees."""
     asked = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
-    identity = {
+    identity: dict[str, Any] = {
         "weights": fingerprints(args.model_path, args.checkpoint_path),
         "problems": len(prompts),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
@@ -155,8 +151,9 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
             "attn_implementation": args.attn_implementation or "default",
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "libraries": f"torch {torch.__version__}, transformers {transformers.__version__}",
-            **({"rows_in_turn": part_size(args)} if may_end_early(args) else {}),
         }
+        if part_size(args) > args.batch_size:
+            identity["rows_in_turn"] = part_size(args)
     return identity
 
 

@@ -57,11 +57,8 @@ def load_task(name_or_path: str) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no task file {path}")
     module = module_in(path, f"d1_user_task_{path.stem}")
-    faults = [
-        f"{name} (a function)"
-        for name in ("load_rows", "extract", "score")
-        if not callable(getattr(module, name, None))
-    ]
+    functions = ("load_rows", "extract", "score")
+    faults = [f"{name} (a function)" for name in functions if not callable(getattr(module, name, None))]
     rewards = getattr(module, "REWARDS", None)
     if not isinstance(rewards, list | tuple) or not rewards or not all(map(callable, rewards)):
         faults.append("REWARDS (a list of reward functions)")
@@ -151,15 +148,19 @@ def final_answer(text: str) -> str | None:
     return boxed or block or None
 
 
-def column(columns: dict[str, Any], name: str) -> list[Any]:
-    """The column `name` that a reward needs, or a KeyError that lists those that were passed."""
-    if name not in columns:
-        raise KeyError(f"the reward needs the column {name!r}; the rows have {', '.join(sorted(columns))}")
-    return columns[name]
-
-
 def judged(
-    completions: Sequence[Completion], columns: dict[str, Any], value: Callable[[str, Any], float]
+    completions: Sequence[Completion],
+    columns: dict[str, Any],
+    value: Callable[..., float],
+    needs: Sequence[str] = ("ground_truth",),
 ) -> list[float]:
-    """`value(text, ground truth)` of each completion."""
-    return [value(text_of(c), truth) for c, truth in zip(completions, column(columns, "ground_truth"), strict=True)]
+    """`value(text, *cells)` of each completion, with what its row holds in the columns `needs`.
+
+    Raises:
+        KeyError: a column is missing; lists those that were passed.
+    """
+    for name in needs:
+        if name not in columns:
+            raise KeyError(f"the reward needs the column {name!r}; the rows have {', '.join(sorted(columns))}")
+    rows = zip(completions, *(columns[name] for name in needs), strict=True)
+    return [value(text_of(completion), *cells) for completion, *cells in rows]

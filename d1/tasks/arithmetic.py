@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from datasets import Dataset
 
 from d1.tasks import gsm8k
-from d1.tasks.data import check_split, shipped_file
+from d1.tasks.data import file_of
 from d1.tasks.gsm8k import REWARDS, demonstrate, extract, score
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class Problem(NamedTuple):
 
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
     """Problems of `dataset/arithmetic_{split}.jsonl`, whose splits share no set of numbers, or of `data_file`."""
-    check_split(split)
-    return gsm8k.load_rows(split, data_file or shipped_file(f"arithmetic_{split}.jsonl"))
+    return gsm8k.load_rows(split, file_of(split, data_file, "arithmetic_{}.jsonl"))
 
 
 def after(amount: int, step: Step) -> int:

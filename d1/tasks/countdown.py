@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import permutations
 from typing import Any
 
 from datasets import Dataset
 
 from d1.tasks import Completion, ask, final_answer, format_completion, judged
-from d1.tasks.data import JSON, check_split, hold_out, read_file, read_hub, shipped_file, task_rows
+from d1.tasks.data import JSON, file_of, hold_out, read_file, read_hub, task_rows
 
 INSTRUCTIONS = (
     "Write an expression that equals the target. Use each of the numbers exactly once, and only +, -, *, / and "
@@ -20,14 +21,17 @@ INSTRUCTIONS = (
 )
 ANSWER = r"the expression alone as \boxed{expression}"
 MAX_EXPRESSION = 200  # characters
+HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
 TEST_COLUMNS, HUB_COLUMNS = ("input", "output"), ("nums", "target")
 
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+SIGNS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.USub: operator.neg,
 }
+UNCOUNTABLE = (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError)
 _LATEX = [
     (re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])|[×·⋅∗]"), "*"),
     (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
@@ -45,19 +49,13 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     training and validation come from the hub's `Jiayi-Pan/Countdown-Tasks-3to4`: its problems with three numbers in a
     seed-42 shuffle, the last 500 held out as validation, less those that are in the test file.
     """
-    check_split(split)
-    if data_file or split == "test":
-        source = data_file or shipped_file("countdown_test.jsonl")
-        problems = _problems(source, read_file(source, TEST_COLUMNS, HUB_COLUMNS))
-    else:
-        source = "Jiayi-Pan/Countdown-Tasks-3to4"
-        rows = read_hub(source, None, "train", HUB_COLUMNS)
+    path = file_of(split, data_file, "countdown_test.jsonl")
+    problems = _problems(path, read_file(path, TEST_COLUMNS, HUB_COLUMNS))
+    if not data_file and split != "test":
+        test = {(*sorted(numbers), target) for numbers, target in problems}
+        rows = read_hub(HUB, None, "train", HUB_COLUMNS)
         rows = hold_out(rows.filter(lambda row: len(row["nums"]) == 3), split)
-        path = shipped_file("countdown_test.jsonl")
-        test = {(*sorted(numbers), target) for numbers, target in _problems(path, read_file(path, TEST_COLUMNS))}
-        problems = [
-            (numbers, target) for numbers, target in _problems(source, rows) if (*sorted(numbers), target) not in test
-        ]
+        problems = [(nums, target) for nums, target in _problems(HUB, rows) if (*sorted(nums), target) not in test]
     return task_rows([_task_row(numbers, target) for numbers, target in problems], JSON)
 
 
@@ -95,32 +93,43 @@ def extract(text: str) -> str | None:
     return expression.partition("=")[0].strip() or None
 
 
+def calculate(expression: str, signs: Mapping[type[ast.AST], Callable[..., Any]], number: Callable[[Any], Any]) -> Any:
+    """The value of an arithmetic expression. Nothing is executed: the syntax tree is walked.
+
+    Args:
+        signs: the operators that it may have.
+        number: makes a value of each of its numbers.
+
+    Raises:
+        One of `UNCOUNTABLE`: it is none, or has no value.
+    """
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.BinOp(op=op, left=left, right=right) if type(op) in signs:
+                return signs[type(op)](value(left), value(right))
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in signs:
+                return signs[type(op)](value(operand))
+            case ast.Constant(value=int() | float() as constant):
+                return number(constant)
+        raise ValueError(f"{type(node).__name__} is not part of the game")
+
+    return value(ast.parse(expression.strip(), mode="eval").body)
+
+
 def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
     """The exact value of `expression`, or None unless it is + - * / and parentheses on `numbers`, each exactly once.
 
-    Nothing is executed: the syntax tree is walked. An expression longer than `MAX_EXPRESSION` characters is refused, so
-    no number can grow beyond a few hundred digits.
+    An expression longer than `MAX_EXPRESSION` characters is refused, so no number can grow beyond a few hundred digits.
     """
     if len(expression) > MAX_EXPRESSION or not _ALLOWED.fullmatch(expression):
         return None
-    used: list[int] = []
-
-    def value(node: ast.expr) -> Fraction:
-        match node:
-            case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(left), value(right))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -value(operand)
-            case ast.Constant(value=int(number)):
-                used.append(number)
-                return Fraction(number)
-        raise ValueError(f"{type(node).__name__} is not part of the game")
-
-    try:
-        result = value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+    if sorted(map(int, re.findall("[0-9]+", expression))) != sorted(numbers):
         return None
-    return result if sorted(used) == sorted(numbers) else None
+    try:
+        return calculate(expression, SIGNS, Fraction)
+    except UNCOUNTABLE:
+        return None
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:
@@ -130,10 +139,8 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
 def _is_correct(expression: str | None, ground_truth: Any) -> bool:
     match ground_truth:
         case [[*numbers], int(target)] if all(isinstance(n, int) for n in numbers):
-            pass
-        case _:
-            raise ValueError(f"the ground truth must be [[numbers], target], got {ground_truth!r}")
-    return expression is not None and evaluate(expression, numbers) == target
+            return expression is not None and evaluate(expression, numbers) == target
+    raise ValueError(f"the ground truth must be [[numbers], target], got {ground_truth!r}")
 
 
 def expression_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
@@ -164,16 +171,12 @@ def _solve(parts: list[tuple[Fraction, str, list[str]]], target: Fraction) -> tu
     if len(parts) == 1:
         value, expression, steps = parts[0]
         return (expression, steps) if value == target else None
-    for i, (a, left, left_steps) in enumerate(parts):
-        for j, (b, right, right_steps) in enumerate(parts):
-            if i == j:
-                continue
-            rest = [part for k, part in enumerate(parts) if k not in (i, j)]
-            for sign, apply in zip("+-*/", _OPERATORS.values(), strict=True):
-                if sign == "/" and not b:
-                    continue
-                step = f"{a} {sign} {b if b >= 0 else f'({b})'} = {(value := apply(a, b))}"
-                part = (value, f"({left} {sign} {right})", [*left_steps, *right_steps, step])
-                if found := _solve([*rest, part], target):
-                    return found
+    for i, j in permutations(range(len(parts)), 2):
+        (a, left, left_steps), (b, right, right_steps) = parts[i], parts[j]
+        rest = [part for k, part in enumerate(parts) if k not in (i, j)]
+        for sign, apply in zip("+-*/" if b else "+-*", SIGNS.values(), strict=False):
+            step = f"{a} {sign} {b if b >= 0 else f'({b})'} = {(value := apply(a, b))}"
+            part = (value, f"({left} {sign} {right})", [*left_steps, *right_steps, step])
+            if found := _solve([*rest, part], target):
+                return found
     return None

@@ -23,9 +23,12 @@ def check_split(split: str) -> None:
         raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
 
 
-def shipped_file(name: str) -> str:
-    """The path of a problem set of the checkout's `dataset/` folder."""
-    path = DATASET_DIR / name
+def file_of(split: str, data_file: str | None, shipped: str) -> str:
+    """`data_file`, or else the file `shipped` of the checkout's `dataset/` folder, where "{}" is the split."""
+    check_split(split)
+    if data_file:
+        return data_file
+    path = DATASET_DIR / shipped.format(split)
     if not path.is_file():
         raise FileNotFoundError(f"no {path}: install from a checkout with `pip install -e .`, or pass --data_file FILE")
     return str(path)

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from d1.tasks import countdown
 from d1.tasks.countdown import REWARDS, demonstrate, extract, score
-from d1.tasks.data import check_split, shipped_file
+from d1.tasks.data import file_of
 
 __all__ = ["REWARDS", "Chain", "chains", "demonstrate", "extract", "load_rows", "score"]
 
@@ -35,8 +35,7 @@ class Chain(NamedTuple):
 
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
     """Problems of `dataset/pocket_countdown_{split}.jsonl`, whose splits share no set of numbers, or of `data_file`."""
-    check_split(split)
-    return countdown.load_rows(split, data_file or shipped_file(f"pocket_countdown_{split}.jsonl"))
+    return countdown.load_rows(split, file_of(split, data_file, "pocket_countdown_{}.jsonl"))
 
 
 def apply(a: int, sign: str, b: int) -> int | None:

@@ -35,8 +35,7 @@ def under_protocol(task: ModuleType, name: str) -> ModuleType:
         return task
     own: dict[str, dict[str, Any]] = getattr(task, "PROTOCOLS", {})
     if name not in own:
-        known = ", ".join(("d1", *own))
-        raise ValueError(f"task {task.__name__} has no prompt protocol {name!r}: use one of {known}")
+        raise ValueError(f"task {task.__name__} has no prompt protocol {name!r}: use one of {', '.join(('d1', *own))}")
     changes = dict(own[name])
     question = changes.pop("QUESTION")
 
@@ -68,12 +67,10 @@ def with_shots(
         return train, asked
     shown = [message["content"] for message in shots if message["role"] == "user"]
     train = train.filter(lambda row: row["prompt"][-1]["content"] not in shown)
-    return behind(shots, train), None if asked is None else behind(shots, asked)
-
-
-def behind(shots: list[dict[str, str]], rows: Dataset) -> Dataset:
-    """The rows with `shots` before each prompt."""
-    return with_prompts(rows, [shots + prompt for prompt in rows["prompt"]])
+    train, asked = (
+        rows and with_prompts(rows, [shots + prompt for prompt in rows["prompt"]]) for rows in (train, asked)
+    )
+    return train, asked
 
 
 def with_prompts(rows: Dataset, prompts: list[list[dict[str, str]]]) -> Dataset:

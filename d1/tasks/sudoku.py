@@ -10,8 +10,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from d1.tasks import Completion, ask, column, final_answer, format_completion, text_of
-from d1.tasks.data import TEXT, check_split, read_file, shipped_file, task_rows
+from d1.tasks import Completion, ask, final_answer, format_completion, judged
+from d1.tasks.data import TEXT, file_of, read_file, task_rows
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +37,15 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     Raises:
         ValueError: a puzzle or solution is not 16 digits, does not obey the rules, or they disagree.
     """
-    check_split(split)
-    path = data_file or shipped_file(f"sudoku_{split}.csv")
+    path = file_of(split, data_file, "sudoku_{}.csv")
     rows = []
     for number, row in enumerate(read_file(path, ("Puzzle", "Solution")), start=1):
         puzzle, solution = str(row["Puzzle"]), str(row["Solution"])
+        where = f"{path}, row {number}"
         if not _PUZZLE.fullmatch(puzzle) or "0" not in puzzle:
-            raise ValueError(
-                f"{path}, row {number}: Puzzle must be 16 digits 0-4 with an empty cell (0), got {puzzle!r}"
-            )
-        if not _obeys_rules(solution) or not _keeps_givens(solution, puzzle):
-            raise ValueError(f"{path}, row {number}: Solution {solution!r} does not solve {puzzle!r}")
+            raise ValueError(f"{where}: Puzzle must be 16 digits 0-4 with an empty cell (0), got {puzzle!r}")
+        if not _solves(solution, puzzle):
+            raise ValueError(f"{where}: Solution {solution!r} does not solve {puzzle!r}")
         question = f"Solve the following Sudoku puzzle: {puzzle}\n"
         rows.append({"prompt": ask(question, INSTRUCTIONS, ANSWER), "question": question, "ground_truth": solution})
     return task_rows(rows, TEXT)
@@ -55,8 +53,7 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 def extract(text: str) -> str | None:
     """The digits 0-9 of the answer, in order and whatever stands between them, or None if there are none."""
-    answer = final_answer(text)
-    return re.sub(r"[^0-9]", "", answer or "") or None
+    return re.sub(r"[^0-9]", "", final_answer(text) or "") or None
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:
@@ -73,8 +70,11 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
 
 def cells_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
     """Share of the originally empty cells that are right (d1's Sudoku reward)."""
-    rows = zip(completions, column(columns, "question"), column(columns, "ground_truth"), strict=True)
-    return [_grade(extract(text_of(text)), puzzle_of(question), truth)[1] for text, question, truth in rows]
+
+    def reward(text: str, question: str, truth: str) -> float:
+        return _grade(extract(text), puzzle_of(question), truth)[1]
+
+    return judged(completions, columns, reward, ("question", "ground_truth"))
 
 
 REWARDS = [cells_reward]
@@ -84,7 +84,8 @@ def demonstrate(row: dict[str, Any]) -> str:
     """A worked solution that fills, time and again, the cell with the fewest digits left."""
     grid, solution, steps = list(puzzle_of(row["question"])), row["ground_truth"], []
     while "0" in grid:
-        left = {i: _candidates(grid, i) for i, digit in enumerate(grid) if digit == "0"}
+        empty = [i for i, digit in enumerate(grid) if digit == "0"]
+        left = {i: set("1234") - {grid[j] for unit in _UNITS if i in unit for j in unit} for i in empty}
         cell = min(left, key=lambda i: (len(left[i]), i))
         grid[cell] = solution[cell]
         reason = "only" if len(left[cell]) == 1 else f"of {' and '.join(sorted(left[cell]))}, only"
@@ -110,9 +111,8 @@ def puzzle_of(question: str) -> str:
 
 def _grade(grid: str | None, puzzle: str, solution: str) -> tuple[bool, float]:
     """(solved, share of empty cells right); digits beyond the sixteenth spoil the solve and are otherwise ignored."""
-    if grid is None:
-        return False, 0.0
-    if _obeys_rules(grid) and _keeps_givens(grid, puzzle):
+    grid = grid or ""
+    if _solves(grid, puzzle):
         return True, 1.0
     empty = [i for i, digit in enumerate(puzzle) if digit == "0"]
     right = sum(i < len(grid) and grid[i] == solution[i] for i in empty)
@@ -125,16 +125,11 @@ def _repeats_no_digit(grid: str) -> bool:
     return all(len(set(digits)) == len(digits) for digits in seen)
 
 
-def _obeys_rules(grid: str) -> bool:
-    return len(grid) == 16 and all({grid[i] for i in unit} == set("1234") for unit in _UNITS)
-
-
-def _keeps_givens(grid: str, puzzle: str) -> bool:
+def _solves(grid: str, puzzle: str) -> bool:
+    """Whether a grid of 16 digits obeys the rules and keeps the puzzle's givens."""
+    if len(grid) != 16 or any({grid[i] for i in unit} != set("1234") for unit in _UNITS):
+        return False
     return all(given in ("0", digit) for given, digit in zip(puzzle, grid, strict=True))
-
-
-def _candidates(grid: list[str], cell: int) -> set[str]:
-    return set("1234") - {grid[i] for unit in _UNITS if cell in unit for i in unit}
 
 
 # LLaDA was not evaluated on these puzzles; this is its form, the question alone.

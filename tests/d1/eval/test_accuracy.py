@@ -6,7 +6,6 @@ import contextlib
 import csv
 import io
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from d1.eval import accuracy as parse_and_get_acc
-from d1.models import load_tokenizer
 from tests.commands import ROOT
 
 SCRIPT = ROOT / "eval" / "parse_and_get_acc.py"
@@ -112,17 +110,13 @@ def test_details_hold_every_problem(folder, tmp_path):
     assert details[0]["answers"] == [details[0]["ground_truth"]]
 
 
-def test_comparison(folder, tmp_path):
+def test_comparison(folder):
     done = run(folder, "--compare", "sudoku_base_32_16", folder / "sudoku_my_tuned_32_16", "--format", "json")
     result = json.loads(done.stdout)
     assert (done.returncode, result["shared"], result["difference"]) == (0, 8, 50)
     assert (result["b_better"], result["a_better"]) == (4, 0)
     assert result["p_value"] == pytest.approx(2 / 2**4)
     assert "p = 0.125" in run(folder, "--compare", "sudoku_base_32_16", "sudoku_my_tuned_32_16").stdout
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(folder / "sudoku_my_tuned_32_16_0_generations.json", alone)
-    assert "p = 0.125" in run(folder, "--compare", "sudoku_base_32_16", alone).stdout
     missing = run(folder, "--compare", "sudoku_base_32_16", "nothing")
     assert missing.returncode == 1
     assert "no setup 'nothing'" in missing.stderr
@@ -139,18 +133,6 @@ def test_published_scoring_counts_cells(folder):
     rows = json.loads(run(folder, "--scoring", "published", "--format", "json").stdout)
     assert rows[0]["accuracy"] == pytest.approx(25)
     assert rows[0]["scoring"] == "published"
-
-
-def test_a_named_tokenizer_counts_where_files_do_not(tiny_model_dir, tmp_path, capsys, write_sudoku):
-    write_sudoku(tmp_path / "sudoku_base_32_16_0_generations.json", 2, of=2, tokens=None)
-    args = parse_and_get_acc.make_parser().parse_args([str(tmp_path), "--format", "json"])
-    assert parse_and_get_acc.main(args) == 0
-    assert json.loads(capsys.readouterr().out)[0]["tokens"] is None
-    args.tokenizer = str(tiny_model_dir)
-    assert parse_and_get_acc.main(args) == 0
-    answer = "<answer>1234341221434321</answer>"
-    count = len(load_tokenizer(str(tiny_model_dir))(answer, add_special_tokens=False).input_ids)
-    assert json.loads(capsys.readouterr().out)[0]["tokens"] == count == 18
 
 
 def test_without_a_folder_it_scores_the_shipped_generations():

@@ -108,16 +108,11 @@ def test_ranks_that_cannot_be_are_said_and_the_others_read(tmp_path):
         write(tmp_path, f"sudoku_m_32_16_{rank}", [item("sudoku", RIGHT["sudoku"], len(rank) + int(rank) % 10)])
     rows = {name: row for name, (row, _) in score_all(tmp_path).items()}
     assert (rows["sudoku_m_32_16"].n, rows["sudoku_m_32_16"].missing_ranks) == (2, [1, 2, 3, 4, 5, 6])
-    reasons = {
-        "00": r"sudoku_m_32_16_0_generations.json is of rank 0 too: keep one of them",
-        "5000000": "5000000 is no process's rank: they end at 9999",
-        "9" * 100: "is no process's rank",
-    }
-    for rank, reason in reasons.items():
+    for rank in ("00", "5000000", "9" * 100):
         row = rows[f"sudoku_m_32_16_{rank}_generations.json"]
         assert not row.complete
         assert len(row.errors) == 1
-        assert reason in row.errors[0]
+        assert "its name is not TASK_MODEL_LENGTH_STEPS_RANK" in row.errors[0]
 
 
 def test_duplicates_count_once_strictly_and_again_as_published(tmp_path):
