@@ -30,6 +30,18 @@ ONLY_TO_RESUME = (
     *("rollout_rank*", "reference.safetensors", "loss_sums.json"),
 )
 
+# What json, safetensors, zipfile and the reader of a file raise where its content is not what was written.
+DAMAGED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    SafetensorError,
+    zipfile.BadZipFile,
+)
+
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")
 
 
@@ -37,8 +49,8 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.s
 def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; after, it is renamed to its place.
 
-    A run killed while saving therefore leaves no half-written `checkpoint-N`. Yields the folder being written. Old
-    checkpoints are rotated out only after the new one is in place.
+    A run killed while saving therefore leaves no half-written `checkpoint-N`, and the old ones are rotated out last.
+    Yields the folder being written.
 
     Raises:
         OSError: the disk is full; the message names the checkpoint.
@@ -118,33 +130,42 @@ def broken(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
     return ValueError(f"{checkpoint / name} {problem}; {way_out}")
 
 
+@contextlib.contextmanager
+def reading(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
+    """Turns what is raised inside, because a file of a checkpoint is missing or damaged, into the error of `broken`.
+
+    Args:
+        checkpoint: the folder above the file if None.
+    """
+    checkpoint = checkpoint or file.parent
+    name = file.relative_to(checkpoint)
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise broken(checkpoint, name, "is missing") from error
+    except DAMAGED as error:
+        raise broken(checkpoint, name, f"is damaged ({error})") from error
+
+
 def read_state(checkpoint: Path) -> TrainerState:
     """The Trainer's state in a checkpoint.
 
     Raises:
         ValueError: the file is missing or damaged.
     """
-    if not (checkpoint / STATE).is_file():
-        raise broken(checkpoint, STATE, "is missing")
-    try:
+    with reading(checkpoint / STATE):
         return TrainerState.load_from_json(str(checkpoint / STATE))
-    except (ValueError, TypeError) as error:
-        raise broken(checkpoint, STATE, f"is damaged ({error})") from error
 
 
 def check_weights_file(checkpoint: Path) -> None:
-    """Refuses a checkpoint whose model or adapter is missing or damaged.
-
-    Raises:
-        ValueError: names the file.
-    """
+    """Refuses a checkpoint whose model or adapter is missing or damaged (ValueError)."""
     if not any(path for pattern in WEIGHTS for path in checkpoint.glob(pattern)):
         raise broken(checkpoint, WEIGHTS[0], "is missing")
     for index in checkpoint.glob("*.index.json"):
-        check_content(checkpoint, index)
-        for shard in sorted({*json.loads(index.read_text())["weight_map"].values()}):
-            if not (checkpoint / shard).is_file():
-                raise broken(checkpoint, shard, "is missing")
+        with reading(index):
+            shards = {*json.loads(index.read_text())["weight_map"].values()}
+        for shard in sorted(shards):
+            check_content(checkpoint, checkpoint / shard)
     for file in sorted(checkpoint.rglob("*model*.safetensors")):
         check_content(checkpoint, file)
 
@@ -195,12 +216,8 @@ def needed(checkpoint: Path, args: TrainingArguments, processes: int | None) -> 
 
 
 def check_content(checkpoint: Path, file: Path) -> None:
-    """Reads a json file, the header of a safetensors file, or all of a file that `torch.save` wrote.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    try:
+    """Reads a json file, the header of a safetensors file, or all of a file that `torch.save` wrote."""
+    with reading(file, checkpoint):
         if file.suffix == ".json":
             json.loads(file.read_text())
         elif file.suffix == ".safetensors":
@@ -210,8 +227,6 @@ def check_content(checkpoint: Path, file: Path) -> None:
             with zipfile.ZipFile(file) as archive:
                 if changed := archive.testzip():
                     raise ValueError(f"the checksum of {changed} differs")
-    except (ValueError, SafetensorError, zipfile.BadZipFile, EOFError) as error:
-        raise broken(checkpoint, file.relative_to(checkpoint), f"is damaged ({error})") from error
 
 
 def is_finished(checkpoint: Path, args: TrainingArguments) -> bool:

@@ -55,12 +55,7 @@ def silence() -> None:
     for _, text, _ in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
     for _, logger, text, _ in MESSAGES:
-        logging.getLogger(logger).addFilter(unless(text))
-
-
-def unless(text: str) -> Callable[[logging.LogRecord], bool]:
-    """A filter of log messages that drops those that start with `text`."""
-    return lambda record: not record.getMessage().startswith(text)
+        logging.getLogger(logger).addFilter(lambda record, text=text: not record.getMessage().startswith(text))
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:

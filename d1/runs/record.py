@@ -8,11 +8,14 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from d1.runs.output_dir import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +48,11 @@ class OnResume:
         self, settings: Mapping[str, Any], defaults: Mapping[str, Any], leave_out: Collection[str]
     ) -> dict[str, Any]:
         """The settings that differ from their defaults and are not free, save those to leave out."""
-        patterns = (*leave_out, *self.free)
-        kept = {name: value for name, value in settings.items() if not any(fnmatch(name, one) for one in patterns)}
-        return {name: value for name, value in kept.items() if value != defaults.get(name, value)}
+        return {
+            name: value
+            for name, value in settings.items()
+            if value != defaults.get(name, value) and not matches(name, [*leave_out, *self.free])
+        }
 
     def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
         """The settings that a resume changes, free ones left out: {name: [before, now]}.
@@ -67,8 +72,11 @@ class OnResume:
                 f"{folder} holds another run, of {', '.join(other)}: continue it with its own settings, or choose "
                 "another output_dir"
             )
-        free = {name for name in both.keys() - self.fixed.keys() if any(fnmatch(name, one) for one in self.free)}
-        return {name: values for name, values in both.items() if name not in free}
+        return {name: values for name, values in both.items() if name in self.fixed or not matches(name, self.free)}
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def whole(value: Any) -> Any:
@@ -78,9 +86,8 @@ def whole(value: Any) -> Any:
 def cpu_model() -> str:
     """As the system names it: "AMD EPYC 7763 64-Core Processor"; only the kind where it gives no name."""
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*:\s*(.*\S)", file.read_text() if file.is_file() else "", re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def run_record() -> dict[str, Any]:
@@ -112,9 +119,7 @@ def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: 
     changes = [*past.changes, *([{"step": past.step, **changed}] if changed else [])]
     record = {"settings": settings, "changes": changes} | run_record()
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{RECORD}"
-    partial.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    os.replace(partial, folder / RECORD)
+    write_atomically(folder / RECORD, json.dumps(record, indent=1, default=str) + "\n")
 
 
 def history(checkpoint: Path | None) -> Past:
