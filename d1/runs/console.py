@@ -77,15 +77,13 @@ def summary(logs: Mapping[str, Any]) -> str:
     A reward that did not apply to some rows is named with their share.
     """
     prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
+    known = {name.removeprefix(prefix): value for name, value in logs.items()}
     parts = [
-        f"{label} {logs[prefix + name]:{form}}"
-        for name, label, form in SHOWN
-        if isinstance(logs.get(prefix + name), (int, float))
+        f"{label} {known[name]:{form}}" for name, label, form in SHOWN if isinstance(known.get(name), (int, float))
     ]
-    for name, share in logs.items():
-        reward, _, rest = name.removeprefix(prefix + "rewards/").partition("/")
-        if rest == "none_share" and share:
-            parts.append(f"{reward} None {share:.0%}")
+    for name, share in known.items():
+        if name.endswith("/none_share") and share:
+            parts.append(f"{name.split('/')[-2]} None {share:.0%}")
     return ("evaluation: " if prefix else "") + "  ".join(parts)
 
 
@@ -104,12 +102,12 @@ def json_line(log: Mapping[str, Any]) -> str:
 class RunConsole(TrainerCallback):
     """In place of Transformers' callbacks that print logs; the first process alone shows and writes.
 
-    `metrics.jsonl` in the run's folder has one JSON object a log, the same as `log_history` in trainer_state.json. A
+    `metrics.jsonl` in the run's folder has one JSON object per log, the same as `log_history` in trainer_state.json. A
     resumed run starts it from its checkpoint's logs, so that no step is there twice.
 
     Args:
         rollout_seconds: of each rollout so far; the trainer appends to it.
-        rollouts_a_step: rollouts an optimizer step takes, on average.
+        rollouts_a_step: rollouts per optimizer step, on average.
 
     Attributes:
         last_step: the step at which the run will end; another function where something ends it before `max_steps`.
@@ -162,9 +160,6 @@ class RunConsole(TrainerCallback):
         spent = time.perf_counter() - self.started - sum(self.rollout_seconds)
         rollout = sum(self.rollout_seconds) / max(len(self.rollout_seconds), 1)
         return (self.last_step(state) - state.global_step) * (spent / steps + self.rollouts_a_step * rollout)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.close()
 
     def close(self) -> None:
         if self.bar is not None:

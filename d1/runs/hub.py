@@ -47,7 +47,7 @@ def hold_push(args: Any) -> bool:
 
 
 def repository(args: Any) -> str:
-    """The name to upload to: without one, that of the folder, as Trainer has it."""
+    """The name to upload to; that of the folder if none is given, as Trainer has it."""
     return args.hub_model_id or Path(args.output_dir).absolute().name
 
 

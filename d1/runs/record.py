@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -12,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +92,16 @@ def cpu_model() -> str:
 
 def run_record() -> dict[str, Any]:
     """Versions and hardware, to be saved with results."""
-    versions = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
     import torch  # only now: `eval.py --help` reads this module
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    versions = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "python": platform.python_version(),
         "versions": versions,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cpu": {"machine": platform.machine(), "model": cpu_model(), "cores": os.cpu_count()},
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
@@ -123,9 +122,9 @@ def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: 
 
 
 def history(checkpoint: Path | None) -> Past:
-    """The past of a checkpoint, from the run.json next to it; without settings where there is none.
+    """The past of a checkpoint, from the run.json next to it (without settings if there is none).
 
-    A change after the checkpoint does not count: a run may continue from an earlier checkpoint than its last.
+    Changes after the checkpoint do not count: a run may continue from an earlier checkpoint than its last.
 
     Raises:
         ValueError: the file is damaged.

@@ -23,7 +23,6 @@ from d1.runs.record import OnResume, history, save_record
 
 logger = logging.getLogger(__name__)
 
-
 # What a checked run adds to its record, and what loads the model and makes the trainer.
 Prepared = tuple[Mapping[str, Any], Callable[[], tuple[Trainer, RunConsole]]]
 
@@ -64,7 +63,8 @@ def run(stage: Stage) -> Any:
 
     checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
     past = history(checkpoint)
-    stage.on_resume.changes(past, settings_of(stage), checkpoint or folder)  # refuses another run at once
+    world = {"world_size": training.world_size}
+    stage.on_resume.changes(past, {**stage.settings(), **world}, checkpoint or folder)  # refuses another run at once
     if checkpoint and (is_finished(checkpoint, training) or stage.ended(checkpoint)):
         logger.info("%s is finished: there is nothing left to train.", folder)
         if training.should_save:
@@ -78,11 +78,12 @@ def run(stage: Stage) -> Any:
         training.eval_on_start = False  # it was, at the start
 
     facts, start = stage.prepare()
-    changed = stage.on_resume.changes(past, settings_of(stage), checkpoint or folder)
+    settings = {**stage.settings(), **world}
+    changed = stage.on_resume.changes(past, settings, checkpoint or folder)
     if training.should_save:
         state = training.distributed_state
-        facts = {**facts, "distributed_type": state.distributed_type.value if state else "NO"}
-        save_record(folder, {**settings_of(stage), **facts}, past, changed)
+        distributed = {"distributed_type": state.distributed_type.value if state else "NO"}
+        save_record(folder, {**settings, **facts, **distributed}, past, changed)
         if "wandb" in (training.report_to or ()):
             log_without_account(folder)
 
@@ -102,17 +103,10 @@ def run(stage: Stage) -> Any:
     return trainer
 
 
-def settings_of(stage: Stage) -> dict[str, Any]:
-    return {**stage.settings(), "world_size": stage.training.world_size}
-
-
 def check_processes(world_size: int) -> None:
-    """Refuses to start where a launcher started several processes that do not know of each other.
+    """Refuses (ValueError) several processes that do not know of each other, each of which would train the whole run.
 
-    Without a GPU `accelerate launch` leaves them alone, and each would train the whole run into the same folder.
-
-    Raises:
-        ValueError: says how to launch instead.
+    `accelerate launch` starts such processes where there is no GPU.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != world_size:

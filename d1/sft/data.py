@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from d1.sft import conversations
 from d1.sft.conversations import FEATURES, S1K, Row, tokenize_row
-from d1.tasks.data import no_rows, read_csv
+from d1.tasks.data import read_file
 
 logger = logging.getLogger(__name__)
 
-READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+FILES = (".json", ".jsonl", ".parquet", ".csv")
 ROWS_PER_PROCESS = 500  # fewer are not worth another process
 LISTED = 5  # bad rows named in full
 
@@ -30,40 +30,24 @@ LISTED = 5  # bad rows named in full
 def load_rows(train_data: str) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 
-    Cells of a csv file are text.
-
     Raises:
         FileNotFoundError: neither exists here, nor does the hub answer; says how to give a local file.
         ValueError: the file cannot be read, or has no rows.
     """
     path = Path(train_data)
-    if path.suffix in READERS and not path.exists():
-        raise FileNotFoundError(f"--train_data {train_data}: no file {path.absolute()}")
-    if path.is_file() and path.suffix not in READERS:
-        raise ValueError(f"--train_data {train_data}: not a file of the kinds {', '.join(READERS)}")
+    if path.is_file() or path.suffix in FILES:
+        return read_file(train_data, (), keep_in_memory=False)  # any columns
     try:
-        if path.is_dir():
-            data = load_from_disk(str(path))
-            rows = data["train"] if isinstance(data, DatasetDict) else data
-        elif path.suffix == ".csv":
-            rows = read_csv(train_data)
-        elif path.is_file():
-            rows = load_dataset(READERS[path.suffix], data_files=str(path), split="train")
-        else:
-            rows = load_dataset(train_data, split="train")
+        data = load_from_disk(train_data) if path.is_dir() else load_dataset(train_data, split="train")
     except Exception as error:  # each reader and the hub client fail in their own ways
-        if no_rows(error):
-            raise ValueError(f"--train_data {train_data}: no rows") from error
-        reason = error.__cause__ or error
-        if path.exists():
-            raise ValueError(f"--train_data {train_data}: cannot be read: {type(reason).__name__}: {reason}") from error
         raise FileNotFoundError(
             f"--train_data {train_data}: neither a local file nor a data set that the hub gives "
             f"({type(error).__name__}: {error}). Download it elsewhere and pass a local file with the same columns, "
-            f"--train_data rows.jsonl (or {', '.join(READERS)})"
+            f"--train_data rows.jsonl (or {', '.join(FILES)})"
         ) from error
+    rows = data["train"] if isinstance(data, DatasetDict) else data
     if not len(rows):
-        raise ValueError(f"--train_data {train_data}: no rows")
+        raise ValueError(f"--train_data {train_data} has no rows")
     return rows
 
 
