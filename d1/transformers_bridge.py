@@ -207,9 +207,7 @@ class TrainerHooks(_Trainer):
     def set_loss_sums(self, sums: dict[str, Any]) -> None:
         """Puts back what `loss_sums` returned; to be called when training begins."""
         self.resumed_sums = True
-        self._total_loss_scalar = sums["total"]
-        self._globalstep_last_logged = sums["last_logged"]
+        self._total_loss_scalar, self._globalstep_last_logged = sums["total"], sums["last_logged"]
         parts = sums["since_then"]
-        whole = len(parts) == self.args.world_size  # another number of processes shares the losses out evenly
-        own = parts[self.args.process_index] if whole else sum(parts) / len(parts)
-        self._tr_loss.fill_(own)
+        same = len(parts) == self.args.world_size  # another number of processes shares the losses out evenly
+        self._tr_loss.fill_(parts[self.args.process_index] if same else sum(parts) / len(parts))

@@ -50,10 +50,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; after, it is renamed to its place.
 
     A run killed while saving therefore leaves no half-written `checkpoint-N`, and the old ones are rotated out last.
-    Yields the folder being written.
-
-    Raises:
-        OSError: the disk is full; the message names the checkpoint.
+    Yields the folder being written. OSError where the disk is full; the message names the checkpoint.
     """
     args, state = trainer.args, trainer.state
     final, limit = Path(args.output_dir), args.save_total_limit
@@ -89,9 +86,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
 def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> Path | None:
     """The checkpoint a run continues from: None (start), the last one ("true"), or the folder named.
 
-    Raises:
-        ValueError: `output_dir` already holds checkpoints or a finished run and resuming was not asked for, or the
-            folder named is no checkpoint.
+    ValueError if `output_dir` holds a run and resuming was not asked for, or the folder named is no checkpoint.
     """
     last = get_last_checkpoint(str(output_dir)) if os.path.isdir(output_dir) else None
     if resume is None or str(resume).lower() == "false":
@@ -118,25 +113,17 @@ def step_of(checkpoint: Path) -> int:
 
 
 def broken(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
-    """The error of a checkpoint that cannot be resumed because its file `name` "is missing" or "is damaged".
-
-    The message names the checkpoint before it, with which the run can continue.
-    """
+    """The error of a checkpoint whose file `name` "is missing" or "is damaged"; it names the checkpoint to resume."""
     steps = [path for path in checkpoint.parent.glob("checkpoint-*") if step_of(path) < step_of(checkpoint)]
-    earlier = max(steps, key=step_of, default=None)
     way_out = "no earlier checkpoint is left: start the run again in another folder"
-    if earlier:
-        way_out = f"continue from the checkpoint before it with --resume {earlier}"
+    if steps:
+        way_out = f"continue from the checkpoint before it with --resume {max(steps, key=step_of)}"
     return ValueError(f"{checkpoint / name} {problem}; {way_out}")
 
 
 @contextlib.contextmanager
 def reading(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
-    """Turns what is raised inside, because a file of a checkpoint is missing or damaged, into the error of `broken`.
-
-    Args:
-        checkpoint: the folder above the file if None.
-    """
+    """Inside, a missing or damaged file of a checkpoint (by default its folder) raises the error of `broken`."""
     checkpoint = checkpoint or file.parent
     name = file.relative_to(checkpoint)
     try:
@@ -148,11 +135,7 @@ def reading(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """The Trainer's state in a checkpoint.
-
-    Raises:
-        ValueError: the file is missing or damaged.
-    """
+    """The Trainer's state in a checkpoint; ValueError where the file is missing or damaged."""
     with reading(checkpoint / STATE):
         return TrainerState.load_from_json(str(checkpoint / STATE))
 
@@ -175,13 +158,10 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int |
 
     Without the optimizer or the scheduler, the Trainer would begin with a fresh one and the peak learning rate, and
     without the state of the random generators, with other random numbers; it does not say so. The first process reads
-    every file to its end and compares checksums. Nothing is unpickled.
+    every file to its end and compares checksums. Nothing is unpickled. ValueError names the file.
 
     Args:
         processes: how many wrote it; None: not known.
-
-    Raises:
-        ValueError: names the file.
     """
     for names in needed(checkpoint, args, processes):
         if not any(path for pattern in names for path in checkpoint.glob(pattern)):
@@ -245,9 +225,6 @@ def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
 
     Args:
         keep_best: the model is that of the best checkpoint (`load_best_model_at_end`).
-
-    Raises:
-        ValueError: the model in the checkpoint is damaged.
     """
     state = read_state(checkpoint)
     last = output_dir / STATE

@@ -105,8 +105,8 @@ def made_of(settings: Mapping[str, Any], base: str) -> list[list[str]]:
     method = settings["method"]
     paper = ": " + linked(settings["paper"]) if settings.get("paper") else ""  # a run of version 0.1 has none
     name = code(method) if method.endswith(".py") else f"diffu-GRPO, `{method}`{paper}"
-    data = f"task {code(settings['dataset'])}" + (f", {code(settings['data_file'])}" if settings["data_file"] else "")
-    return [["base", code(local_name(base))], ["method", name], ["data", data]]
+    data = ", ".join(code(one) for one in (settings["dataset"], settings["data_file"]) if one)
+    return [["base", code(local_name(base))], ["method", name], ["data", f"task {data}"]]
 
 
 def linked(paper: str) -> str:

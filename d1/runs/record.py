@@ -55,11 +55,7 @@ class OnResume:
         }
 
     def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
-        """The settings that a resume changes, free ones left out: {name: [before, now]}.
-
-        Raises:
-            ValueError: a fixed setting changed; names all of them with both values.
-        """
+        """The settings that a resume changes, free ones left out: {name: [before, now]}. ValueError for fixed ones."""
         before, now = past.settings, flat(settings)
         both = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
         other = [
@@ -108,11 +104,7 @@ def run_record() -> dict[str, Any]:
 
 
 def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: Mapping[str, list[Any]]) -> None:
-    """Writes `run.json`, whole or not at all: the resolved settings of a run, their changes and `run_record()`.
-
-    Args:
-        changed: what a resume changed after `past`; each is logged.
-    """
+    """Writes `run.json`: the resolved settings of a run, `run_record()`, and what a resume changed, which is logged."""
     for name, (old, new) in changed.items():
         logger.warning("From step %d on, --%s is %s (before: %s).", past.step, name, new, old)
     changes = [*past.changes, *([{"step": past.step, **changed}] if changed else [])]
@@ -125,9 +117,6 @@ def history(checkpoint: Path | None) -> Past:
     """The past of a checkpoint, from the run.json next to it (without settings if there is none).
 
     Changes after the checkpoint do not count: a run may continue from an earlier checkpoint than its last.
-
-    Raises:
-        ValueError: the file is damaged.
     """
     if checkpoint is None:
         return Past()

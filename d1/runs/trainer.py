@@ -52,11 +52,7 @@ class RunTrainer(TrainerHooks):
         super().log(logs, start_time)
 
     def require_finite(self, loss: Tensor, rows: Callable[[], list[dict[str, Any]]]) -> None:
-        """Ends the run at a loss that is not finite, and writes `rows()`, those to blame, to a JSON file.
-
-        Raises:
-            FloatingPointError: names the file, `bad_loss_step*_rank*.json` in the output folder.
-        """
+        """Ends the run (FloatingPointError) at a loss that is not finite; a file then has `rows()`, those to blame."""
         if torch.isfinite(loss):
             return
         step = self.state.global_step
@@ -70,6 +66,8 @@ class RunTrainer(TrainerHooks):
 
 
 class LoadExtra(TrainerCallback):
+    """Calls `load_extra` when a resumed run begins to train."""
+
     def __init__(self, trainer: RunTrainer) -> None:
         self.trainer = trainer
 
@@ -80,12 +78,9 @@ class LoadExtra(TrainerCallback):
 
 
 def check_weights(model: Any, step: int) -> None:
-    """Refuse trained weights that are not finite, before they are saved.
+    """Refuses trained weights that are not finite (FloatingPointError), before they are saved.
 
     Of weights that are split over processes, each process looks at its own part.
-
-    Raises:
-        FloatingPointError: names the first such weight.
     """
     for name, weight in model.named_parameters():
         part = getattr(weight, "ds_tensor", weight)  # DeepSpeed's ZeRO-3

@@ -107,18 +107,13 @@ def preprocess_dataset(
         ValueError: columns that are not understood, bad rows, or nothing left to train on.
     """
     columns = set(data.column_names)
-    if (
-        function is None
-        and template is None
-        and not any(needed <= columns for needed in (S1K, {"messages"}, {"prompt", "completion"}))
-    ):
+    understood = any(needed <= columns for needed in (S1K, {"messages"}, {"prompt", "completion"}))
+    if function is None and template is None and not understood:
         raise ValueError(
             f"the data has the columns {', '.join(sorted(columns))}; understood are question + thinking_trajectories + "
             "attempt, messages, or prompt + completion. Name yours with --prompt_column and --completion_column, build "
             "both with --template, or convert each row with --data_function FILE.py:FUNCTION"
         )
-    if not 0 <= test_split < 1:
-        raise ValueError(f"--test_split must be in [0, 1), got {test_split}")
     options = {
         "tokenizer": tokenizer,
         "max_length": max_length,
@@ -141,17 +136,13 @@ def preprocess_dataset(
     usable = usable_rows(rows["status"], rows["problem"], bad_rows)
     rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
     held_out = math.ceil(len(rows) * test_split)
-    if held_out == len(rows):
-        raise ValueError(f"nothing to train on: --test_split {test_split} holds out all of {len(rows)} rows")
+    if not 0 <= held_out < len(rows):
+        raise ValueError(f"nothing to train on: --test_split {test_split} holds out {held_out} of {len(rows)} rows")
     return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
 
 
 def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -> list[int]:
-    """Indices of the rows to train on; the others are counted and reported, or an error.
-
-    Raises:
-        ValueError: bad rows that may not be skipped, or no row is left.
-    """
+    """Indices of the rows to train on; the others are counted and reported, or an error (ValueError)."""
     counts = Counter(status)
     bad = [f"  row {i}: {problem}" for i, problem in enumerate(problems) if problem]
     listed = "\n".join(bad[:LISTED] + ["  ..."] * (len(bad) > LISTED))

@@ -24,8 +24,8 @@ from d1.runs.record import OnResume, whole
 from d1.runs.skeleton import Stage
 from d1.sft.config import SFTConfig
 from d1.sft.data import choose_columns, load_function, load_rows, preprocess_dataset
-from d1.sft.plot import plot_losses
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from d1.show.curves import panels, save_figure
 
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
 
@@ -84,7 +84,7 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], tuple[
     def start() -> tuple[dLLMTrainer, RunConsole]:
         set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
         model = prepare_model(args)
-        options = {"complementary": args.complementary_masks, "packed": args.packing}
+        options: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
         collator = dLLMDataCollator(tokenizer, block_size=block_size(model.config), **options)
         trainer = dLLMTrainer(
             model=model,
@@ -108,6 +108,18 @@ def conclude(args: SFTConfig, folder: Path) -> None:
         shutil.rmtree(folder / "merged", ignore_errors=True)
         with writing(folder / "merged"):
             merge(args.model_name, [str(folder)], str(folder / "merged"))
+
+
+def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
+    """Training and evaluation loss, and the latter's bands of t, against optimizer steps."""
+    figure, (axes,) = panels(1, 1, (8, 5))
+    for name in sorted({key for entry in history for key in entry if key == "loss" or key.startswith("eval_loss")}):
+        points = [(entry["step"], entry[name]) for entry in history if name in entry]
+        label = {"loss": "training", "eval_loss": "evaluation"}.get(name, name.replace("eval_loss_t", "evaluation, t "))
+        axes.plot(*zip(*points, strict=True), label=label, lw=2 if name in ("loss", "eval_loss") else 1, marker=".")
+    axes.set(xlabel="optimizer step", ylabel="cross-entropy / t', nats per answer token", title="Masked SFT")
+    axes.legend()
+    save_figure(figure, path, dpi=150)
 
 
 def on_gpu() -> bool:
@@ -215,5 +227,5 @@ def prepare_model(args: SFTConfig) -> Any:
     targets = lora_targets(model, args.lora_target_modules)
     if args.load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    lora = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
+    lora: dict[str, Any] = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
     return get_peft_model(model, LoraConfig(**lora, target_modules=targets))

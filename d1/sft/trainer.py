@@ -27,7 +27,6 @@ from d1.runs.trainer import RunTrainer
 from d1.sft.batches import IGNORED, GlobalBatchSampler, by_row, row_numbers
 from d1.sft.batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
-from d1.sft.data import preprocess_dataset as preprocess_dataset
 
 EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t
 LOSS_SUMS = "loss_sums.json"  # in a checkpoint: the losses so far
@@ -38,8 +37,7 @@ class dLLMTrainer(RunTrainer, Trainer):
 
     What differs from Trainer (Transformers 5.23), besides `RunTrainer`:
 
-    - `compute_loss`: the loss above, of which Trainer's `num_items_in_batch` is the denominator. A loss that is not
-      finite ends the run.
+    - `compute_loss`: the loss above; its denominator is Trainer's `num_items_in_batch`.
     - `prediction_step`: a row's loss sum, answer tokens and t, for `band_losses`.
     - `train_sampler`: `GlobalBatchSampler`, whose order is a function of (seed, epoch).
     - `save_extra`: a checkpoint keeps the sums that `train_loss` is made of.
@@ -72,9 +70,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         if getattr(self.data_collator, "packed", False):
             take_packed_rows(model)
         if self.args.n_gpu > 1:
-            raise ValueError(
-                "one process trains on one GPU: start one per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES"
-            )
+            raise ValueError("one process trains on one GPU: use `accelerate launch`, or set CUDA_VISIBLE_DEVICES")
         if not self.args.average_tokens_across_devices:
             raise ValueError("the loss is over all processes: leave average_tokens_across_devices on")
         self.count_labels_of_step(shifted=False)
@@ -135,27 +131,20 @@ class dLLMTrainer(RunTrainer, Trainer):
         self.require_finite(loss, lambda: self.rows_to_blame(row_losses, inputs))
 
     def rows_to_blame(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Text, answer, noise and loss of each row whose loss is not finite; of all rows, where each one is."""
+        """Text, answer, noise and loss of each row whose loss is not finite; of all rows if only their sum is not."""
         tokenizer: Any = self.processing_class
         read = list if tokenizer is None else tokenizer.decode
         model: Any = self.model
-        losses, size, rows = row_losses.tolist(), block_size(model.config), []
-        bad = ~torch.isfinite(row_losses)
-        names = ("input_ids", "labels", "attention_mask", "t")
-        values = list(zip(*(by_row(inputs, name) for name in names), strict=True))
-        for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist():
-            noised, labels, visible, t = values[row]
-            answers, visible = labels != IGNORED, visible.bool()
-            clean = torch.where(answers, labels, noised)
-            rows.append(
-                {
-                    "text": read(clean[visible].tolist()),
-                    "answer": read(clean[answers].tolist()),
-                    "hidden_tokens": int((noised != labels)[answers].sum()),
-                    "t": (t if size is None else t[visible][::size]).tolist(),
-                    "loss": losses[row],
-                }
-            )
+        size, all_finite, rows = block_size(model.config), bool(torch.isfinite(row_losses).all()), []
+        columns = (by_row(inputs, name) for name in ("input_ids", "labels", "attention_mask", "t"))
+        for loss, noised, labels, shown, t in zip(row_losses, *columns, strict=True):
+            if all_finite or not torch.isfinite(loss):
+                answers, visible = labels != IGNORED, shown.bool()
+                row = {"text": read(torch.where(answers, labels, noised)[visible].tolist())}
+                row["answer"] = read(labels[answers].tolist())
+                row["hidden_tokens"] = int((noised != labels)[answers].sum())
+                row["t"] = (t if size is None else t[visible][::size]).tolist()
+                rows.append(row | {"loss": loss.item()})
         return rows
 
     def prediction_step(
@@ -199,13 +188,11 @@ def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-    """(n, hidden size): the last states of a batch's `hidden` tokens, which stand `at` their `places_of`, row by row,
-    from a forward pass; of packed rows most decoders run their last layer on these alone.
+    """Last states (n, hidden size) of a batch's `hidden` tokens, which stand `at` their `places_of`, row by row.
 
-    With `hidden` on the CPU nothing waits for the device, in the backward pass neither; a boolean index there would.
-
-    A block-causal model reads the clean rows as well, behind which the noised ones begin with the first block that
-    hides anything in any row.
+    With `hidden` on the CPU, neither pass waits for the device; a boolean index there would. For packed rows, most
+    decoders run their last layer on these tokens alone. A block-causal model also reads the clean rows; the noised ones
+    follow them, from the first block on that hides anything in any row.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
     (rows, columns), size, lengths = at, block_size(model.config), inputs.get("lengths")
@@ -224,11 +211,8 @@ def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor, at: tuple[Tens
 def band_losses(prediction: EvalPrediction) -> dict[str, float]:
     """The loss of all evaluation draws, and of those in each band of t."""
     table, t = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
-    metrics = {"loss": float(table[:, 0].sum() / table[:, 1].sum())}
+    parts = {"loss": table}
     for band in range(EVAL_BANDS):
         rows = table[(t * EVAL_BANDS).long().clamp(max=EVAL_BANDS - 1) == band]
-        if len(rows):
-            metrics[f"loss_t{band / EVAL_BANDS:.1f}-{(band + 1) / EVAL_BANDS:.1f}"] = float(
-                rows[:, 0].sum() / rows[:, 1].sum()
-            )
-    return metrics
+        parts[f"loss_t{band / EVAL_BANDS:.1f}-{(band + 1) / EVAL_BANDS:.1f}"] = rows
+    return {name: float(rows[:, 0].sum() / rows[:, 1].sum()) for name, rows in parts.items() if len(rows)}
