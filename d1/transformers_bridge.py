@@ -26,12 +26,10 @@ STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  #
 
 def needs_copy(path: str, dtype: Any, device: Any) -> bool:
     """Whether weights loaded as `dtype` on `device` are copies, not the mapped file of a local folder itself."""
-    files = sorted(Path(path).glob("*.safetensors"))
-    if dtype == "auto" or not files:
+    first = next(stored_weights(path), None)
+    if dtype == "auto" or first is None:
         return False
-    with safe_open(files[0], framework="pt") as file:
-        stored = STORED.get(file.get_slice(next(iter(file.keys()))).get_dtype())
-    return device is not None or str(dtype).removeprefix("torch.") != str(stored).removeprefix("torch.")
+    return device is not None or str(dtype).removeprefix("torch.") != str(first[1]).removeprefix("torch.")
 
 
 def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Path]]:
@@ -209,9 +207,7 @@ class TrainerHooks(_Trainer):
     def set_loss_sums(self, sums: dict[str, Any]) -> None:
         """Puts back what `loss_sums` returned; to be called when training begins."""
         self.resumed_sums = True
-        self._total_loss_scalar = sums["total"]
-        self._globalstep_last_logged = sums["last_logged"]
+        self._total_loss_scalar, self._globalstep_last_logged = sums["total"], sums["last_logged"]
         parts = sums["since_then"]
-        whole = len(parts) == self.args.world_size  # another number of processes shares the losses out evenly
-        own = parts[self.args.process_index] if whole else sum(parts) / len(parts)
-        self._tr_loss.fill_(own)
+        same = len(parts) == self.args.world_size  # another number of processes shares the losses out evenly
+        self._tr_loss.fill_(parts[self.args.process_index] if same else sum(parts) / len(parts))

@@ -29,7 +29,7 @@ from d1.models import load_model
 from d1.rl.objectives import LossInputs
 from d1.rl.rewards import weighted_sum
 from d1.rl.updates import Batch, fitted
-from d1.transformers_bridge import TrainerHooks
+from d1.runs.trainer import RunTrainer
 
 # Columns (rows,) of a sampled batch: the task's accuracy, which is no reward, and the weighted sum of the rewards.
 ACCURACY, REWARD = "completion_is_right", "completion_reward"
@@ -42,7 +42,7 @@ class TokenLogps(NamedTuple):
     entropies: Tensor
 
 
-class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
+class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     """TRL's GRPOTrainer for completions that are sampled as a canvas and scored in states of one's own choice.
 
     Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. It overrides
@@ -53,7 +53,7 @@ class CanvasGRPOTrainer(TrainerHooks, GRPOTrainer):
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
     - `_calculate_rewards`, to time it, and to log an accuracy that is no reward.
-    What is Trainer's own is in `TrainerHooks`; its `train_sampler` is given an order that survives a resume.
+    What is Trainer's own is in `RunTrainer`; its `train_sampler` is given an order that survives a resume.
     """
 
     model: Any  # Trainer's may be None

@@ -37,7 +37,7 @@ def is_spent(checkpoint: str | None, budget: int | None) -> bool:
 
 class StopAtCompute(TrainerCallback):
     """Saves the model at the first step that reaches a quarter of the budget, in `output_dir/quarter`, and a checkpoint
-    at the first that reaches all of it, which is the last. Comes after `RestoreRollout`, which says what was spent."""
+    at the first that reaches all of it, which is the last. Comes after `LoadExtra`, which says what was spent."""
 
     def __init__(self, trainer: Any, budget: int) -> None:
         self.trainer, self.budget = trainer, budget

@@ -3,36 +3,22 @@ reference, and what is not logged yet. With it, a resumed run repeats an unbroke
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
 
 from d1.rl.bridge import restore_trl, rollout_buffer, trl_counters
 from d1.rl.updates import Batch
-from d1.runs.checkpoints import broken
+from d1.runs.checkpoints import reading
 
 REFERENCE = "reference.safetensors"
 FORMAT = 4  # of the files
 COUNTERS = {"batches", "losses", "compute", "step", "metrics", "completions"}
-
-
-class RestoreRollout(TrainerCallback):
-    """Puts the rollout state of a checkpoint back, once the Trainer has set its own counters."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        folder, self.trainer.resumed_from = self.trainer.resumed_from, None
-        if folder is not None:
-            load_rollout(self.trainer, folder)
 
 
 def _files(folder: Path, rank: int) -> tuple[Path, Path]:
@@ -61,17 +47,6 @@ def save_rollout(trainer: Any, folder: Path) -> None:
 
 def reference_weights(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()
-
-
-@contextlib.contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Turns an error inside into one line that names a file of a checkpoint and says what to do."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise broken(file.parent, file.name, "is missing") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise broken(file.parent, file.name, f"is damaged ({type(error).__name__}: {error})") from error
 
 
 def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:

@@ -8,9 +8,8 @@ picks the views of the update at hand, scores the policy in them, and passes all
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
 from d1.rl.objectives import OBJECTIVES, PENALTIES, LossInputs, sequence_log_ratios
 from d1.rl.rewards import guarded
-from d1.rl.state import RestoreRollout, save_rollout
+from d1.rl.state import load_rollout, save_rollout
 from d1.rl.updates import (
     Batch,
     Everyone,
@@ -44,8 +43,6 @@ from d1.rl.updates import (
     updates_are_alike,
     views_of,
 )
-from d1.runs.checkpoints import staged_checkpoint
-from d1.runs.divergence import bad_loss, check_weights
 from d1.sampling import Rollout, eos_cut, rollout
 from d1.scoring import ESTIMATORS, Scores, Views
 from d1.scoring.rollouts import randomness
@@ -103,7 +100,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.compute: Any = 0  # tokens fed through the body, each twice more for a backward pass: a sum on the device
-        self.add_callback(RestoreRollout(self))
 
     @property
     def mode(self) -> str:
@@ -263,9 +259,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             batch["log_ratios"] = everyone
 
     def check_finite(self, loss: Tensor, inputs: LossInputs, batch: Batch) -> None:
-        if not torch.isfinite(loss):
-            rows = rows_to_blame(batch, inputs.logps.detach(), self.text_tokenizer.decode)
-            raise bad_loss(loss.item(), rows, self.args.output_dir, self.state.global_step, self.args.process_index)
+        """Ends the run at a loss that is not finite."""
+        self.require_finite(loss, lambda: rows_to_blame(batch, inputs.logps.detach(), self.text_tokenizer.decode))
 
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 
@@ -279,17 +274,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs["peak_memory_gb"] = peak_memory_gb()
         logs["compute_tokens"] = total_compute(self)
-        if "train_loss" in logs:
-            logs["train_loss"] = self.mean_loss()
         super().log(logs, start_time)
 
-    @contextlib.contextmanager
-    def saving_checkpoint(self) -> Iterator[None]:
-        """A checkpoint appears whole or not at all, and holds the rollout in use."""
-        with staged_checkpoint(self) as folder:
-            yield
-            save_rollout(self, folder)
+    def save_extra(self, folder: Path) -> None:
+        save_rollout(self, folder)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        check_weights(self.model, self.state.global_step)
-        super().save_model(output_dir, _internal_call)
+    def load_extra(self, folder: Path) -> None:
+        load_rollout(self, folder)

@@ -30,6 +30,18 @@ ONLY_TO_RESUME = (
     *("rollout_rank*", "reference.safetensors", "loss_sums.json"),
 )
 
+# What json, safetensors, zipfile and the reader of a file raise where its content is not what was written.
+DAMAGED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    SafetensorError,
+    zipfile.BadZipFile,
+)
+
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")
 
 
@@ -37,11 +49,8 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.s
 def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; after, it is renamed to its place.
 
-    A run killed while saving therefore leaves no half-written `checkpoint-N`. Yields the folder being written. Old
-    checkpoints are rotated out only after the new one is in place.
-
-    Raises:
-        OSError: the disk is full; the message names the checkpoint.
+    A run killed while saving therefore leaves no half-written `checkpoint-N`, and the old ones are rotated out last.
+    Yields the folder being written. OSError where the disk is full; the message names the checkpoint.
     """
     args, state = trainer.args, trainer.state
     final, limit = Path(args.output_dir), args.save_total_limit
@@ -77,9 +86,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
 def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> Path | None:
     """The checkpoint a run continues from: None (start), the last one ("true"), or the folder named.
 
-    Raises:
-        ValueError: `output_dir` already holds checkpoints or a finished run and resuming was not asked for, or the
-            folder named is no checkpoint.
+    ValueError if `output_dir` holds a run and resuming was not asked for, or the folder named is no checkpoint.
     """
     last = get_last_checkpoint(str(output_dir)) if os.path.isdir(output_dir) else None
     if resume is None or str(resume).lower() == "false":
@@ -106,45 +113,42 @@ def step_of(checkpoint: Path) -> int:
 
 
 def broken(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
-    """The error of a checkpoint that cannot be resumed because its file `name` "is missing" or "is damaged".
-
-    The message names the checkpoint before it, with which the run can continue.
-    """
+    """The error of a checkpoint whose file `name` "is missing" or "is damaged"; it names the checkpoint to resume."""
     steps = [path for path in checkpoint.parent.glob("checkpoint-*") if step_of(path) < step_of(checkpoint)]
-    earlier = max(steps, key=step_of, default=None)
     way_out = "no earlier checkpoint is left: start the run again in another folder"
-    if earlier:
-        way_out = f"continue from the checkpoint before it with --resume {earlier}"
+    if steps:
+        way_out = f"continue from the checkpoint before it with --resume {max(steps, key=step_of)}"
     return ValueError(f"{checkpoint / name} {problem}; {way_out}")
 
 
-def read_state(checkpoint: Path) -> TrainerState:
-    """The Trainer's state in a checkpoint.
-
-    Raises:
-        ValueError: the file is missing or damaged.
-    """
-    if not (checkpoint / STATE).is_file():
-        raise broken(checkpoint, STATE, "is missing")
+@contextlib.contextmanager
+def reading(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
+    """Inside, a missing or damaged file of a checkpoint (by default its folder) raises the error of `broken`."""
+    checkpoint = checkpoint or file.parent
+    name = file.relative_to(checkpoint)
     try:
+        yield
+    except FileNotFoundError as error:
+        raise broken(checkpoint, name, "is missing") from error
+    except DAMAGED as error:
+        raise broken(checkpoint, name, f"is damaged ({error})") from error
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """The Trainer's state in a checkpoint; ValueError where the file is missing or damaged."""
+    with reading(checkpoint / STATE):
         return TrainerState.load_from_json(str(checkpoint / STATE))
-    except (ValueError, TypeError) as error:
-        raise broken(checkpoint, STATE, f"is damaged ({error})") from error
 
 
 def check_weights_file(checkpoint: Path) -> None:
-    """Refuses a checkpoint whose model or adapter is missing or damaged.
-
-    Raises:
-        ValueError: names the file.
-    """
+    """Refuses a checkpoint whose model or adapter is missing or damaged (ValueError)."""
     if not any(path for pattern in WEIGHTS for path in checkpoint.glob(pattern)):
         raise broken(checkpoint, WEIGHTS[0], "is missing")
     for index in checkpoint.glob("*.index.json"):
-        check_content(checkpoint, index)
-        for shard in sorted({*json.loads(index.read_text())["weight_map"].values()}):
-            if not (checkpoint / shard).is_file():
-                raise broken(checkpoint, shard, "is missing")
+        with reading(index):
+            shards = {*json.loads(index.read_text())["weight_map"].values()}
+        for shard in sorted(shards):
+            check_content(checkpoint, checkpoint / shard)
     for file in sorted(checkpoint.rglob("*model*.safetensors")):
         check_content(checkpoint, file)
 
@@ -154,13 +158,10 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int |
 
     Without the optimizer or the scheduler, the Trainer would begin with a fresh one and the peak learning rate, and
     without the state of the random generators, with other random numbers; it does not say so. The first process reads
-    every file to its end and compares checksums. Nothing is unpickled.
+    every file to its end and compares checksums. Nothing is unpickled. ValueError names the file.
 
     Args:
         processes: how many wrote it; None: not known.
-
-    Raises:
-        ValueError: names the file.
     """
     for names in needed(checkpoint, args, processes):
         if not any(path for pattern in names for path in checkpoint.glob(pattern)):
@@ -195,12 +196,8 @@ def needed(checkpoint: Path, args: TrainingArguments, processes: int | None) -> 
 
 
 def check_content(checkpoint: Path, file: Path) -> None:
-    """Reads a json file, the header of a safetensors file, or all of a file that `torch.save` wrote.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    try:
+    """Reads a json file, the header of a safetensors file, or all of a file that `torch.save` wrote."""
+    with reading(file, checkpoint):
         if file.suffix == ".json":
             json.loads(file.read_text())
         elif file.suffix == ".safetensors":
@@ -210,8 +207,6 @@ def check_content(checkpoint: Path, file: Path) -> None:
             with zipfile.ZipFile(file) as archive:
                 if changed := archive.testzip():
                     raise ValueError(f"the checksum of {changed} differs")
-    except (ValueError, SafetensorError, zipfile.BadZipFile, EOFError) as error:
-        raise broken(checkpoint, file.relative_to(checkpoint), f"is damaged ({error})") from error
 
 
 def is_finished(checkpoint: Path, args: TrainingArguments) -> bool:
@@ -230,9 +225,6 @@ def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
 
     Args:
         keep_best: the model is that of the best checkpoint (`load_best_model_at_end`).
-
-    Raises:
-        ValueError: the model in the checkpoint is damaged.
     """
     state = read_state(checkpoint)
     last = output_dir / STATE

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from d1.runs.output_dir import writing
+from d1.runs.output_dir import write_atomically, writing
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -77,25 +77,20 @@ def summary(logs: Mapping[str, Any]) -> str:
     A reward that did not apply to some rows is named with their share.
     """
     prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
+    known = {name.removeprefix(prefix): value for name, value in logs.items()}
     parts = [
-        f"{label} {logs[prefix + name]:{form}}"
-        for name, label, form in SHOWN
-        if isinstance(logs.get(prefix + name), (int, float))
+        f"{label} {known[name]:{form}}" for name, label, form in SHOWN if isinstance(known.get(name), (int, float))
     ]
-    for name, share in logs.items():
-        reward, _, rest = name.removeprefix(prefix + "rewards/").partition("/")
-        if rest == "none_share" and share:
-            parts.append(f"{reward} None {share:.0%}")
+    for name, share in known.items():
+        if name.endswith("/none_share") and share:
+            parts.append(f"{name.split('/')[-2]} None {share:.0%}")
     return ("evaluation: " if prefix else "") + "  ".join(parts)
 
 
 def write_metrics(folder: str | Path, log_history: Iterable[Mapping[str, Any]]) -> None:
     """Replaces `folder/metrics.jsonl` by these logs, at once."""
-    path = Path(folder) / METRICS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(map(json_line, log_history)))
-    os.replace(partial, path)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_atomically(Path(folder) / METRICS_FILE, "".join(map(json_line, log_history)))
 
 
 def json_line(log: Mapping[str, Any]) -> str:
@@ -107,12 +102,12 @@ def json_line(log: Mapping[str, Any]) -> str:
 class RunConsole(TrainerCallback):
     """In place of Transformers' callbacks that print logs; the first process alone shows and writes.
 
-    `metrics.jsonl` in the run's folder has one JSON object a log, the same as `log_history` in trainer_state.json. A
+    `metrics.jsonl` in the run's folder has one JSON object per log, the same as `log_history` in trainer_state.json. A
     resumed run starts it from its checkpoint's logs, so that no step is there twice.
 
     Args:
         rollout_seconds: of each rollout so far; the trainer appends to it.
-        rollouts_a_step: rollouts an optimizer step takes, on average.
+        rollouts_a_step: rollouts per optimizer step, on average.
 
     Attributes:
         last_step: the step at which the run will end; another function where something ends it before `max_steps`.
@@ -134,8 +129,6 @@ class RunConsole(TrainerCallback):
             steps = {"total": self.last_step(state), "initial": state.global_step}
             often = 0.1 if sys.stderr.isatty() else 5.0  # seconds; a file keeps every state of the bar
             self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm, mininterval=often)
-            self.hid_bars = is_progress_bar_enabled()  # bars that libraries draw while saving would break this one
-            disable_progress_bar()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.first_step:  # an evaluation may have come before
@@ -153,10 +146,9 @@ class RunConsole(TrainerCallback):
             return
         with writing(self.path), self.path.open("a") as file:
             file.write(json_line(state.log_history[-1]))
-        now = time.perf_counter()
+        before, self.last_log = self.last_log, time.perf_counter()
         step = f"step {state.global_step}/{self.last_step(state)}"
-        parts = [step, summary(logs or {}), f"{now - self.last_log:.1f} s"]
-        self.last_log = now
+        parts = [step, summary(logs or {}), f"{self.last_log - before:.1f} s"]
         if state.global_step > self.first_step:
             parts.append(f"{timedelta(seconds=round(self.seconds_left(state)))} left")
         tqdm.write("  ".join(filter(None, parts)))
@@ -169,15 +161,10 @@ class RunConsole(TrainerCallback):
         rollout = sum(self.rollout_seconds) / max(len(self.rollout_seconds), 1)
         return (self.last_step(state) - state.global_step) * (spent / steps + self.rollouts_a_step * rollout)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.close()
-
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-            if self.hid_bars:
-                enable_progress_bar()
 
 
 def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | Path | None) -> None:
@@ -191,8 +178,12 @@ def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | Path
     for callback in trainer.callback_handler.callbacks:
         console.last_step = getattr(callback, "last_step", console.last_step)
     trainer.add_callback(console)
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()  # bars that libraries draw while saving would break the run's own
     try:
         with writing(trainer.args.output_dir):
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
         console.close()
+        if shown:
+            enable_progress_bar()

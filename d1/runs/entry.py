@@ -20,15 +20,13 @@ from d1.ranges import Range, check_ranges
 
 # (raised by, what it says, why it says nothing to a user). Each to delete with the version that no longer says it.
 WARNINGS = (
-    ("transformers 5.23", "`gradient_checkpointing` is deprecated", "TRL 1.16 sets it by its old name"),
-    ("transformers 5.23", "`is_gradient_checkpointing` is deprecated", "TRL 1.16 asks for it by its old name"),
-    ("transformers 5.23", "`gradient_checkpointing_enable` is deprecated", "TRL 1.16 calls it by its old name"),
-    ("transformers 5.23", "`gradient_checkpointing_disable` is deprecated", "TRL 1.16 calls it by its old name"),
     (
-        "peft 0.21",
-        "Could not find a config file in",
-        "said where an adapter was merged before; no vocabulary grows here",
+        "transformers 5.23",
+        "`gradient_checkpointing",
+        "TRL 1.16 sets and calls it by its old names, which are deprecated",
     ),
+    ("transformers 5.23", "`is_gradient_checkpointing", "TRL 1.16 asks for it by its old name"),
+    ("peft 0.21", "Could not find a config file in", "said after an adapter was merged; no vocabulary grows here"),
 )
 
 # (said by, its logger, what it says, why)
@@ -59,7 +57,6 @@ def silence() -> None:
 
 
 def unless(text: str) -> Callable[[logging.LogRecord], bool]:
-    """A filter of log messages that drops those that start with `text`."""
     return lambda record: not record.getMessage().startswith(text)
 
 

@@ -50,21 +50,32 @@ def write_card(folder: str | Path, name: str | None = None, results: Sequence[Ma
     record = json.loads((folder / "run.json").read_text())
     settings = record["settings"]
     base = settings["model_path" if "method" in settings else "model_name"]
-    evaluated = evaluation_table(results)
+    changed = [[f"--{setting}", code(value)] for setting, value in sorted(settings.get("changed", {}).items())]
+    changed_on_resume = [
+        [f"--{setting}", *map(code, values), str(change["step"])]
+        for change in record.get("changes", [])
+        for setting, values in change.items()
+        if setting != "step"
+    ]
+    seen = evaluation_table(results), watched_table(folder, settings)
     parts = [
+        f"---\n{metadata(folder, settings, base, name, results).to_yaml()}\n---\n",
         f"# {name.rpartition('/')[2]}\n\n{OPENING}\n",
-        markdown_table(["", ""], made_of(settings, base)),
+        table(["", ""], made_of(settings, base)),
         "## Settings that differ from the defaults\n",
-        settings_table(settings.get("changed", {})) + changes_table(record.get("changes", [])),
+        table(["setting", "value"], changed) or "None.\n",
+        table(["setting changed on a resume", "before", "after", "from step"], changed_on_resume),
         "## Results\n",
-        evaluated + watched_table(folder, settings) or "None were recorded.\n",
+        *(seen if any(seen) else ["None were recorded.\n"]),
         how_to_load(folder, name, local_name(base)),
     ]
     path = folder / "README.md"
-    ModelCard(f"---\n{metadata(folder, settings, base, name, results).to_yaml()}\n---\n\n" + "\n".join(parts)).save(
-        path
-    )
+    ModelCard("\n".join(filter(None, parts))).save(path)
     return path
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown_table(header, rows) if rows else ""
 
 
 def has_card(folder: str | Path) -> bool:
@@ -74,8 +85,7 @@ def has_card(folder: str | Path) -> bool:
 
 
 def local_name(path: str | Path) -> str:
-    """A path of this machine as others may see it, by its last name; the run's comes before a checkpoint's or "merged".
-    A hub name stays as it is."""
+    """The last name of a path, after the run's for a checkpoint or "merged"; a hub name stays as it is."""
     text, folder = str(path), Path(path).expanduser()
     if not (folder.exists() or text.startswith(("/", ".", "~"))):
         return text
@@ -95,8 +105,8 @@ def made_of(settings: Mapping[str, Any], base: str) -> list[list[str]]:
     method = settings["method"]
     paper = ": " + linked(settings["paper"]) if settings.get("paper") else ""  # a run of version 0.1 has none
     name = code(method) if method.endswith(".py") else f"diffu-GRPO, `{method}`{paper}"
-    data = f"task {code(settings['dataset'])}" + (f", {code(settings['data_file'])}" if settings["data_file"] else "")
-    return [["base", code(local_name(base))], ["method", name], ["data", data]]
+    data = ", ".join(code(one) for one in (settings["dataset"], settings["data_file"]) if one)
+    return [["base", code(local_name(base))], ["method", name], ["data", f"task {data}"]]
 
 
 def linked(paper: str) -> str:
@@ -110,23 +120,6 @@ def code(value: Any) -> str:
     return "`" + " ".join(text.replace("`", "'").replace("|", "\\|").split()) + "`"
 
 
-def settings_table(changed: Mapping[str, Any]) -> str:
-    rows = [[f"--{name}", code(value)] for name, value in sorted(changed.items())]
-    return markdown_table(["setting", "value"], rows) if rows else "None.\n"
-
-
-def changes_table(changes: Sequence[Mapping[str, Any]]) -> str:
-    """Which settings a resume changed, and from which step on."""
-    rows = [
-        [f"--{name}", *map(code, values), str(change["step"])]
-        for change in changes
-        for name, values in change.items()
-        if name != "step"
-    ]
-    header = ["setting changed on a resume", "before", "after", "from step"]
-    return "\n" + markdown_table(header, rows) if rows else ""
-
-
 def evaluation_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Accuracies on problems of evaluations."""
     rows = []
@@ -138,26 +131,24 @@ def evaluation_table(results: Sequence[Mapping[str, Any]]) -> str:
     except (KeyError, TypeError) as error:
         raise ValueError(f"these are no results of `parse_and_get_acc.py --format json`: {error!r}") from error
     header = ["task", "tokens", "accuracy, %", "95% interval", "problems"]
-    return markdown_table(header, rows) + "\n" if rows else ""
+    return table(header, rows)
 
 
 def watched_table(folder: Path, settings: Mapping[str, Any]) -> str:
     """What the run saw of itself, first and in the end: of the step whose weights were kept, where it kept the best."""
-    state = folder / "trainer_state.json"
-    if not state.is_file():
-        return ""
-    told = json.loads(state.read_text())
-    best = told.get("best_global_step") if settings.get("load_best_model_at_end", "method" not in settings) else None
+    file, stage = folder / "trainer_state.json", "rl" if "method" in settings else "sft"
+    state = json.loads(file.read_text()) if file.is_file() else {"log_history": []}
+    best = state.get("best_global_step") if settings.get("load_best_model_at_end", stage == "sft") else None
     problems = settings.get("validation_problems")
     rows = []
-    for metric, what in WATCHED["rl" if "method" in settings else "sft"].items():
-        seen = [log for log in told["log_history"] if isinstance(log.get(metric), (int, float))]
+    for metric, what in WATCHED[stage].items():
+        seen = [log for log in state["log_history"] if isinstance(log.get(metric), (int, float))]
         if seen:
             kept = [log for log in seen if log["step"] == best and metric.startswith("eval_")] or seen
             ends = [f"{shown(metric, log[metric], problems)} (step {log['step']})" for log in (seen[0], kept[-1])]
             rows.append([what, ends[0] if len(seen) > 1 else "", ends[1]])
-    table = markdown_table(["seen in training", "first", "this model"], rows)
-    return f"{table}\nEvery logged number: `{METRICS_FILE}`.\n" if rows else ""
+    header = ["seen in training", "first", "this model"]
+    return f"{table(header, rows)}\nEvery logged number: `{METRICS_FILE}`.\n" if rows else ""
 
 
 def shown(metric: str, value: float, problems: int | None) -> str:
@@ -174,8 +165,13 @@ def how_to_load(folder: Path, name: str, base: str) -> str:
     """Code and commands that load the model."""
     adapter = (folder / "adapter_config.json").is_file()
     loaded = f'load_model("{base}", adapter="{name}")' if adapter else f'load_model("{name}")'
-    formats = released_formats(folder)
-    text = f"""## How to load it
+    export = after = ""
+    if formats := released_formats(folder):
+        export = f"python -m d1 export {name} OUT --format {formats[0]}\n"
+        whose = "LLaDA's own code" if formats[0] == "llada" else f"its own code ({', '.join(formats)})"
+        after = f"\nThe last line writes the weights and the config of the released format, for {whose}"
+        after += "; the adapter becomes part of its base.\n" if adapter else ".\n"
+    return f"""## How to load it
 
 A folder or a name on the hub, with [d1](https://arxiv.org/abs/2504.12216)'s library; no remote code is run.
 
@@ -187,13 +183,8 @@ model, tokenizer = {loaded}, load_tokenizer("{name}")
 
 ```bash
 python -m d1 chat {name}
-"""
-    text += f"python -m d1 export {name} OUT --format {formats[0]}\n```\n" if formats else "```\n"
-    if formats:
-        whose = "LLaDA's own code" if formats[0] == "llada" else f"its own code ({', '.join(formats)})"
-        text += f"\nThe last line writes the weights and the config of the released format, for {whose}"
-        text += "; the adapter becomes part of its base.\n" if adapter else ".\n"
-    return text
+{export}```
+{after}"""
 
 
 def released_formats(folder: Path) -> list[str]:
@@ -210,6 +201,16 @@ def metadata(
 ) -> ModelCardData:
     """What the hub reads of a card: a base or data that lie on this machine alone are left out."""
     data = settings.get("train_data")
+    evaluated = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=row["task"],
+            dataset_name=f"{row['task']}, {row['gen_length']} tokens",
+            metric_type="accuracy",
+            metric_value=row["accuracy"],
+        )
+        for row in results
+    ]
     return ModelCardData(
         base_model=base_on_hub(base),
         datasets=[data] if data and not is_local(data) and "/" in data else None,
@@ -217,17 +218,7 @@ def metadata(
         pipeline_tag="text-generation",
         tags=["d1", "masked-diffusion", "diffu-grpo" if "method" in settings else "sft"],
         model_name=name.rpartition("/")[2] if results else None,
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=row["task"],
-                dataset_name=f"{row['task']}, {row['gen_length']} tokens",
-                metric_type="accuracy",
-                metric_value=row["accuracy"],
-            )
-            for row in results
-        ]
-        or None,
+        eval_results=evaluated or None,
     )
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from d1.runs.output_dir import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +48,14 @@ class OnResume:
         self, settings: Mapping[str, Any], defaults: Mapping[str, Any], leave_out: Collection[str]
     ) -> dict[str, Any]:
         """The settings that differ from their defaults and are not free, save those to leave out."""
-        patterns = (*leave_out, *self.free)
-        kept = {name: value for name, value in settings.items() if not any(fnmatch(name, one) for one in patterns)}
-        return {name: value for name, value in kept.items() if value != defaults.get(name, value)}
+        return {
+            name: value
+            for name, value in settings.items()
+            if value != defaults.get(name, value) and not matches(name, [*leave_out, *self.free])
+        }
 
     def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
-        """The settings that a resume changes, free ones left out: {name: [before, now]}.
-
-        Raises:
-            ValueError: a fixed setting changed; names all of them with both values.
-        """
+        """The settings that a resume changes, free ones left out: {name: [before, now]}. ValueError for fixed ones."""
         before, now = past.settings, flat(settings)
         both = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
         other = [
@@ -67,8 +68,11 @@ class OnResume:
                 f"{folder} holds another run, of {', '.join(other)}: continue it with its own settings, or choose "
                 "another output_dir"
             )
-        free = {name for name in both.keys() - self.fixed.keys() if any(fnmatch(name, one) for one in self.free)}
-        return {name: values for name, values in both.items() if name not in free}
+        return {name: values for name, values in both.items() if name in self.fixed or not matches(name, self.free)}
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def whole(value: Any) -> Any:
@@ -78,52 +82,41 @@ def whole(value: Any) -> Any:
 def cpu_model() -> str:
     """As the system names it: "AMD EPYC 7763 64-Core Processor"; only the kind where it gives no name."""
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*:\s*(.*\S)", file.read_text() if file.is_file() else "", re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def run_record() -> dict[str, Any]:
     """Versions and hardware, to be saved with results."""
-    versions = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
     import torch  # only now: `eval.py --help` reads this module
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    versions = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "python": platform.python_version(),
         "versions": versions,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cpu": {"machine": platform.machine(), "model": cpu_model(), "cores": os.cpu_count()},
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
 
 
 def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: Mapping[str, list[Any]]) -> None:
-    """Writes `run.json`, whole or not at all: the resolved settings of a run, their changes and `run_record()`.
-
-    Args:
-        changed: what a resume changed after `past`; each is logged.
-    """
+    """Writes `run.json`: the resolved settings of a run, `run_record()`, and what a resume changed, which is logged."""
     for name, (old, new) in changed.items():
         logger.warning("From step %d on, --%s is %s (before: %s).", past.step, name, new, old)
     changes = [*past.changes, *([{"step": past.step, **changed}] if changed else [])]
     record = {"settings": settings, "changes": changes} | run_record()
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{RECORD}"
-    partial.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    os.replace(partial, folder / RECORD)
+    write_atomically(folder / RECORD, json.dumps(record, indent=1, default=str) + "\n")
 
 
 def history(checkpoint: Path | None) -> Past:
-    """The past of a checkpoint, from the run.json next to it; without settings where there is none.
+    """The past of a checkpoint, from the run.json next to it (without settings if there is none).
 
-    A change after the checkpoint does not count: a run may continue from an earlier checkpoint than its last.
-
-    Raises:
-        ValueError: the file is damaged.
+    Changes after the checkpoint do not count: a run may continue from an earlier checkpoint than its last.
     """
     if checkpoint is None:
         return Past()

@@ -12,17 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
+from huggingface_hub.utils import validate_repo_id
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 
-from d1.runs.checkpoints import check_checkpoint, checkpoint_to_resume, finish, is_finished
+from d1.runs.checkpoints import ONLY_TO_RESUME, check_checkpoint, checkpoint_to_resume, finish, is_finished
 from d1.runs.console import RunConsole, log_to_console, log_without_account, train_with_console
-from d1.runs.hub import hold_push, publish
+from d1.runs.entry import one_line
+from d1.runs.model_card import has_card, write_card
 from d1.runs.output_dir import writing
 from d1.runs.record import OnResume, history, save_record
 
 logger = logging.getLogger(__name__)
 
+# What the folder of a run holds besides the model: its checkpoints, and files that name folders of this machine.
+STAYS_HERE = (
+    *(*ONLY_TO_RESUME, "checkpoint-*", "_*", ".*", "wandb/*", "completions/*", "merged/*"),
+    *("run.json", "trainer_state.json", "training_args.bin"),
+)
 
 # What a checked run adds to its record, and what loads the model and makes the trainer.
 Prepared = tuple[Mapping[str, Any], Callable[[], tuple[Trainer, RunConsole]]]
@@ -64,7 +73,8 @@ def run(stage: Stage) -> Any:
 
     checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
     past = history(checkpoint)
-    stage.on_resume.changes(past, settings_of(stage), checkpoint or folder)  # refuses another run at once
+    world = {"world_size": training.world_size}
+    stage.on_resume.changes(past, {**stage.settings(), **world}, checkpoint or folder)  # refuses another run at once
     if checkpoint and (is_finished(checkpoint, training) or stage.ended(checkpoint)):
         logger.info("%s is finished: there is nothing left to train.", folder)
         if training.should_save:
@@ -78,11 +88,12 @@ def run(stage: Stage) -> Any:
         training.eval_on_start = False  # it was, at the start
 
     facts, start = stage.prepare()
-    changed = stage.on_resume.changes(past, settings_of(stage), checkpoint or folder)
+    settings = {**stage.settings(), **world}
+    changed = stage.on_resume.changes(past, settings, checkpoint or folder)
     if training.should_save:
         state = training.distributed_state
-        facts = {**facts, "distributed_type": state.distributed_type.value if state else "NO"}
-        save_record(folder, {**settings_of(stage), **facts}, past, changed)
+        distributed = {"distributed_type": state.distributed_type.value if state else "NO"}
+        save_record(folder, {**settings, **facts, **distributed}, past, changed)
         if "wandb" in (training.report_to or ()):
             log_without_account(folder)
 
@@ -102,17 +113,10 @@ def run(stage: Stage) -> Any:
     return trainer
 
 
-def settings_of(stage: Stage) -> dict[str, Any]:
-    return {**stage.settings(), "world_size": stage.training.world_size}
-
-
 def check_processes(world_size: int) -> None:
-    """Refuses to start where a launcher started several processes that do not know of each other.
+    """Refuses (ValueError) several processes that do not know of each other, each of which would train the whole run.
 
-    Without a GPU `accelerate launch` leaves them alone, and each would train the whole run into the same folder.
-
-    Raises:
-        ValueError: says how to launch instead.
+    `accelerate launch` starts such processes where there is no GPU.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != world_size:
@@ -140,3 +144,61 @@ class RestartSchedule(TrainerCallback):
                 group["lr"], group["initial_lr"] = rate, args.learning_rate
         elif self.new_peak:
             raise ValueError(f"--learning_rate cannot change under --lr_scheduler_type {args.lr_scheduler_type}")
+
+
+def hold_push(args: Any) -> bool:
+    """Has a Trainer of these `TrainingArguments` not push; returns whether it would have.
+
+    Trainer makes a repository before the first step, so that no run starts without a network, and uploads in the
+    background from the folder that a checkpoint is written to, which here is renamed. So a run uploads at its end.
+
+    Raises:
+        ValueError: the hub takes no such name, or checkpoints are to be pushed.
+    """
+    if not args.push_to_hub:
+        return False
+    strategy = HubStrategy(args.hub_strategy).value
+    if strategy in ("checkpoint", "all_checkpoints"):
+        raise ValueError(f"--hub_strategy {strategy}: a run uploads its model, at its end, and no checkpoints")
+    try:
+        validate_repo_id(repository(args))
+    except ValueError as error:
+        raise ValueError(f"--hub_model_id: {error}") from error
+    args.push_to_hub = False
+    return True
+
+
+def repository(args: Any) -> str:
+    """The name to upload to; that of the folder if none is given, as Trainer has it."""
+    return args.hub_model_id or Path(args.output_dir).absolute().name
+
+
+def publish(args: Any, push: bool, started_again: bool = False) -> None:
+    """Writes the card of a finished run, and uploads its model if `push`. A failed upload is logged and does no harm.
+
+    Args:
+        args: its `TrainingArguments`.
+        started_again: it was finished before; a card that it has, with results that were added since, then stays.
+    """
+    folder, name = str(args.output_dir), repository(args)
+    if not (started_again and has_card(folder)):
+        write_card(folder, args.hub_model_id)
+    if not push:
+        return
+    try:
+        hub = HfApi(token=args.hub_token)
+        name = hub.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+        hub.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message="A model trained with d1",
+            ignore_patterns=[*STAYS_HERE],
+            revision=args.hub_revision,
+        )
+    except Exception as error:  # whatever a network, a proxy or the hub comes up with: the run is done and saved
+        logger.error(
+            "%s is complete, but was not uploaded to %s: %s. The same command with --resume tries again.",
+            *(folder, name, one_line(error).rstrip(".")),
+        )
+    else:
+        logger.info("Uploaded to %s", name)

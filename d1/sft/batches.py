@@ -7,6 +7,7 @@ and processes, and a resume do not change it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,10 +64,8 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
     ) -> None:
         self.rows, self.eos_token_id, self.max_length = rows, tokenizer.eos_token_id, max_length
         self.eval, self.eos_padding, self.seed, self.eval_draws = eval, eos_padding, seed, eval_draws
-        self.lengths = [
-            self.filled_length(length, start, status)
-            for length, start, status in zip(rows["length"], rows["start"], rows["status"], strict=True)
-        ]
+        columns = (rows[name] for name in ("length", "start", "status"))
+        self.lengths = [self.filled_length(*row) for row in zip(*columns, strict=True)]
         if eval:
             self.order = sorted(range(len(rows)), key=self.lengths.__getitem__)
             self.place = torch.randperm(len(rows), generator=keyed_generator(seed, EVAL_TIMES)).tolist()
@@ -112,6 +111,7 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
         } | noise
 
 
+@dataclass(eq=False)
 class GlobalBatchSampler(Sampler[Slot]):
     """The slots of an epoch, one global batch after another. Batches do not depend on how processes share them.
 
@@ -124,19 +124,13 @@ class GlobalBatchSampler(Sampler[Slot]):
         fill: rows are filled to the longest of their batch.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        batch_size: int,
-        multiple: int,
-        seed: int,
-        epoch: Callable[[], int],
-        *,
-        group_by_length: bool = False,
-        fill: bool = False,
-    ) -> None:
-        self.lengths, self.batch_size, self.multiple, self.seed, self.epoch = lengths, batch_size, multiple, seed, epoch
-        self.group_by_length, self.fill = group_by_length, fill
+    lengths: Sequence[int]
+    batch_size: int
+    multiple: int
+    seed: int
+    epoch: Callable[[], int]
+    group_by_length: bool = False
+    fill: bool = False
 
     def __len__(self) -> int:
         return -(-len(self.lengths) // self.multiple) * self.multiple
@@ -199,19 +193,17 @@ class dLLMDataCollator(DefaultDataCollator):
         clean = filled([row["input_ids"] for row in features], self.pad_token_id)
         answer = filled([row["answer"] for row in features], False)
         visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
-        times: list[Tensor] = []
-        hidden: list[Tensor] = []
+        draws = []
         for row, maskable, mirror in zip(features, answer, mirrored, strict=True):
             span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
             generator = keyed_generator(*row["key"])
-            t, mask = draw_noise(maskable, generator, mirror=mirror, block_size=self.block_size, **span)
-            times.append(t)
-            hidden.append(mask)
+            draws.append(draw_noise(maskable, generator, mirror=mirror, block_size=self.block_size, **span))
+        times, hidden = map(torch.stack, zip(*draws, strict=True))
         batch = {
-            "input_ids": clean.masked_fill(torch.stack(hidden), self.mask_token_id),
+            "input_ids": clean.masked_fill(hidden, self.mask_token_id),
             "labels": clean.masked_fill(~answer, IGNORED),
             "attention_mask": visible,
-            "t": torch.stack(times),
+            "t": times,
         }
         if not self.packed:
             return batch

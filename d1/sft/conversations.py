@@ -46,8 +46,7 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
     if "messages" in row:
         messages = row["messages"]
     else:
-        messages = as_messages(row["prompt"], "user", "prompt")
-        messages = messages + as_messages(row["completion"], "assistant", "completion")
+        messages = as_messages(row, "prompt", "user") + as_messages(row, "completion", "assistant")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of {role, content}")
     for message in messages:
@@ -80,11 +79,11 @@ def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
         raise ValueError(f"{name} is empty")
 
 
-def as_messages(value: Any, role: str, name: str) -> list[Message]:
-    if isinstance(value, list):
-        return value
-    require_text(value, name)
-    return [{"role": role, "content": value}]
+def as_messages(row: Row, name: str, role: str) -> list[Message]:
+    if isinstance(row[name], list):
+        return row[name]
+    require_text(row[name], name)
+    return [{"role": role, "content": row[name]}]
 
 
 def conversation_segments(
@@ -100,10 +99,11 @@ def conversation_segments(
 
     last = len(messages) - 1
     first = 1 if train_on == "all" else last  # a greeting before any question answers nothing
-    turns = [turn for turn in range(first, last + 1) if messages[turn]["role"] == "assistant"]
     segments: list[tuple[str, bool]] = []
     text = ""
-    for turn in turns:
+    for turn in range(first, last + 1):
+        if messages[turn]["role"] != "assistant":
+            continue
         prompt, content = render(messages[:turn], True), messages[turn]["content"]
         if not prompt.startswith(text):
             raise ValueError("the chat template rewrites earlier turns when later ones follow: use --train_on last")
@@ -117,11 +117,15 @@ def conversation_segments(
         else:
             raise ValueError("the chat template's generation prompt is not in the conversation: use --train_on last")
         if turn == last:  # what a template puts between turns (a newline) has no place before the EOS
-            end = answer.find(content) + len(content) if content in answer else 0
+            end = end_of(content, answer)
             answer = answer[:end] + answer[end:].rstrip()
         segments += [(prompt[len(text) :], False), (answer, True)]
         text = prompt + answer
     return segments
+
+
+def end_of(content: str, answer: str) -> int:
+    return answer.find(content) + len(content) if content in answer else 0
 
 
 def first_turn(answer: str, content: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -129,7 +133,7 @@ def first_turn(answer: str, content: str, tokenizer: PreTrainedTokenizerBase) ->
 
     Templates that do not ask whether an answer is wanted, such as LLaDA's, may add the header of the next answer.
     """
-    after = answer.find(content) + len(content) if content in answer else 0
+    after = end_of(content, answer)
     marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
     ends = [answer.index(mark, after) + len(mark) for mark in marks if mark in answer[after:]]
     return answer[: min(ends, default=len(answer))]
@@ -145,16 +149,13 @@ def tokenize_segments(
     answer is tokenised by itself.
     """
 
-    def encode(text: str) -> list[int]:
-        return encode_prompt(tokenizer, text)
-
     text = ""
     ids: list[int] = []
     answer: list[bool] = []
     for piece, is_answer in segments:
         text += piece
-        whole = encode(text)
-        new = whole[len(ids) :] if whole[: len(ids)] == ids else encode(piece)
+        whole = encode_prompt(tokenizer, text)
+        new = whole[len(ids) :] if whole[: len(ids)] == ids else encode_prompt(tokenizer, piece)
         ids, answer = ids + new, answer + [is_answer] * len(new)
     return ids, answer
 
@@ -169,35 +170,29 @@ def tokenize_row(
     template: tuple[str, str] | None,
 ) -> Row:
     """One row of `FEATURES`: `status` is "ok", "truncated", "dropped" or "bad", and `problem` says what is wrong."""
-
-    def unusable(status: str, problem: str) -> Row:
-        return {"input_ids": [], "answer": [], "length": 0, "start": 0, "status": status, "problem": problem}
-
+    none = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": ""}
     try:
         messages = to_messages(row, function, template)
         ids, answer = tokenize_segments(conversation_segments(messages, tokenizer, train_on), tokenizer)
-    except ValueError as error:
-        return unusable("bad", str(error))
-    except KeyError as error:
-        return unusable("bad", f"there is no {error}")
+        if tokenizer.mask_token_id in ids:
+            raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
+        if not any(answer):
+            raise ValueError("the answer has no tokens")
+        if ids[-1] != tokenizer.eos_token_id:
+            ids, answer = [*ids, tokenizer.eos_token_id], [*answer, True]
+        start = len(answer) - answer[::-1].index(False) if False in answer else 0
+        status = "ok"
+        if len(ids) > max_length:
+            if overlong == "refuse":
+                raise ValueError(f"{len(ids)} tokens are more than --max_length {max_length}")
+            if overlong == "drop":
+                return none | {"status": "dropped"}
+            if not any(answer[:max_length]):
+                prompt = answer.index(True)
+                raise ValueError(f"no answer tokens left: the prompt has {prompt}, --max_length is {max_length}")
+            ids, answer, status = ids[:max_length], answer[:max_length], "truncated"
     except Exception as error:  # templates and users' functions may raise anything; the row is what is wrong
-        return unusable("bad", f"{type(error).__name__}: {error}")
-    if tokenizer.mask_token_id in ids:
-        return unusable("bad", f"the mask token {tokenizer.mask_token} is in the text")
-    if not any(answer):
-        return unusable("bad", "the answer has no tokens")
-    if ids[-1] != tokenizer.eos_token_id:
-        ids, answer = [*ids, tokenizer.eos_token_id], [*answer, True]
-    start = len(answer) - answer[::-1].index(False) if False in answer else 0
-    status = "ok"
-    if len(ids) > max_length:
-        if overlong == "refuse":
-            return unusable("bad", f"{len(ids)} tokens are more than --max_length {max_length}")
-        if overlong == "drop":
-            return unusable("dropped", "")
-        if not any(answer[:max_length]):
-            prompt = answer.index(True)
-            return unusable("bad", f"no answer tokens left: the prompt has {prompt}, --max_length is {max_length}")
-        ids, answer, status = ids[:max_length], answer[:max_length], "truncated"
-    made = {"input_ids": ids, "answer": answer, "length": len(ids), "start": start}
-    return made | {"status": status, "problem": ""}
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        kind = "there is no " if isinstance(error, KeyError) else kind
+        return none | {"status": "bad", "problem": f"{kind}{error}"}
+    return none | {"input_ids": ids, "answer": answer, "length": len(ids), "start": start, "status": status}

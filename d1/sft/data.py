@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from d1.sft import conversations
 from d1.sft.conversations import FEATURES, S1K, Row, tokenize_row
-from d1.tasks.data import no_rows, read_csv
+from d1.tasks.data import read_file
 
 logger = logging.getLogger(__name__)
 
-READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+FILES = (".json", ".jsonl", ".parquet", ".csv")
 ROWS_PER_PROCESS = 500  # fewer are not worth another process
 LISTED = 5  # bad rows named in full
 
@@ -30,40 +30,24 @@ LISTED = 5  # bad rows named in full
 def load_rows(train_data: str) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 
-    Cells of a csv file are text.
-
     Raises:
         FileNotFoundError: neither exists here, nor does the hub answer; says how to give a local file.
         ValueError: the file cannot be read, or has no rows.
     """
     path = Path(train_data)
-    if path.suffix in READERS and not path.exists():
-        raise FileNotFoundError(f"--train_data {train_data}: no file {path.absolute()}")
-    if path.is_file() and path.suffix not in READERS:
-        raise ValueError(f"--train_data {train_data}: not a file of the kinds {', '.join(READERS)}")
+    if path.is_file() or path.suffix in FILES:
+        return read_file(train_data, (), keep_in_memory=False)  # any columns
     try:
-        if path.is_dir():
-            data = load_from_disk(str(path))
-            rows = data["train"] if isinstance(data, DatasetDict) else data
-        elif path.suffix == ".csv":
-            rows = read_csv(train_data)
-        elif path.is_file():
-            rows = load_dataset(READERS[path.suffix], data_files=str(path), split="train")
-        else:
-            rows = load_dataset(train_data, split="train")
+        data = load_from_disk(train_data) if path.is_dir() else load_dataset(train_data, split="train")
     except Exception as error:  # each reader and the hub client fail in their own ways
-        if no_rows(error):
-            raise ValueError(f"--train_data {train_data}: no rows") from error
-        reason = error.__cause__ or error
-        if path.exists():
-            raise ValueError(f"--train_data {train_data}: cannot be read: {type(reason).__name__}: {reason}") from error
         raise FileNotFoundError(
             f"--train_data {train_data}: neither a local file nor a data set that the hub gives "
             f"({type(error).__name__}: {error}). Download it elsewhere and pass a local file with the same columns, "
-            f"--train_data rows.jsonl (or {', '.join(READERS)})"
+            f"--train_data rows.jsonl (or {', '.join(FILES)})"
         ) from error
+    rows = data["train"] if isinstance(data, DatasetDict) else data
     if not len(rows):
-        raise ValueError(f"--train_data {train_data}: no rows")
+        raise ValueError(f"--train_data {train_data} has no rows")
     return rows
 
 
@@ -123,18 +107,13 @@ def preprocess_dataset(
         ValueError: columns that are not understood, bad rows, or nothing left to train on.
     """
     columns = set(data.column_names)
-    if (
-        function is None
-        and template is None
-        and not any(needed <= columns for needed in (S1K, {"messages"}, {"prompt", "completion"}))
-    ):
+    understood = any(needed <= columns for needed in (S1K, {"messages"}, {"prompt", "completion"}))
+    if function is None and template is None and not understood:
         raise ValueError(
             f"the data has the columns {', '.join(sorted(columns))}; understood are question + thinking_trajectories + "
             "attempt, messages, or prompt + completion. Name yours with --prompt_column and --completion_column, build "
             "both with --template, or convert each row with --data_function FILE.py:FUNCTION"
         )
-    if not 0 <= test_split < 1:
-        raise ValueError(f"--test_split must be in [0, 1), got {test_split}")
     options = {
         "tokenizer": tokenizer,
         "max_length": max_length,
@@ -157,17 +136,13 @@ def preprocess_dataset(
     usable = usable_rows(rows["status"], rows["problem"], bad_rows)
     rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
     held_out = math.ceil(len(rows) * test_split)
-    if held_out == len(rows):
-        raise ValueError(f"nothing to train on: --test_split {test_split} holds out all of {len(rows)} rows")
+    if not 0 <= held_out < len(rows):
+        raise ValueError(f"nothing to train on: --test_split {test_split} holds out {held_out} of {len(rows)} rows")
     return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
 
 
 def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -> list[int]:
-    """Indices of the rows to train on; the others are counted and reported, or an error.
-
-    Raises:
-        ValueError: bad rows that may not be skipped, or no row is left.
-    """
+    """Indices of the rows to train on; the others are counted and reported, or an error (ValueError)."""
     counts = Counter(status)
     bad = [f"  row {i}: {problem}" for i, problem in enumerate(problems) if problem]
     listed = "\n".join(bad[:LISTED] + ["  ..."] * (len(bad) > LISTED))

@@ -24,10 +24,17 @@ from d1.runs.record import OnResume, whole
 from d1.runs.skeleton import Stage
 from d1.sft.config import SFTConfig
 from d1.sft.data import choose_columns, load_function, load_rows, preprocess_dataset
-from d1.sft.plot import plot_losses
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from d1.show.curves import panels, save_figure
 
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
+
+# Settings that Transformers' `TrainingArguments` and `preprocess_dataset` know by the same name
+SAME_IN_TRAINER = (
+    *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
+    *("eval_steps", "logging_steps", "push_to_hub", "hub_model_id"),
+)
+SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "train_on", "template", "num_proc", "seed")
 
 ON_RESUME = OnResume(
     fixed=dict.fromkeys(
@@ -77,12 +84,8 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], tuple[
     def start() -> tuple[dLLMTrainer, RunConsole]:
         set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
         model = prepare_model(args)
-        collator = dLLMDataCollator(
-            tokenizer,
-            block_size=block_size(model.config),
-            complementary=args.complementary_masks,
-            packed=args.packing,
-        )
+        options: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
+        collator = dLLMDataCollator(tokenizer, block_size=block_size(model.config), **options)
         trainer = dLLMTrainer(
             model=model,
             args=training,
@@ -107,16 +110,24 @@ def conclude(args: SFTConfig, folder: Path) -> None:
             merge(args.model_name, [str(folder)], str(folder / "merged"))
 
 
+def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
+    """Training and evaluation loss, and the latter's bands of t, against optimizer steps."""
+    figure, (axes,) = panels(1, 1, (8, 5))
+    for name in sorted({key for entry in history for key in entry if key == "loss" or key.startswith("eval_loss")}):
+        points = [(entry["step"], entry[name]) for entry in history if name in entry]
+        label = {"loss": "training", "eval_loss": "evaluation"}.get(name, name.replace("eval_loss_t", "evaluation, t "))
+        axes.plot(*zip(*points, strict=True), label=label, lw=2 if name in ("loss", "eval_loss") else 1, marker=".")
+    axes.set(xlabel="optimizer step", ylabel="cross-entropy / t', nats per answer token", title="Masked SFT")
+    axes.legend()
+    save_figure(figure, path, dpi=150)
+
+
 def on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
 
 
 def check_device(args: SFTConfig) -> None:
-    """Refuses what only works on a GPU.
-
-    Raises:
-        ValueError: says which flag, and what to use instead.
-    """
+    """Refuses flags that only work on a GPU (ValueError)."""
     if on_gpu():
         return
     if args.load_in_4bit:  # on a CPU, an evaluation turns its weights into a form without gradients
@@ -133,19 +144,12 @@ def training_arguments(args: SFTConfig) -> TrainingArguments:
         resume_from_checkpoint=args.resume,
         run_name=args.job_name,
         num_train_epochs=args.num_epochs,
-        max_steps=args.max_steps,
         per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=args.batch_size,
         gradient_accumulation_steps=args.grad_accum_steps,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        max_grad_norm=args.max_grad_norm,
-        lr_scheduler_type=args.lr_scheduler_type,
-        warmup_steps=args.warmup_steps,
         bf16=on_gpu(),
         activation_checkpointing=args.gradient_checkpointing,
         eval_strategy="steps" if evaluate else "no",
-        eval_steps=args.eval_steps,
         eval_on_start=evaluate,
         save_strategy="steps",
         save_steps=args.eval_steps,
@@ -153,7 +157,6 @@ def training_arguments(args: SFTConfig) -> TrainingArguments:
         load_best_model_at_end=evaluate,
         metric_for_best_model="eval_loss" if evaluate else None,
         greater_is_better=False if evaluate else None,
-        logging_steps=args.logging_steps,
         logging_nan_inf_filter=False,  # it would wait for the device to look for what ends the run anyway
         restore_callback_states_from_checkpoint=args.early_stop is not None,
         report_to="none" if args.debugging else "wandb",
@@ -162,10 +165,8 @@ def training_arguments(args: SFTConfig) -> TrainingArguments:
         ddp_backend="gloo" if deepspeed and not on_gpu() else None,
         dataloader_pin_memory=on_gpu(),
         remove_unused_columns=False,
-        push_to_hub=args.push_to_hub,
-        hub_model_id=args.hub_model_id,
         hub_private_repo=args.hub_private_repo or None,  # None: as the account has it
-        seed=args.seed,
+        **{name: getattr(args, name) for name in SAME_IN_TRAINER},
     )
 
 
@@ -184,19 +185,9 @@ def load_data(
         data = load_rows(args.train_data)
         if args.prompt_column and args.completion_column:
             data = choose_columns(data, args.prompt_column, args.completion_column)
-        train, held_out = preprocess_dataset(
-            data,
-            tokenizer,
-            args.max_length,
-            args.test_split,
-            overlong=args.overlong,
-            bad_rows=args.bad_rows,
-            train_on=args.train_on,
-            function=load_function(args.data_function) if args.data_function else None,
-            template=args.template,
-            num_proc=args.num_proc,
-            seed=args.seed,
-        )
+        function = load_function(args.data_function) if args.data_function else None
+        options: dict[str, Any] = {name: getattr(args, name) for name in SAME_IN_DATA}
+        train, held_out = preprocess_dataset(data, tokenizer, function=function, **options)
     shared: dict[str, Any] = {"eos_padding": args.eos_padding, "seed": args.seed, "eval_draws": args.eval_draws}
     train_dataset = dLLMSFTDataset(train, tokenizer, args.max_length, **shared)
     if not args.test_split:
@@ -205,11 +196,7 @@ def load_data(
 
 
 def check_room(args: SFTConfig, datasets: Sequence[dLLMSFTDataset]) -> None:
-    """Refuses rows that have more tokens than the model has positions.
-
-    Raises:
-        ValueError: says whether the text or the filling with EOS is too long.
-    """
+    """Refuses rows that have more tokens than the model has positions (ValueError); a row's filling with EOS counts."""
     config, _ = native_config(adapter_chain(args.model_name, None)[0])
     room, longest = config.max_position_embeddings, max(max(rows.lengths) for rows in datasets)
     text = max(max(rows.rows["length"]) for rows in datasets)
@@ -240,10 +227,5 @@ def prepare_model(args: SFTConfig) -> Any:
     targets = lora_targets(model, args.lora_target_modules)
     if args.load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    config = LoraConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules=targets,
-    )
-    return get_peft_model(model, config)
+    lora: dict[str, Any] = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
+    return get_peft_model(model, LoraConfig(**lora, target_modules=targets))

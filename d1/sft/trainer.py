@@ -7,16 +7,15 @@ In a block-causal model each block has its own t', and the noised blocks follow 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import EvalPrediction, Trainer, TrainerCallback
+from transformers import EvalPrediction, Trainer
 
 from d1.masking import noise_level
 from d1.models.attention import require_prepared
@@ -24,30 +23,25 @@ from d1.models.head import body_and_head, run_inside, target_logps
 from d1.models.kinds import block_size
 from d1.models.packing import take_packed_rows
 from d1.models.two_streams import packed_two_stream_states, two_stream_states
-from d1.runs.checkpoints import staged_checkpoint
-from d1.runs.divergence import bad_loss, check_weights
+from d1.runs.trainer import RunTrainer
 from d1.sft.batches import IGNORED, GlobalBatchSampler, by_row, row_numbers
 from d1.sft.batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
-from d1.sft.data import preprocess_dataset as preprocess_dataset
-from d1.transformers_bridge import TrainerHooks
 
 EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t
 LOSS_SUMS = "loss_sums.json"  # in a checkpoint: the losses so far
 
 
-class dLLMTrainer(TrainerHooks, Trainer):
+class dLLMTrainer(RunTrainer, Trainer):
     """Trainer with LLaDA's masked loss and an evaluation loss that can be compared between checkpoints.
 
-    What differs from Trainer (Transformers 5.23); `TrainerHooks` holds what is private there:
+    What differs from Trainer (Transformers 5.23), besides `RunTrainer`:
 
-    - `compute_loss`: the loss above, of which Trainer's `num_items_in_batch` is the denominator. A loss that is not
-      finite ends the run.
+    - `compute_loss`: the loss above; its denominator is Trainer's `num_items_in_batch`.
     - `prediction_step`: a row's loss sum, answer tokens and t, for `band_losses`.
     - `train_sampler`: `GlobalBatchSampler`, whose order is a function of (seed, epoch).
-    - `saving_checkpoint`: a checkpoint appears whole or not at all, and keeps the sums that `train_loss` is made of.
-    - `save_model`: refuses weights that are not finite.
-    - `log`: adds the share of padding and the speed; `train_loss` is the mean over all steps of the run.
+    - `save_extra`: a checkpoint keeps the sums that `train_loss` is made of.
+    - `log`: adds the share of padding and the speed.
 
     Args:
         group_by_length: batches of rows of similar length.
@@ -76,14 +70,11 @@ class dLLMTrainer(TrainerHooks, Trainer):
         if getattr(self.data_collator, "packed", False):
             take_packed_rows(model)
         if self.args.n_gpu > 1:
-            raise ValueError(
-                "one process trains on one GPU: start one per GPU with `accelerate launch`, or set CUDA_VISIBLE_DEVICES"
-            )
+            raise ValueError("one process trains on one GPU: use `accelerate launch`, or set CUDA_VISIBLE_DEVICES")
         if not self.args.average_tokens_across_devices:
             raise ValueError("the loss is over all processes: leave average_tokens_across_devices on")
         self.count_labels_of_step(shifted=False)
         self.group_by_length = group_by_length
-        self.add_callback(RestoreLossSums(self))
         self.start_counting()
 
     def train_sampler(self, dataset: Any) -> Sampler:
@@ -136,30 +127,25 @@ class dLLMTrainer(TrainerHooks, Trainer):
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
 
     def check_finite(self, loss: Tensor, row_losses: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Raises FloatingPointError where the loss is not finite, and writes the rows to blame to a file."""
-        if torch.isfinite(loss):
-            return
+        """Ends the run where the loss is not finite."""
+        self.require_finite(loss, lambda: self.rows_to_blame(row_losses, inputs))
+
+    def rows_to_blame(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """Text, answer, noise and loss of each row whose loss is not finite; of all rows if only their sum is not."""
         tokenizer: Any = self.processing_class
         read = list if tokenizer is None else tokenizer.decode
         model: Any = self.model
-        losses, size, rows = row_losses.tolist(), block_size(model.config), []
-        bad = ~torch.isfinite(row_losses)
-        names = ("input_ids", "labels", "attention_mask", "t")
-        values = list(zip(*(by_row(inputs, name) for name in names), strict=True))
-        for row in (bad if bad.any() else torch.ones_like(bad)).nonzero().flatten().tolist():
-            noised, labels, visible, t = values[row]
-            answers, visible = labels != IGNORED, visible.bool()
-            clean = torch.where(answers, labels, noised)
-            rows.append(
-                {
-                    "text": read(clean[visible].tolist()),
-                    "answer": read(clean[answers].tolist()),
-                    "hidden_tokens": int((noised != labels)[answers].sum()),
-                    "t": (t if size is None else t[visible][::size]).tolist(),
-                    "loss": losses[row],
-                }
-            )
-        raise bad_loss(loss.item(), rows, str(self.args.output_dir), self.state.global_step, self.args.process_index)
+        size, all_finite, rows = block_size(model.config), bool(torch.isfinite(row_losses).all()), []
+        columns = (by_row(inputs, name) for name in ("input_ids", "labels", "attention_mask", "t"))
+        for loss, noised, labels, shown, t in zip(row_losses, *columns, strict=True):
+            if all_finite or not torch.isfinite(loss):
+                answers, visible = labels != IGNORED, shown.bool()
+                row = {"text": read(torch.where(answers, labels, noised)[visible].tolist())}
+                row["answer"] = read(labels[answers].tolist())
+                row["hidden_tokens"] = int((noised != labels)[answers].sum())
+                row["t"] = (t if size is None else t[visible][::size]).tolist()
+                rows.append(row | {"loss": loss.item()})
+        return rows
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -183,21 +169,16 @@ class dLLMTrainer(TrainerHooks, Trainer):
             logs["padding_share"] = 1 - visible / max(all_tokens, 1)
             logs["answer_tokens_per_second"] = answers / (time.perf_counter() - self.counting_since)
             self.start_counting()
-        if "train_loss" in logs:
-            logs["train_loss"] = self.mean_loss()
         super().log(logs, start_time)
 
-    @contextlib.contextmanager
-    def saving_checkpoint(self) -> Iterator[None]:
-        with staged_checkpoint(self) as folder:
-            yield
-            sums = self.loss_sums()
-            if self.args.should_save:
-                (folder / LOSS_SUMS).write_text(json.dumps(sums))
+    def save_extra(self, folder: Path) -> None:
+        sums = self.loss_sums()
+        if self.args.should_save:
+            (folder / LOSS_SUMS).write_text(json.dumps(sums))
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        check_weights(self.model, self.state.global_step)
-        super().save_model(output_dir, _internal_call)
+    def load_extra(self, folder: Path) -> None:
+        if (folder / LOSS_SUMS).exists():  # version 0.1 wrote none
+            self.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
 
 
 def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -207,13 +188,11 @@ def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-    """(n, hidden size): the last states of a batch's `hidden` tokens, which stand `at` their `places_of`, row by row,
-    from a forward pass; of packed rows most decoders run their last layer on these alone.
+    """Last states (n, hidden size) of a batch's `hidden` tokens, which stand `at` their `places_of`, row by row.
 
-    With `hidden` on the CPU nothing waits for the device, in the backward pass neither; a boolean index there would.
-
-    A block-causal model reads the clean rows as well, behind which the noised ones begin with the first block that
-    hides anything in any row.
+    With `hidden` on the CPU, neither pass waits for the device; a boolean index there would. For packed rows, most
+    decoders run their last layer on these tokens alone. A block-causal model also reads the clean rows; the noised ones
+    follow them, from the first block on that hides anything in any row.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
     (rows, columns), size, lengths = at, block_size(model.config), inputs.get("lengths")
@@ -229,26 +208,11 @@ def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor, at: tuple[Tens
     return two_stream_states(model, clean, noised[:, first:], visible)[rows, columns - first]
 
 
-class RestoreLossSums(TrainerCallback):
-    """Puts the sums of a checkpoint back: Trainer sets them to zero when it resumes."""
-
-    def __init__(self, trainer: dLLMTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        folder, self.trainer.resumed_from = self.trainer.resumed_from, None
-        if folder is not None and (folder / LOSS_SUMS).exists():  # version 0.1 wrote none
-            self.trainer.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
-
-
 def band_losses(prediction: EvalPrediction) -> dict[str, float]:
     """The loss of all evaluation draws, and of those in each band of t."""
     table, t = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
-    metrics = {"loss": float(table[:, 0].sum() / table[:, 1].sum())}
+    parts = {"loss": table}
     for band in range(EVAL_BANDS):
         rows = table[(t * EVAL_BANDS).long().clamp(max=EVAL_BANDS - 1) == band]
-        if len(rows):
-            metrics[f"loss_t{band / EVAL_BANDS:.1f}-{(band + 1) / EVAL_BANDS:.1f}"] = float(
-                rows[:, 0].sum() / rows[:, 1].sum()
-            )
-    return metrics
+        parts[f"loss_t{band / EVAL_BANDS:.1f}-{(band + 1) / EVAL_BANDS:.1f}"] = rows
+    return {name: float(rows[:, 0].sum() / rows[:, 1].sum()) for name, rows in parts.items() if len(rows)}

@@ -34,11 +34,12 @@ def file_of(split: str, data_file: str | None, shipped: str) -> str:
     return str(path)
 
 
-def read_file(path: str, *schemas: Iterable[str]) -> Dataset:
+def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -> Dataset:
     """The rows of a local .json, .jsonl, .csv or .parquet file; values of a csv file stay text, leading zeros included.
 
     Args:
         schemas: the sets of columns a file may have; one of them must be there in full.
+        keep_in_memory: False where what is made of the rows shall be cached by `datasets`.
 
     Raises:
         FileNotFoundError, ValueError: no such file, another format, unreadable, no rows, or missing columns.
@@ -48,9 +49,9 @@ def read_file(path: str, *schemas: Iterable[str]) -> Dataset:
         raise FileNotFoundError(f"no data file {path}")
     try:
         if file.suffix == ".csv":
-            rows = read_csv(path, keep_in_memory=True)
+            rows = read_csv(path, keep_in_memory=keep_in_memory)
         elif file.suffix in _READERS:
-            rows = _READERS[file.suffix](str(file), keep_in_memory=True)
+            rows = _READERS[file.suffix](str(file), keep_in_memory=keep_in_memory)
         else:
             raise ValueError("not a .json, .jsonl, .csv or .parquet file")
     except Exception as error:  # the readers raise many kinds; all of them mean that this file cannot be used

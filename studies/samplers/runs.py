@@ -18,8 +18,8 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from d1.rl.methods import METHODS
-from d1.runs.divergence import check_weights
 from d1.runs.record import run_record
+from d1.runs.trainer import check_weights
 from pocket.demo import sft
 from pocket.phases import run_phases
 from studies.json_lines import append_line, read_lines

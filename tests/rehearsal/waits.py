@@ -40,7 +40,7 @@ LOSSES = [
 ]
 SFT = [
     Wait("d1/sft/trainer.py dLLMTrainer.row_losses", 1, "batch", "which tokens are hidden: the head is for these"),
-    Wait("d1/sft/trainer.py dLLMTrainer.check_finite", 1, "batch", "a loss that is not finite ends the run"),
+    Wait("d1/runs/trainer.py RunTrainer.require_finite", 1, "batch", "a loss that is not finite ends the run"),
     Wait("d1/sft/trainer.py dLLMTrainer.log", 1, "log", "tokens, for the log"),
     Wait(
         "transformers/masking_utils.py _ignore_bidirectional_mask_sdpa",
@@ -55,7 +55,7 @@ RL = [
     *SCORING,
     Wait("d1/rl/budget.py total_compute", 1, "log", "tokens fed through the body, for the log"),
     Wait("d1/rl/trainer.py DiffuGRPOTrainer.rollout", 2, "rollout", "the completions; passes for the log"),
-    Wait("d1/rl/trainer.py DiffuGRPOTrainer.check_finite", 1, "batch", "a loss that is not finite"),
+    Wait("d1/runs/trainer.py RunTrainer.require_finite", 1, "batch", "a loss that is not finite"),
     Wait("d1/rl/bridge.py CanvasGRPOTrainer._calculate_rewards", 1, "rollout", "the rewards, made on the host"),
     Wait("d1/rl/updates.py updates_are_alike", 1, "rollout", "are equal views to be scored once?"),
     Wait("d1/rl/metrics.py prompt_masked", 1, "rollout", "for the log"),

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from d1.runs.hub import hold_push, publish
+from d1.runs.skeleton import hold_push, publish
 from tests.conftest import save_tiny_model
 
 

@@ -158,7 +158,7 @@ def test_cells_of_csv_files_stay_what_they_are(tmp_path: Path) -> None:
         {"prompt": "1e5", "completion": "a, b\nNA"},
     ]
     file.write_text("prompt,completion\nhow many, exactly?,3\n")
-    with pytest.raises(ValueError, match=r"rows.csv: cannot be read: .*row 1 has 3 cells, the header 2"):
+    with pytest.raises(ValueError, match=r"cannot read .*rows.csv: row 1 has 3 cells, the header 2"):
         load_rows(str(file))
 
 
@@ -293,11 +293,11 @@ def test_unknown_columns_are_refused() -> None:
 def test_unreachable_data_says_how_to_give_a_local_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"--train_data rows.jsonl"):
         load_rows("nobody/no-such-data")
-    with pytest.raises(FileNotFoundError, match="no file"):
+    with pytest.raises(FileNotFoundError, match="no data file"):
         load_rows(str(tmp_path / "rows.jsonl"))
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{not json\n")
-    with pytest.raises(ValueError, match=r"broken.jsonl: cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot read .*broken.jsonl"):
         load_rows(str(broken))
 
 

@@ -1,0 +1,92 @@
+"""What the trainers of SFT and RL share: whole checkpoints, and an end to runs whose numbers are no longer finite."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from d1.runs.checkpoints import staged_checkpoint
+from d1.transformers_bridge import TrainerHooks
+
+
+class RunTrainer(TrainerHooks):
+    """Comes before Trainer, or a trainer made from it, among the bases of a class.
+
+    - A checkpoint appears whole or not at all. It holds what `save_extra` adds, which `load_extra` puts back.
+    - `train_loss` is the mean over all steps of the run, also after a resume.
+    - `save_model` refuses weights that are not finite (FloatingPointError).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(LoadExtra(self))
+
+    def save_extra(self, folder: Path) -> None:
+        """Adds to the checkpoint `folder`, on every process."""
+        raise NotImplementedError
+
+    def load_extra(self, folder: Path) -> None:
+        """Puts back what `save_extra` added, after the Trainer has set its own counters."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def saving_checkpoint(self) -> Iterator[None]:
+        with staged_checkpoint(self) as folder:
+            yield
+            self.save_extra(folder)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        check_weights(self.model, self.state.global_step)
+        super().save_model(output_dir, _internal_call)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "train_loss" in logs:
+            logs["train_loss"] = self.mean_loss()
+        super().log(logs, start_time)
+
+    def require_finite(self, loss: Tensor, rows: Callable[[], list[dict[str, Any]]]) -> None:
+        """Ends the run (FloatingPointError) at a loss that is not finite; a file then has `rows()`, those to blame."""
+        if torch.isfinite(loss):
+            return
+        step = self.state.global_step
+        path = Path(str(self.args.output_dir)) / f"bad_loss_step{step}_rank{self.args.process_index}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows(), indent=1))
+        raise FloatingPointError(
+            f"the loss became {loss.item()} at step {step}; its rows are in {path}. Lower the learning rate, or look "
+            "there for what is special about them."
+        )
+
+
+class LoadExtra(TrainerCallback):
+    """Calls `load_extra` when a resumed run begins to train."""
+
+    def __init__(self, trainer: RunTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        folder, self.trainer.resumed_from = self.trainer.resumed_from, None
+        if folder is not None:
+            self.trainer.load_extra(folder)
+
+
+def check_weights(model: Any, step: int) -> None:
+    """Refuses trained weights that are not finite (FloatingPointError), before they are saved.
+
+    Of weights that are split over processes, each process looks at its own part.
+    """
+    for name, weight in model.named_parameters():
+        part = getattr(weight, "ds_tensor", weight)  # DeepSpeed's ZeRO-3
+        part = part.to_local() if hasattr(part, "to_local") else part  # FSDP2
+        if weight.requires_grad and not torch.isfinite(part).all():
+            raise FloatingPointError(
+                f"the weights are no longer finite after step {step} (the first is {name}), so they are not saved. "
+                "Lower the learning rate and start again from the last checkpoint."
+            )
