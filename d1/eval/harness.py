@@ -101,7 +101,7 @@ def register() -> type:
         raise ImportError(MISSING) from error
     from d1.eval.harness_model import HarnessModel
 
-    return register_model("d1")(type("D1", (HarnessModel, TemplateLM), {}))
+    return register_model("d1")(type("D1", (HarnessModel, TemplateLM), {"parser": staticmethod(make_parser)}))
 
 
 def check_cache(record: Path, settings: dict[str, Any]) -> None:

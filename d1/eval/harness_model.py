@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from d1.eval.completions import Request, generate_rows, join_processes, load_model_for
-from d1.eval.harness import make_parser
 from d1.eval.likelihood import Pair, are_greedy, check_likelihood, log_likelihoods, seed_of
 from d1.eval.run import parse_settings
 from d1.eval.setup import Prompt, load_tokenizer_for
@@ -35,6 +34,7 @@ class HarnessModel:
     answer depends on `batch_size`, on the order of the requests or on the number of processes.
     """
 
+    parser: Callable[[], argparse.ArgumentParser]  # of harness.py's flags
     cache_hook: Any  # these three are the harness's
     rank: int
     world_size: int
@@ -51,7 +51,7 @@ class HarnessModel:
         super().__init__()
         if not str(batch_size).isdecimal() or max_batch_size is not None:
             raise ValueError(f"--batch_size must be a number, got {batch_size!r}: no batch size is searched for here")
-        self.args = parse_settings(make_parser(), {"model_path": model_path, **flags})
+        self.args = parse_settings(self.parser(), {"model_path": model_path, **flags})
         self.args.trust_remote_code = trust_remote_code
         self.batch_size = int(batch_size)
         known = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
