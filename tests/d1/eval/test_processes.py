@@ -126,7 +126,7 @@ def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model
 
 
 SLOW_SECOND = f"""
-import os, runpy, sys, time
+import os, runpy, time
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 def wait(module, args):
@@ -135,7 +135,6 @@ def wait(module, args):
 
 if os.environ["RANK"] == "1":
     register_module_forward_pre_hook(wait)
-sys.path.insert(0, {str(EVAL)!r})
 runpy.run_path({str(EVAL / "eval.py")!r}, run_name="__main__")
 """
 

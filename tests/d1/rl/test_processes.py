@@ -176,7 +176,7 @@ def test_processes_sample_the_rollouts_of_one_and_reach_its_weights_by_each_meth
     done = subprocess.run(
         [*LAUNCHERS[launcher], str(TRAIN_METHODS), str(tiny_model_dir), str(tmp_path), *methods],
         cwd=ROOT / "diffu-grpo",
-        env=environment(PYTHONPATH=f"{ROOT}:{ROOT / 'diffu-grpo'}", **on(launcher)),
+        env=environment(PYTHONPATH=str(ROOT), **on(launcher)),
         capture_output=True,
         text=True,
         timeout=900,
