@@ -1,7 +1,7 @@
 """The main job: all of d1 on a pocket model, base -> SFT -> diffu-GRPO -> evaluation -> report.
 
     make demo                                 # sets up an environment, then does what the next line does
-    python -m pocket.demo --seed 0            # five to seven minutes on two cores; results in runs/demo/seed0
+    python -m pocket.demo --seed 0            # eight to ten minutes on two cores; results in runs/demo/seed0
     python -m pocket.demo --task countdown    # another task; results in runs/demo/countdown/seed0
     python -m pocket.demo --model block       # the block-causal pocket model; results in runs/demo/block/seed0
     python -m pocket.demo --seed 0 --miniature --output_dir runs/miniature     # a minute; shows that all of it works
