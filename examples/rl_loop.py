@@ -22,7 +22,7 @@ from torch import Tensor
 from d1.masking import draw_masks, keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import end_ids
-from d1.sampling import SamplingSettings, rollout
+from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.scoring import mean_field_logps
 from d1.tasks import load_task
 
@@ -55,12 +55,6 @@ def encode(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> tuple[Tensor, Tens
     options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
     batch = tokenizer.apply_chat_template(chats, **options)
     return batch["input_ids"], batch["attention_mask"]
-
-
-def up_to_end(completion: Tensor, end: Sequence[int]) -> Tensor:
-    """(rows, tokens) bool: the tokens that count, up to and including the first end token."""
-    ends = torch.isin(completion, torch.tensor(end))
-    return ends.cumsum(-1) - ends.long() == 0
 
 
 def group_advantages(rewards: Tensor, size: int) -> Tensor:
@@ -108,7 +102,7 @@ def train(
         generators = [keyed_generator(s.seed, ROLLOUT, step, row) for row in range(len(rows))]
         options = {"mask_token_id": mask_token_id, "generator": generators, "eos_token_ids": end}
         completion = rollout(model.eval(), ids, attention_mask, settings, **options).ids[:, ids.shape[1] :]
-        mask = up_to_end(completion, end)
+        mask = eos_cut(completion, end)  # the tokens that count, up to and including the first end token
 
         # Reward.
         texts = [
