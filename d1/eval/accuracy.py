@@ -45,7 +45,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         metavar=("A", "B"),
         help="paired difference of two setups: their names in FOLDER, or OTHER_FOLDER/NAME",
     )
-    parser.add_argument("--plot", metavar="PNG", help="draw accuracy by length beside d1's published figures")
+    parser.add_argument("--plot", metavar="PNG", help="plot accuracy by length next to d1's published figures")
     parser.add_argument("--allow-partial", action="store_true", help="exit with 0 even if problems are missing")
     parser.add_argument("--task_file", action="append", default=[], help="a user's task, as given to eval.py --dataset")
     return parser

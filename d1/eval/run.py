@@ -8,8 +8,8 @@ for the next problem, so the batch stays full, and all processes take their prob
 
 Completions depend neither on the number of processes nor on where a run was interrupted, in any dtype; in float32
 neither on the batch size nor on the other problems. In 16 bits (bfloat16 is the default on a GPU) the rows and the
-padding beside a row round its logits otherwise, which changes a token now and then (README.md beside this file has
-figures). There `--batch_size 1` gives each problem its own completion, whatever else is evaluated.
+padding of its batch round a row's logits differently, which changes a token now and then (eval/README.md has figures).
+There `--batch_size 1` gives each problem its own completion, whatever else is evaluated.
 """
 
 from __future__ import annotations

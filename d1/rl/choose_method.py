@@ -27,7 +27,7 @@ from d1.scoring import ESTIMATORS, SampledRows, Views
 from d1.scoring.estimators import called
 from d1.scoring.rollouts import randomness
 
-# What a user's own file may define beside `METHOD`: rows of these tables.
+# What a user's own file may define besides `METHOD`: rows of these tables.
 TABLES: dict[str, dict[str, Any]] = {
     "ESTIMATORS": ESTIMATORS,
     "OBJECTIVES": OBJECTIVES,
