@@ -40,12 +40,12 @@ fi
 DATASET=${DATASET:-gsm8k}
 MODEL_PATH=${MODEL_PATH:-GSAI-ML/LLaDA-8B-Instruct}
 case $DATASET in # d1's temperature, and its mu
-    sudoku) TEMPERATURE=${TEMPERATURE:-0.3} mu=8 ;;
-    countdown) TEMPERATURE=${TEMPERATURE:-0.9} mu=8 ;;
-    *) TEMPERATURE=${TEMPERATURE:-0.9} mu=12 ;;
+    sudoku) temperature=0.3 mu=8 ;;
+    countdown) temperature=0.9 mu=8 ;;
+    *) temperature=0.9 mu=12 ;;
 esac
-if [ "$METHOD" = d1 ]; then
-    NUM_ITER=${NUM_ITER:-$mu} suffix=
+if [ "$METHOD" = d1 ]; then # other methods bring theirs
+    NUM_ITER=${NUM_ITER:-$mu} TEMPERATURE=${TEMPERATURE:-$temperature} suffix=
 else
     suffix=_$(basename "$METHOD" .py)
 fi
@@ -77,7 +77,7 @@ exec "$PYTHON" -m accelerate.commands.launch "${launch[@]}" diffu_grpo_train.py 
     --model_path "$MODEL_PATH" \
     --dataset "$DATASET" \
     ${NUM_ITER:+--num_iterations "$NUM_ITER"} \
-    --temperature "$TEMPERATURE" \
+    ${TEMPERATURE:+--temperature "$TEMPERATURE"} \
     --per_device_train_batch_size "$PER_DEVICE" \
     --gradient_accumulation_steps "$accumulation" \
     --run_name "$RUN_NAME" \

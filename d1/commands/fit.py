@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
     """What `FitSettings` is told of a run's RL method: its views, what is stored of them, and whether it has a KL. A
     view of a block-causal model has a step of every block."""
-    from d1.rl.objectives import PENALTIES
+    from d1.rl.penalties import PENALTIES
     from d1.scoring import ESTIMATORS, ViewSettings
 
     values = METHODS[args.method].values

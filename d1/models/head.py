@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import rotate_half
 
+from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import is_decoder, kind_of
 from d1.transformers_bridge import attention_kernel
 
@@ -150,7 +151,7 @@ def most_likely(logits: Tensor, excluded: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def target_logps(
-    model: Any, states: Tensor, targets: Tensor, *, with_entropies: bool = False
+    model: Any, states: Tensor, targets: Tensor, *, with_entropies: bool = False, distribution: Distribution = OWN
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of `targets`, never with the logits of more than a chunk of positions at once.
 
@@ -159,7 +160,8 @@ def target_logps(
     Args:
         states: (n, hidden), aligned last hidden states.
         targets: (n,) ids.
-        with_entropies: also the entropies of the same distributions, without gradients.
+        with_entropies: also the entropies of the model's own distributions, without gradients.
+        distribution: whose log-probabilities they are.
 
     Returns:
         (n,) each, in nats, fp32 (fp64 for a model in fp64); None for entropies that were not asked for.
@@ -170,7 +172,7 @@ def target_logps(
     def chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = head(states)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logps = token_logps(logits, targets)
+        logps = token_logps(distribution.logits(logits, targets), targets)
         # Last, so that the recomputation, which stops when it has what the gradient needs, leaves it out.
         with torch.no_grad():
             return logps, token_entropies(logits) if with_entropies else None

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from d1.lazy import module_in
 from d1.masking import keyed_generator
+from d1.rl.advantages import ADVANTAGES
 from d1.rl.methods import METHODS, Method
-from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
+from d1.rl.objectives import OBJECTIVES
+from d1.rl.penalties import PENALTIES
 from d1.rl.rows import LossInputs
-from d1.scoring import ESTIMATORS, SampledRows, Views
+from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views
 from d1.scoring.estimators import called
-from d1.scoring.rollouts import randomness
 
 # What a user's own file may define besides `METHOD`: rows of these tables.
 TABLES: dict[str, dict[str, Any]] = {
@@ -127,7 +128,7 @@ def try_rows(settings: Any) -> None:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         with explained(f"ESTIMATORS[{settings.estimator!r}]", estimator.draw):
             small = replace(settings.view_settings(), gen_length=CANVAS, steps=CANVAS, block_length=CANVAS // 2)
-            [random] = randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3, 1)
+            random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
             views, most = estimator(left_to_right_rows(), random, small), estimator.views(small)
             if views.noise.shape[1] > most:
                 raise ValueError(
@@ -137,8 +138,9 @@ def try_rows(settings: Any) -> None:
         if objective.loss is not None:
             with explained(f"OBJECTIVES[{settings.objective!r}]", objective.loss):
                 inputs = random_inputs(views, objective.reads_old, settings.needs_reference)
-                ratios = torch.zeros(2 * len(LENGTHS)) if objective.over_all_rows else None
-                objective(replace(inputs, log_ratios=ratios), settings)[0].backward()
+                ratios = torch.zeros(len(LENGTHS), settings.num_generations) if objective.over_group else None
+                inputs = replace(inputs, log_ratios=ratios, views_per_draw=estimator.views_per_draw(small) or 1)
+                objective(inputs, settings)[0].backward()
         if settings.beta and not settings.has_trls_kl:
             with explained(f"PENALTIES[{settings.kl!r}]", penalty.value):
                 inputs = random_inputs(views, penalty.to == "old", penalty.to == "reference")
@@ -179,4 +181,5 @@ def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
         advantages=torch.tensor([1.0, -1.0, 0.5]),
         mask=SCORED.long(),
         tokens=LENGTHS.sum(),
+        reveal_steps=torch.arange(CANVAS).repeat(len(LENGTHS), 1),
     )

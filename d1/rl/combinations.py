@@ -12,16 +12,17 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from d1.rl.advantages import ADVANTAGES
 from d1.rl.choose_method import find_method
-from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
+from d1.rl.objectives import OBJECTIVES
+from d1.rl.penalties import PENALTIES
 from d1.rl.rows import MEANS
+from d1.rl.scored import SCORED
 from d1.scoring import ESTIMATORS
 from d1.scoring.replay import DRAW_STEPS
 
 # Settings of autoregressive decoding and the value that means "off". Any other value would silently do nothing here.
 AUTOREGRESSIVE_ONLY = {
-    "top_p": 1.0,
-    "top_k": 0,
     "min_p": None,
     "repetition_penalty": 1.0,
     "cache_implementation": None,
@@ -42,6 +43,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "objective": OBJECTIVES,
     "kl": PENALTIES,
     "advantage": ADVANTAGES,
+    "scored_tokens": SCORED,
 }
 
 CONSTANT = ("constant", "constant_with_warmup")  # rates that do not ask how long a run is
@@ -78,14 +80,25 @@ def contradictions(s: Any) -> Iterator[str]:
             f"the objective {s.objective} makes its bounds of means over hidden tokens: it needs --estimator "
             f"{names(ESTIMATORS, linear=False)}"
         )
-    if objective.per_draw and not estimator.single(views):
-        yield f"{s.objective} takes the ratio of the bounds of single draws: take elbo or espo, and --antithetic false"
-    if objective.over_all_rows and s.gradient_accumulation_steps % s.steps_per_generation:
+    if objective.per_draw and not estimator.views_per_draw(views):
+        able = ", ".join(name for name, row in ESTIMATORS.items() if row.views_per_draw(views))
+        yield f"{s.objective} takes each draw as an estimate of the whole completion: it needs --estimator {able}"
+    if objective.over_group and s.gradient_accumulation_steps % s.steps_per_generation:
         yield (
-            f"{s.objective} weighs a row against all rows of its rollout, which must meet the same weights of the "
+            f"{s.objective} weighs a row against the others of its prompt, which must meet the same weights of the "
             f"model: gradient_accumulation_steps ({s.gradient_accumulation_steps}) must be a multiple of "
             f"steps_per_generation ({s.steps_per_generation})"
         )
+    over_views = objective.by_view and ("loss_type" not in (objective.settings or ()) or s.loss_type == "views")
+    if s.split_views and not over_views:
+        yield (
+            f"split_views gives each update some of a row's views, and {s.objective} with loss_type {s.loss_type} "
+            "needs all of them: take --objective clipped_views --loss_type views, or clipped_steps"
+        )
+    if s.score_as_sampled and not s.temperature:
+        yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
+    if SCORED[s.scored_tokens].behind_the_end and s.eos_stop:
+        yield f"scored_tokens {s.scored_tokens} counts what eos_stop leaves out, behind an EOS: set --eos_stop false"
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
         yield "sampling_weight_cap would weigh each token of vespo, which weighs completions: take another loss_type"
     if s.loss_type not in objective.loss_types:
@@ -113,8 +126,6 @@ def contradictions(s: Any) -> Iterator[str]:
         yield f"{s.estimator} scores tokens in the states of the sampler, without guidance: set --cfg_scale 0"
     if estimator.clean_prompt and s.p_mask_prompt:
         yield f"{s.estimator} scores tokens given the whole prompt, as it was sampled from: set --p_mask_prompt 0"
-    if s.segments and s.segment_steps:
-        yield "segments and segment_steps both say how steps are merged: keep one"
 
 
 def unread(s: Any) -> Iterator[tuple[str, str]]:
@@ -122,7 +133,10 @@ def unread(s: Any) -> Iterator[tuple[str, str]]:
     if not s.beta:
         yield "kl", "it says what beta weighs, and beta is 0"
     if s.num_views is None and "draw_steps" in (ESTIMATORS[s.estimator].settings or ()):
-        yield "draw_steps", f"{s.estimator} scores every step unless num_views says how many to draw"
+        for name in ("draw_steps", "mean_step"):
+            yield name, f"{s.estimator} scores every step unless num_views says how many to draw"
+    if s.num_iterations == 1:
+        yield "split_views", "there is one update on each rollout, num_iterations 1"
     penalties = [PENALTIES[s.kl]] if s.beta and not s.has_trls_kl else []
     tables: list[tuple[str, dict[str, Any], list[Any]]] = [
         ("estimator", ESTIMATORS, [ESTIMATORS[s.estimator]]),

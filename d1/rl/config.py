@@ -11,10 +11,13 @@ import torch
 from trl import GRPOConfig
 
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, NUMBER, POSITIVE, SEED, SHARE, Range, check_ranges, ranges_of
+from d1.rl.advantages import ADVANTAGES
 from d1.rl.choose_method import check_names, find_method, try_rows
 from d1.rl.combinations import check_choices, check_combination
 from d1.rl.methods import METHODS
-from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
+from d1.rl.objectives import OBJECTIVES
+from d1.rl.penalties import PENALTIES
+from d1.rl.scored import SCORED
 from d1.runs.settings import setting
 from d1.sampling.blocks import check_sampler
 from d1.sampling.caches import CACHES
@@ -41,7 +44,8 @@ INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
     COUNT | -1: ("max_steps",),
     STEPS: ("logging_steps", "save_steps"),
     STEPS | None: ("eval_steps",),
-    NATURAL: ("dataloader_num_workers",),
+    NATURAL: ("dataloader_num_workers", "top_k"),
+    Range(0, 1, open_low=True): ("top_p",),
     Range(-1, integer=True): ("local_rank",),
     SEED: ("seed",),
     SEED | None: ("data_seed",),
@@ -99,7 +103,7 @@ class DiffuGRPOConfig(GRPOConfig):
         None, f"Level of the rule; if unset {', '.join(str(rule.level) for rule in RULES.values())}."
     )
     eos_stop: bool | None = setting(
-        None, "Skip the blocks after a completion's EOS. Unset: on, unless processes must take equally many steps."
+        None, "Skip the blocks after a completion's EOS. Unset: on, where nothing scores these or waits for them."
     )
     rollout_batch_size: OptionalCount = setting(None, "Completions sampled at once per device; all if unset.")
 
@@ -109,9 +113,15 @@ class DiffuGRPOConfig(GRPOConfig):
     num_views: OptionalCount = setting(None, "Monte Carlo draws per row and update; replay scores all if unset.")
     antithetic: bool = setting(False, "elbo: draws in pairs of opposite masks, which together hide every token.")
     stratified: bool = setting(False, "elbo: the times of a row's draws lie in equal parts of [0, 1).")
-    segments: OptionalCount = setting(None, "replay: merge a rollout's steps into this number of segments.")
+    segments: OptionalCount = setting(None, "segments: cut a canvas' steps into this number; each step if unset.")
     segment_steps: OptionalCount = setting(None, "replay: merge this number of steps into one.")
-    draw_steps: str = setting("uniform", f"replay with num_views: how steps are drawn: {', '.join(DRAW_STEPS)}.")
+    draw_steps: str = setting("uniform", f"replay with num_views: how steps are chosen: {', '.join(DRAW_STEPS)}.")
+    mean_step: bool = setting(False, "replay with num_views: estimate the mean over steps in place of their sum.")
+    split_views: bool = setting(False, "Share a rollout's views out to the num_iterations updates on it.")
+    scored_tokens: str = setting("ended", f"Tokens that count, ended being up to the EOS: {', '.join(SCORED)}.")
+    score_as_sampled: bool = setting(
+        False, "Score under the distribution that is sampled from (temperature, top_k, top_p), not the model's own."
+    )
     views_at_once: Count = setting(1, "Views of a row per forward pass; more take more memory.")
     objective: str = setting("trl", f"One of {', '.join(OBJECTIVES)}; trl is TRL's loss, by loss_type.")
     kl: str = setting("k3", f"What beta weighs: {', '.join(PENALTIES)}.")
@@ -136,6 +146,9 @@ class DiffuGRPOConfig(GRPOConfig):
     num_iterations: Count = setting(12, "mu: optimiser passes over each rollout.")
     max_completion_length: Annotated[int | None, COUNT] = setting(256, "Length of the canvas in tokens.")
     temperature: Amount = setting(0.9, "Gumbel temperature of the rollout.")
+    top_k: int = setting(0, "Sample among the k most likely tokens; 0: all.")
+    top_p: float = setting(1.0, "Sample among the most likely tokens that have this probability together.")
+    max_grad_norm: float = setting(0.2, "Largest norm of a gradient; 0: no limit.")
     beta: Amount = setting(0.04, "Weight of the KL term to the reference model.")
     epsilon: Amount = setting(0.5, "Clipping range of the probability ratio.")
     loss_type: str = setting("bnpo", "How token losses are averaged; d1's is TRL's 'bnpo'.")
@@ -175,8 +188,13 @@ class DiffuGRPOConfig(GRPOConfig):
     def needs_old_logps(self) -> bool:
         """True if the loss reads old log-probs and some update follows the first optimizer step: before, they equal the
         policy's own."""
-        cycle = int(self.steps_per_generation or 1) * self.num_iterations
-        return self.reads_old_logps and self.gradient_accumulation_steps % cycle != 0
+        return self.reads_old_logps and not self.is_on_policy
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether there is one optimizer step on a rollout. It has `num_iterations` updates, each of which may be cut by
+        rows, into steps of `gradient_accumulation_steps` micro-batches."""
+        return self.gradient_accumulation_steps % (int(self.steps_per_generation or 1) * self.num_iterations) == 0
 
     @property
     def needs_reference(self) -> bool:
@@ -192,6 +210,7 @@ class DiffuGRPOConfig(GRPOConfig):
         """How rollouts are sampled; the blocks of a given model become `block_length`, where none is set. Raises
         ValueError for settings that make no sense, or that the model cannot sample with."""
         called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
+        called["record_as_sampled"] = "score_as_sampled"
         settings = SamplingSettings.of(self, model_config, **called)
         settled = self.block_length is not None or model_config is not None
         if settled and settings.gen_length % settings.block_length:

@@ -1,9 +1,11 @@
-"""The published RL methods, as values of the one trainer's settings. A method is four choices, and a row here:
+"""The published RL methods, as values of the one trainer's settings. A method is a few choices, and a row here:
 
 - `estimator`: which views of a completion are scored, with which weights (`d1/scoring/estimators.py`);
-- `objective` with its `loss_type` (`d1/rl/objectives.py`; `trl` is TRL's own loss);
-- `kl`, what `beta` weighs (`d1/rl/objectives.py`);
-- `advantage`, what becomes of TRL's (`d1/rl/objectives.py`).
+- `scored_tokens`: which of its tokens count (`d1/rl/scored.py`);
+- `objective` with its `loss_type`, what is divided by what (`d1/rl/objectives.py`; `trl` is TRL's own loss);
+- `kl`, what `beta` weighs (`d1/rl/penalties.py`);
+- `advantage`, what becomes of TRL's (`d1/rl/advantages.py`);
+- the updates on a rollout, and the temperature that it is sampled at.
 
 `--method NAME` sets all that the row has; `docs/methods.md` says where each value comes from. Needs no torch.
 """
@@ -33,6 +35,8 @@ class Method:
 D1: dict[str, Any] = {
     "estimator": "one_step",
     "p_mask_prompt": 0.15,
+    "scored_tokens": "ended",
+    "score_as_sampled": False,
     "objective": "trl",
     "loss_type": "bnpo",
     "importance_sampling_level": "token",
@@ -42,108 +46,189 @@ D1: dict[str, Any] = {
     "advantage": "trl",
     "scale_rewards": "none",
     "num_iterations": 12,
+    "split_views": False,
+    "temperature": 0.9,
+    "top_k": 0,
+    "top_p": 1.0,
+    "remasking": "low_confidence",
+    "max_grad_norm": 0.2,
 }
 
 
-def estimator(name: str, *, p_mask_prompt: float = 0.0, **values: Any) -> dict[str, Any]:
-    return {"estimator": name, "p_mask_prompt": p_mask_prompt, **values}
+def estimator(name: str, scored: str = "ended", *, p_mask_prompt: float = 0.0, **values: Any) -> dict[str, Any]:
+    return {"estimator": name, "scored_tokens": scored, "p_mask_prompt": p_mask_prompt, **values}
 
 
-def loss(objective: str, loss_type: str, mu: int, *, epsilon: float = 0.2, beta: float = 0.0, **values: Any) -> dict:
-    own = {"objective": objective, "loss_type": loss_type, "num_iterations": mu, "epsilon": epsilon, "beta": beta}
-    return own | values
+def loss(objective: str, loss_type: str, *, epsilon: float = 0.2, beta: float = 0.0, **values: Any) -> dict[str, Any]:
+    return {"objective": objective, "loss_type": loss_type, "epsilon": epsilon, "beta": beta, **values}
 
 
 def advantage(name: str, scale_rewards: str = "none") -> dict[str, Any]:
     return {"advantage": name, "scale_rewards": scale_rewards}
 
 
-def scale(learning_rate: float, num_generations: int) -> dict[str, Any]:
-    return {"learning_rate": learning_rate, "num_generations": num_generations}
+def run(mu: int, temperature: float = 0.9, max_grad_norm: float = 0.2, **values: Any) -> dict[str, Any]:
+    return {"num_iterations": mu, "temperature": temperature, "max_grad_norm": max_grad_norm, **values}
 
 
-AGRPO = D1 | loss("clipped_views", "sum", 1)
+def scale(learning_rate: float, num_generations: int, **values: Any) -> dict[str, Any]:
+    return {"learning_rate": learning_rate, "num_generations": num_generations, **values}
+
+
+def canvas(tokens: int, steps: int, block: int) -> dict[str, int]:
+    return {"max_completion_length": tokens, "diffusion_steps": steps, "block_length": block}
+
+
+FULL = {"weight_decay": 0.0, "lr_scheduler_type": "constant"}
+DARE = {"weight_decay": 0.01, "lr_scheduler_type": "constant"}  # of the framework of that name
+Z, GROUP = advantage("trl", "group"), advantage("standardised")
+MEAN_STEP = estimator("replay", "steps", num_views=24, mean_step=True) | loss("clipped_views", "sum")
+AGRPO = D1 | MEAN_STEP | run(1, 0.6, 1.0, top_p=0.99, top_k=150, remasking="random", score_as_sampled=True)
+AGRPO_SCALE = scale(5e-06, 8, weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps=0.01) | canvas(384, 128, 12)
+TRACERL = loss("clipped_views", "views", kl="k3_to_old", beta=0.01, right_share=[0.2, 0.8]) | GROUP
+TRACERL |= run(4, 0.8, 1.0, split_views=True)
+BOUNDS = {"eubo_beta": 1.5, "eubo_share": 0.5}
+
 METHODS: dict[str, Method] = {
     "d1": Method("d1, arXiv 2504.12216", D1, scale(3e-06, 6)),
     "wd1": Method(
         "wd1, arXiv 2507.08838",
-        D1 | loss("reinforce", "sum", 12, epsilon=0.5) | advantage("signed_softmax"),
+        D1 | loss("reinforce", "sum", epsilon=0.5) | advantage("signed_softmax"),
         scale(3e-06, 6),
     ),
     "coupled-grpo": Method(
         "DiffuCoder, arXiv 2506.20639",
-        D1 | estimator("coupled") | loss("trl", "bnpo", 2, epsilon=0.5, beta=0.01) | advantage("leave_one_out"),
-        scale(1e-06, 8),
+        D1
+        | estimator("coupled")
+        | loss("trl", "bnpo", epsilon=0.5, beta=0.01)
+        | advantage("leave_one_out")
+        | run(2, 1.0, top_p=0.95, remasking="entropy"),
+        scale(1e-06, 10, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1})
+        | canvas(256, 256, 256),
     ),
     "espo": Method(
         "ESPO, arXiv 2512.03759",
         D1
-        | estimator("espo", num_views=2, antithetic=True, stratified=True)
-        | loss("trl", "grpo", 8, importance_sampling_level="sequence", kl="k2_sequence", beta=0.001)
-        | advantage("leave_one_out"),
-        scale(3e-06, 6),
+        | estimator("espo", "canvas", num_views=2, antithetic=True, stratified=True)
+        | loss("trl", "grpo", importance_sampling_level="sequence", kl="k2_sequence", beta=0.001)
+        | advantage("leave_one_out")
+        | run(8, 1.0),
+        scale(3e-06, 6, weight_decay=0.01) | canvas(256, 256, 32),
     ),
     "spg": Method(
         "SPG, arXiv 2510.09541",
-        D1
-        | estimator("spg", p_mask_prompt=0.15, num_views=2)
-        | loss("spg", "dapo", 4, epsilon=0.5, eubo_beta=1.5, eubo_share=0.5),
+        D1 | estimator("spg", p_mask_prompt=0.15, num_views=2) | loss("spg", "dapo", epsilon=0.5, **BOUNDS) | run(4),
         scale(3e-06, 6),
     ),
-    "agrpo": Method(
-        "AGRPO, arXiv 2510.04019, steps drawn uniformly",
-        AGRPO | estimator("replay", num_views=24, draw_steps="uniform"),
-        scale(5e-06, 8),
-    ),
+    "agrpo": Method("AGRPO, arXiv 2510.04019, steps drawn uniformly", AGRPO | {"draw_steps": "uniform"}, AGRPO_SCALE),
     "agrpo-entropy": Method(
-        "AGRPO, arXiv 2510.04019, steps drawn by entropy",
-        AGRPO | estimator("replay", num_views=24, draw_steps="entropy"),
-        scale(5e-06, 8),
+        "AGRPO, arXiv 2510.04019, steps drawn by entropy, as released", AGRPO | {"draw_steps": "entropy"}, AGRPO_SCALE
     ),
     "cj-grpo": Method(
-        "CJ-GRPO, arXiv 2509.23924",
-        D1 | estimator("replay") | loss("trl", "grpo", 12) | advantage("trl", "group"),
-        scale(3e-06, 6),
+        "CJ-GRPO, arXiv 2509.23924, as in DARE",
+        D1 | estimator("replay", "canvas") | loss("clipped_views", "views", delta=3.0) | Z | run(1, 0.6, 1.0),
+        scale(5e-07, 8, **DARE) | canvas(256, 128, 32),
     ),
     "d2": Method(
         "d2-StepMerge, arXiv 2509.21474",
-        D1 | estimator("replay", segments=16, num_views=1) | loss("clipped_views", "grpo", 12, epsilon=0.5, beta=0.04),
-        scale(3e-06, 6),
+        D1
+        | estimator("segments", p_mask_prompt=0.15, segments=16)
+        | loss("clipped_views", "bnpo", epsilon=0.5, beta=0.04)
+        | run(8, 0.3),
+        scale(3e-06, 6) | canvas(128, 64, 32),
     ),
     "tracerl": Method(
         "TraceRL, arXiv 2509.06949",
-        D1
-        | estimator("replay", segment_steps=8)
-        | loss("trl", "dapo", 1, kl="k3_to_old", beta=0.01, right_share=[0.2, 0.8])
-        | advantage("trl", "group"),
-        scale(1e-06, 8),
+        D1 | estimator("replay", "text", segment_steps=8) | TRACERL,
+        scale(1e-06, 8, **FULL) | canvas(512, 512, 32),
     ),
     "just-grpo": Method(
         "JustGRPO, arXiv 2601.15165",
         D1
-        | estimator("left_to_right")
-        | loss("trl", "dr_grpo", 1, block_length=1, diffusion_steps=None)
-        | advantage("trl", "group"),
-        scale(5e-06, 16),
+        | estimator("left_to_right", "canvas")
+        | loss("clipped_views", "active", block_length=1, diffusion_steps=None)
+        | Z
+        | run(1, 1.0, 1.0),
+        scale(5e-06, 16, **FULL),
     ),
     "unigrpo": Method(
         "UniGRPO, of MMaDA, arXiv 2505.15809",
-        D1 | estimator("random_masks") | loss("clipped_views", "grpo", 4, beta=0.04) | advantage("trl", "group"),
+        D1 | estimator("random_masks", "text", num_views=35) | TRACERL,
+        scale(1e-06, 8, **FULL) | canvas(512, 512, 32),
     ),
     "bgpo": Method(
-        "BGPO, arXiv 2510.11683",
-        D1 | estimator("elbo", num_views=16, stratified=True) | loss("bgpo", "sum", 1) | advantage("trl", "group"),
-        scale(5e-07, 8),
+        "BGPO, arXiv 2510.11683, as in DARE",
+        D1
+        | estimator("counts", "canvas", num_views=16, stratified=True)
+        | loss("bgpo", "sum", delta=3.0)
+        | Z
+        | run(1, 0.6, 1.0),
+        scale(5e-07, 8, **DARE) | canvas(512, 256, 32),
     ),
     "stable-drl": Method(
         "StableDRL, arXiv 2603.06743",
         D1
         | estimator("spg", p_mask_prompt=0.15, num_views=2)
-        | loss("stable_drl", "sum", 2, epsilon=0.5, eubo_beta=1.5, eubo_share=0.5, ratio_cap=5.0),
-        scale(2e-06, 16),
+        | loss("stable_drl", "sum", epsilon=0.5, ratio_cap=5.0, **BOUNDS)
+        | run(2),
+        scale(1e-06, 16, lr_scheduler_type="linear"),
+    ),
+    "egspo": Method(
+        "EGSPO, arXiv 2603.12554, without stepwise advantages",
+        D1
+        | estimator("replay", "canvas", num_views=8, draw_steps="top")
+        | loss("clipped_steps", "views", epsilon_high=0.5, kl="k3_steps", beta=0.04)
+        | run(4, split_views=True),
+        scale(3e-05, 8),
+    ),
+    "gdpo": Method(
+        "GDPO, arXiv 2510.08554",
+        D1 | estimator("gauss") | loss("trl", "grpo", epsilon=0.5, importance_sampling_level="sequence") | run(12),
+        scale(3e-07, 6),
+    ),
+    "gdsd": Method(
+        "GDSD, arXiv 2605.29398, as its code is written",
+        D1
+        | estimator("complements", "canvas", num_views=2, stratified=True)
+        | loss("gdsd", "sum", epsilon=4e-4, kl="k2_draws", beta=0.001)
+        | advantage("leave_one_out")
+        | run(8),
+        scale(3e-06, 16, weight_decay=0.01) | canvas(256, 256, 32),
+    ),
+    "rldf": Method(
+        "RLDF, of ant-research/Drift",
+        D1
+        | estimator("states", num_views=4)
+        | loss("rldf", "sum", kl="k3_likely", beta=0.01)
+        | advantage("floored")
+        | run(1, 1.0, 1.0, sampler="parallel", reveal="threshold", reveal_level=0.9),
+        scale(1e-06, 4, **FULL),
+    ),
+    "dipo": Method(
+        "DiPO, of DiRL, for block-causal models",
+        D1
+        | estimator("replay")
+        | loss("clipped_views", "bnpo", epsilon_high=0.28, beta=0.1, right_share=[1e-6, 1 - 1e-6])
+        | GROUP
+        | run(1, 1.0, 1.0, top_k=50),
+        scale(1e-06, 8, **FULL),
+    ),
+    "ebpo": Method(
+        "EBPO, of LLaDA2.1, for block-causal models, as in DARE",
+        D1
+        | estimator("counts", num_views=16, stratified=True)
+        | loss("clipped_sequences", "sum")
+        | Z
+        | run(1, 0.6, 1.0),
+        scale(5e-07, 8, **DARE),
+    ),
+    "trajectory": Method(
+        "the sum over a trajectory's steps, of which AGRPO, arXiv 2510.04019, takes the mean",
+        D1 | estimator("replay", num_views=24, draw_steps="entropy") | loss("clipped_views", "sum") | run(1),
+        scale(5e-06, 8),
     ),
     "reinforce": Method(
         "the policy gradient of LLaDA's bound, Williams 1992, arXiv 2502.09992",
-        D1 | estimator("elbo", num_views=4, antithetic=True, stratified=True) | loss("reinforce", "grpo", 1),
+        D1 | estimator("elbo", num_views=4, antithetic=True, stratified=True) | loss("reinforce", "grpo") | run(1),
     ),
 }

@@ -1,10 +1,11 @@
-"""What RL minimises: pure functions of log-probabilities and advantages.
+"""What RL minimises: pure functions of log-probabilities and advantages, by name.
 
 `objective: trl`, the default, is TRL's own loss with all its `loss_type`s and `importance_sampling_level`s; d1's is
-`loss_type: bnpo`. `kl` names a penalty, which `beta` weighs: with log d = log p_reference - log p, k2 is (log d)^2 / 2
-and k3 is d - log d - 1 (J. Schulman, Approximating KL divergence, 2020). `advantage` says what becomes of TRL's, which
-are rewards less their group's mean, over `scale_rewards`. A new objective, penalty or advantage is a function and a row
-of `OBJECTIVES`, `PENALTIES` or `ADVANTAGES`, here or in a file of yours.
+`loss_type: bnpo`. A new objective is a function and a row of `OBJECTIVES`, here or in a file of yours.
+
+What a loss is divided by is part of a method and has a name, `loss_type` (`MEANS` in `rows.py`). Divisors that count
+tokens, views or rows count them over the whole rollout, so that no result depends on how it is cut into micro-batches.
+Two count those of a micro-batch, as they were published: `bnpo`, TRL's and d1's, and the objective `rldf`.
 """
 
 from __future__ import annotations
@@ -15,32 +16,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d1.rl.rows import MEANS, Advantage, LossInputs, Objective, Penalty, known
+from d1.rl.rows import MEANS, LossInputs, Objective, known
 
 
-def averaged(per_row: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The mean that `settings.loss_type` names, of sums over tokens (rows,). Raises ValueError for TRL's other ones."""
+def averaged(per_view: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The mean that `settings.loss_type` names of sums over tokens (rows, views). Raises ValueError for TRL's others."""
     if settings.loss_type not in MEANS:
         raise ValueError(f"loss_type {settings.loss_type} is known to TRL's loss alone: take one of {', '.join(MEANS)}")
-    return MEANS[settings.loss_type](per_row, inputs, settings)
+    return MEANS[settings.loss_type](per_view, inputs, settings)
 
 
 def reinforce(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
     """-A log p: the policy gradient, with neither ratio nor clipping (Williams 1992)."""
-    return averaged(-inputs.advantages * (inputs.logps * inputs.counted).sum(-1), inputs, settings), {}
+    per_row = -inputs.advantages * (inputs.logps * inputs.counted).sum(-1)
+    return averaged(per_row.unsqueeze(1), inputs, settings), {}
 
 
 def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
-    """PPO's min(r A, clip(r) A), and where the clip holds a gradient back; `advantages` broadcasts to `ratios`."""
+    """PPO's min(r A, clip(r) A), and where the clip holds a gradient back; `advantages` broadcasts to `ratios`.
+
+    `settings.delta` bounds the ratio of what is to become less likely, too (dual clip, arXiv 1912.09729).
+    """
     low = 1 - settings.epsilon
     high = 1 + (settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
     clipped = ((ratios < low) & (advantages < 0)) | ((ratios > high) & (advantages > 0))
+    if settings.delta is not None:
+        clipped = clipped | ((ratios > settings.delta) & (advantages < 0))
+        ratios = ratios.clamp(max=settings.delta)
     return torch.min(ratios * advantages, ratios.clamp(low, high) * advantages), clipped
 
 
-def share(what: Tensor, of: Tensor) -> float:
-    """The share of the true places of `of` at which `what` is true, too."""
-    return ((what & of).sum() / of.sum().clamp(min=1)).item()
+def share(what: Tensor, of: Tensor) -> dict[str, float]:
+    """The metric of a clip: the share of the true places of `of` at which `what` is true, too."""
+    return {"clip_ratio/region_mean": ((what & of).sum() / of.sum().clamp(min=1)).item()}
 
 
 def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
@@ -50,10 +58,38 @@ def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, 
     """
     ratios = (inputs.view_logps - known(inputs.view_old)).exp()
     gains, clipped = clip(ratios, inputs.advantages[:, None, None], settings)
-    scored = (inputs.weights * inputs.mask.unsqueeze(1)) != 0
     counted = inputs.weights * inputs.counted.unsqueeze(1)
-    loss = averaged(-(counted * gains).sum((1, 2)), inputs, settings)
-    return loss, {"clip_ratio/region_mean": share(clipped, scored)}
+    loss = averaged(-(counted * gains).sum(-1), inputs, settings)
+    return loss, share(clipped, inputs.scored)
+
+
+def clipped_steps(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+    """PPO's loss with one ratio for a view, of the product of its tokens' probabilities, over their number; the mean
+    over all views (EGSPO, arXiv 2603.12554)."""
+    scored = inputs.scored
+    log_ratios = ((inputs.view_logps - known(inputs.view_old)) * scored).sum(-1)
+    gains, clipped = clip(log_ratios.exp(), inputs.advantages.unsqueeze(1), settings)
+    per_token = gains * scored.any(-1) / scored.sum(-1).clamp(min=1)
+    return -per_token.sum() / inputs.scoring_views, share(clipped, scored.any(-1))
+
+
+def clipped_sequences(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+    """PPO's loss with one ratio for a completion, exp(bound - old bound), which is not divided by its length: EBPO, of
+    LLaDA2.1. The clip is in logarithms, so a ratio that it holds back cannot overflow."""
+    log_ratios = ((inputs.logps - inputs.old) * inputs.mask).sum(-1)
+    positive = inputs.advantages >= 0
+    high = math.log1p(settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
+    low = math.log1p(-settings.epsilon) if settings.epsilon < 1 else -math.inf
+    held = torch.where(positive, log_ratios.clamp(max=high), log_ratios.clamp(min=low))
+    taking_part = inputs.mask.bool().any(-1)
+    return -(inputs.advantages * held.exp() * taking_part).mean(), share(held != log_ratios, taking_part)
+
+
+def draws_log_ratios(inputs: LossInputs) -> Tensor:
+    """(rows, draws) the log-ratio of each draw's bound to the old policy's, over the completion's length."""
+    difference = inputs.weights * (inputs.view_logps - known(inputs.view_old)) * inputs.mask.unsqueeze(1)
+    per_draw = inputs.by_draw(difference)
+    return per_draw.shape[1] * per_draw / inputs.lengths.unsqueeze(1)  # a weight is over the number of draws
 
 
 def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
@@ -61,13 +97,47 @@ def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
 
     exp(d) is bounded below by 1 + d where A > 0, and stands itself where A <= 0.
     """
-    views = inputs.weights.shape[1]
-    difference = inputs.weights * (inputs.view_logps - known(inputs.view_old)) * inputs.mask.unsqueeze(1)
-    per_draw = views * difference.sum(-1) / inputs.lengths.unsqueeze(1)
-    advantages = inputs.advantages.unsqueeze(1)
+    per_draw, advantages = draws_log_ratios(inputs), inputs.advantages.unsqueeze(1)
     gains, clipped = clip(torch.where(advantages > 0, 1 + per_draw, per_draw.exp()), advantages, settings)
     taking_part = inputs.mask.bool().any(1, keepdim=True).expand_as(clipped)
-    return -(gains * taking_part).mean(), {"clip_ratio/region_mean": share(clipped, taking_part)}
+    return -(gains * taking_part).mean(), share(clipped, taking_part)
+
+
+def gdsd(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+    """Squared distance of each draw's clamped log-ratio, a token, to 10 A; summed over draws (GDSD, arXiv 2605.29398).
+
+    As it is written: the clamp is at log(1 +- epsilon), of the whole completion, and the target lies far outside it. So
+    the gradient is that of -20 A log p / L inside the clamp, up to a millionth, and 0 outside.
+    """
+    per_draw = draws_log_ratios(inputs) * inputs.lengths.unsqueeze(1)
+    held = per_draw.clamp(math.log1p(-settings.epsilon), math.log1p(settings.epsilon))
+    taking_part = inputs.mask.bool().any(1, keepdim=True).expand_as(held)
+    distance = held / inputs.lengths.unsqueeze(1) - 10 * inputs.advantages.unsqueeze(1)
+    return (distance**2 * taking_part).sum(1).mean(), share(held != per_draw, taking_part)
+
+
+def likely(inputs: LossInputs) -> Tensor:
+    """(rows, views, tokens) bool: of a view's scored tokens those that it revealed, and of the others those that the
+    policy gives a probability of at least 0.6 by now (RLDF)."""
+    if inputs.reveal_steps is None:
+        raise ValueError("the tokens that a view reveals are those of its first step: reveal_steps is missing")
+    scored = inputs.scored
+    steps = inputs.reveal_steps.unsqueeze(1).expand_as(scored)
+    first = steps.masked_fill(~scored, torch.iinfo(steps.dtype).max).amin(-1, keepdim=True)
+    return scored & ((steps == first) | (inputs.view_logps.detach() >= math.log(0.6)))
+
+
+def mean_of_states(values: Tensor, counts: Tensor) -> Tensor:
+    """The mean of `values` (rows, views, tokens) over a view's tokens of all rows of the micro-batch where `counts`
+    is true, then over the views."""
+    return ((values * counts).sum((0, 2)) / counts.sum((0, 2)).clamp(min=1)).mean()
+
+
+def rldf(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
+    """-A log p of what is `likely` in a few states of the rollout, the mean over a state's tokens, then over states."""
+    counts = likely(inputs)
+    loss = mean_of_states(-inputs.advantages[:, None, None] * inputs.view_logps, counts)
+    return loss, {"likely": (counts.sum() / inputs.scored.sum().clamp(min=1)).item()}
 
 
 def evidence_bounds(inputs: LossInputs, eubo_beta: float) -> tuple[Tensor, Tensor]:
@@ -98,7 +168,8 @@ def sandwiched(inputs: LossInputs, settings: Any) -> Tensor:
 
 def spg(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
     """-A x bound, each row weighted by its length (SPG, arXiv 2510.09541, section 3)."""
-    return averaged(-inputs.advantages * sandwiched(inputs, settings) * inputs.lengths, inputs, settings), {}
+    per_row = -inputs.advantages * sandwiched(inputs, settings) * inputs.lengths
+    return averaged(per_row.unsqueeze(1), inputs, settings), {}
 
 
 def sequence_log_ratios(inputs: LossInputs) -> Tensor:
@@ -107,76 +178,44 @@ def sequence_log_ratios(inputs: LossInputs) -> Tensor:
 
 
 def stable_drl(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """-sum of w A x SPG's bound, w the capped ratios of the whole rollout, made to sum to 1 (StableDRL)."""
-    own = sequence_log_ratios(inputs).clamp(max=math.log(settings.ratio_cap))
-    everyone = own if inputs.log_ratios is None else inputs.log_ratios.clamp(max=math.log(settings.ratio_cap))
-    weights = (own - everyone.logsumexp(0)).exp()
-    micro_batches = len(everyone) / len(own)  # the step's loss is their mean and is to be the sum
-    loss = -(weights * inputs.advantages * sandwiched(inputs, settings)).sum() * micro_batches
-    return loss, {"weight_max": weights.max().item() * len(everyone)}
+    """-sum of w A x SPG's bound over a prompt's completions, w the softmax of their capped log-ratios; the mean over
+    prompts (StableDRL)."""
+    most = math.log(settings.ratio_cap)
+    own = sequence_log_ratios(inputs).clamp(max=most)
+    group = torch.zeros_like(own).unsqueeze(1) if inputs.log_ratios is None else inputs.log_ratios.clamp(max=most)
+    weights = (own - group.logsumexp(1)).exp() * group.shape[1]  # 1 on average: a mean over rows is to be a sum
+    loss = -(weights * inputs.advantages * sandwiched(inputs, settings)).mean()
+    return loss, {"weight_max": weights.max().item()}
 
 
-def k3_of_views(inputs: LossInputs, reference: Tensor | None, settings: Any) -> Tensor:
-    """k3 of each token in each view, summed with the views' weights; to `reference` (rows, views, tokens)."""
-    log_d = known(reference) - inputs.view_logps
-    per_token = inputs.weights * (log_d.exp() - log_d - 1) * inputs.mask.unsqueeze(1)
-    return averaged(per_token.sum((1, 2)), inputs, settings)
-
-
-def k3(inputs: LossInputs, settings: Any) -> Tensor:
-    """To the reference model. TRL's own with `--objective trl`, which takes k3 of the views' weighted sum."""
-    return k3_of_views(inputs, inputs.view_reference, settings)
-
-
-def k3_to_old(inputs: LossInputs, settings: Any) -> Tensor:
-    """To the policy that sampled (TraceRL, arXiv 2509.06949)."""
-    return k3_of_views(inputs, inputs.view_old, settings)
-
-
-def k2_sequence(inputs: LossInputs, settings: Any) -> Tensor:
-    """k2 of a completion's whole log-probability, to the reference model, over its length (ESPO, arXiv 2512.03759)."""
-    log_d = ((known(inputs.reference) - inputs.logps) * inputs.mask).sum(-1)
-    return (log_d**2 / 2 / inputs.lengths).mean()
-
-
-def leave_one_out(advantages: Tensor) -> Tensor:
-    """A reward less the mean of the others in its group (RLOO, arXiv 2402.14740)."""
-    generations = advantages.shape[1]
-    return advantages * generations / (generations - 1)
-
-
-def signed_softmax(advantages: Tensor) -> Tensor:
-    """softmax(A) - softmax(-A) over the group (wd1, arXiv 2507.08838, section 3), times its size: the loss is a mean
-    over rows, and wd1's is a mean over groups of sums."""
-    return (advantages.softmax(1) - (-advantages).softmax(1)) * advantages.shape[1]
-
-
-CLIP, BOUND = ("epsilon", "epsilon_high"), ("eubo_beta", "eubo_share")
+CLIP, BOUND = ("epsilon", "epsilon_high", "delta"), ("eubo_beta", "eubo_share")
+TRLS_MEANS, ROW_MEANS = ("grpo", "bnpo", "dr_grpo", "dapo"), ("sum", "grpo", "dr_grpo", "bnpo", "dapo", "active")
 OBJECTIVES: dict[str, Objective] = {
     "trl": Objective(
         None,
-        loss_types=("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+        loss_types=(*TRLS_MEANS, "luspo", "cispo", "sapo", "vespo"),
         own_kl="k3",
         settings=(
-            *("loss_type", *CLIP, "sampling_weight_cap", "importance_sampling_level", "delta", "top_entropy_quantile"),
+            *("loss_type", *CLIP, "sampling_weight_cap", "importance_sampling_level", "top_entropy_quantile"),
             *("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold"),
         ),
+        idle=(*CLIP, "importance_sampling_level"),
     ),
-    "reinforce": Objective(reinforce, reads_old=False, settings=("loss_type", "sampling_weight_cap")),
-    "clipped_views": Objective(clipped_views, per_view=True, settings=("loss_type", *CLIP, "sampling_weight_cap")),
-    "bgpo": Objective(bgpo, per_view=True, per_draw=True, settings=CLIP),
-    "spg": Objective(spg, reads_old=False, per_view=True, linear=False, settings=("loss_type", *BOUND)),
+    "reinforce": Objective(
+        reinforce, reads_old=False, loss_types=ROW_MEANS, settings=("loss_type", "sampling_weight_cap")
+    ),
+    "clipped_views": Objective(
+        clipped_views, per_view=True, by_view=True, settings=("loss_type", *CLIP, "sampling_weight_cap"), idle=CLIP
+    ),
+    "clipped_steps": Objective(clipped_steps, per_view=True, by_view=True, settings=CLIP, idle=CLIP),
+    "clipped_sequences": Objective(clipped_sequences, settings=CLIP[:2], idle=CLIP[:2]),
+    "bgpo": Objective(bgpo, per_view=True, per_draw=True, settings=CLIP, idle=CLIP),
+    "gdsd": Objective(gdsd, per_view=True, per_draw=True, settings=("epsilon",)),
+    "rldf": Objective(rldf, reads_old=False, per_view=True, settings=()),
+    "spg": Objective(
+        spg, reads_old=False, per_view=True, linear=False, loss_types=ROW_MEANS, settings=("loss_type", *BOUND)
+    ),
     "stable_drl": Objective(
-        stable_drl, over_all_rows=True, per_view=True, linear=False, settings=(*BOUND, "ratio_cap")
+        stable_drl, over_group=True, per_view=True, linear=False, settings=(*BOUND, "ratio_cap"), idle=("ratio_cap",)
     ),
-}
-PENALTIES: dict[str, Penalty] = {
-    "k3": Penalty(k3, settings=("loss_type",)),
-    "k3_to_old": Penalty(k3_to_old, to="old", settings=("loss_type",)),
-    "k2_sequence": Penalty(k2_sequence, settings=()),
-}
-ADVANTAGES: dict[str, Advantage] = {
-    "trl": Advantage(None, centred=False),
-    "leave_one_out": Advantage(leave_one_out),
-    "signed_softmax": Advantage(signed_softmax),
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.objectives import OBJECTIVES
+from d1.rl.penalties import PENALTIES
 from d1.scoring import ESTIMATORS
 
 
@@ -20,7 +21,17 @@ def most_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
         schedules = [sampling.schedule(filled) for filled in range(block_size)]
         steps = max(len(block) for schedule in schedules for block in schedule)
         settings = replace(settings, gen_length=block_size, steps=steps)
-    return ESTIMATORS[args.estimator].views(settings)
+    views = ESTIMATORS[args.estimator].views(settings)
+    return -(-views // args.num_iterations) if args.split_views else views
+
+
+def idle(args: DiffuGRPOConfig) -> tuple[str, ...]:
+    """The settings that do nothing because the policy that is trained is always the one that sampled: there is one
+    optimizer step on each rollout, so every ratio is 1."""
+    if not args.is_on_policy:
+        return ()
+    to_old = args.beta and not args.has_trls_kl and PENALTIES[args.kl].to == "old"
+    return OBJECTIVES[args.objective].idle + (("beta", "kl") if to_old else ())
 
 
 def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None) -> dict[str, Any]:
@@ -64,7 +75,8 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
     """Passes of one row, in a rollout and all updates on it: what for -> how many; `views` is per update."""
     every = args.num_iterations * views
     # Views that every update shares are scored once.
-    before = every if args.random_masking and ESTIMATORS[args.estimator].draws(args.view_settings()) else views
+    drawn_anew = args.random_masking and ESTIMATORS[args.estimator].draws(args.view_settings())
+    before = every if drawn_anew or args.split_views else views
     # In an update the backward pass computes all views again where they are more than one pass takes, and, with
     # gradient checkpointing, the layers.
     times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
@@ -72,7 +84,7 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
         "sampling": int(args.diffusion_steps or 0) * (2 if args.cfg_scale else 1),
         "old log-probs": before if args.needs_old_logps else 0,
         "reference log-probs": before if args.needs_reference else 0,
-        "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_all_rows else 0,
+        "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_group else 0,
         "updates, forward": every * times,
         "updates, backward": every,
     }

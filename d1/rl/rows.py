@@ -29,8 +29,12 @@ class LossInputs:
         advantages: (rows,).
         mask: (rows, tokens), 1 up to and including the first EOS.
         tokens: scored tokens of a micro-batch, on average over all of the rollout and all processes.
-        log_ratios: (all rows of the rollout,) `sequence_log_ratios` on all processes, of the policy before this update;
-            None unless `Objective.over_all_rows`.
+        views: likewise, the views of this update that score something; None: of this micro-batch.
+        active: likewise, the rows whose advantage is not 0; None: of this micro-batch.
+        views_per_draw: `Estimator.views_per_draw`.
+        reveal_steps: (rows, tokens), the step that revealed each token.
+        log_ratios: (rows, completions of a prompt) `sequence_log_ratios` of the rows of each row's prompt, of the
+            policy before this update; None unless `Objective.over_group`.
         sampling_weights: (rows, tokens), of each token's part of the policy gradient (`truncated_weights`); None
             where `sampling_weight_cap` is.
     """
@@ -42,6 +46,10 @@ class LossInputs:
     advantages: Tensor
     mask: Tensor
     tokens: Tensor
+    views: Tensor | None = None
+    active: Tensor | None = None
+    views_per_draw: int = 1
+    reveal_steps: Tensor | None = None
     log_ratios: Tensor | None = None
     sampling_weights: Tensor | None = None
 
@@ -70,6 +78,25 @@ class LossInputs:
         return self.mask if self.sampling_weights is None else self.mask * self.sampling_weights
 
     @property
+    def scored(self) -> Tensor:
+        """(rows, views, tokens) bool, where a view scores a token."""
+        return (self.weights * self.mask.unsqueeze(1)) != 0
+
+    @property
+    def scoring_views(self) -> Tensor:
+        """How many views score something, at least 1: of a micro-batch, on average over the rollout."""
+        return (self.scored.any(-1).sum() if self.views is None else self.views).clamp(min=1)
+
+    @property
+    def active_rows(self) -> Tensor:
+        """How many rows have an advantage that is not 0, at least 1: of a micro-batch, on average over the rollout."""
+        return (self.advantages.ne(0).sum() if self.active is None else self.active).clamp(min=1)
+
+    def by_draw(self, values: Tensor) -> Tensor:
+        """(rows, draws), sums of `values` (rows, views, tokens) over the tokens and views of each draw."""
+        return values.sum(-1).unflatten(1, (self.views_per_draw, -1)).sum(1)
+
+    @property
     def lengths(self) -> Tensor:
         """(rows,), scored tokens; 1 for a row without any, which is divided by it."""
         return self.mask.sum(-1).clamp(min=1)
@@ -82,13 +109,21 @@ def known(view_logps: Tensor | None) -> Tensor:
     return view_logps
 
 
-# What a `loss_type` makes of losses (rows,), sums over tokens: TRL's mean of that name, and "sum" for none of its own.
+def mean_of_views(views: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
+    """The mean over the tokens of a view, weighted as they are, then over all views that score something."""
+    weights = (inputs.weights * inputs.mask.unsqueeze(1)).sum(-1)
+    return (views / weights.where(weights != 0, 1.0)).sum() / inputs.scoring_views
+
+
+# What a `loss_type` makes of losses (rows, views), sums over tokens: TRL's mean of that name, and some of our own.
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
-    "sum": lambda rows, inputs, settings: rows.mean(),
-    "grpo": lambda rows, inputs, settings: (rows / inputs.lengths).mean(),
-    "dr_grpo": lambda rows, inputs, settings: rows.mean() / settings.max_completion_length,
-    "bnpo": lambda rows, inputs, settings: rows.sum() / inputs.mask.sum().clamp(min=1),
-    "dapo": lambda rows, inputs, settings: rows.sum() / inputs.tokens.clamp(min=1),
+    "sum": lambda views, inputs, settings: views.sum(1).mean(),
+    "grpo": lambda views, inputs, settings: (views.sum(1) / inputs.lengths).mean(),
+    "dr_grpo": lambda views, inputs, settings: views.sum(1).mean() / settings.max_completion_length,
+    "bnpo": lambda views, inputs, settings: views.sum() / inputs.mask.sum().clamp(min=1),
+    "dapo": lambda views, inputs, settings: views.sum() / inputs.tokens.clamp(min=1),
+    "active": lambda views, inputs, settings: views.sum() / (inputs.active_rows * settings.max_completion_length),
+    "views": mean_of_views,
 }
 
 
@@ -100,28 +135,32 @@ class Objective:
         loss: gives the loss, a scalar for one micro-batch, of which the step's loss is the mean, and metrics to log, of
             this process's rows. None is TRL's own loss.
         reads_old: it reads log-probabilities of the policy that sampled; without, none are scored.
-        over_all_rows: it weighs a row against all rows of its rollout and reads `LossInputs.log_ratios`.
+        over_group: it weighs a row against the others of its prompt and reads `LossInputs.log_ratios`.
         per_view: it takes each view's log-probabilities, not only their weighted sums.
-        per_draw: it takes each view as an estimate of the whole completion (`Estimator.single`).
+        per_draw: it takes each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
+        by_view: its mean is over views, so that the updates on a rollout can share the views out (`split_views`).
         linear: it takes log-probabilities; False: bounds made of means over hidden tokens (`Estimator.linear`).
         loss_types: the values of `loss_type` that it knows.
         own_kl: the penalty that the loss adds itself.
         settings: those of `epsilon`, `loss_type`, ... that it reads: to set another one is an error. None: unknown.
+        idle: those that do nothing as long as the policy is still the one that sampled.
     """
 
     loss: Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]] | None
     reads_old: bool = True
-    over_all_rows: bool = False
+    over_group: bool = False
     per_view: bool = False
     per_draw: bool = False
+    by_view: bool = False
     linear: bool = True
     loss_types: tuple[str, ...] = tuple(MEANS)
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None
+    idle: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.over_all_rows and not self.reads_old:
-            raise ValueError("an Objective with over_all_rows compares with the old policy: it needs reads_old=True")
+        if self.over_group and not self.reads_old:
+            raise ValueError("an Objective with over_group compares with the old policy: it needs reads_old=True")
 
     def __call__(self, inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
         """The loss and its metrics. Raises ValueError where the function returned something else."""

@@ -20,7 +20,7 @@ from d1.rl.budget import StopAtCompute, is_spent
 from d1.rl.checks import ON_RESUME, check_config, check_model_settings, check_prompts
 from d1.rl.choose_method import find_method
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.plan import plan
+from d1.rl.plan import idle, plan
 from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.shown_rollouts import ShowRollouts
 from d1.rl.state import check_rollout
@@ -67,6 +67,8 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
     numbers = plan(args, len(train_rows), check_config(longest, args))
     if args.should_save:
         logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
+        if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
+            logger.info("Idle, since each rollout has one optimizer step and every ratio is 1: %s", ", ".join(useless))
 
     def start() -> tuple[DiffuGRPOTrainer, RunConsole]:
         model = start_model(args, model_args)
@@ -88,7 +90,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
         cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
         return trainer, RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
 
-    facts = {"plan": numbers, "paper": find_method(args.method).paper, "changed": changed}
+    facts = {"plan": numbers, "idle": idle(args), "paper": find_method(args.method).paper, "changed": changed}
     return facts | {"validation_problems": len(eval_rows or [])}, start
 
 

@@ -17,7 +17,7 @@ from d1.rl.updates import Batch
 from d1.runs.checkpoints import reading
 
 REFERENCE = "reference.safetensors"
-FORMAT = 4  # of the files
+FORMAT = 5  # of the files
 COUNTERS = {"batches", "losses", "compute", "step", "metrics", "completions"}
 
 
@@ -56,7 +56,7 @@ def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:
         counters = json.loads(file.read_text())
         if not isinstance(counters, dict) or "step" not in counters:
             raise ValueError("no counters of a run")
-        if missing := COUNTERS - counters.keys() if counters.get("format", 0) >= 3 else ():
+        if missing := COUNTERS - counters.keys() if counters.get("format") == FORMAT else ():
             raise ValueError(f"without {', '.join(sorted(missing))}")
         return counters
 
@@ -64,12 +64,10 @@ def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:
 def check_rollout(folder: Path, args: Any) -> None:
     """Raises ValueError for a checkpoint whose rollout is incomplete or that a run of `args` cannot continue."""
     counters = read_counters(folder)
-    version, accumulation = counters.get("format"), args.gradient_accumulation_steps
-    if version != FORMAT and (version != 3 or accumulation > 1):  # version 3 keyed random numbers by micro-step
-        other = f"had other random numbers at gradient_accumulation_steps {accumulation}"
+    if counters.get("format") != FORMAT:
         raise ValueError(
-            f"{folder} was written by an earlier version, whose rollouts {other if version == 3 else 'kept less'}: "
-            "finish that run with that version, or start anew from its weights (--model_path, another --output_dir)"
+            f"{folder} was written by another version, whose rollouts keep something else: finish that run with that "
+            "version, or start anew from its weights (--model_path, another --output_dir)"
         )
     processes = counters.get("processes", len([*folder.glob("rollout_rank*.json")]))
     if processes != args.world_size:

@@ -25,12 +25,15 @@ from d1.rl.budget import total_compute
 from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
-from d1.rl.objectives import OBJECTIVES, PENALTIES, LossInputs, sequence_log_ratios
+from d1.rl.objectives import OBJECTIVES, LossInputs, sequence_log_ratios
+from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
+from d1.rl.scored import SCORED
 from d1.rl.state import load_rollout, save_rollout
 from d1.rl.updates import (
     Batch,
     Everyone,
+    count,
     draw_updates,
     evaluating,
     joined,
@@ -39,13 +42,13 @@ from d1.rl.updates import (
     reshaped,
     sampled_rows,
     score_batch,
+    score_more,
     score_updates,
     updates_are_alike,
     views_of,
 )
 from d1.sampling import Rollout, eos_cut, rollout
-from d1.scoring import ESTIMATORS, Scores, Views
-from d1.scoring.rollouts import randomness
+from d1.scoring import ESTIMATORS, Randomness, Scores, Views
 
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
 STREAMS = {("views", "train"): 0, ("rollout", "train"): 1, ("views", "eval"): 2, ("rollout", "eval"): 3}
@@ -97,7 +100,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if not args.has_trls_kl:
             self.beta = 0.0  # TRL then adds no KL and asks for no reference of its own
         check_trainer(self)
-        self.eos_stop = not self.samples_in_step if args.eos_stop is None else args.eos_stop
+        can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].behind_the_end
+        self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.compute: Any = 0  # tokens fed through the body, each twice more for a backward pass: a sum on the device
 
@@ -178,14 +182,27 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         total, first = self.accelerator.num_processes * rows, self.accelerator.process_index * rows
         everyone = Everyone(self.accelerator.gather, first)
         group = self.num_generations if self.mode == "train" else self.num_generations_eval
+        if self.args.scored_tokens != "ended":
+            pad_id = self.text_tokenizer.pad_token_id
+            score_more(batch, self.args.scored_tokens, self.eos_token_ids, pad_id, everyone)
         if self.args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
         batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
         generators, shared = self.generators("views", rows), keyed_generator(*self.key("views"))
-        updates = randomness(generators, shared, first, total, self.num_iterations)
-        how = (ESTIMATORS[self.args.estimator], self.args.view_settings(), not self.args.random_masking)
-        batch |= draw_updates(sampled_rows(batch, self.model.config, protected), updates, *how)
+        random = Randomness(generators, shared, first, total)
+        batch |= draw_updates(
+            sampled_rows(batch, self.model.config, protected),
+            random,
+            self.num_iterations,
+            ESTIMATORS[self.args.estimator],
+            self.args.view_settings(),
+            shared=not self.args.random_masking,
+            split=self.args.split_views,
+        )
+        batch |= count(batch, everyone)
+        if OBJECTIVES[self.args.objective].over_group:
+            batch["group"] = (torch.arange(rows, device=batch["canvas_ids"].device) + first) // group
         self.log_metric("prompt_masked", prompt_masked(batch))
         self.score_rollout(batch)
         self.evaluation_rollouts += self.mode == "eval"
@@ -209,6 +226,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """`score_batch` with this run's mask token and precision, its compute counted."""
         with self.accelerator.autocast():
             options |= {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
+            options["distribution"] = self.sampling.recorded
             scores = score_batch(model, batch, views, **options)
         self.compute = self.compute + scores.compute
         return scores
@@ -218,11 +236,13 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss under the views, old and reference log-probs of the inner update at hand."""
         training, args, objective = self.mode == "train", self.args, OBJECTIVES[self.args.objective]
-        if training and objective.over_all_rows and self.micro_step % args.steps_per_generation == 0:
+        if training and objective.over_group and self.micro_step % args.steps_per_generation == 0:
             self.compare_rows(model)
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
-        inputs = loss_inputs(batch, scores, self.update, micro_batches, args.reads_old_logps, args.sampling_weight_cap)
+        a_draw = ESTIMATORS[args.estimator].views_per_draw(args.view_settings())
+        reads = (args.reads_old_logps, args.sampling_weight_cap)
+        inputs = loss_inputs(batch, scores, self.update, micro_batches, *reads, a_draw)
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
         if objective.loss is None:
@@ -245,7 +265,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         return loss
 
     def compare_rows(self, model: Any) -> None:
-        """Adds `log_ratios`, of all rows of the rollout, to its micro-batches, before the first of an update."""
+        """Adds `log_ratios`, of the rows of each row's prompt, to a rollout's micro-batches before the first of an
+        update. Its rows were shuffled, and a group may lie on several processes."""
         update = self.update
 
         def ratios(batch: Batch) -> Tensor:
@@ -255,8 +276,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
         with self.without_checkpointing(), evaluating(model):
             everyone = self.accelerator.gather(torch.cat([ratios(batch) for batch in rollout_buffer(self)]))
+        order = self.accelerator.gather(torch.cat([batch["group"] for batch in rollout_buffer(self)])).argsort()
+        groups = everyone[order].view(-1, self.num_generations)
         for batch in rollout_buffer(self):
-            batch["log_ratios"] = everyone
+            batch["log_ratios"] = groups[batch["group"]]
 
     def check_finite(self, loss: Tensor, inputs: LossInputs, batch: Batch) -> None:
         """Ends the run at a loss that is not finite."""

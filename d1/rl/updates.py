@@ -4,7 +4,8 @@ A batch is a dictionary of tensors, as TRL makes it, with
 - `canvas_ids` (rows, canvas): the whole canvas as sampled, also behind a completion's end;
 - `view_noise` (rows, mu, views, prompt + canvas) and `view_weights` (rows, mu, views, canvas): [:, k] is what inner
   update k is scored in;
-- `old_view_logps` and `ref_view_logps` (rows, mu, views, canvas), where the loss needs them.
+- `old_view_logps` and `ref_view_logps` (rows, mu, views, canvas), where the loss needs them;
+- `scoring_views` (rows, mu) and `active_rows` (rows,): how many there are in all of the rollout, the same for each row.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from d1.models.head import run_inside
 from d1.models.kinds import block_size
-from d1.rl.objectives import ADVANTAGES
+from d1.rl.advantages import ADVANTAGES
 from d1.rl.rows import LossInputs
+from d1.rl.scored import SCORED, Sampled
 from d1.sampling import Rollout
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of
@@ -32,21 +34,66 @@ Batch = dict[str, Any]
 
 def draw_updates(
     sampled: SampledRows,
-    updates: Sequence[Randomness],
+    random: Randomness,
+    updates: int,
     estimator: Estimator,
     settings: ViewSettings,
     shared: bool = False,
+    split: bool = False,
 ) -> Batch:
-    """`view_noise` and `view_weights` of each update; with `shared`, those of the first for all.
+    """`view_noise` and `view_weights` of each update; with `shared`, those of the first for all; with `split`, a part
+    of the first's for each.
 
     They are drawn on the CPU, where the generators are: on a device an estimator would wait for it row by row.
     """
-    draws, device, sampled = 1 if shared else len(updates), sampled.scored.device, sampled.to("cpu")
-    drawn = [estimator(sampled, random, settings) for random in updates[:draws]] * (len(updates) // draws)
+    device, sampled = sampled.scored.device, sampled.to("cpu")
+    if split:
+        drawn = shared_out(estimator(sampled, random, settings), updates, random)
+    else:
+        draws = 1 if shared else updates
+        drawn = [estimator(sampled, random, settings) for _ in range(draws)] * (updates // draws)
     return {
         "view_noise": torch.stack([views.noise for views in drawn], dim=1).to(device, non_blocking=True),
         "view_weights": torch.stack([views.weights for views in drawn], dim=1).to(device, non_blocking=True),
     }
+
+
+def shared_out(views: Views, updates: int, random: Randomness) -> list[Views]:
+    """The views of each update: every view that scores something belongs to one, at random. A row has equally many in
+    each, up to one, and the rows begin with different updates, so that updates have equally many, too."""
+    turn = torch.full(views.weights.shape[:2], -1)
+    for row, (scoring, generator) in enumerate(zip(views.weights.ne(0).any(-1), random.rows, strict=True)):
+        places = scoring.nonzero().squeeze(1)
+        places = places[torch.randperm(len(places), generator=generator)]
+        turn[row, places] = (torch.arange(len(places)) + random.first_row + row) % updates
+    return [Views(views.noise, views.weights * (turn == update).unsqueeze(-1)) for update in range(updates)]
+
+
+def score_more(batch: Batch, name: str, end_ids: Sequence[int], pad_id: int | None, everyone: Everyone) -> None:
+    """Makes the tokens that `SCORED[name]` names the completions of a batch; rows that are out of the loss stay so."""
+    ids, mask = batch["canvas_ids"], batch["completion_mask"]
+    scored = SCORED[name].of(
+        Sampled(
+            ids=ids,
+            ended=fitted(mask, ids.shape[1]).bool(),
+            steps=batch["reveal_steps"],
+            is_end=torch.isin(ids, torch.tensor(end_ids, device=ids.device)),
+            is_padding=ids == (-1 if pad_id is None else pad_id),
+        )
+    )
+    batch["completion_ids"] = ids
+    batch["completion_mask"] = (scored & mask.any(-1, keepdim=True)).to(mask.dtype)
+    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
+
+
+def count(batch: Batch, everyone: Everyone) -> Batch:
+    """`scoring_views` and `active_rows`, of the rows that take part in the loss."""
+    width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
+    mask = fitted(batch["completion_mask"], width)[:, None, None]
+    views = (batch["view_weights"] * mask).ne(0).any(-1).sum((0, 2))
+    active = (batch["advantages"].ne(0) & batch["completion_mask"].any(-1)).sum()
+    *views, active = everyone.gather(torch.cat([views, active.unsqueeze(0)])).view(-1, len(views) + 1).sum(0)
+    return {"scoring_views": torch.stack(views).expand(rows, -1), "active_rows": active.expand(rows)}
 
 
 def views_of(batch: Batch, update: int) -> Views:
@@ -102,6 +149,7 @@ def loss_inputs(
     parts: int = 1,
     reads_old: bool = True,
     sampling_weight_cap: float | None = None,
+    views_per_draw: int = 1,
 ) -> LossInputs:
     """What an objective gets of inner update `update`: tensors as wide as the completions of `batch`.
 
@@ -109,6 +157,7 @@ def loss_inputs(
         parts: micro-batches of the rollout, over all processes.
         reads_old: the loss reads old log-probs; if none are stored, the policy is still the one that sampled.
         sampling_weight_cap: of `truncated_weights`; None: no weights.
+        views_per_draw: of the estimator.
     """
     width = batch["completion_mask"].shape[1]
 
@@ -126,6 +175,10 @@ def loss_inputs(
         advantages=batch["advantages"],
         mask=batch["completion_mask"],
         tokens=batch["num_items_in_batch"] / parts,
+        views=batch["scoring_views"][0, update] / parts,
+        active=batch["active_rows"][0] / parts,
+        views_per_draw=views_per_draw,
+        reveal_steps=fitted(batch["reveal_steps"], width),
         log_ratios=batch.get("log_ratios"),
     )
     if sampling_weight_cap is None:

@@ -113,7 +113,7 @@ class Sampler:
         generators = [state.generator for state in states if state.generator is not None]
         own: Generators = generators if len(generators) == len(states) else batch.generator
         found = self.states(canvas, passes, rows, positions)
-        ids, logps, entropies = predict(
+        ids, logps, entropies, recorded = predict(
             self.model,
             found,
             left,
@@ -132,7 +132,7 @@ class Sampler:
         for state, count in zip(states, later, strict=True):
             state.left, state.step = count, state.step + 1
         counts = canvas.passes, canvas.forward_tokens
-        return Step(rows, numbers, positions, chosen, ids, logps, entropies, canvas.ids, *counts)
+        return Step(rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *counts)
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`: with what was given and, under

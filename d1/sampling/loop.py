@@ -33,11 +33,11 @@ class Rollout:
     Attributes:
         ids: (rows, prompt + gen_length), without a mask token in the completion.
         logps: (rows, gen_length) fp32, each token's log-probability in the step that revealed it: of the sampler's own
-            logits (cached, guided) at temperature 1, normalised over the whole vocabulary, as scoring does. 0 where the
-            EOS stop filled.
+            logits (cached, guided) at temperature 1, normalised over the whole vocabulary, as scoring does, or of
+            the distribution `SamplingSettings.recorded`. 0 where the EOS stop filled.
         reveal_steps: (rows, gen_length) long, the step that revealed each token: the number, from 0, of the row's own
             forward pass. -1 where the EOS stop filled.
-        entropies: (rows, gen_length) fp32, in nats, of the distributions of `logps`. 0 where the EOS stop filled.
+        entropies: (rows, gen_length) fp32, in nats, of these logits at temperature 1. 0 where the EOS stop filled.
         passes: (rows,) forward passes that the row took part in.
         forward_tokens: (rows,) tokens processed by the transformer in these, in both branches with guidance, without
             padding. A block-causal model's cache makes them fewer and leaves all else as it is, up to rounding.

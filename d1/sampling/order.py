@@ -25,6 +25,11 @@ def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -
     return uniform()
 
 
+def low_entropy(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
+    """The predictions of the lowest entropy first (Dream, DiffuCoder, arXiv 2506.20639)."""
+    return -entropies
+
+
 @dataclass(frozen=True)
 class Order:
     """A row of the table.
@@ -45,6 +50,7 @@ class Order:
 REMASKING: dict[str, Order] = {
     "low_confidence": Order(low_confidence, by_confidence=True),
     "random": Order(at_random, draws=True),
+    "entropy": Order(low_entropy),
 }
 
 

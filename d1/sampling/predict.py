@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from d1.models import head
+from d1.models.distribution import OWN
 from d1.sampling.reveal import RULES
 from d1.sampling.settings import SamplingSettings
 
@@ -88,8 +89,9 @@ def predict(
     mask_token_id: int,
     generator: Generators,
     noise_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A token for each position, its log-probability and the entropy there: (rows, n) each.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A token for each position, its log-probability, the entropy there, and the log-probability to record: (rows, n)
+    each. The last is the first under `settings.recorded`.
 
     The head runs at a bounded number of positions at a time. Chunks hold whole rows, or parts of one row that depend on
     nothing else, so that a row's random numbers do not depend on its batch.
@@ -104,7 +106,7 @@ def predict(
     rows_at_once = max(1, at_once // n)
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     logps = torch.empty(rows, n, device=states.device)
-    entropies = torch.empty_like(logps)
+    entropies, recorded = torch.empty_like(logps), torch.empty_like(logps)
     plain = settings.rule is not None and RULES[settings.rule].plain_entropies
     run_head = head.body_and_head(model)[1]
     for first in range(0, rows, rows_at_once):
@@ -115,12 +117,20 @@ def predict(
             logits = guided(run_head(states[:, *part].flatten(0, 1)), len(states), settings.cfg_scale)
             if settings.temperature == 0 and not plain:
                 ids[part], logps[part], entropies[part] = head.most_likely(logits, mask_token_id)
+                recorded[part] = logps[part]
                 continue
             log_normaliser = logits.logsumexp(-1)
             entropies[part] = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
-            logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token
+            sharp = settings.drawn_from
+            left = sharp.truncated(logits) if sharp.truncates else logits
+            whole = logits.clone() if settings.recorded != OWN else logits
+            for one in {left, logits}:
+                one[..., mask_token_id] = -torch.inf  # a revealed token must be a token
             drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
-            ids[part] = draw_ids(logits, settings.temperature, generators, noise_dtype, drawn)
+            ids[part] = draw_ids(left, settings.temperature, generators, noise_dtype, drawn)
             logps[part] = logits.gather(-1, ids[part].unsqueeze(-1)).squeeze(-1) - log_normaliser
-            del logits  # before the next chunk's
-    return ids, logps, entropies
+            recorded[part] = logps[part]
+            if settings.recorded != OWN:
+                recorded[part] = head.token_logps(settings.recorded.logits(whole, ids[part]), ids[part])
+            del logits, left, whole  # before the next chunk's
+    return ids, logps, entropies, recorded

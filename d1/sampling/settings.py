@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import block_size
 from d1.sampling.caches import CACHES
 from d1.sampling.order import REMASKING
@@ -36,6 +37,8 @@ class SamplingSettings:
         kv_cache: for a cached sampler, a name in `CACHES`; None is "dual".
         reveal: for a parallel sampler, a name in `RULES`; None is "threshold".
         reveal_level: the level of that rule; None is the rule's own.
+        top_k, top_p: what is drawn from (`d1.models.distribution`).
+        record_as_sampled: a rollout records log-probabilities of what was drawn from, not of the model itself.
 
     Raises:
         ValueError: a setting that makes no sense, alone or beside the others, or one that would be ignored.
@@ -51,6 +54,9 @@ class SamplingSettings:
     kv_cache: str | None = None
     reveal: str | None = None
     reveal_level: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    record_as_sampled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gen_length", "block_length", "steps"):
@@ -73,6 +79,12 @@ class SamplingSettings:
         wrong = {
             f"kv_cache={self.kv_cache!r} {ignored} cached one": self.kv_cache is not None and self.cache is None,
             f"reveal and reveal_level {ignored} parallel one": of_rules and self.rule is None,
+            f"top_k={self.top_k} must be >= 0 and top_p={self.top_p} above 0 and at most 1": (
+                self.top_k < 0 or not 0 < self.top_p <= 1
+            ),
+            "top_k, top_p and record_as_sampled need a temperature above 0": (
+                not self.temperature and (self.top_k > 0 or self.top_p < 1 or self.record_as_sampled)
+            ),
             f"a parallel sampler reveals by confidence: it needs remasking {orders}, got {self.remasking}": (
                 self.rule is not None and not REMASKING[self.remasking].by_confidence
             ),
@@ -93,7 +105,8 @@ class SamplingSettings:
                 blocks, or a model, that is 32.
             called: what `source` calls a field, where its name there is another: `steps="diffusion_steps"`.
         """
-        values = {field.name: getattr(source, called.get(field.name, field.name)) for field in fields(cls)}
+        names = {field.name: called.get(field.name, field.name) for field in fields(cls)}
+        values = {own: getattr(source, name) for own, name in names.items() if hasattr(source, name)}
         if values["block_length"] is None:
             values["block_length"] = block_size(model_config) or BLOCK_LENGTH
         return cls(**values)
@@ -102,6 +115,16 @@ class SamplingSettings:
     def cache(self) -> str | None:
         """The cache in use, or None."""
         return (self.kv_cache or "dual") if self._is("cached") else None
+
+    @property
+    def drawn_from(self) -> Distribution:
+        """What tokens are drawn from; at temperature 0, the model's own distribution."""
+        return Distribution(self.temperature, self.top_k, self.top_p) if self.temperature else OWN
+
+    @property
+    def recorded(self) -> Distribution:
+        """Whose log-probabilities a rollout records."""
+        return self.drawn_from if self.record_as_sampled else OWN
 
     @property
     def rule(self) -> str | None:

@@ -1,11 +1,18 @@
 """Monte Carlo estimates of the any-order evidence lower bound of log p, with masks at random.
 
 For a completion of L tokens the bound is the sum over x = 1..L of E[sum of hidden tokens' log-probs] / x, the
-expectation over the sets of x hidden tokens (LLaDA, arXiv 2502.09992, equation 14, and appendix B.5). `elbo` and `espo`
+expectation over the sets of x hidden tokens (LLaDA, arXiv 2502.09992, equation 14, and appendix B.5). The first three
 estimate it without bias; they differ in how a draw chooses what is hidden:
 
 - `elbo`: a time t, uniform, then each token with probability t, weight 1 / t (LLaDA's training loss);
-- `espo`: a count x, uniform on 0..L, then a set of so many, weight (L + 1) / x (ESPO, arXiv 2512.03759).
+- `espo`: a count x, uniform on 0..L, then a set of so many, weight (L + 1) / x (ESPO, arXiv 2512.03759);
+- `counts`: a count x, uniform on 1..L, then a set of so many, weight L / x (BGPO, arXiv 2510.11683). In a block-causal
+  model the bound is the sum of its blocks', and every block has a count of its own (EBPO);
+- `gauss`: the integral over the share t of hidden tokens by Gauss-Legendre quadrature at three t, each with max(1,
+  floor(t L)) hidden tokens and the weight w / t (GDPO, arXiv 2510.08554). Biased for short completions, where t L is
+  far from whole: a token's weights sum to 1.10 on average at L = 5 and to .96 at 20;
+- `complements`: the mean of a mask of x tokens and of its complement, each token with the weight 1/2: half the sum of
+  log-probabilities, each token in the one view that hides it. No bound (GDSD).
 
 `antithetic` adds to each draw its opposite, which hides the other tokens; `stratified` spreads times or counts evenly
 over a row's draws and over all rows of the rollout.
@@ -13,11 +20,15 @@ over a row's draws and over all rows of the rollout.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise
 from d1.scoring.views import Views, views_of_canvas
+
+NODES, PARTS = (torch.tensor(values / 2, dtype=torch.float64) for values in np.polynomial.legendre.leggauss(3))
+NODES = NODES + 0.5  # from [-1, 1] to [0, 1]
 
 
 def weighed(
@@ -53,6 +64,18 @@ def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tens
     return weighed(prompt_noise, hidden, scored, weights, opposite, antithetic)
 
 
+def counts_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, lengths: Tensor) -> Views:
+    """A view for each draw, which hides the tokens whose rank within their block is below the block's count.
+
+    Args:
+        prompt_noise: (rows, views or 1, prompt) bool.
+        counts, lengths: (rows, draws, canvas) and (rows, canvas): of each token's block, or of the whole completion.
+        ranks: (rows, draws, canvas), of a block's scored tokens, from 0 in random order.
+    """
+    weights = lengths.unsqueeze(1) / (counts.shape[1] * counts.clamp(min=1))
+    return views_of_canvas(prompt_noise, ranks < counts, scored, weights)
+
+
 def views(settings: ViewSettings) -> int:
     return settings.draws * (2 if settings.antithetic else 1)
 
@@ -72,6 +95,12 @@ def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> T
     return numbers.to(sampled.scored.device)
 
 
+def ranks_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> Tensor:
+    """(rows, draws, canvas) the scored tokens' ranks, from 0 in random order; behind theirs those of others."""
+    # Numbers of 24 bits can be equal: a stable sort gives such tokens the same ranks on every device.
+    return numbers_of_tokens(sampled, random, draws).argsort(dim=-1, stable=True).argsort(-1)
+
+
 def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     device = sampled.scored.device
     times = spread(random, settings).clamp(2**-24, 1 - 2**-24).to(device)  # neither 1 / t nor 1 / (1 - t) is infinite
@@ -80,10 +109,49 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
     return elbo_views(noise, times, numbers, sampled.scored, settings.antithetic)
 
 
-def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    device, lengths = sampled.scored.device, sampled.scored.sum(-1, keepdim=True)
-    counts = (spread(random, settings).to(device) * (lengths + 1)).long().minimum(lengths)
-    # Numbers of 24 bits can be equal: a stable sort gives such tokens the same ranks on every device.
-    ranks = numbers_of_tokens(sampled, random, settings.draws).argsort(dim=-1, stable=True).argsort(-1)
+def uniform_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Tensor:
+    """(rows, draws) counts, uniform on 0..L."""
+    lengths = sampled.scored.sum(-1, keepdim=True)
+    return (spread(random, settings).to(lengths.device) * (lengths + 1)).long().minimum(lengths)
+
+
+def draw_espo(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    counts = uniform_counts(sampled, random, settings)
+    ranks = ranks_of_tokens(sampled, random, settings.draws)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, views(settings))
     return espo_views(noise, counts, ranks, sampled.scored, settings.antithetic)
+
+
+def draw_complements(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    counts = uniform_counts(sampled, random, settings)
+    hidden = ranks_of_tokens(sampled, random, settings.draws) < counts.unsqueeze(-1)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 2 * settings.draws)
+    weights = torch.full_like(counts, 1 / settings.draws, dtype=torch.float)
+    return weighed(noise, hidden, sampled.scored, weights, weights, antithetic=True)
+
+
+def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    """With blocks, those of a draw have counts as far up 1..len as one number says."""
+    scored, device = sampled.scored, sampled.scored.device
+    blocks = torch.zeros_like(scored, dtype=torch.long) if sampled.blocks is None else sampled.blocks
+    blocks = blocks - blocks[:, :1]
+    lengths = torch.zeros_like(blocks).scatter_add(1, blocks, scored.long()).gather(1, blocks)
+    up = spread(random, settings).to(device).unsqueeze(-1)
+    counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
+    # Blocks one after the other, each in random order: what is left of a token in that order, less whole blocks.
+    numbers = numbers_of_tokens(sampled, random, settings.draws) + 2 * blocks.unsqueeze(1)
+    before = torch.zeros_like(blocks).scatter_add(1, blocks, torch.ones_like(blocks)).cumsum(1).roll(1, 1)
+    before[:, 0] = 0
+    ranks = numbers.argsort(dim=-1, stable=True).argsort(-1) - before.gather(1, blocks).unsqueeze(1)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.draws)
+    return counts_views(noise, counts, ranks, scored, lengths)
+
+
+def draw_gauss(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    scored, device = sampled.scored, sampled.scored.device
+    times = NODES.to(device)
+    counts = (times * scored.sum(-1, keepdim=True)).long().clamp(min=1)
+    hidden = ranks_of_tokens(sampled, random, len(times)) < counts.unsqueeze(-1)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, len(times))
+    weights = (PARTS.to(device) / times).float().expand(len(scored), -1).unsqueeze(-1)
+    return views_of_canvas(noise, hidden, scored, weights)

@@ -45,7 +45,8 @@ class Estimator:
         clean_prompt: tokens are scored given the whole prompt, so `p_mask_prompt` must be 0.
         partial: a draw scores some of the tokens, and weights are the inverse of the chance to be drawn. They belong
             in front of each view's loss: a ratio of weighted sums would have them as exponents.
-        single: each view alone estimates the log-probability of the whole completion.
+        views_per_draw: how many views, n apart where there are n draws, estimate the log-probability of the whole
+            completion without the others; 0: no fewer than all.
         settings: those of `num_views`, `antithetic`, ... that it reads: to set another one is an error. None: unknown.
     """
 
@@ -56,7 +57,7 @@ class Estimator:
     replays: bool = False
     clean_prompt: bool = False
     partial: Asked = never
-    single: Asked = never
+    views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
     settings: tuple[str, ...] | None = None
 
     def __call__(self, sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
@@ -83,14 +84,35 @@ def described(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
 
 
+def one(settings: ViewSettings) -> int:
+    return 1
+
+
+def drawn(settings: ViewSettings) -> int:
+    return settings.draws
+
+
+def pairs(settings: ViewSettings) -> int:
+    return 2 * settings.draws
+
+
+def one_or_a_pair(settings: ViewSettings) -> int:
+    return 2 if settings.antithetic else 1
+
+
 BOUND = ("num_views", "antithetic", "stratified")
 ESTIMATORS: dict[str, Estimator] = {
     "one_step": Estimator(masks.draw_one_step, draws=lambda settings: settings.p_mask_prompt > 0, settings=()),
     "coupled": Estimator(masks.draw_coupled, lambda settings: 3, settings=()),
-    "elbo": Estimator(elbo.draw, elbo.views, single=lambda settings: not settings.antithetic, settings=BOUND),
-    "espo": Estimator(elbo.draw_counts, elbo.views, single=lambda settings: not settings.antithetic, settings=BOUND),
-    "random_masks": Estimator(masks.draw_random, partial=always, settings=()),
-    "spg": Estimator(spg.draw, lambda settings: settings.draws, linear=False, settings=("num_views",)),
+    "elbo": Estimator(elbo.draw, elbo.views, views_per_draw=one_or_a_pair, settings=BOUND),
+    "espo": Estimator(elbo.draw_espo, elbo.views, views_per_draw=one_or_a_pair, settings=BOUND),
+    "counts": Estimator(elbo.draw_counts, drawn, views_per_draw=one, settings=("num_views", "stratified")),
+    "gauss": Estimator(elbo.draw_gauss, lambda settings: len(elbo.NODES), settings=()),
+    "complements": Estimator(
+        elbo.draw_complements, pairs, views_per_draw=lambda settings: 2, settings=("num_views", "stratified")
+    ),
+    "random_masks": Estimator(masks.draw_random, drawn, partial=always, settings=("num_views",)),
+    "spg": Estimator(spg.draw, drawn, linear=False, settings=("num_views",)),
     "replay": Estimator(
         replay.draw,
         replay.views,
@@ -98,7 +120,11 @@ ESTIMATORS: dict[str, Estimator] = {
         replays=True,
         clean_prompt=True,
         partial=draws_some,
-        settings=("num_views", "segments", "segment_steps", "draw_steps"),
+        settings=("num_views", "segment_steps", "draw_steps", "mean_step"),
+    ),
+    "segments": Estimator(replay.draw_segments, replay.number_of_segments, replays=True, settings=("segments",)),
+    "states": Estimator(
+        replay.draw_states, drawn, replays=True, clean_prompt=True, partial=always, settings=("num_views",)
     ),
     "left_to_right": Estimator(
         replay.draw_text, lambda settings: settings.gen_length, draws=never, clean_prompt=True, settings=()

@@ -5,10 +5,9 @@
 - `coupled`: the mean of d1's estimate and of that of two opposite masks (DiffuCoder, arXiv 2506.20639, section 4).
   Biased by design: a mask's share of hidden tokens is never below 0.2 nor above 0.8, and, as in the release, the
   expected weights sum to 1.5: 0.5 from the fully masked view and 0.5 from each of two complementary masks.
-- `random_masks`: the mean log-probability of the tokens that a mask hides (MMaDA, arXiv 2505.15809). Over the inner
-  updates on a rollout a row's share of hidden tokens starts at random and moves on in equal distances. Each is uniform
-  on [0, 1), and so the mean over all draws is L / (L + 1) of the any-order bound (`d1/scoring/elbo.py`) of a completion
-  of L tokens: hidden tokens weigh by one over the share that is in fact hidden, and a draw may hide none.
+- `random_masks`: `num_views` masks, each of which hides a token with a probability uniform on [0.1, 0.9]; the mean
+  log-probability of the tokens that a mask hides, times the completion's length (UniGRPO of MMaDA, arXiv 2505.15809, as
+  released). Biased for the any-order bound (`d1/scoring/elbo.py`), which needs shares from 0 to 1.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_no
 from d1.scoring.views import Views, score, views_of_canvas
 
 SHARES = (0.2, 0.8)  # a coupled mask's share of hidden tokens is uniform between these
+TIMES = (0.1, 0.9)  # and a random mask's
 
 
 def one_step_views(prompt_noise: Tensor, scored: Tensor, gen_length: int) -> Views:
@@ -93,14 +93,16 @@ def draw_coupled(sampled: SampledRows, random: Randomness, settings: ViewSetting
 
 
 def random_mask_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
-    """One view, which hides `hidden` (rows, canvas) and `prompt_noise` (rows, 1, prompt); its weights sum to a
-    completion's length."""
-    count = (hidden & scored).sum(-1).clamp(min=1)
-    weights = (scored.sum(-1) / count)[:, None, None]
-    return views_of_canvas(prompt_noise, hidden.unsqueeze(1), scored, weights)
+    """Views that hide `hidden` (rows, views, canvas) and `prompt_noise` (rows, views or 1, prompt); the weights of each
+    sum to a completion's length, over the number of views."""
+    count = (hidden & scored.unsqueeze(1)).sum(-1, keepdim=True).clamp(min=1)
+    weights = scored.sum(-1)[:, None, None] / (hidden.shape[1] * count)
+    return views_of_canvas(prompt_noise, hidden, scored, weights)
 
 
 def draw_random(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    hidden = draw_masks(sampled.scored, random.spaced, random.rows)
-    noise = prompt_noise(sampled, random, settings.p_mask_prompt, 1)
+    low, high = TIMES
+    times = low + (high - low) * random.uniform(settings.draws)
+    hidden = torch.stack([draw_masks(sampled.scored, of_view, random.rows) for of_view in times.unbind(1)], dim=1)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, settings.draws)
     return random_mask_views(noise, hidden, sampled.scored)

@@ -2,10 +2,17 @@
 
 The sum over tokens is then the log-probability of the sampler's own trajectory, its choice of places left out: what the
 rollout recorded, so that ratios start at 1. A view is a *segment* of a row's steps: single steps (CJ-GRPO, arXiv
-2509.23924), `segment_steps` of them merged (TraceRL, arXiv 2509.06949), or all of them cut into `segments` (d2, arXiv
-2509.21474); of a merged segment all tokens are scored in the state at its beginning. With `num_views` only so many
-segments are drawn, uniformly or in proportion to the entropy of what they reveal, and each weighs by the inverse of its
-chance (AGRPO, arXiv 2510.04019; d2's one segment an update): unbiased for the sum over all segments.
+2509.23924) or `segment_steps` of them merged (TraceRL, arXiv 2509.06949); of a merged segment all tokens are scored in
+the state at its beginning. With `num_views` only so many segments are chosen, as `draw_steps` says:
+
+- `uniform` or `entropy` draws them, in proportion to the entropy of what they reveal, each with the inverse of its
+  chance as weight: unbiased for the sum over all segments or, with `mean_step`, for their mean (AGRPO, arXiv
+  2510.04019).
+- `top` takes those that reveal the tokens of the highest mean entropy, with weight 1. Biased by design (EGSPO).
+
+Two estimators are variants of it. `segments` cuts the steps of the whole canvas into `segments` and hides prompt tokens
+at random, so that its states are not the sampler's own (d2, arXiv 2509.21474). `states` draws `num_views` steps without
+replacement, by how unlikely what they revealed was, and scores all that is hidden there (RLDF).
 
 The end of a completion counts as a token: a completion that is only an EOS has one segment.
 
@@ -14,33 +21,19 @@ For a block-causal model the steps are counted from the first of each block: a v
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, within_blocks
+from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise, within_blocks
 from d1.scoring.views import Views
 
-DRAW_STEPS = ("uniform", "entropy")
+DRAW_STEPS = ("uniform", "entropy", "top")
 
 
 def views(settings: ViewSettings) -> int:
-    if settings.num_views:
-        return settings.num_views
-    return settings.segments or -(-settings.steps // (settings.segment_steps or 1))
-
-
-def segments_of(reveal_steps: Tensor, scored: Tensor, segments: int | None, segment_steps: int | None) -> Tensor:
-    """(rows, canvas) the segment of each token's step; -1 for tokens that no step revealed.
-
-    `segments` split only the steps up to the last scored token: later ones depend on the EOS stop. A row of fewer steps
-    has one segment per step.
-    """
-    if segments:
-        steps = last_scored(reveal_steps, scored) + 1
-        merged = reveal_steps * steps.clamp(max=segments) // steps
-    else:
-        merged = reveal_steps // (segment_steps or 1)
-    return merged.masked_fill(reveal_steps < 0, -1)
+    return settings.num_views or -(-settings.steps // (settings.segment_steps or 1))
 
 
 def last_scored(places: Tensor, scored: Tensor) -> Tensor:
@@ -48,21 +41,30 @@ def last_scored(places: Tensor, scored: Tensor) -> Tensor:
     return torch.where(scored, places, 0).amax(-1, keepdim=True)
 
 
-def replay_views(prompt: int, segments: Tensor, chosen: Tensor, weights: Tensor, scored: Tensor) -> Views:
+def replay_views(prompt_noise: Tensor, segments: Tensor, chosen: Tensor, weights: Tensor, scored: Tensor) -> Views:
     """A view for each of a row's `chosen` segments (rows, views), which shows what was revealed before the segment.
 
     Tokens behind the completion's end are shown like others: the sampler saw them, too.
 
     Args:
-        prompt: its length; none of it is hidden.
-        segments: (rows, canvas), from `segments_of`.
+        prompt_noise: (rows, views or 1, prompt) bool.
+        segments: (rows, canvas), the segment of each token's step; -1 for tokens that no step revealed.
         weights: (rows, views), of the segment's own tokens.
     """
     place, at = segments.unsqueeze(1), chosen.unsqueeze(-1)
     hidden = (place >= at) | (place < 0)
-    clean = hidden.new_zeros(*chosen.shape, prompt)
     own = (place == at) & scored.unsqueeze(1)
-    return Views(torch.cat([clean, hidden], dim=-1), torch.where(own, weights.unsqueeze(-1), 0.0))
+    noise = prompt_noise.expand(-1, chosen.shape[1], -1)
+    return Views(torch.cat([noise, hidden], dim=-1), torch.where(own, weights.unsqueeze(-1), 0.0))
+
+
+def per_segment(segments: Tensor, scored: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of `values` (rows, canvas) over each segment's scored tokens, and their numbers: (rows, segments) fp64."""
+    last = int(last_scored(segments, scored).max())
+    within, zeros = torch.where(scored, segments, 0), torch.zeros(len(scored), last + 1, dtype=torch.float64)
+    zeros = zeros.to(values.device)
+    sums = zeros.scatter_add(1, within, torch.where(scored, values, 0).double())
+    return sums, zeros.scatter_add(1, within, scored.double())
 
 
 def chances(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str) -> Tensor:
@@ -72,10 +74,8 @@ def chances(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str
     """
     last = last_scored(segments, scored)
     weights = torch.ones(len(last), int(last.max()) + 1, dtype=torch.float64, device=last.device)
-    if draw_steps == "entropy":
-        counted = torch.where(scored, entropies.clamp(min=0), 0).double()  # rounding can leave one below 0
-        within = torch.where(scored, segments, 0)
-        weights = torch.full_like(weights, 1e-6).scatter_add(1, within, counted)
+    if draw_steps == "entropy":  # rounding can leave an entropy below 0
+        weights = 1e-6 + per_segment(segments, scored, entropies.clamp(min=0))[0]
     weights = weights.masked_fill(torch.arange(weights.shape[1], device=last.device) > last, 0)
     return weights / weights.sum(-1, keepdim=True)
 
@@ -93,28 +93,73 @@ def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, weights.masked_fill(again, 0.0).float()
 
 
+def highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The up to `count` segments (rows, draws) of the highest `scores` (rows, segments), and weights of 1; of 0 where a
+    row has fewer, those of which the score is -inf."""
+    best = scores.sort(dim=-1, descending=True, stable=True)  # of equals the first, on every device
+    return best.indices[:, :count], best.values[:, :count].isfinite().float()
+
+
 def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    scored = sampled.scored
-    steps = within_blocks(sampled.reveal_steps, sampled.blocks)
-    segments = segments_of(steps, scored, settings.segments, settings.segment_steps)
-    prompt = sampled.prompt_ids.shape[1]
+    scored, steps = sampled.scored, within_blocks(sampled.reveal_steps, sampled.blocks)
+    segments = (steps // (settings.segment_steps or 1)).masked_fill(steps < 0, -1)
+    clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
     if not settings.num_views:
-        return every_view(prompt, segments, scored)
+        return every_view(clean, segments, scored)
+    if settings.draw_steps == "top":
+        sums, counts = per_segment(segments, scored, sampled.entropies)
+        means = torch.where(counts > 0, sums / counts.clamp(min=1), -torch.inf)
+        return replay_views(clean, segments, *highest(means, settings.num_views), scored)
     numbers = random.evenly_spread(settings.num_views).to(segments.device)
     chance = chances(segments, scored, sampled.entropies, settings.draw_steps)
-    return replay_views(prompt, segments, *drawn(chance, numbers), scored)
+    chosen, weights = drawn(chance, numbers)
+    if settings.mean_step:
+        weights = weights / (chance > 0).sum(-1, keepdim=True)
+    return replay_views(clean, segments, chosen, weights, scored)
 
 
-def every_view(prompt: int, segments: Tensor, scored: Tensor) -> Views:
+def every_view(prompt_noise: Tensor, segments: Tensor, scored: Tensor) -> Views:
     """A view for each segment, as many as of the row with most: the others' last views score nothing."""
     count = int(last_scored(segments, scored).max()) + 1
     chosen = torch.arange(count, device=segments.device).expand(len(segments), -1)
-    return replay_views(prompt, segments, chosen, torch.ones_like(chosen, dtype=torch.float), scored)
+    return replay_views(prompt_noise, segments, chosen, torch.ones_like(chosen, dtype=torch.float), scored)
+
+
+def number_of_segments(settings: ViewSettings) -> int:
+    return min(settings.segments or settings.steps, settings.steps)
+
+
+def draw_segments(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    """All the steps that a canvas can take, cut into equal segments: the same ones for every row."""
+    steps = within_blocks(sampled.reveal_steps, sampled.blocks)
+    if sampled.blocks is not None:  # of which each has its share of the steps
+        settings = replace(settings, steps=-(-settings.steps * settings.block_length // settings.gen_length))
+    count = number_of_segments(settings)
+    merged = steps * count // settings.steps
+    chosen = torch.arange(count, device=steps.device).expand(len(steps), -1)
+    noise = prompt_noise(sampled, random, settings.p_mask_prompt, count)
+    ones = torch.ones_like(chosen, dtype=torch.float)
+    return replay_views(noise, merged.masked_fill(steps < 0, -1), chosen, ones, sampled.scored)
+
+
+def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+    """Steps with a chance proportional to the exponential of the mean surprisal of what they revealed."""
+    scored, steps = sampled.scored, within_blocks(sampled.reveal_steps, sampled.blocks)
+    sums, counts = per_segment(steps, scored, -sampled.logps)
+    # The largest of log-chances with Gumbel noise: a draw without replacement.
+    uniform = random.uniform(settings.steps)[:, : sums.shape[1]].double().clamp(min=1e-12).to(sums.device)
+    noisy = sums / counts.clamp(min=1) - (-uniform.log()).log()
+    chosen, weights = highest(noisy.masked_fill(counts == 0, -torch.inf), settings.draws)
+    clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
+    views = replay_views(clean, steps, chosen, weights, scored)
+    hidden = views.noise[..., -sampled.gen_length :] & scored.unsqueeze(1)
+    return Views(views.noise, torch.where(hidden, weights.unsqueeze(-1), 0.0))
 
 
 def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """The chain rule: each token given the prompt and the tokens before it, all later ones hidden (JustGRPO,
-    2601.15165). One view per token, or per token of every block; exact for a sampler with `block_length` 1."""
+    2601.15165). One view per token, or token of every block; exact for a sampler with `block_length` 1."""
     rows, canvas = sampled.scored.shape
     order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
-    return every_view(sampled.prompt_ids.shape[1], within_blocks(order, sampled.blocks), sampled.scored)
+    clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
+    return every_view(clean, within_blocks(order, sampled.blocks), sampled.scored)

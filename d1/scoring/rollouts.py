@@ -23,7 +23,7 @@ class ViewSettings:
         p_mask_prompt: the probability to hide each maskable token of the prompt.
         num_views: Monte Carlo draws per row and update; None: one, and replay scores every step.
         antithetic, stratified: of `elbo.py`.
-        segments, segment_steps, draw_steps: of `replay.py`.
+        segments, segment_steps, draw_steps, mean_step: of `replay.py`.
     """
 
     gen_length: int = 256
@@ -36,6 +36,7 @@ class ViewSettings:
     segments: int | None = None
     segment_steps: int | None = None
     draw_steps: str = "uniform"
+    mean_step: bool = False
 
     @property
     def draws(self) -> int:
@@ -109,14 +110,12 @@ class Randomness:
         shared: in the same state on all processes; always draw from it for all `total_rows`, not for those at hand.
         first_row: which row of the rollout, over all processes, the first row at hand is.
         total_rows: rows of the rollout, over all processes.
-        spaced: (rows,) in [0, 1), uniform, and over a row's updates equally far apart, modulo 1 (UniGRPO's times).
     """
 
     rows: Sequence[Generator]
     shared: Generator
     first_row: int
     total_rows: int
-    spaced: Tensor
 
     def evenly_spread(self, draws: int) -> Tensor:
         """(rows, draws) in [0, 1), fp64, each uniform, and all of the rollout's together spread evenly: `strata`."""
@@ -154,12 +153,3 @@ def rotation(rows: int, draws: int, u: Tensor) -> Tensor:
 def prompt_noise(sampled: SampledRows, random: Randomness, p: float, views: int) -> Tensor:
     """(rows, views, prompt) bool: each view hides each maskable token of the prompt with probability `p`."""
     return torch.stack([draw_masks(sampled.maskable, p, random.rows) for _ in range(views)], dim=1)
-
-
-def randomness(
-    rows: Sequence[Generator], shared: Generator, first_row: int, total_rows: int, updates: int
-) -> list[Randomness]:
-    """The `Randomness` of each inner update on a rollout; their generators are the same, and go on."""
-    starts = torch.rand(total_rows, generator=shared)[first_row : first_row + len(rows)]
-    times = [(starts + update / updates) % 1 for update in range(updates)]
-    return [Randomness(rows, shared, first_row, total_rows, spaced) for spaced in times]

@@ -7,8 +7,9 @@ views' mean is SPG's lower form; `d1/rl/objectives.py` makes both of its forms o
 
 Neither form bounds a likelihood in general. With one block and nothing perturbed, the mean of the lower form over all
 draws is the any-order bound (`d1/scoring/elbo.py`) divided by the length. With more blocks it is no bound: blocks are
-averaged, and each view scores all later blocks, too. The released code favours the first block (a random number modulo
-the number of blocks); here all are equally likely.
+averaged, and each view scores all later blocks, too. As in the released code a view's block is the place of a random
+permutation of all blocks of the canvas, modulo the blocks that reach into the completion: a block can come twice, and
+where their number does not divide the canvas' the first ones are likelier.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ def hidden_of_row(length: int, block: int, hide: int, order: Tensor, block_lengt
 
 
 def draw_row(scored: Tensor, generator: Generator, count: int, settings: ViewSettings) -> Tensor:
-    """(views, canvas) bool of one row; `count` blocks are drawn without replacement, as far as they go round."""
+    """(views, canvas) bool of one row, in `count` views."""
     length, size = int(scored.sum()), settings.block_length
     if not length:  # a row that takes no part
         return torch.ones(count, len(scored), dtype=torch.bool)
-    order = torch.randperm(-(-length // size), generator=generator)
+    order = torch.randperm(-(-len(scored) // size), generator=generator) % -(-length // size)
     rows = []
     for block in order.repeat(-(-count // len(order)))[:count].tolist():
         tokens = min((block + 1) * size, length) - block * size

@@ -33,6 +33,7 @@ from d1.models.attention import (
     require_prepared,
     takes_masks_over_queries,
 )
+from d1.models.distribution import OWN, Distribution
 from d1.models.head import body_and_head, calls_in_step, target_logps
 from d1.models.kinds import block_size
 from d1.models.two_streams import two_stream_states
@@ -92,8 +93,8 @@ class Scores(NamedTuple):
             Differentiable.
         compute: scalar, tokens processed by the transformer; times 3 with gradients, for the backward pass to come, or
             times 4 where it computes them again.
-        entropies: (rows, tokens), the same sum of the entropies in nats of the same distributions, without gradients;
-            None unless asked for.
+        entropies: (rows, tokens), the same sum of the entropies in nats of the model's own distributions, without
+            gradients; None unless asked for.
     """
 
     logps: Tensor
@@ -113,6 +114,7 @@ def score(
     gen_length: int,
     with_entropies: bool = False,
     views_at_once: int = 1,
+    distribution: Distribution = OWN,
 ) -> Scores:
     """Log-probabilities of completions, summed over views with their weights.
 
@@ -125,6 +127,7 @@ def score(
         completion_ids: (rows, tokens), tokens <= gen_length.
         gen_length: length of the canvas the completion was sampled on; a shorter one would reveal the completion's end.
         views_at_once: a pass takes this many views of each row, on average.
+        distribution: whose log-probabilities they are, of those that the model's logits can be made into.
 
     Raises:
         ValueError: the model was not prepared, or shapes do not fit each other.
@@ -150,7 +153,8 @@ def score(
         hidden = views.noise[row, view] & visible[row].bool()
         states = run_body(clean[row], hidden, visible[row] if padded else None)
         states = states[:, -gen_length:][:, :width].flatten(0, 1)[at]
-        logps, entropies = target_logps(model, states, completion_ids[row].flatten()[at], with_entropies=with_entropies)
+        options: dict[str, Any] = {"with_entropies": with_entropies, "distribution": distribution}
+        logps, entropies = target_logps(model, states, completion_ids[row].flatten()[at], **options)
 
         def placed(values: Tensor) -> Tensor:
             return values.new_zeros(len(row) * width).index_put((at,), values).view(len(row), width)

@@ -1,0 +1,67 @@
+"""KL penalties, which `kl` names and `beta` weighs: pure functions of log-probabilities.
+
+With log d = log p_reference - log p, k2 is (log d)^2 / 2 and k3 is d - log d - 1 (J. Schulman, Approximating KL
+divergence, 2020). A new one is a function and a row of `PENALTIES`, here or in a file of yours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from d1.rl.objectives import averaged, likely, mean_of_states
+from d1.rl.rows import LossInputs, Penalty, known
+
+
+def k3_of(log_d: Tensor) -> Tensor:
+    return log_d.exp() - log_d - 1
+
+
+def k3(inputs: LossInputs, settings: Any) -> Tensor:
+    """Of each token in each view, summed with the views' weights. TRL's own with `--objective trl`, which takes k3 of
+    the views' weighted sum."""
+    per_token = k3_of(known(inputs.view_reference) - inputs.view_logps)
+    return averaged((inputs.weights * per_token * inputs.mask.unsqueeze(1)).sum(-1), inputs, settings)
+
+
+def k3_to_old(inputs: LossInputs, settings: Any) -> Tensor:
+    """To the policy that sampled: the sum over a view's tokens, the mean over views (TraceRL, arXiv 2509.06949)."""
+    per_token = k3_of(known(inputs.view_old) - inputs.view_logps)
+    return (per_token * inputs.scored).sum() / inputs.scoring_views
+
+
+def k3_steps(inputs: LossInputs, settings: Any) -> Tensor:
+    """Of the product of a view's probabilities, over its tokens' number; the mean over views (EGSPO)."""
+    scored = inputs.scored
+    log_d = ((known(inputs.view_reference) - inputs.view_logps) * scored).sum(-1)
+    return (k3_of(log_d) * scored.any(-1) / scored.sum(-1).clamp(min=1)).sum() / inputs.scoring_views
+
+
+def k3_likely(inputs: LossInputs, settings: Any) -> Tensor:
+    """Of each token that is `likely`, averaged like the objective `rldf`."""
+    return mean_of_states(k3_of(known(inputs.view_reference) - inputs.view_logps), likely(inputs))
+
+
+def k2_sequence(inputs: LossInputs, settings: Any) -> Tensor:
+    """k2 of a completion's whole log-probability, over its length (ESPO, arXiv 2512.03759)."""
+    log_d = ((known(inputs.reference) - inputs.logps) * inputs.mask).sum(-1)
+    return (log_d**2 / 2 / inputs.lengths).mean()
+
+
+def k2_draws(inputs: LossInputs, settings: Any) -> Tensor:
+    """k2 of each draw's whole log-probability, over the completion's length; the mean over draws (GDSD)."""
+    difference = inputs.weights * (known(inputs.view_reference) - inputs.view_logps) * inputs.mask.unsqueeze(1)
+    log_d = inputs.by_draw(difference)
+    log_d = log_d.shape[1] * log_d
+    return (log_d**2 / 2 / inputs.lengths.unsqueeze(1)).mean()
+
+
+PENALTIES: dict[str, Penalty] = {
+    "k3": Penalty(k3, settings=("loss_type",)),
+    "k3_to_old": Penalty(k3_to_old, to="old", settings=()),
+    "k3_steps": Penalty(k3_steps, settings=()),
+    "k3_likely": Penalty(k3_likely, settings=()),
+    "k2_sequence": Penalty(k2_sequence, settings=()),
+    "k2_draws": Penalty(k2_draws, settings=()),
+}

@@ -1,0 +1,56 @@
+"""Which tokens of a canvas count in the loss, which `scored_tokens` names. Methods differ in what they do with those
+behind the first EOS. A new way is a function and a row of `SCORED`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sampled(NamedTuple):
+    """What a sampler left, (rows, canvas) each, and the tokenizer's tokens.
+
+    Attributes:
+        ids: of the whole canvas.
+        ended: bool, up to and including the first EOS.
+        steps: the step that revealed each token; -1 where none did.
+        is_end: bool, the tokens that end a text.
+        is_padding: bool, the tokenizer's padding token, which may also end a text.
+    """
+
+    ids: Tensor
+    ended: Tensor
+    steps: Tensor
+    is_end: Tensor
+    is_padding: Tensor
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row of the table.
+
+    Attributes:
+        of: the tokens (rows, canvas) bool that count in the loss.
+        behind_the_end: it may count tokens behind the first EOS, so that all of the canvas must be sampled.
+    """
+
+    of: Callable[[Sampled], Tensor]
+    behind_the_end: bool = False
+
+
+def to_the_last_text(sampled: Sampled) -> Tensor:
+    """All that was revealed up to the step that revealed the last token which is no EOS (AGRPO, as released)."""
+    last = torch.where(sampled.is_end, -1, sampled.steps).amax(-1, keepdim=True)
+    return (sampled.steps >= 0) & (sampled.steps <= last)
+
+
+SCORED: dict[str, Scored] = {
+    "ended": Scored(lambda sampled: sampled.ended),
+    "text": Scored(lambda sampled: sampled.ended & ~sampled.is_padding),
+    "steps": Scored(to_the_last_text, behind_the_end=True),
+    "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), behind_the_end=True),
+}
