@@ -192,7 +192,7 @@ class DiffuGRPOConfig(GRPOConfig):
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether there is one optimizer step on a rollout. It has `num_iterations` updates, each of which may be cut by
+        """Whether there is one optimizer step on a rollout. It has `num_iterations` updates, and each may be cut by
         rows, into steps of `gradient_accumulation_steps` micro-batches."""
         return self.gradient_accumulation_steps % (int(self.steps_per_generation or 1) * self.num_iterations) == 0
 

@@ -20,7 +20,7 @@ from d1.rl.rows import MEANS, LossInputs, Objective, known
 
 
 def averaged(per_view: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The mean that `settings.loss_type` names of sums over tokens (rows, views). Raises ValueError for TRL's others."""
+    """The mean that `settings.loss_type` names of sums (rows, views) over tokens. Raises ValueError for TRL's own."""
     if settings.loss_type not in MEANS:
         raise ValueError(f"loss_type {settings.loss_type} is known to TRL's loss alone: take one of {', '.join(MEANS)}")
     return MEANS[settings.loss_type](per_view, inputs, settings)
