@@ -57,6 +57,9 @@ if [ "$GPUS" -eq 0 ]; then
     set -- --bf16 false --load_in_4bit false --dtype float32 "$@"
 fi
 ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-accelerate.yaml}
+if [ "$METHOD" = coupled-grpo ]; then # groups of ten
+    COMPLETIONS=${COMPLETIONS:-80} PER_DEVICE=${PER_DEVICE:-10}
+fi
 COMPLETIONS=${COMPLETIONS:-96}
 PER_DEVICE=${PER_DEVICE:-6}
 

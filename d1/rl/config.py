@@ -237,7 +237,7 @@ def with_method(fill: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, *args: Any, **given: Any) -> None:
         method = find_method(given.get("method", "d1"))
         check_names(method, DiffuGRPOConfig.__dataclass_fields__.keys() - {"method"})
-        fill(self, *args, **{**method.scale, **method.values, **given})
+        fill(self, *args, **(method.under(given) | given))
 
     return init
 

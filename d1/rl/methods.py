@@ -30,7 +30,14 @@ class Method:
     values: dict[str, Any]
     scale: dict[str, Any] = field(default_factory=dict)
 
+    def under(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Its settings, with those given in place of `scale`. The canvas is one setting: its length, steps and blocks fit
+        each other."""
+        canvas = CANVAS if CANVAS.keys() & given.keys() else {}
+        return {**self.scale, **canvas, **given, **self.values}
 
+
+CANVAS = {"max_completion_length": 256, "diffusion_steps": 128, "block_length": None}  # d1's
 # d1's own, the defaults. Every other row says where it differs, so that choosing one leaves nothing of another.
 D1: dict[str, Any] = {
     "estimator": "one_step",
@@ -103,8 +110,7 @@ METHODS: dict[str, Method] = {
         | loss("trl", "bnpo", epsilon=0.5, beta=0.01)
         | advantage("leave_one_out")
         | run(2, 1.0, top_p=0.95, remasking="entropy"),
-        scale(1e-06, 10, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1})
-        | canvas(256, 256, 256),
+        scale(1e-06, 10, lr_scheduler_type="cosine") | canvas(256, 256, 256),
     ),
     "espo": Method(
         "ESPO, arXiv 2512.03759",

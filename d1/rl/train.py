@@ -89,12 +89,12 @@ class Parser(TrlParser):
                         raise ValueError(f"{other} and {action.dest} in the --config file are one setting: keep one")
                     config[action.dest] = config.pop(other)
         if self.named:  # on the command line, hence above the file
-            config = {**self.named.scale, **config, **self.named.values}
+            config = self.named.under(config)
         elif "method" in config:
             from d1.rl.choose_method import find_method
 
             method = find_method(config["method"])
-            config = {**method.scale, **method.values, **config}
+            config = method.under(config) | config
         return super().set_defaults_with_config(**config)
 
 
