@@ -208,7 +208,7 @@ METHODS: dict[str, Method] = {
         | loss("rldf", "sum", kl="k3_likely", beta=0.01)
         | advantage("floored")
         | run(1, 1.0, 1.0, sampler="parallel", reveal="threshold", reveal_level=0.9),
-        scale(1e-06, 4, **FULL),
+        scale(1e-06, 4, **FULL) | canvas(256, 256, 32),
     ),
     "dipo": Method(
         "DiPO, of DiRL, for block-causal models",
@@ -217,7 +217,7 @@ METHODS: dict[str, Method] = {
         | loss("clipped_views", "bnpo", epsilon_high=0.28, beta=0.1, right_share=[1e-6, 1 - 1e-6])
         | GROUP
         | run(1, 1.0, 1.0, top_k=50),
-        scale(1e-06, 8, **FULL),
+        {"num_generations": 8},
     ),
     "ebpo": Method(
         "EBPO, of LLaDA2.1, for block-causal models, as in DARE",

@@ -213,7 +213,9 @@ def bounds(row, values):
     lower = mean(values[view][places[view]].mean() for view in range(2))
     upper = []
     for k in sorted({*places[0], *places[1]}):
-        terms = [torch.exp(1.5 * values[view][k]) * row.length / len(places[view]) for view in (0, 1) if k in places[view]]
+        terms = [
+            torch.exp(1.5 * values[view][k]) * row.length / len(places[view]) for view in (0, 1) if k in places[view]
+        ]
         upper.append(torch.log(total(terms) / 2) / 1.5)
     return lower, mean(upper)
 
@@ -419,9 +421,7 @@ def ebpo(rows):
 
     def loss(row):
         among = range(row.length)
-        new, old = (
-            mean(draws_of(row, values, lambda x: row.length / x, among)) for values in (row.l, row.old)
-        )
+        new, old = (mean(draws_of(row, values, lambda x: row.length / x, among)) for values in (row.l, row.old))
         return -ppo(torch.exp(new - old), row.A)
 
     return mean(map(loss, rows))
@@ -493,8 +493,6 @@ def test_a_methods_loss_and_gradient_are_its_authors(tiny_model_dir, tmp_path, m
         size = max(slope.abs().max() for slope in slopes)
         assert size > 1e-6
         differences = [(found - expected).abs() / max(1.0, abs(expected.item()))]
-        differences += [
-            (leaf.grad - slope).abs().max() / size for leaf, slope in zip(leaves, slopes, strict=True)
-        ]
+        differences += [(leaf.grad - slope).abs().max() / size for leaf, slope in zip(leaves, slopes, strict=True)]
         largest = max(largest, *(difference.item() for difference in differences))
     assert largest <= stated()[method]
