@@ -31,7 +31,7 @@ class Method:
     scale: dict[str, Any] = field(default_factory=dict)
 
     def under(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Its settings, with those given in place of `scale`. The canvas is one setting: its length, steps and blocks fit
+        """Its settings, with those given in place of `scale`. A canvas is one setting: its length, steps and blocks fit
         each other."""
         canvas = CANVAS if CANVAS.keys() & given.keys() else {}
         return {**self.scale, **canvas, **given, **self.values}

@@ -107,8 +107,8 @@ def ppo(ratio, A, low=0.2, high=0.2, dual=math.inf):
     return gain if A >= 0 else torch.max(gain, A * dual)
 
 
-def k3(l, other):
-    return torch.exp(other - l) - (other - l) - 1
+def k3(new, other):
+    return torch.exp(other - new) - (other - new) - 1
 
 
 def mean(values):
@@ -151,8 +151,8 @@ def d1(rows):
     set_advantages(rows, "r - m")
 
     def loss(row):
-        l, old, ref = one_view(row)
-        return (-ppo(torch.exp(l - old), row.A, 0.5, 0.5) + 0.04 * k3(l, ref)).sum()
+        new, old, ref = one_view(row)
+        return (-ppo(torch.exp(new - old), row.A, 0.5, 0.5) + 0.04 * k3(new, ref)).sum()
 
     return by_batch(rows, loss, lambda row: row.length)
 
@@ -179,8 +179,8 @@ def coupled(rows):
                 own[scored_in(row, view, range(row.length))] = 1.0
                 weighted = weighted + own * values[view] / (2 * share)
             sums.append(weighted[: row.length])
-        l, old, ref = sums
-        return (-ppo(torch.exp(l - old), row.A, 0.5, 0.5) + 0.01 * k3(l, ref)).sum()
+        new, old, ref = sums
+        return (-ppo(torch.exp(new - old), row.A, 0.5, 0.5) + 0.01 * k3(new, ref)).sum()
 
     return by_batch(rows, loss, lambda row: row.length)
 
@@ -395,8 +395,8 @@ def rldf(rows):
                 now = revealed(row, view, range(row.length))
                 for k in scored_in(row, view, range(row.length)):
                     if k in now or row.l[view][k].exp() >= 0.6:
-                        l = row.l[view][k]
-                        losses.append(-row.A * l + 0.01 * k3(l, row.ref[view][k]))
+                        new = row.l[view][k]
+                        losses.append(-row.A * new + 0.01 * k3(new, row.ref[view][k]))
             states.append(mean(losses) if losses else torch.zeros((), dtype=torch.float64))
         batches.append(mean(states))
     return mean(batches)
