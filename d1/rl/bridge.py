@@ -63,6 +63,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.record: Batch = {}
+        self.rows: list[dict[str, Any]] = []  # of the dataset, in the rollout at hand
         self.rollout_seconds: list[float] = []  # of each training rollout, with its rewards and `after_rollout`
 
     # --- What a subclass defines --------------------------------------------------------------------------------------
@@ -103,6 +104,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         started = time.perf_counter()
+        self.rows = inputs
         batch = super()._generate_and_score_completions(inputs) | self.record
         self.record = {}
         self.after_rollout(batch)
@@ -121,6 +123,15 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         self.record |= {name: column.to(rewards.device, non_blocking=True) for name, column in columns.items()}
         self.log_metric("seconds/reward", time.perf_counter() - started)
         return rewards
+
+    def rewards_of(self, completion_ids: list[list[int]]) -> Tensor:
+        """(rows,) `weighted_sum` of the rewards that other completions of the rollout's rows would get."""
+        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
+        prompts = [row["prompt"] for row in self.rows]
+        rewards = super()._calculate_rewards(self.rows, prompts, completions, completion_ids)
+        own = rewards[self.accelerator.process_index * len(texts) :][: len(texts)].cpu()
+        return weighted_sum(own, self.reward_weights.cpu()).to(rewards.device)
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         return self.loss(model, inputs)

@@ -35,7 +35,7 @@ ON_RESUME = OnResume(
             *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
             *("num_generations", "num_iterations", "max_completion_length", "mask_id"),
             *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
-            *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled"),
+            *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),
             *("p_mask_prompt", "random_masking", "protect_special_tokens"),
             *("objective", "kl", "advantage", "scale_rewards", "right_share"),
             # The weights in the checkpoint

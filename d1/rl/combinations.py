@@ -95,6 +95,8 @@ def contradictions(s: Any) -> Iterator[str]:
             f"split_views gives each update some of a row's views, and {s.objective} with loss_type {s.loss_type} "
             "needs all of them: take --objective clipped_views --loss_type views, or clipped_steps"
         )
+    if s.state_reward and s.num_iterations > 1 and not s.split_views:
+        yield "state_reward belongs to the views of one draw: set --split_views true or --num_iterations 1"
     if s.score_as_sampled and not s.temperature:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     if SCORED[s.scored_tokens].behind_the_end and s.eos_stop:

@@ -126,6 +126,9 @@ class DiffuGRPOConfig(GRPOConfig):
     objective: str = setting("trl", f"One of {', '.join(OBJECTIVES)}; trl is TRL's loss, by loss_type.")
     kl: str = setting("k3", f"What beta weighs: {', '.join(PENALTIES)}.")
     advantage: str = setting("trl", f"One of {', '.join(ADVANTAGES)}; trl is what scale_rewards gives.")
+    state_reward: Amount = setting(
+        0.0, "clipped_steps: weight of a completion's reward less that of finishing it in one pass from a view's state."
+    )
     right_share: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
         None, "Drop prompts whose fraction of correct completions is outside these two bounds."
     )
@@ -222,6 +225,11 @@ class DiffuGRPOConfig(GRPOConfig):
             check_sampler(settings, model_config)
             self.block_length = settings.block_length
         return settings
+
+    @property
+    def views_per_draw(self) -> int:
+        """Of the estimator."""
+        return ESTIMATORS[self.estimator].views_per_draw(self.view_settings())
 
     def view_settings(self) -> ViewSettings:
         """What estimators read."""

@@ -94,6 +94,8 @@ AGRPO = D1 | MEAN_STEP | run(1, 0.6, 1.0, top_p=0.99, top_k=150, remasking="rand
 AGRPO_SCALE = scale(5e-06, 8, weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps=0.01) | canvas(384, 128, 12)
 TRACERL = loss("clipped_views", "views", kl="k3_to_old", beta=0.01, right_share=[0.2, 0.8]) | GROUP
 TRACERL |= run(4, 0.8, 1.0, split_views=True)
+EGSPO = D1 | estimator("replay", "canvas", num_views=8, draw_steps="top") | run(4, split_views=True)
+EGSPO |= loss("clipped_steps", "views", epsilon_high=0.5, kl="k3_steps", beta=0.04)
 BOUNDS = {"eubo_beta": 1.5, "eubo_share": 0.5}
 
 METHODS: dict[str, Method] = {
@@ -179,13 +181,9 @@ METHODS: dict[str, Method] = {
         | run(2),
         scale(1e-06, 16, lr_scheduler_type="linear"),
     ),
-    "egspo": Method(
-        "EGSPO, arXiv 2603.12554, without stepwise advantages",
-        D1
-        | estimator("replay", "canvas", num_views=8, draw_steps="top")
-        | loss("clipped_steps", "views", epsilon_high=0.5, kl="k3_steps", beta=0.04)
-        | run(4, split_views=True),
-        scale(3e-05, 8),
+    "egspo": Method("EGSPO, arXiv 2603.12554", EGSPO, scale(3e-05, 8)),
+    "egspo-sa": Method(
+        "EGSPO with stepwise advantages, arXiv 2603.12554", EGSPO | {"state_reward": 0.5}, scale(3e-05, 8)
     ),
     "gdpo": Method(
         "GDPO, arXiv 2510.08554",

@@ -68,7 +68,8 @@ def clipped_steps(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, 
     over all views (EGSPO, arXiv 2603.12554)."""
     scored = inputs.scored
     log_ratios = ((inputs.view_logps - known(inputs.view_old)) * scored).sum(-1)
-    gains, clipped = clip(log_ratios.exp(), inputs.advantages.unsqueeze(1), settings)
+    advantages = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
+    gains, clipped = clip(log_ratios.exp(), advantages, settings)
     per_token = gains * scored.any(-1) / scored.sum(-1).clamp(min=1)
     return -per_token.sum() / inputs.scoring_views, share(clipped, scored.any(-1))
 
@@ -207,7 +208,7 @@ OBJECTIVES: dict[str, Objective] = {
     "clipped_views": Objective(
         clipped_views, per_view=True, by_view=True, settings=("loss_type", *CLIP, "sampling_weight_cap"), idle=CLIP
     ),
-    "clipped_steps": Objective(clipped_steps, per_view=True, by_view=True, settings=CLIP, idle=CLIP),
+    "clipped_steps": Objective(clipped_steps, per_view=True, by_view=True, settings=(*CLIP, "state_reward"), idle=CLIP),
     "clipped_sequences": Objective(clipped_sequences, settings=CLIP[:2], idle=CLIP[:2]),
     "bgpo": Objective(bgpo, per_view=True, per_draw=True, settings=CLIP, idle=CLIP),
     "gdsd": Objective(gdsd, per_view=True, per_draw=True, settings=("epsilon",)),

@@ -33,6 +33,7 @@ class LossInputs:
         active: likewise, the rows whose advantage is not 0; None: of this micro-batch.
         views_per_draw: `Estimator.views_per_draw`.
         reveal_steps: (rows, tokens), the step that revealed each token.
+        view_advantages: (rows, views), of each view's state; None without `state_reward`.
         log_ratios: (rows, completions of a prompt) `sequence_log_ratios` of the rows of each row's prompt, of the
             policy before this update; None unless `Objective.over_group`.
         sampling_weights: (rows, tokens), of each token's part of the policy gradient (`truncated_weights`); None
@@ -50,6 +51,7 @@ class LossInputs:
     active: Tensor | None = None
     views_per_draw: int = 1
     reveal_steps: Tensor | None = None
+    view_advantages: Tensor | None = None
     log_ratios: Tensor | None = None
     sampling_weights: Tensor | None = None
 

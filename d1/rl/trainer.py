@@ -30,6 +30,7 @@ from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
 from d1.rl.scored import SCORED
 from d1.rl.state import load_rollout, save_rollout
+from d1.rl.state_rewards import compare_states
 from d1.rl.updates import (
     Batch,
     Everyone,
@@ -44,10 +45,11 @@ from d1.rl.updates import (
     score_batch,
     score_more,
     score_updates,
+    texts_of,
     updates_are_alike,
     views_of,
 )
-from d1.sampling import Rollout, eos_cut, rollout
+from d1.sampling import Rollout, rollout
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
 
 # Streams of random numbers: views and rollouts, in training and evaluation, never share one.
@@ -143,15 +145,15 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         sampled = self.sample(*(given.to(self.accelerator.device, non_blocking=True) for given in (ids, mask)))
         record = {"canvas_ids": sampled.ids[:, ids.shape[1] :], "reveal_steps": sampled.reveal_steps}
         record |= {"rollout_logps": sampled.logps, "rollout_entropies": sampled.entropies}
-        completions = record["canvas_ids"].cpu()  # this waits for the device
+        completions = texts_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
         passes, fed = torch.stack([sampled.passes, sampled.forward_tokens]).cpu()
-        kept = eos_cut(completions, self.eos_token_ids)
         seconds = time.perf_counter() - started
         self.log_metric("seconds/rollout", seconds)
         self.log_metric("sampling/forward_passes", passes.float().mean().item())
         self.log_metric("sampling/forward_tokens", fed.float().mean().item())
-        self.log_metric("rollout_tokens_per_second", completions.numel() * self.accelerator.num_processes / seconds)
-        return [row[keep].tolist() for row, keep in zip(completions, kept, strict=True)], record
+        tokens = record["canvas_ids"].numel() * self.accelerator.num_processes
+        self.log_metric("rollout_tokens_per_second", tokens / seconds)
+        return completions, record
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
@@ -183,17 +185,15 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         everyone = Everyone(self.accelerator.gather, first)
         group = self.num_generations if self.mode == "train" else self.num_generations_eval
         if self.args.scored_tokens != "ended":
-            pad_id = self.text_tokenizer.pad_token_id
-            score_more(batch, self.args.scored_tokens, self.eos_token_ids, pad_id, everyone)
+            ends = self.eos_token_ids, self.text_tokenizer.pad_token_id
+            score_more(batch, self.args.scored_tokens, *ends, everyone)
         if self.args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
         batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
         protected = self.text_tokenizer if self.args.protect_special_tokens else None
-        generators, shared = self.generators("views", rows), keyed_generator(*self.key("views"))
-        random = Randomness(generators, shared, first, total)
         batch |= draw_updates(
             sampled_rows(batch, self.model.config, protected),
-            random,
+            Randomness(self.generators("views", rows), keyed_generator(*self.key("views")), first, total),
             self.num_iterations,
             ESTIMATORS[self.args.estimator],
             self.args.view_settings(),
@@ -201,6 +201,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             split=self.args.split_views,
         )
         batch |= count(batch, everyone)
+        if self.args.state_reward:
+            batch["view_advantages"] = compare_states(self, batch, group, everyone)
         if OBJECTIVES[self.args.objective].over_group:
             batch["group"] = (torch.arange(rows, device=batch["canvas_ids"].device) + first) // group
         self.log_metric("prompt_masked", prompt_masked(batch))
@@ -240,9 +242,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.compare_rows(model)
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
-        a_draw = ESTIMATORS[args.estimator].views_per_draw(args.view_settings())
-        reads = (args.reads_old_logps, args.sampling_weight_cap)
-        inputs = loss_inputs(batch, scores, self.update, micro_batches, *reads, a_draw)
+        given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw
+        inputs = loss_inputs(batch, scores, self.update, micro_batches, *given)
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}
         if objective.loss is None:
@@ -255,7 +256,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             penalty = PENALTIES[args.kl](inputs, args)
             metrics["kl"] = self.accelerator.gather(penalty.detach()).mean().item()
             loss = loss + args.beta * penalty / accumulated
-        self.check_finite(loss.detach(), inputs, batch)
+        decode = self.text_tokenizer.decode
+        self.require_finite(loss.detach(), lambda: rows_to_blame(batch, inputs.logps.detach(), decode))
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
         if self.update == 0:
@@ -280,10 +282,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         groups = everyone[order].view(-1, self.num_generations)
         for batch in rollout_buffer(self):
             batch["log_ratios"] = groups[batch["group"]]
-
-    def check_finite(self, loss: Tensor, inputs: LossInputs, batch: Batch) -> None:
-        """Ends the run at a loss that is not finite."""
-        self.require_finite(loss, lambda: rows_to_blame(batch, inputs.logps.detach(), self.text_tokenizer.decode))
 
     # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ A batch is a dictionary of tensors, as TRL makes it, with
 - `view_noise` (rows, mu, views, prompt + canvas) and `view_weights` (rows, mu, views, canvas): [:, k] is what inner
   update k is scored in;
 - `old_view_logps` and `ref_view_logps` (rows, mu, views, canvas), where the loss needs them;
+- `view_advantages` (rows, views), with `state_reward`;
 - `scoring_views` (rows, mu) and `active_rows` (rows,): how many there are in all of the rollout, the same for each row.
 """
 
@@ -25,7 +26,7 @@ from d1.models.kinds import block_size
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.rows import LossInputs
 from d1.rl.scored import SCORED, Sampled
-from d1.sampling import Rollout
+from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of
 
@@ -179,6 +180,7 @@ def loss_inputs(
         active=batch["active_rows"][0] / parts,
         views_per_draw=views_per_draw,
         reveal_steps=fitted(batch["reveal_steps"], width),
+        view_advantages=batch.get("view_advantages"),
         log_ratios=batch.get("log_ratios"),
     )
     if sampling_weight_cap is None:
@@ -203,6 +205,12 @@ def evaluating(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+def texts_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]]:
+    """The ids of each row of canvases (rows, canvas) up to and including its first EOS."""
+    ids = canvas_ids.cpu()
+    return [row[keep].tolist() for row, keep in zip(ids, eos_cut(ids, eos_token_ids), strict=True)]
 
 
 def joined(parts: Iterable[Rollout]) -> Rollout:

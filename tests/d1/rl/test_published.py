@@ -17,7 +17,7 @@ import torch
 
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
-from tests.tiny_grpo import make_method
+from tests.tiny_grpo import by_letter, make_method
 
 ENDS, G, BATCHES = (2, 25, 28, 32), 8, 4
 DOCUMENT = Path(__file__).parents[3] / "docs" / "methods.md"
@@ -75,10 +75,27 @@ def rows_of(part, number, trainer):
             hidden=[batch["view_noise"][row, update, v, -G:].nonzero().flatten().tolist() for v in used],
             used=[v for v in used if batch["view_weights"][row, update, v].any()],
             drawn=batch["view_weights"][row, update].double(),
+            finished=finished(trainer, batch, row) if trainer.args.objective == "clipped_steps" else None,
             l=part.logps[row],
             old=stored("old_view_logps"),
             ref=stored("ref_view_logps"),
         )
+
+
+@torch.no_grad()
+def finished(trainer, batch, row):
+    """The rewards of a row's completion when the states of its views are finished in one pass."""
+    kept = batch["prompt_mask"][row].bool()
+    prompt, canvas, rewards = batch["prompt_ids"][row][kept], batch["canvas_ids"][row], []
+    for noise in batch["view_noise"][row, 0, :, -G:]:
+        state = torch.where(noise, trainer.mask_token_id, canvas)
+        logits = trainer.model(input_ids=torch.cat([prompt, state]).unsqueeze(0)).logits[0, -G:]
+        logits[:, trainer.mask_token_id] = -torch.inf
+        ids = torch.where(noise, logits.argmax(-1), canvas).tolist()
+        ends = [place for place, token in enumerate(ids) if token in ENDS]
+        text = trainer.text_tokenizer.decode(ids[: ends[0] + 1 if ends else G], skip_special_tokens=True)
+        rewards.append(torch.tensor(by_letter([[{"content": text}]])[0], dtype=torch.float64))
+    return rewards
 
 
 # --- What formulas share --------------------------------------------------------------------------------------------
@@ -337,14 +354,19 @@ def bgpo(rows):
     return mean(map(loss, rows))
 
 
-def egspo(rows):
-    set_advantages(rows, "r - m")
+def egspo(rows, lam=0.0):
+    """With lam, the reward of a state takes part; means are over a prompt's completions at states of equal rank."""
     losses = []
+    for group in groups_of(rows):
+        for view in range(len(rows[0].hidden)):
+            mixed = [(row.reward + lam * (row.reward - row.finished[view])) / (1 + lam) for row in group]
+            for row, one in zip(group, mixed, strict=True):
+                row.__dict__.setdefault("states", {})[view] = one - mean(mixed)
     for row in rows:
         for view in row.used:
             places = revealed(row, view, range(G))
             new, old, ref = (values[view][places].sum() for values in (row.l, row.old, row.ref))
-            gain = ppo(torch.exp(new - old), row.A, 0.2, 0.5) - 0.04 * k3(new, ref)
+            gain = ppo(torch.exp(new - old), row.states[view], 0.2, 0.5) - 0.04 * k3(new, ref)
             losses.append(-gain / len(places))
     return mean(losses)
 
@@ -443,6 +465,7 @@ PUBLISHED = {
     "bgpo": bgpo,
     "stable-drl": stable_drl,
     "egspo": egspo,
+    "egspo-sa": lambda rows: egspo(rows, lam=0.5),
     "gdpo": gdpo,
     "gdsd": gdsd,
     "rldf": rldf,
@@ -475,7 +498,7 @@ def test_a_methods_loss_and_gradient_are_its_authors(tiny_model_dir, tmp_path, m
         steps_per_generation=BATCHES,
         learning_rate=0.0,
         right_share=None,
-        **({"segments": 4} if method == "d2" else {"num_views": 8} if method == "egspo" else {}),
+        **({"segments": 4} if method == "d2" else {"num_views": 8} if "egspo" in method else {}),
     )
     trainer.train()
     assert len(trainer.parts) == 2 * BATCHES

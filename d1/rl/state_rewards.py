@@ -1,0 +1,70 @@
+"""Advantages per state of a rollout, from the reward of the completion that the model would finish there in one pass.
+
+With lam = `state_reward`, a view's share of the reward is [r + lam (r - r_v)] / (1 + lam). Here r is the completion's
+reward, and r_v that of the completion in which every token that the view hides is the most likely one. The advantage is
+this share less its mean over the prompt's completions in the view of the same number (EGSPO-SA, arXiv 2603.12554). For
+a block-causal model, the state of a block has the earlier blocks as they ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d1.rl.bridge import REWARD
+from d1.rl.updates import Batch, Everyone, evaluating, texts_of
+from d1.sampling import SamplingSettings
+from d1.sampling.predict import predict
+from d1.scoring.views import hidden_states
+
+
+def compare_states(trainer: Any, batch: Batch, group: int, everyone: Everyone) -> Tensor:
+    """(rows, views) advantages of the states that the views of all updates show, `group` rows of a prompt together."""
+    scoring = batch["view_weights"].ne(0).any(-1).any(1)
+    rewards = []
+    with trainer.sampling_model() as model, evaluating(model), trainer.accelerator.autocast():
+        for view in range(scoring.shape[1]):
+            ids, fed = finished_in_one_pass(model, batch, view, trainer.mask_token_id)
+            trainer.compute = trainer.compute + fed
+            rewards.append(trainer.rewards_of(texts_of(ids, trainer.eos_token_ids)))
+    at_states = torch.stack(rewards, dim=1).to(scoring.device)
+    return state_advantages(batch[REWARD], at_states, scoring, trainer.args.state_reward, group, everyone)
+
+
+@torch.no_grad()
+def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int) -> tuple[Tensor, Tensor]:
+    """The canvas (rows, canvas) with the most likely tokens where a view hides some, and how many tokens were fed."""
+    canvas, visible = batch["canvas_ids"], F.pad(batch["prompt_mask"], (0, batch["canvas_ids"].shape[1]), value=1)
+    hidden = batch["view_noise"][:, 0, view] & visible.bool()
+    clean, length = torch.cat([batch["prompt_ids"], canvas], dim=1), canvas.shape[1]
+    states = hidden_states(model, clean, hidden, visible, gen_length=length, mask_token_id=mask_token_id)
+    ids, *_ = predict(
+        model,
+        states[None, :, -length:],
+        [length] * len(canvas),
+        SamplingSettings(gen_length=length, block_length=length, steps=length),
+        mask_token_id=mask_token_id,
+        generator=None,
+        noise_dtype=torch.float32,
+    )
+    return torch.where(hidden[:, -length:], ids, canvas), visible.sum()
+
+
+def state_advantages(
+    rewards: Tensor, at_states: Tensor, scoring: Tensor, lam: float, group: int, everyone: Everyone
+) -> Tensor:
+    """(rows, views), 0 where a view scores nothing.
+
+    Args:
+        rewards: (rows,), of the completions.
+        at_states: (rows, views), of those finished in one pass. All processes have equally many views.
+        scoring: (rows, views) bool.
+        group: rows of a prompt.
+    """
+    mixed = (rewards.unsqueeze(1) + lam * (rewards.unsqueeze(1) - at_states)) / (1 + lam)
+    groups = everyone.gather(mixed.masked_fill(~scoring, torch.nan)).unflatten(0, (-1, group))
+    centred = (groups - groups.nanmean(1, keepdim=True)).flatten(0, 1)
+    return centred[everyone.first :][: len(rewards)].nan_to_num(0.0)
