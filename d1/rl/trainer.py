@@ -25,7 +25,7 @@ from d1.rl.budget import total_compute
 from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
-from d1.rl.objectives import OBJECTIVES, LossInputs, sequence_log_ratios
+from d1.rl.objectives import OBJECTIVES, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
 from d1.rl.scored import SCORED
@@ -233,8 +233,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.compute = self.compute + scores.compute
         return scores
 
-    # --- Loss ---------------------------------------------------------------------------------------------------------
-
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss under the views, old and reference log-probs of the inner update at hand."""
         training, args, objective = self.mode == "train", self.args, OBJECTIVES[self.args.objective]
@@ -282,8 +280,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         groups = everyone[order].view(-1, self.num_generations)
         for batch in rollout_buffer(self):
             batch["log_ratios"] = groups[batch["group"]]
-
-    # --- Logs and checkpoints -----------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started, processor, rollouts = time.perf_counter(), time.process_time(), len(self.rollout_seconds)
