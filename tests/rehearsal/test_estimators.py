@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from d1.masking import keyed_generator
 from d1.rl.updates import draw_updates, views_of
-from d1.scoring import ESTIMATORS, SampledRows, score
-from d1.scoring.rollouts import blocks_of, randomness
+from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
+from d1.scoring.rollouts import blocks_of
 from tests.d1.scoring.enumeration import CANVAS, MASK, SAMPLED, VISIBLE, settings, tiny
 from tests.rehearsal.device import DEVICE, rehearsal
 from tests.rehearsal.waits import SCORING, expected, places
@@ -22,8 +22,8 @@ def drawn_and_scored(device, model, name, sampled):
     """Log-probs, of each view and summed, the entropies, the tokens fed, and the gradient of each weight."""
     model = deepcopy(model).to(device, non_blocking=True)
     columns = {key: None if part is None else part.to(device, non_blocking=True) for key, part in vars(sampled).items()}
-    random = randomness([keyed_generator(2, row) for row in range(4)], keyed_generator(2), 0, 4, 2)
-    batch = draw_updates(SampledRows(**columns), random, ESTIMATORS[name], settings(**DRAWN))
+    random = Randomness([keyed_generator(2, row) for row in range(4)], keyed_generator(2), 0, 4)
+    batch = draw_updates(SampledRows(**columns), random, 2, ESTIMATORS[name], settings(**DRAWN))
     given = [columns[key] for key in ("prompt_ids", "attention_mask", "completion_ids")]
     scores = score(model, *given, views_of(batch, 1), mask_token_id=MASK, gen_length=CANVAS, with_entropies=True)
     scores.logps.sum().backward()

@@ -68,7 +68,7 @@ def test_the_mean_over_all_draws_is_the_definition_and_not_the_any_order_bound()
 def test_draws_are_all_tokens_then_two_masks_that_share_them_out_by_a_uniform_share():
     count = 6000
     generator = keyed_generator(3)
-    random = Randomness([generator] * count, generator, 0, count, torch.zeros(count))
+    random = Randomness([generator] * count, generator, 0, count)
     views = ESTIMATORS["coupled"].draw(repeated(0, count), random, settings(p_mask_prompt=0.5))
     whole, half, rest = views.noise.unbind(1)
     assert whole[:, PROMPT:].all()

@@ -124,7 +124,7 @@ def set_chances(length):
 def draws_of(estimator, row, count, **chosen):
     """Views of one row of a batch of four, in as many rollouts."""
     own, shared = keyed_generator(1), keyed_generator(2)
-    random = Randomness([own], shared, first_row=2, total_rows=4, spaced=torch.zeros(1))
+    random = Randomness([own], shared, first_row=2, total_rows=4)
     some = [ESTIMATORS[estimator].draw(repeated(row, 1), random, settings(**chosen)) for _ in range(count)]
     return stacked(some)
 

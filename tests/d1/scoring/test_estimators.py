@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from d1.masking import keyed_generator
-from d1.scoring import ESTIMATORS, Views, score
-from d1.scoring.rollouts import randomness
+from d1.scoring import ESTIMATORS, Randomness, Views, score
 from tests.d1.scoring.enumeration import (
     CANVAS,
     LENGTHS,
@@ -32,12 +31,19 @@ CHOSEN = {  # estimator and settings: as methods have them, and all their ways t
     "elbo stratified": ("elbo", {"num_views": 3, "stratified": True}),
     "espo": ("espo", {"p_mask_prompt": 0.5, "num_views": 2, "antithetic": True, "stratified": True}),
     "espo independent": ("espo", {"num_views": 3}),
-    "random_masks": ("random_masks", {"p_mask_prompt": 0.5}),
+    "bgpo": ("counts", {"p_mask_prompt": 0.5, "num_views": 3, "stratified": True}),
+    "counts independent": ("counts", {"num_views": 2}),
+    "gdpo": ("gauss", {"p_mask_prompt": 0.5}),
+    "gdsd": ("complements", {"num_views": 2, "stratified": True}),
+    "unigrpo": ("random_masks", {"p_mask_prompt": 0.5, "num_views": 3}),
     "spg": ("spg", {"p_mask_prompt": 0.5, "num_views": 3}),
     "replay": ("replay", {}),
     "agrpo": ("replay", {"num_views": 3}),
     "agrpo by entropy": ("replay", {"num_views": 3, "draw_steps": "entropy"}),
-    "d2": ("replay", {"num_views": 1, "segments": 3}),
+    "agrpo, the mean": ("replay", {"num_views": 3, "draw_steps": "entropy", "mean_step": True}),
+    "egspo": ("replay", {"num_views": 2, "draw_steps": "top"}),
+    "d2": ("segments", {"p_mask_prompt": 0.5, "segments": 3}),
+    "rldf": ("states", {"num_views": 2}),
     "tracerl": ("replay", {"segment_steps": 2}),
     "left_to_right": ("left_to_right", {}),
 }
@@ -53,8 +59,8 @@ def updates_of(name, sampled, first=0, total=6, updates=3, seed=4):
     """The views of three updates on `sampled`, whose first row is row `first` of a rollout of `total`."""
     estimator, chosen = CHOSEN[name]
     rows = [keyed_generator(seed, row) for row in range(first, first + len(sampled.prompt_ids))]
-    randoms = randomness(rows, keyed_generator(seed), first, total, updates)
-    return [ESTIMATORS[estimator].draw(sampled, random, settings(**chosen)) for random in randoms]
+    random = Randomness(rows, keyed_generator(seed), first, total)
+    return [ESTIMATORS[estimator](sampled, random, settings(**chosen)) for _ in range(updates)]
 
 
 def scoring(views, row):
@@ -94,7 +100,7 @@ def test_padding_moves_no_view(name):
 @each
 def test_successive_draws_differ_unless_nothing_is_random(name):
     one, two, three = updates_of(name, SIX)
-    fixed = name in ("replay", "tracerl", "left_to_right")
+    fixed = name in ("replay", "egspo", "tracerl", "left_to_right")
     for a, b in ((one, two), (two, three), (one, three)):
         assert (torch.equal(a.noise, b.noise) and torch.equal(a.weights, b.weights)) == fixed
     other = updates_of(name, SIX, seed=5)[0]

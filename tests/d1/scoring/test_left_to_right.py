@@ -24,7 +24,7 @@ from tests.d1.scoring.enumeration import (
     tiny,
 )
 
-RANDOM = Randomness([keyed_generator(0)] * 4, keyed_generator(0), 0, 4, torch.zeros(4))
+RANDOM = Randomness([keyed_generator(0)] * 4, keyed_generator(0), 0, 4)
 
 
 def chain_rule(model):
@@ -61,7 +61,7 @@ def test_probabilities_of_all_completions_sum_to_one():
     behind[:, 3] = True  # three tokens may be scored, so that a completion without an EOS among them counts
     count = len(completions)
     sampled = replace(some_rows(SAMPLED, [1] * count), completion_ids=completions, scored=~behind)
-    random = Randomness([keyed_generator(0)] * count, keyed_generator(0), 0, count, torch.zeros(count))
+    random = Randomness([keyed_generator(0)] * count, keyed_generator(0), 0, count)
     with torch.no_grad():
         logps = scores(tiny(2), ESTIMATORS["left_to_right"].draw(sampled, random, settings()), sampled).logps
     torch.testing.assert_close(logps.sum(-1).exp().sum(), torch.ones((), dtype=torch.float64), rtol=0, atol=1e-10)

@@ -41,7 +41,7 @@ def sampled(maskable: torch.Tensor) -> SampledRows:
 
 
 def prompt_noise(maskable: torch.Tensor, generators: list[torch.Generator]) -> torch.Tensor:
-    random = Randomness(generators, keyed_generator(9), 0, len(generators), torch.zeros(len(generators)))
+    random = Randomness(generators, keyed_generator(9), 0, len(generators))
     return ESTIMATORS["one_step"].draw(sampled(maskable), random, SETTINGS).noise[:, 0, : maskable.shape[1]]
 
 

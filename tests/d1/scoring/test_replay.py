@@ -34,7 +34,7 @@ REPLAY = ESTIMATORS["replay"].draw
 
 
 def randomness(rows, seed=0):
-    return Randomness([keyed_generator(0)] * rows, keyed_generator(seed), 0, rows, torch.zeros(rows))
+    return Randomness([keyed_generator(0)] * rows, keyed_generator(seed), 0, rows)
 
 
 # --- What the sampler recorded ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.scoring import Randomness
-from d1.scoring.rollouts import prompt_noise, randomness, rotation, strata
+from d1.scoring.rollouts import prompt_noise, rotation, strata
 from tests.d1.scoring.enumeration import SAMPLED
 
 GRID = (torch.arange(60, dtype=torch.float64) + 0.5) / 60  # of u, fine enough to tell 60 parts of [0, 1) apart
@@ -43,7 +43,7 @@ def test_over_all_orders_each_spread_number_is_uniform_and_one_lies_in_each_stra
 
 def make(rows, shared=0, first=0, total=6):
     generators = [keyed_generator(7, row) for row in range(first, first + rows)]
-    return Randomness(generators, keyed_generator(shared), first, total, torch.zeros(rows))
+    return Randomness(generators, keyed_generator(shared), first, total)
 
 
 KINDS = ["evenly_spread", "rotated", "uniform"]
@@ -76,26 +76,10 @@ def test_numbers_that_are_drawn_are_those_of_the_pure_functions():
     assert abs(mean - 0.5) < 4 * (1 / 12 / 200) ** 0.5
 
 
-def test_a_rows_shares_over_its_updates_are_equally_far_apart_and_uniform():
-    def shares(seed, first, rows):
-        generators = [keyed_generator(0)] * rows
-        updates = randomness(generators, keyed_generator(seed), first, 4, updates=3)
-        assert all(update.rows is generators for update in updates)
-        return torch.stack([update.spaced for update in updates], dim=1)
-
-    whole = shares(0, 0, 4)
-    assert torch.equal(whole, torch.cat([shares(0, 0, 1), shares(0, 1, 3)]))
-    torch.testing.assert_close(whole.sort(dim=1).values.diff(dim=1), torch.full((4, 2), 1 / 3))
-    many = torch.cat([shares(seed, 0, 4) for seed in range(250)])
-    for update in many.unbind(1):
-        counts = (update * 10).long().bincount(minlength=10)
-        assert ((counts - 100) ** 2 / 100).sum() < 9 + 5 * 18**0.5
-
-
 def test_prompt_noise_is_drawn_row_by_row_and_never_of_padding():
     def noise(rows, width=3):
         generators = [keyed_generator(0, row) for row in rows]
-        random = Randomness(generators, keyed_generator(0), rows[0], 4, torch.zeros(len(rows)))
+        random = Randomness(generators, keyed_generator(0), rows[0], 4)
         some = {"maskable": SAMPLED.maskable[rows][:, 3 - width :]}
         return prompt_noise(type(SAMPLED)(**(vars(SAMPLED) | some)), random, 0.6, views=50)
 

@@ -105,7 +105,7 @@ def test_the_mean_over_all_draws_is_the_definition(size, views):
 def test_draws_take_blocks_without_replacement_and_have_the_chances_assumed_above():
     count, row, size = 3000, 1, 2  # three tokens: a block of two, and one of one
     generator = keyed_generator(5)
-    random = Randomness([generator] * count, generator, 0, count, torch.zeros(count))
+    random = Randomness([generator] * count, generator, 0, count)
     chosen = settings(num_views=3, block_length=size, p_mask_prompt=P_MASK)
     views = ESTIMATORS["spg"].draw(repeated(row, count), random, chosen)
     hidden = views.noise[:, :, PROMPT:]
