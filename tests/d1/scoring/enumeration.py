@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from d1.models import prepare
 from d1.models.kinds import block_size
 from d1.scoring import SampledRows, Views, ViewSettings, score
+from d1.scoring.rollouts import blocks_of
 
 EOS, MASK, CANVAS, PROMPT = 0, 4, 4, 3
 COMPLETIONS = [[1, 3, 2, 1], [2, 1, EOS, 3], [EOS, 1, 2, 2], [3, 1, 2, 1]]
@@ -141,6 +142,21 @@ def any_order_bound(model: Any) -> Tensor:
         states = all_states(model, row)
         terms = [marked(some) * states[some] / (len(some) * comb(length, len(some))) for some in states if some]
         rows.append(sum(terms, torch.zeros(CANVAS, dtype=torch.float64)))
+    return torch.stack(rows)
+
+
+def blocks_bounds(model: Any, size: int) -> Tensor:
+    """(rows, canvas): the sum over blocks of `size` tokens of each block's own bound, later blocks hidden."""
+    rows = []
+    for row, blocks in enumerate(blocks_of(SAMPLED.attention_mask, CANVAS, size).tolist()):
+        total = torch.zeros(CANVAS, dtype=torch.float64)
+        for block in set(blocks[: LENGTHS[row]]):
+            own = [k for k in range(LENGTHS[row]) if blocks[k] == block]
+            later = [k for k in range(CANVAS) if blocks[k] > block or k >= LENGTHS[row]]
+            for some in subsets(own)[1:]:
+                chance = 1 / (len(some) * comb(len(own), len(some)))
+                total = total + chance * marked(some) * state_logps(model, row, [*some, *later])
+        rows.append(total)
     return torch.stack(rows)
 
 

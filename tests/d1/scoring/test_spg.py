@@ -3,8 +3,9 @@
 Numbers are log-probabilities of the completion of four tokens, a form's value a token times four.
 """
 
+from collections import Counter
 from itertools import pairwise, permutations, product
-from math import comb, exp, fsum, log
+from math import comb, exp, fsum, log, prod
 from typing import NamedTuple
 
 import pytest
@@ -51,47 +52,60 @@ def all_views(row, size, p=P_MASK):
             yield block, chance / (tokens * len(list(permutations(range(tokens))))), hidden
 
 
+def blocks_drawn(length, size, views):
+    """{the blocks of a row's views: chance}: over all orders of the canvas's blocks, modulo those that reach into the
+    completion."""
+    orders = list(permutations(range(-(-CANVAS // size))))
+    reached = -(-length // size)
+    return Counter(
+        {
+            key: n / len(orders)
+            for key, n in Counter(
+                tuple(order[view % len(order)] % reached for view in range(views)) for order in orders
+            ).items()
+        }
+    )
+
+
 def all_draws(row, size, views):
-    """Every draw of one or of two views; of two, their blocks are drawn without replacement."""
-    each = list(all_views(row, size))
-    blocks = 1 + max((block for block, _, _ in each), default=0)
-    if not each:
+    """Every draw of one or of two views."""
+    if not LENGTHS[row]:
         cases = [(1.0, torch.ones(views, CANVAS, dtype=torch.bool))]
-    elif views == 1:
-        cases = [(chance / blocks, hidden.unsqueeze(0)) for _, chance, hidden in each]
     else:
-        pairs = blocks * max(1, blocks - 1)
+        each = [
+            [(chance, hidden) for of, chance, hidden in all_views(row, size) if of == block]
+            for block in range(-(-LENGTHS[row] // size))
+        ]
         cases = [
-            (p * q / pairs, torch.stack([one, other]))
-            for (a, p, one), (b, q, other) in product(each, each)
-            if a != b or blocks == 1
+            (odds * prod(chance for chance, _ in some), torch.stack([hidden for _, hidden in some]))
+            for blocks, odds in blocks_drawn(LENGTHS[row], size, views).items()
+            for some in product(*(each[block] for block in blocks))
         ]
     chances, hidden = zip(*cases, strict=True)
-    noise, scored = torch.zeros(1, 1, PROMPT, dtype=torch.bool), SAMPLED.scored[row].expand(len(cases), -1)
-    return torch.tensor(chances, dtype=torch.float64), spg_views(
-        noise.expand(len(cases), 1, -1), torch.stack(hidden), scored
-    )
+    noise, scored = torch.zeros(len(cases), 1, PROMPT, dtype=torch.bool), SAMPLED.scored[row].expand(len(cases), -1)
+    return torch.tensor(chances, dtype=torch.float64), spg_views(noise, torch.stack(hidden), scored)
 
 
 def definition(model, size):
     """The mean over blocks, over how many of a block's tokens are hidden, over the sets of so many and over the sets of
-    earlier tokens that are hidden too, of the mean log-prob of all hidden tokens."""
+    earlier tokens that are hidden too, of the mean log-prob of all hidden tokens. Of the canvas's blocks, those that
+    reach into the completion stand for the others in turn."""
     rows = []
     for row, length in enumerate(LENGTHS):
         states, total = all_states(model, row), torch.zeros(CANVAS, dtype=torch.float64)
         firsts = range(0, length, size)
-        for first in firsts:
+        for first in [firsts[n % len(firsts)] for n in range(-(-CANVAS // size)) if firsts]:
             own = range(first, min(first + size, length))
             for some, perturbed in product(subsets(own)[1:], subsets(range(first))):
                 hidden = perturbed + some + tuple(range(own.stop, length))
-                chance = 1 / (len(firsts) * len(own) * comb(len(own), len(some)))
+                chance = 1 / (-(-CANVAS // size) * len(own) * comb(len(own), len(some)))
                 chance *= P_MASK ** len(perturbed) * (1 - P_MASK) ** (first - len(perturbed))
                 total = total + chance * marked(hidden) * states[hidden] / len(hidden)
         rows.append(total)
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("size", "views"), [(2, 1), (2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize(("size", "views"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)])
 def test_the_mean_over_all_draws_is_the_definition(size, views):
     drawn = stacked([merged(*all_draws(row, size, views)) for row in range(len(LENGTHS))])
     for model in every_model():
@@ -102,25 +116,39 @@ def test_the_mean_over_all_draws_is_the_definition(size, views):
             assert_same(model, found, any_order_bound(model) / lengths)
 
 
-def test_draws_take_blocks_without_replacement_and_have_the_chances_assumed_above():
-    count, row, size = 3000, 1, 2  # three tokens: a block of two, and one of one
+def draw(row, count, **chosen):
+    """What the views of a row hide in `count` rollouts: (count, views, prompt + canvas), and their weights."""
     generator = keyed_generator(5)
     random = Randomness([generator] * count, generator, 0, count)
-    chosen = settings(num_views=3, block_length=size, p_mask_prompt=P_MASK)
-    views = ESTIMATORS["spg"].draw(repeated(row, count), random, chosen)
-    hidden = views.noise[:, :, PROMPT:]
-    assert hidden[..., LENGTHS[row] :].all()
-    sets = (hidden[..., :3] * 2 ** torch.arange(3)).sum(-1)
+    views = ESTIMATORS["spg"](repeated(row, count), random, settings(**chosen))
+    assert views.noise[..., PROMPT + LENGTHS[row] :].all()
+    torch.testing.assert_close(views.weights.sum((1, 2)), torch.ones(count))
+    return views.noise
+
+
+@pytest.mark.parametrize("views", [2, 5])
+@pytest.mark.parametrize(("row", "size"), [(1, 1), (0, 1), (1, 2)])
+def test_a_views_block_is_a_random_order_of_all_blocks_modulo_those_reached(row, size, views):
+    """So four blocks of which a completion reaches three give the first one twice, in half of all pairs of views."""
+    hidden = draw(row, 2000, num_views=views, block_length=size)[..., PROMPT:]
+    blocks = hidden.long().argmax(-1) // size  # nothing is perturbed: the first hidden token is in the block
+    found = Counter(map(tuple, blocks.tolist()))
+    expected = blocks_drawn(LENGTHS[row], size, views)
+    assert set(found) <= set(expected)
+    keys = list(expected)
+    assert_frequencies(torch.tensor([found[key] for key in keys]), torch.tensor([expected[key] for key in keys]))
+
+
+def test_draws_have_the_chances_assumed_above():
+    count, row, size = 3000, 1, 2  # three tokens: a block of two, and one of one
+    noise = draw(row, count, num_views=3, block_length=size, p_mask_prompt=P_MASK)
+    sets = (noise[..., PROMPT:-1] * 2 ** torch.arange(3)).sum(-1)
     chances = torch.zeros(8, dtype=torch.float64)
     for _, chance, some in all_views(row, size):
         chances[(some[:3] * 2 ** torch.arange(3)).sum()] += chance / 2
     for view in sets.unbind(1):
         assert_frequencies(view.bincount(minlength=8), chances)
-    # All three are hidden by a view of the first block, or by one of the second with both earlier tokens perturbed.
-    both = ((sets[:, 0] == 7) & (sets[:, 1] == 7)).sum()
-    assert_frequencies(torch.stack([both, count - both]), torch.tensor([0.5 * P_MASK**2, 1 - 0.5 * P_MASK**2]))
-    torch.testing.assert_close(views.weights.sum((1, 2)), torch.ones(count))
-    prompts = (views.noise[:, 0, :PROMPT] * 2 ** torch.arange(PROMPT)).sum(-1)
+    prompts = (noise[:, 0, :PROMPT] * 2 ** torch.arange(PROMPT)).sum(-1)
     independent = [P_MASK ** bin(x).count("1") * (1 - P_MASK) ** (3 - bin(x).count("1")) for x in range(8)]
     assert_frequencies(prompts.bincount(minlength=8), torch.tensor(independent))
 
