@@ -1,7 +1,9 @@
 """Replay against what the rollout itself recorded, against states rebuilt by hand, and over all draws of segments."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, permutations
+from math import exp
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from d1.models import prepare
 from d1.models.kinds import block_size
 from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, Randomness, SampledRows
-from d1.scoring.replay import chances, drawn, replay_views, segments_of
+from d1.scoring.replay import chances, drawn
 from d1.scoring.rollouts import blocks_of, strata
 from tests.d1.scoring.enumeration import (
     CANVAS,
@@ -22,6 +24,7 @@ from tests.d1.scoring.enumeration import (
     assert_frequencies,
     assert_same,
     every_model,
+    marked,
     merged,
     scores,
     settings,
@@ -30,7 +33,7 @@ from tests.d1.scoring.enumeration import (
     state_logps,
 )
 
-REPLAY = ESTIMATORS["replay"].draw
+REPLAY = ESTIMATORS["replay"]
 
 
 def randomness(rows, seed=0):
@@ -101,14 +104,24 @@ def test_replayed_log_probs_are_those_the_sampler_recorded(model, sampler, tempe
 
 
 @pytest.mark.parametrize("model", [None], indirect=True)
-@pytest.mark.parametrize("chosen", [{}, {"segments": 3}, {"segment_steps": 2}, {"segments": 4, "num_views": 2}])
-def test_the_eos_stop_changes_no_view(model, chosen):
-    """It leaves out steps after a completion's end; numbers of segments and places within them stay as they are."""
+@pytest.mark.parametrize(
+    ("estimator", "chosen"),
+    [
+        ("replay", {}),
+        ("replay", {"segment_steps": 2}),
+        ("replay", {"num_views": 2, "mean_step": True}),
+        ("replay", {"num_views": 2, "draw_steps": "top"}),
+        ("segments", {"segments": 3, "steps": 7}),
+        ("states", {"num_views": 2, "steps": 7}),
+    ],
+)
+def test_the_eos_stop_changes_no_view(model, estimator, chosen):
+    """It leaves out steps after a completion's end, which no view shows or draws from."""
     for sampler in SAMPLERS:
         whole, stopped = (sample(model, stop, temperature=0.9, **sampler) for stop in (False, True))
         assert (stopped.reveal_steps < 0).any()
         assert torch.equal(whole.scored, stopped.scored)
-        views, fewer = (REPLAY(some, randomness(5), settings(**chosen)) for some in (whole, stopped))
+        views, fewer = (ESTIMATORS[estimator](some, randomness(5), settings(**chosen)) for some in (whole, stopped))
         scoring = fewer.weights.any(-1)
         assert torch.equal(views.noise[scoring], fewer.noise[scoring])
         assert torch.equal(views.weights, fewer.weights)
@@ -116,47 +129,81 @@ def test_the_eos_stop_changes_no_view(model, chosen):
 
 # --- States rebuilt by hand ------------------------------------------------------------------------------------------
 
-# The first and the last step of each segment, of four steps 0..3.
+# Estimator, settings, and the first and the last step of each segment, of four steps 0..3.
 MERGED = {
-    "each step": ({}, [(0, 0), (1, 1), (2, 2), (3, 3)]),
-    "two steps": ({"segment_steps": 2}, [(0, 1), (2, 3)]),
-    "three steps": ({"segment_steps": 3}, [(0, 2), (3, 3)]),
-    "all steps": ({"segment_steps": 8}, [(0, 3)]),
-    "two segments": ({"segments": 2}, [(0, 1), (2, 3)]),
-    "three segments": ({"segments": 3}, [(0, 1), (2, 2), (3, 3)]),
-    "as many as steps": ({"segments": 4}, [(0, 0), (1, 1), (2, 2), (3, 3)]),
-    "more than steps": ({"segments": 9}, [(0, 0), (1, 1), (2, 2), (3, 3)]),
+    "each step": ("replay", {}, [(0, 0), (1, 1), (2, 2), (3, 3)]),
+    "two steps": ("replay", {"segment_steps": 2}, [(0, 1), (2, 3)]),
+    "three steps": ("replay", {"segment_steps": 3}, [(0, 2), (3, 3)]),
+    "all steps": ("replay", {"segment_steps": 8}, [(0, 3)]),
+    "two segments": ("segments", {"segments": 2}, [(0, 1), (2, 3)]),
+    "three segments": ("segments", {"segments": 3}, [(0, 1), (2, 2), (3, 3)]),
+    "as many as steps": ("segments", {"segments": 4}, [(0, 0), (1, 1), (2, 2), (3, 3)]),
+    "more than steps": ("segments", {"segments": 9}, [(0, 0), (1, 1), (2, 2), (3, 3)]),
 }
-# The row that ends early was at step 2 when its last scored token appeared: of its three steps are made
-SHORT = {"two segments": [(0, 1), (2, 2)], "three segments": [(0, 0), (1, 1), (2, 2)]}
-SHORT |= {"as many as steps": [(0, 0), (1, 1), (2, 2)], "more than steps": [(0, 0), (1, 1), (2, 2)]}
-ALONE = {kind: [(0, 0), (1, 1)] for kind in SHORT}  # and of the two steps of the EOS alone
 
 
-def trajectory(model, kind):
-    """(rows, canvas) log p of each token in the state at its segment's beginning, state by state. Tokens behind the
-    completion's end are shown from their own step on, as they were to the sampler."""
-    rows = []
-    for row, length in enumerate(LENGTHS):
-        total = torch.zeros(CANVAS, dtype=torch.float64)
-        steps = SAMPLED.reveal_steps[row].tolist()
-        parts = {1: SHORT, 2: ALONE}.get(row, {}).get(kind, MERGED[kind][1])
-        for first, last in parts:
-            own = [k for k in range(length) if first <= steps[k] <= last]
+def step_sums(model, parts, everything=False):
+    """For each part (its first step, its last): (rows, canvas) log p of the tokens revealed in it, or of all that is
+    hidden, in the state at its beginning, state by state. Tokens behind the completion's end are shown from their own
+    step on, as they were to the sampler."""
+    found = []
+    for first, last in parts:
+        rows = []
+        for row, length in enumerate(LENGTHS):
+            steps = SAMPLED.reveal_steps[row].tolist()
             hidden = [k for k in range(CANVAS) if steps[k] >= first or steps[k] < 0]
-            if own:
-                logps = state_logps(model, row, hidden)
-                total = total + torch.stack([logps[k] if k in own else torch.zeros(()).double() for k in range(CANVAS)])
-        rows.append(total)
-    return torch.stack(rows)
+            own = [k for k in hidden if k < length and (everything or first <= steps[k] <= last)]
+            rows.append(marked(own) * state_logps(model, row, hidden))
+        found.append(torch.stack(rows))
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("kind", MERGED)
 def test_the_sum_over_segments_is_the_trajectory(kind):
-    views = REPLAY(SAMPLED, randomness(4), settings(**MERGED[kind][0]))
-    assert views.noise.shape[1] <= ESTIMATORS["replay"].views(settings(**MERGED[kind][0]))
+    estimator, chosen, parts = MERGED[kind]
+    views = ESTIMATORS[estimator](SAMPLED, randomness(4), settings(**chosen))
+    assert views.noise.shape[1] <= ESTIMATORS[estimator].views(settings(**chosen))
+    assert torch.equal(views.weights.sum(1), SAMPLED.scored.float())
     for model in every_model():
-        assert_same(model, scores(model, views).logps, trajectory(model, kind))
+        assert_same(model, scores(model, views).logps, step_sums(model, parts).sum(0))
+
+
+@pytest.mark.parametrize(("steps", "segments"), [(64, 16), (64, 10), (7, 3), (5, 5), (5, 8), (6, 1)])
+def test_segments_cut_all_steps_of_the_canvas_evenly_and_hide_prompt_tokens_at_random(steps, segments):
+    """Whatever of them a completion has: its later segments score nothing."""
+    order = torch.stack([torch.randperm(steps, generator=keyed_generator(row)) for row in range(4)])
+    scored = torch.ones(4, steps, dtype=torch.bool)
+    scored[1, 2:], scored[3] = False, False
+    long = {"reveal_steps": order, "scored": scored, "completion_ids": torch.ones_like(order)}
+    chosen = settings(steps=steps, segments=segments, p_mask_prompt=0.15, gen_length=steps)
+    wide = torch.ones(4, 500, dtype=torch.long)
+    sampled = replace(SAMPLED, prompt_ids=wide, attention_mask=wide, maskable=wide.bool(), **long)
+    views = ESTIMATORS["segments"](sampled, randomness(4), chosen)
+    count = min(steps, segments)
+    assert views.weights.shape[1] == ESTIMATORS["segments"].views(chosen) == count
+    assert torch.equal(views.weights.sum(1), scored.float())  # each token once, with weight 1
+    sizes = views.weights[0].sum(-1)
+    assert sizes.sum() == steps
+    assert sizes.max() - sizes.min() <= 1
+    firsts = [order[0][of > 0].min().item() for of in views.weights[0]]
+    assert firsts == sorted(firsts)
+    for row in range(4):
+        for view, first in enumerate(firsts):
+            assert torch.equal(views.noise[row, view, 500:], order[row] >= first)
+    noise = views.noise[..., :500]
+    assert abs(noise.float().mean() - 0.15) < 4 * (0.15 * 0.85 / noise.numel()) ** 0.5
+    assert count == 1 or not torch.equal(noise[:, 0], noise[:, 1])  # each view has its own
+
+
+@pytest.mark.parametrize("segments", [1, 3, 7])
+def test_segments_score_each_token_once_whatever_steps_its_block_took(model, segments):
+    """Of a block-causal model each block has its own segments; its share of the steps is no whole number here."""
+    chosen = settings(gen_length=LENGTH, steps=7, block_length=4, segments=segments)
+    for sampler in SAMPLERS:
+        sampled = sample(model, eos_stop=True, temperature=0.9, **sampler)
+        weights = ESTIMATORS["segments"](sampled, randomness(5), chosen).weights
+        assert weights.shape[1] <= ESTIMATORS["segments"].views(chosen)
+        assert torch.equal(weights.sum(1), sampled.scored.float())
 
 
 def test_tokens_behind_the_end_are_hidden_until_the_sampler_revealed_them():
@@ -174,54 +221,150 @@ def test_tokens_behind_the_end_are_hidden_until_the_sampler_revealed_them():
 # --- Draws -----------------------------------------------------------------------------------------------------------
 
 
-def all_draws(rows, draws, chosen):
+def all_numbers(rows, chosen, chance):
     """Every order and every u of the numbers that `rows` rows share out: (chance, numbers (rows, draws)).
 
     What a number draws changes only where it passes a sum of chances, so one u for each part between these is enough.
     """
-    total = rows * draws
-    segments = segments_of(SAMPLED.reveal_steps, SAMPLED.scored, chosen.segments, chosen.segment_steps)
-    edges = chances(segments, SAMPLED.scored, SAMPLED.entropies, chosen.draw_steps).cumsum(-1).flatten() * total % 1
+    total = rows * chosen.num_views
+    edges = chance.cumsum(-1).flatten() * total % 1
     cuts = torch.cat([torch.zeros(1), edges, torch.ones(1)]).double().sort().values.tolist()
     orders = list(permutations(range(total)))
     for low, high in pairwise(cuts):
         if high - low > 1e-9:
             for order in orders:
                 numbers = strata(torch.tensor(order), torch.tensor((low + high) / 2, dtype=torch.float64))
-                yield (high - low) / len(orders), numbers.view(rows, draws)
+                yield (high - low) / len(orders), numbers.view(rows, chosen.num_views)
 
 
-METHODS = {
-    "agrpo, uniform": ({"num_views": 2}, "each step"),
-    "agrpo, by entropy": ({"num_views": 2, "draw_steps": "entropy"}, "each step"),
-    "d2": ({"num_views": 1, "segments": 3}, "three segments"),
-    "merged steps, by entropy": ({"num_views": 2, "segment_steps": 2, "draw_steps": "entropy"}, "two steps"),
-    "more segments than steps": ({"num_views": 2, "segments": 9}, "more than steps"),
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_mean_over_all_draws_is_the_trajectory(method):
-    chosen, kind = settings(**METHODS[method][0]), METHODS[method][1]
-    segments = segments_of(SAMPLED.reveal_steps, SAMPLED.scored, chosen.segments, chosen.segment_steps)
+def mean_over_draws(monkeypatch, chosen):
+    """The views that a draw of four rows is in the mean over all numbers. Two rows share these out, so that draws of
+    one row depend on those of another."""
+    segments = SAMPLED.reveal_steps // (chosen.segment_steps or 1)
     chance = chances(segments, SAMPLED.scored, SAMPLED.entropies, chosen.draw_steps)
-    # Two of the four rows share the numbers out, so that draws of one row depend on those of another.
-    odds, numbers = zip(*all_draws(2, chosen.num_views, chosen), strict=True)
+    odds, numbers = zip(*all_numbers(2, chosen, chance), strict=True)
     rows = []
     for row in range(4):
         own = torch.stack([of[row % 2] for of in numbers])
-        picked, weights = drawn(chance[[row]].expand(len(own), -1), own)
-        some = some_rows(SAMPLED, [row] * len(own))
-        views = replay_views(PROMPT, segments[[row]].expand(len(own), -1), picked, weights, some.scored)
+        with monkeypatch.context() as given:
+            given.setattr(Randomness, "evenly_spread", lambda random, draws, own=own: own)
+            views = REPLAY(some_rows(SAMPLED, [row] * len(own)), randomness(len(own)), chosen)
         rows.append(merged(torch.tensor(odds, dtype=torch.float64), views))
+    return stacked(rows)
+
+
+STEPS = torch.tensor([4, 3, 2, 1]).unsqueeze(1)  # of each row, up to the last scored token's
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kind"),
+    [
+        ({"num_views": 2}, "each step"),
+        ({"num_views": 2, "draw_steps": "entropy"}, "each step"),
+        ({"num_views": 2, "segment_steps": 2, "draw_steps": "entropy"}, "two steps"),
+    ],
+    ids=str,
+)
+def test_the_mean_over_all_draws_is_the_trajectory_or_with_mean_step_its_mean_over_steps(monkeypatch, chosen, kind):
+    """AGRPO takes the mean over steps, of which the sum over the trajectory is T times as much."""
+    parts = MERGED[kind][2]
+    of_sum, of_mean = (mean_over_draws(monkeypatch, settings(mean_step=mean, **chosen)) for mean in (False, True))
+    segments = STEPS if kind == "each step" else (STEPS + 1) // 2
     for model in every_model():
-        assert_same(model, scores(model, stacked(rows)).logps, trajectory(model, kind))
+        each = step_sums(model, parts)
+        assert_same(model, scores(model, of_sum).logps, each.sum(0))
+        steps = [each[: segments[row], row].mean(0) for row in range(4)]
+        assert_same(model, scores(model, of_mean).logps, torch.stack(steps))
+    whole, mean = (REPLAY(SAMPLED, randomness(4, 3), settings(mean_step=mean, **chosen)) for mean in (False, True))
+    assert torch.equal(whole.noise, mean.noise)
+    torch.testing.assert_close(mean.weights * segments.unsqueeze(-1), whole.weights, rtol=1e-6, atol=0)
+
+
+def test_top_takes_the_eight_steps_of_the_highest_mean_entropy_each_with_weight_one():
+    """The mean over the tokens that a step reveals, not their sum; of equals, the first. Nothing is random."""
+    generator, count, canvas = keyed_generator(0), 5, 40
+    steps = torch.randint(0, 20, (count, canvas), generator=generator)
+    entropies = torch.rand(count, canvas, generator=generator)
+    entropies[1] = 0.5  # all alike
+    scored = torch.arange(canvas) < torch.tensor([40, 40, 25, 6, 0]).unsqueeze(1)
+    wide = torch.ones(count, 3, dtype=torch.long)
+    filled = {"logps": entropies, "completion_ids": torch.ones_like(steps)}
+    sampled = SampledRows(wide, wide, wide.bool(), scored=scored, reveal_steps=steps, entropies=entropies, **filled)
+    chosen = settings(num_views=8, draw_steps="top", steps=20)
+    views = REPLAY(sampled, randomness(count), chosen)
+    again = REPLAY(sampled, randomness(count, seed=1), chosen)
+    assert torch.equal(views.noise, again.noise)
+    for row in range(count):
+        means = {}
+        for step in range(20):
+            own = [float(entropies[row, k]) for k in range(canvas) if scored[row, k] and steps[row, k] == step]
+            if own:
+                means[step] = sum(own) / len(own)
+        best = sorted(means, key=lambda step: (-round(means[step], 5), step))[:8]
+        assert len(best) == min(8, len(means))
+        expected = sum((scored[row] & (steps[row] == step) for step in best), torch.zeros(canvas))
+        assert torch.equal(views.weights[row].sum(0), expected)
+        for step, noise, weights in zip(best, views.noise[row], views.weights[row], strict=False):
+            assert torch.equal(noise[3:], steps[row] >= step)
+            assert torch.equal(weights, (scored[row] & (steps[row] == step)).float())
+
+
+def states_drawn(surprisals, count):
+    """{set of steps: chance} of `count` draws without replacement, each in proportion to exp(surprisal) of what is
+    left, one after the other."""
+    odds = Counter()
+    for order in permutations(surprisals, min(count, len(surprisals))):
+        chance, left = 1.0, {step: exp(value) for step, value in surprisals.items()}
+        for step in order:
+            chance *= left[step] / sum(left.values())
+            del left[step]
+        odds[frozenset(order)] += chance
+    return odds
+
+
+LOGPS = -torch.tensor([[0.3, 1.0, 0.1, 2.0], [2.0, 0.1, 0.6, 9.0], [0.5, 9.0, 9.0, 9.0], [1.0, 1.0, 1.0, 1.0]])
+# The mean surprisal of what each step revealed, of the three rows that take part; row 0 has nothing at step 2.
+SURPRISALS = [{0: 0.3, 1: 0.1, 3: 1.5}, {0: 0.6, 1: 0.1, 2: 2.0}, {1: 0.5}]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_states_are_drawn_by_surprisal_without_replacement_and_all_that_is_hidden_is_scored(count):
+    times = 1500
+    for row, surprisals in enumerate(SURPRISALS):
+        sampled = some_rows(replace(SAMPLED, logps=LOGPS), [row] * times)
+        generators = [keyed_generator(7, n) for n in range(times)]
+        random = Randomness(generators, keyed_generator(0), 0, times)
+        views = ESTIMATORS["states"](sampled, random, settings(num_views=count))
+        steps, found = SAMPLED.reveal_steps[row], Counter()
+        states = {step: (steps >= step) | (steps < 0) for step in surprisals}
+        for noise, weights in zip(views.noise[..., PROMPT:], views.weights, strict=True):
+            drawn = set()
+            for hidden, own in zip(noise, weights, strict=True):
+                if own.any():
+                    (step,) = (step for step, state in states.items() if torch.equal(hidden, state))
+                    assert step not in drawn
+                    drawn.add(step)
+                    assert torch.equal(own, (hidden & SAMPLED.scored[row]).float())
+            found[frozenset(drawn)] += 1
+        odds = states_drawn(surprisals, count)
+        assert set(found) == set(odds)
+        assert_frequencies(torch.tensor([found[key] for key in odds]), torch.tensor([odds[key] for key in odds]))
+
+
+def test_a_state_scores_the_tokens_of_all_later_steps_as_the_sampler_saw_them():
+    sampled = replace(SAMPLED, logps=LOGPS)
+    views = ESTIMATORS["states"](sampled, randomness(4), settings(num_views=4))
+    assert not views.noise[..., :PROMPT].any()
+    for model in every_model():
+        each = step_sums(model, MERGED["each step"][2], everything=True)
+        expected = [sum(each[step, row] for step in steps) for row, steps in enumerate(SURPRISALS)]
+        assert_same(model, scores(model, views).logps, torch.stack([*expected, torch.zeros(CANVAS).double()]))
 
 
 def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies_share():
     """Row 0 reveals nothing at step 2; of row 1 the token of step 3, of row 2 all but that of step 1 are behind the
     end; row 3 takes no part."""
-    segments = segments_of(SAMPLED.reveal_steps, SAMPLED.scored, None, None)
+    segments = SAMPLED.reveal_steps
     uniform = chances(segments, SAMPLED.scored, SAMPLED.entropies, "uniform")
     expected = torch.tensor([[1, 1, 1, 1], [4 / 3, 4 / 3, 4 / 3, 0], [2, 2, 0, 0], [4, 0, 0, 0]]).double() / 4
     torch.testing.assert_close(uniform, expected, rtol=0, atol=1e-7)
@@ -230,10 +373,6 @@ def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies
     torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropy.sum(-1), torch.ones(4).double())
     assert ((entropy > 0) == (uniform > 0)).all()
-    # Where more segments are asked for than there are steps, none is empty.
-    for many in (4, 9):
-        finer = segments_of(SAMPLED.reveal_steps, SAMPLED.scored, many, None)
-        torch.testing.assert_close(chances(finer, SAMPLED.scored, SAMPLED.entropies, "uniform"), uniform)
     # Rounding below zero takes no chance away from others, and gives none below zero.
     below = chances(segments, SAMPLED.scored, torch.full_like(SAMPLED.entropies, -1e-4), "entropy")
     torch.testing.assert_close(below, uniform)
@@ -242,7 +381,7 @@ def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies
 @pytest.mark.parametrize("draw_steps", ["uniform", "entropy"])
 def test_draws_have_these_chances_and_several_of_one_segment_weigh_together(draw_steps):
     chosen = settings(num_views=3, draw_steps=draw_steps)
-    segments = segments_of(SAMPLED.reveal_steps, SAMPLED.scored, None, None)
+    segments = SAMPLED.reveal_steps
     chance = chances(segments, SAMPLED.scored, SAMPLED.entropies, draw_steps)
     random, taken = randomness(4), torch.zeros(4, CANVAS)
     for _ in range(400):
@@ -267,7 +406,7 @@ def test_numbers_at_the_edges_draw_segments_that_have_a_chance():
     torch.testing.assert_close(weights, torch.tensor([[1.0, 0.5, 2.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
 
 
-@pytest.mark.parametrize("chosen", [{}, {"num_views": 4}, {"num_views": 4, "draw_steps": "entropy"}, {"segments": 3}])
+@pytest.mark.parametrize("chosen", [{}, {"num_views": 4}, {"num_views": 4, "draw_steps": "entropy"}])
 @pytest.mark.parametrize("steps", [[0, 1, 2, 3], [3, 2, 1, 0], [0, -1, -1, -1]])
 def test_a_completion_that_is_only_an_eos_is_one_token(chosen, steps):
     sampled = replace(some_rows(SAMPLED, [2]), reveal_steps=torch.tensor([steps]))
