@@ -121,11 +121,9 @@ def predict(
                 continue
             log_normaliser = logits.logsumexp(-1)
             entropies[part] = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
-            sharp = settings.drawn_from
-            left = sharp.truncated(logits) if sharp.truncates else logits
             whole = logits.clone() if settings.recorded != OWN else logits
-            for one in {left, logits}:
-                one[..., mask_token_id] = -torch.inf  # a revealed token must be a token
+            logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token, also where few are left
+            left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits
             drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
             ids[part] = draw_ids(left, settings.temperature, generators, noise_dtype, drawn)
             logps[part] = logits.gather(-1, ids[part].unsqueeze(-1)).squeeze(-1) - log_normaliser

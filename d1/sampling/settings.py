@@ -79,11 +79,14 @@ class SamplingSettings:
         wrong = {
             f"kv_cache={self.kv_cache!r} {ignored} cached one": self.kv_cache is not None and self.cache is None,
             f"reveal and reveal_level {ignored} parallel one": of_rules and self.rule is None,
-            f"top_k={self.top_k} must be >= 0 and top_p={self.top_p} above 0 and at most 1": (
-                self.top_k < 0 or not 0 < self.top_p <= 1
+            f"top_k must be whole and >= 0, got {self.top_k!r}": (
+                not isinstance(self.top_k, Integral) or self.top_k < 0
+            ),
+            f"top_p must be above 0 and at most 1, got {self.top_p!r}": (
+                not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1
             ),
             "top_k, top_p and record_as_sampled need a temperature above 0": (
-                not self.temperature and (self.top_k > 0 or self.top_p < 1 or self.record_as_sampled)
+                not self.temperature and (self.top_k, self.top_p, self.record_as_sampled) != (0, 1, False)
             ),
             f"a parallel sampler reveals by confidence: it needs remasking {orders}, got {self.remasking}": (
                 self.rule is not None and not REMASKING[self.remasking].by_confidence

@@ -139,7 +139,7 @@ def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings
     up = spread(random, settings).to(device).unsqueeze(-1)
     counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
     # Blocks one after the other, each in random order: what is left of a token in that order, less whole blocks.
-    numbers = numbers_of_tokens(sampled, random, settings.draws) + 2 * blocks.unsqueeze(1)
+    numbers = numbers_of_tokens(sampled, random, settings.draws).double() + 2 * blocks.unsqueeze(1)
     before = torch.zeros_like(blocks).scatter_add(1, blocks, torch.ones_like(blocks)).cumsum(1).roll(1, 1)
     before[:, 0] = 0
     ranks = numbers.argsort(dim=-1, stable=True).argsort(-1) - before.gather(1, blocks).unsqueeze(1)

@@ -110,6 +110,32 @@ def count_by_rule(rule: str | None, level: float, probabilities: list[float], en
     return n
 
 
+def left_of(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> dict[int, float]:
+    """{id: probability} of what one position's logits leave: the `top_k` most likely, and of these, made a distribution
+    again, the fewest most likely ones that have `top_p` together."""
+    best = max(logits)
+    powers = {token: math.exp((value - best) / temperature) for token, value in enumerate(logits)}
+    for wanted in ("top_k", "top_p"):
+        total, kept, so_far = math.fsum(powers.values()), {}, 0.0
+        for token, power in sorted(powers.items(), key=lambda item: -item[1]):
+            if (wanted == "top_k" and top_k and len(kept) == top_k) or (wanted == "top_p" and so_far >= top_p):
+                break
+            kept[token] = power
+            so_far += power / total
+        powers = kept
+    total = math.fsum(powers.values())
+    return {token: power / total for token, power in powers.items()}
+
+
+def recorded(logits: list[float], token: int, settings: SamplingSettings) -> float:
+    """The log-probability to record of a token, which is left, whatever else is."""
+    if not settings.record_as_sampled:
+        return math.log(left_of(logits)[token])
+    left = {*left_of(logits, settings.temperature, settings.top_k, settings.top_p), token}
+    powers = {k: math.exp((logits[k] - logits[token]) / settings.temperature) for k in left}
+    return -math.log(math.fsum(powers.values()))
+
+
 def sample(
     model: Any, prompt: list[int], settings: SamplingSettings, generator: torch.Generator, ends: list[int] | None = None
 ) -> Row:
@@ -157,17 +183,23 @@ def sample(
                 if temperature:
                     scores -= temperature * (-torch.log1p(-uniform[number])).log()
                 scores[MASK] = -math.inf
+                if settings.top_k or settings.top_p < 1:
+                    words = [-math.inf if k == MASK else value for k, value in enumerate(logits[i].tolist())]
+                    left_over = left_of(words, temperature, settings.top_k, settings.top_p)
+                    scores[[k for k in range(VOCAB) if k not in left_over]] = -math.inf
                 token = int(scores.argmax())
                 logp, entropy = log_softmax[token].item(), -(log_softmax.exp() * log_softmax).sum().item()
-                guesses.append((-places[number] if places else -logp, i, token, logp, entropy))
+                rank = {"low_confidence": -logp, "entropy": entropy}.get(settings.remasking)
+                guesses.append((-places[number] if places else rank, i, token, logp, entropy))
             guesses.sort()
             due = scheduled - (size - len(left))
             if parallel:
                 confidences, entropies = [math.exp(guess[3]) for guess in guesses], [guess[4] for guess in guesses]
                 due = max(1, due, count_by_rule(settings.reveal, settings.reveal_level, confidences, entropies))
-            for _, i, token, logp, entropy in guesses[:due]:
+            for _, i, token, _, entropy in guesses[:due]:
                 at, ids[i] = i - len(prompt), token
-                row.logps[at], row.entropies[at], row.reveal_steps[at] = logp, entropy, row.passes
+                row.logps[at] = recorded(logits[i].tolist(), token, settings)
+                row.entropies[at], row.reveal_steps[at] = entropy, row.passes
             row.passes += 1
         start = end
         if ends and set(ids[len(prompt) : end]) & set(ends):

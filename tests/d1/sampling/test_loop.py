@@ -184,7 +184,7 @@ def test_the_mask_token_is_never_revealed_and_the_prompt_never_touched(model):
         ({"steps": 1}, "between 2 and 16 steps"),
         ({"steps": 17}, "between 2 and 16 steps"),
         ({"block_length": 0}, "must be positive"),
-        ({"remasking": "entropy"}, "low_confidence, random"),
+        ({"remasking": "margin"}, "low_confidence, random, entropy"),
         ({"temperature": -1.0}, ">= 0"),
         ({"generator": [keyed_generator(0)] * 2}, "one generator per row"),
     ],

@@ -9,6 +9,7 @@ import d1.models.head
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout
+from d1.sampling.order import REMASKING
 from tests.d1.sampling import reference
 from tests.d1.sampling.reference import MASK, SAMPLERS, VOCAB, make_prompts, sharper
 
@@ -20,21 +21,27 @@ def model(request, kind_dirs):
     return sharper(load_model(kind_dirs[request.param]))
 
 
+TRUNCATED = [{"top_k": 3}, {"top_p": 0.7, "record_as_sampled": True}]
+TRUNCATED += [{"top_k": 5, "top_p": 0.9, "record_as_sampled": True}, {"record_as_sampled": True}]
+
+
 @st.composite
 def cases(draw):
     gen_length = draw(st.integers(1, 12))
     block_length = draw(st.integers(1, 14))
     sampler = draw(st.sampled_from(SAMPLERS))
+    temperature = draw(st.sampled_from([0.0, 0.8]))
     return {
         "widths": draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)),
         "settings": SamplingSettings(
             gen_length=gen_length,
             block_length=block_length,
             steps=draw(st.integers(-(-gen_length // block_length), gen_length)),
-            temperature=draw(st.sampled_from([0.0, 0.8])),
+            temperature=temperature,
             cfg_scale=draw(st.sampled_from([0.0, 0.0, 0.5])),
-            remasking="low_confidence" if "reveal" in sampler else draw(st.sampled_from(["low_confidence", "random"])),
+            remasking="low_confidence" if "reveal" in sampler else draw(st.sampled_from(list(REMASKING))),
             **sampler,
+            **draw(st.sampled_from([{}, *TRUNCATED] if temperature else [{}])),
         ),
         "ends": draw(st.sampled_from([None, list(range(4, 20))])),
         "seed": draw(st.integers(0, 1000)),
@@ -76,9 +83,9 @@ def test_rows_of_a_padded_batch_equal_the_reference_on_each_row_alone(model, mon
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS + [one | {"remasking": "random"} for one in SAMPLERS[:3]], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_record_of_every_sampler_is_the_references(model, sampler, temperature):
-    chosen = SamplingSettings(12, 4, 9, temperature=temperature, **sampler)
+@pytest.mark.parametrize("warm", [{}, {"temperature": 0.8}, {"temperature": 0.8, **TRUNCATED[2]}], ids=str)
+def test_the_record_of_every_sampler_is_the_references(model, sampler, warm):
+    chosen = SamplingSettings(12, 4, 9, **warm, **sampler)
     got = check_against_the_reference(model, {"widths": [6, 1, 4], "settings": chosen, "seed": 3})
     assert (got.reveal_steps >= 0).all()
     stopped = check_against_the_reference(
@@ -106,7 +113,14 @@ def test_other_kinds_with_caches_equal_the_reference(kind_dirs, kind, cache):
 
 @pytest.mark.parametrize("name", ["sdar", "Fast_dLLM_Qwen", "llada2_moe"])
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0.8}, {"cfg_scale": 0.5, "remasking": "random"}, SAMPLERS[5]], ids=str
+    "options",
+    [
+        {"temperature": 0.8, **TRUNCATED[1]},
+        {"cfg_scale": 0.5, "remasking": "random"},
+        SAMPLERS[5],
+        {"remasking": "entropy"},
+    ],
+    ids=str,
 )
 def test_blocks_end_where_a_block_causal_models_do(kind_dirs, name, options):
     """Prompts that end at every place of a block, one of them inside the first."""

@@ -12,6 +12,7 @@ import torch
 
 from d1.masking import keyed_generator
 from d1.models import load_model
+from d1.models.distribution import OWN, Distribution
 from d1.sampling import SamplingSettings, rollout, rollout_stream
 from d1.sampling.caches import CACHES, Cache
 from d1.sampling.order import REMASKING, Order
@@ -21,6 +22,7 @@ from d1.sampling.settings import SAMPLERS
 from tests.d1.sampling.reference import MASK, make_prompts
 
 GOOD = {"gen_length": 12, "block_length": 4, "steps": 6}
+TRUNCATED = {"top_k": 2, "top_p": 0.9, "record_as_sampled": True}
 NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
 
 
@@ -33,7 +35,11 @@ NUMBERS = [math.nan, math.inf, -math.inf, -1.0, "1", None]
         *[({"sampler": "parallel", "reveal_level": value}, "reveal_level must be >= 0") for value in NUMBERS[:-1]],
         ({"steps": 2}, "12 tokens in 3 blocks need between 3 and 12 steps, got 2"),
         ({"steps": 13}, "between 3 and 12 steps, got 13"),
-        ({"remasking": "entropy"}, "remasking must be one of low_confidence, random"),
+        *[({"temperature": 1.0, "top_k": value}, "top_k must be whole and >= 0") for value in (-1, 2.0, "3", None)],
+        *[({"temperature": 1.0, "top_p": value}, "top_p must be above 0") for value in (*NUMBERS, 0.0, 1.1)],
+        *[({name: value}, "need a temperature above 0") for name, value in TRUNCATED.items()],
+        ({"remasking": "margin"}, "remasking must be one of low_confidence, random, entropy, got 'margin'"),
+        ({"sampler": "parallel", "remasking": "entropy"}, "needs remasking low_confidence, got entropy"),
         ({"sampler": "fast"}, r"sampler must be one of exact, cached, parallel, cached\+parallel, got 'fast'"),
         ({"sampler": "cached", "kv_cache": "suffix"}, "kv_cache must be one of prefix, dual, delayed"),
         ({"sampler": "parallel", "reveal": "margin"}, "reveal must be one of threshold, factor, entropy"),
@@ -76,6 +82,14 @@ def test_settings_know_whether_they_draw():
     assert not SamplingSettings(**GOOD).draws
     assert SamplingSettings(**GOOD, temperature=0.1).draws
     assert SamplingSettings(**GOOD, remasking="random").draws
+
+
+def test_settings_know_what_they_draw_from_and_what_they_record():
+    """At temperature 0 nothing is drawn, and recorded is the model's own."""
+    greedy, warm = SamplingSettings(**GOOD), SamplingSettings(**GOOD, temperature=0.5, top_k=2, top_p=0.9)
+    assert (greedy.drawn_from, greedy.recorded) == (OWN, OWN)
+    assert (warm.drawn_from, warm.recorded) == (Distribution(0.5, 2, 0.9), OWN)
+    assert dataclasses.replace(warm, record_as_sampled=True).recorded == warm.drawn_from
 
 
 def test_flags_with_other_names_give_the_settings():
