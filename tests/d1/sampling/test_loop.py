@@ -1,5 +1,6 @@
 """The sampler's schedule and invariances, and the distribution it draws from."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 import d1.sampling.predict
 from d1.masking import keyed_generator
 from d1.models import load_model
-from d1.sampling import generate
+from d1.sampling import generate, rollout
 from d1.sampling.predict import draw_ids
 from d1.sampling.reveal import reveal_schedule, spread
+from tests.d1.sampling.reference import left_of
+from tests.d1.scoring.enumeration import assert_frequencies
 
 MASK, VOCAB = 3, 8
 
@@ -176,6 +179,36 @@ def test_the_mask_token_is_never_revealed_and_the_prompt_never_touched(model):
     out = generate(Recorder(logits), prompt, torch.ones_like(prompt), **LENGTHS)
     assert out[0, :4].tolist() == prompt[0].tolist()
     assert not (out[0, 4:] == MASK).any()
+
+
+@pytest.mark.parametrize("mask_logit", [-60.0, 9.0])
+@pytest.mark.parametrize(
+    "chosen",
+    [{}, {"top_k": 2}, {"top_k": 1}, {"top_p": 0.8}, {"top_p": 1e-6}, {"top_k": 4, "top_p": 0.9, "temperature": 0.5}],
+    ids=str,
+)
+def test_tokens_are_drawn_from_what_is_left_and_recorded_with_these_chances(chosen, mask_logit):
+    """The mask token is no choice: where it is the likeliest, as in no trained model, the record alone counts it."""
+    count, words = 3000, [0.0, 1.0, 0.5, mask_logit, 1.4, -1.0, -0.5, 0.2]
+    chosen = {"temperature": 1.3, **chosen}
+    prompt = torch.ones(count, 1, dtype=torch.long)
+    options = {"mask_token_id": MASK, "gen_length": 1, "block_length": 1, "steps": 1}
+    model = Recorder(torch.tensor(words).expand(1, 2, VOCAB))
+    got, own = (
+        rollout(model, prompt, prompt, generator=keyed_generator(5), **options | chosen | {"record_as_sampled": record})
+        for record in (True, False)
+    )
+    of = [chosen.get(name, default) for name, default in (("temperature", 1), ("top_k", 0), ("top_p", 1.0))]
+    left = left_of([-math.inf if token == MASK else word for token, word in enumerate(words)], *of)
+    often = got.ids[:, 1].bincount(minlength=VOCAB)
+    assert set(often.nonzero().flatten().tolist()) == set(left) - {MASK}
+    chances = torch.tensor([left.get(token, 0.0) for token in range(VOCAB)])
+    assert_frequencies(often, chances)
+    assert got.logps.isfinite().all()
+    if mask_logit < 0:
+        torch.testing.assert_close(got.logps[:, 0].exp(), chances[got.ids[:, 1]])
+    assert torch.equal(own.ids, got.ids)
+    torch.testing.assert_close(own.logps[:, 0], torch.tensor(words).log_softmax(-1)[got.ids[:, 1]])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from d1.models import prepare
+from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import block_size
 from d1.scoring import SampledRows, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of
@@ -188,11 +189,13 @@ def stacked(rows: list[Views]) -> Views:
     return Views(torch.cat([filled(v.noise) for v in rows]), torch.cat([filled(v.weights) for v in rows]))
 
 
-def scores(model: Any, views: Views, sampled: SampledRows = SAMPLED, views_at_once: int = 8) -> Any:
+def scores(
+    model: Any, views: Views, sampled: SampledRows = SAMPLED, views_at_once: int = 8, distribution: Distribution = OWN
+) -> Any:
     """`score` of a batch."""
     given = (sampled.prompt_ids, sampled.attention_mask, sampled.completion_ids, views)
     options = {"mask_token_id": MASK, "gen_length": sampled.gen_length, "views_at_once": views_at_once}
-    return score(model, *given, **options)
+    return score(model, *given, distribution=distribution, **options)
 
 
 def gradient(model: Any, values: Tensor) -> Tensor:
