@@ -182,8 +182,8 @@ def test_complements_take_each_token_once_a_draw_with_the_weight_one_half():
 
 def test_sixteen_draws_of_exact_counts_have_a_third_of_the_standard_deviation_of_independent_tokens():
     """Of 16 counts over 1..4 each comes four times, so all that varies is the set: the variance can be enumerated."""
-    rows, variances = 400, {"counts": [], "elbo": []}
-    for layers, seed in product((1, 2), (0, 4)):
+    rows, variances = 300, {"counts": [], "elbo": []}
+    for layers, seed in ((1, 0), (2, 0), (1, 4)):
         with torch.no_grad():
             states = all_states(tiny(layers, seed), 0)
         totals = torch.zeros(16, dtype=torch.float64)
