@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import permutations, product
-from math import comb
+from math import comb, factorial, log
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from tests.d1.scoring.enumeration import (
     every_model,
     marked,
     merged,
+    quadrature,
     repeated,
     scores,
     settings,
@@ -180,27 +181,40 @@ def test_complements_take_each_token_once_a_draw_with_the_weight_one_half():
     assert_frequencies(counts.bincount(minlength=5), torch.full((5,), 1 / 5))
 
 
-def test_sixteen_draws_of_exact_counts_have_a_third_of_the_standard_deviation_of_independent_tokens():
-    """Of 16 counts over 1..4 each comes four times, so all that varies is the set: the variance can be enumerated."""
-    rows, variances = 300, {"counts": [], "elbo": []}
-    for layers, seed in ((1, 0), (2, 0), (1, 4)):
-        with torch.no_grad():
-            states = all_states(tiny(layers, seed), 0)
-        totals = torch.zeros(16, dtype=torch.float64)
-        for some, logps in states.items():
-            totals[sum(2**k for k in some)] = logps[list(some)].sum()
-        for name, found in variances.items():
-            random = Randomness([keyed_generator(1, row) for row in range(rows)], keyed_generator(2), 0, rows)
-            views = ESTIMATORS[name](repeated(0, rows), random, settings(num_views=16, stratified=True))
-            sets = (views.noise[..., PROMPT:] * 2 ** torch.arange(4)).sum(-1)
-            estimates = (views.weights.amax(-1) * totals[sets]).sum(1)
-            found.append(estimates.var())
-            error = (found[-1] / rows) ** 0.5
-            assert (estimates.mean() - any_order_bound(tiny(layers, seed))[0].sum()).abs() < 4 * error
-        of_size = [
-            torch.stack([logps[list(some)].sum() for some, logps in states.items() if len(some) == x])
-            for x in range(1, 5)
-        ]
-        expected = sum(4 * (4 / (16 * x)) ** 2 * of_size[x - 1].var(unbiased=False) for x in range(1, 5))
-        assert float(variances["counts"][-1] / expected) == pytest.approx(1, abs=0.25)
-    assert sum(variances["counts"]) < sum(variances["elbo"]) / 9
+def variance_of_counts(sums):
+    """Of 16 stratified draws: each count of 1..4 comes four times, so all that varies is the set."""
+    return sum(4 * (4 / (16 * x)) ** 2 * torch.stack(some).var(unbiased=False) for x, some in enumerate(sums[1:], 1))
+
+
+def variance_of_elbo(sums):
+    """Of 16 stratified draws: times t_v = (v + u) / 16, at which a set of x is drawn with t^x (1 - t)^(4 - x) and its
+    sum has the weight 1 / t. That of sets of one token is infinite but for the smallest time, 2^-24."""
+    squares = [float(sum(value**2 for value in some)) for some in sums]
+    second = squares[1] * (24 * log(2) - 11 / 6)  # the integral of (1 - t)^3 / t
+    second += sum(squares[x] * factorial(x - 2) * factorial(4 - x) / 6 for x in (2, 3, 4))
+
+    def mean(t):
+        return sum(t ** (x - 1) * (1 - t) ** (4 - x) * float(sum(sums[x])) for x in range(1, 5))
+
+    within = second - sum(p * mean(t) ** 2 for t, p in quadrature(points=4))
+    means = [(sum(mean((v + u) / 16) for v in range(16)) / 16, p) for u, p in quadrature(points=4)]
+    return within / 16 + sum(p * m**2 for m, p in means) - sum(p * m for m, p in means) ** 2
+
+
+@pytest.mark.parametrize(("layers", "seed"), [(1, 0), (2, 0), (1, 4), (2, 4)])
+def test_sixteen_draws_of_exact_counts_have_a_third_of_the_standard_deviation_of_independent_tokens(layers, seed):
+    model, rows = tiny(layers, seed), 300
+    with torch.no_grad():
+        states = all_states(model, 0)
+        bound = any_order_bound(model)[0].sum()
+    totals, sums = torch.zeros(16, dtype=torch.float64), [[] for _ in range(5)]
+    for some, logps in states.items():
+        totals[sum(2**k for k in some)] = logps[list(some)].sum()
+        sums[len(some)].append(logps[list(some)].sum())
+    random = Randomness([keyed_generator(1, row) for row in range(rows)], keyed_generator(2), 0, rows)
+    views = ESTIMATORS["counts"](repeated(0, rows), random, settings(num_views=16, stratified=True))
+    sets = (views.noise[..., PROMPT:] * 2 ** torch.arange(4)).sum(-1)
+    estimates = (views.weights.amax(-1) * totals[sets]).sum(1)
+    assert abs(estimates.mean() - bound) < 4 * (estimates.var() / rows) ** 0.5
+    assert float(estimates.var() / variance_of_counts(sums)) == pytest.approx(1, abs=0.25)
+    assert variance_of_counts(sums) < variance_of_elbo(sums) / 9
