@@ -1,7 +1,9 @@
-"""Tensors for losses, and TRL's loss of them."""
+"""Tensors for losses, formulas of losses written out by loops, and TRL's loss."""
 
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ class Settings:
     loss_type: str = "grpo"
     epsilon: float = 0.2
     epsilon_high: float | None = 0.35
+    delta: float | None = None
     max_completion_length: int = 7
     eubo_beta: float = 1.5
     eubo_share: float = 0.3
@@ -26,7 +29,7 @@ settings = Settings
 
 
 def random_inputs(views: int = 3, weights: str = "random", spread: float = 0.5) -> LossInputs:
-    """Six rows in float64: of full, middle and single length, and one that takes no part.
+    """Six rows of two prompts in float64: of full, middle and single length, and one that takes no part.
 
     Args:
         weights: "random", a third of them 0; or "one", where every view scores every token of the completion.
@@ -46,38 +49,146 @@ def random_inputs(views: int = 3, weights: str = "random", spread: float = 0.5) 
     weight = weight * mask.unsqueeze(1)
     scored = weight != 0
     old = -2 + 0.7 * normal()
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.5, 0.7, 0.0], dtype=torch.float64)
     return LossInputs(
         view_logps=((old + spread * normal()) * scored).requires_grad_(),
         view_old=old * scored,
         view_reference=(old + spread * normal()) * scored,
         weights=weight,
-        advantages=torch.tensor([1.0, -0.5, 2.0, -1.5, 0.7, 0.0], dtype=torch.float64),
+        advantages=advantages,
         mask=mask,
         tokens=mask.sum(),
+        views=scored.any(-1).sum(),
+        active=torch.tensor(4),  # of five rows with an advantage, one takes no part
+        reveal_steps=torch.rand(6, 5, generator=generator).argsort(-1),
     )
 
 
 def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
-    """The same rows in parts, as a step gets them."""
-    parts = len(inputs.mask) // rows
-    names = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask")
-    split = {name: getattr(inputs, name).split(rows) for name in names}
+    """The same rows in another order, as TRL shuffles a rollout, in parts, as a step gets them."""
+    order = torch.randperm(len(inputs.mask), generator=torch.Generator().manual_seed(1))
+    parts = len(order) // rows
+    names = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask", "reveal_steps", "log_ratios")
+    given = [name for name in names if getattr(inputs, name) is not None]
+    counts = {name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "active")}
     return [
-        replace(inputs, tokens=inputs.tokens / parts, **{name: split[name][part] for name in names})
-        for part in range(parts)
+        replace(inputs, **counts, **{name: getattr(inputs, name)[some] for name in given}) for some in order.split(rows)
     ]
 
 
-def divisor(inputs: LossInputs, row: int, settings: Any) -> float:
-    """What the sum over a row's tokens is divided by, in the mean that `loss_type` names."""
-    rows, length = inputs.mask.shape[0], int(inputs.mask[row].sum())
+def in_parts(row: Any, inputs: LossInputs, settings: Any, rows: int) -> Tensor:
+    """The mean of an objective's loss, or of a penalty, over micro-batches of so many rows."""
+    values = [row(part, settings) for part in micro_batches(inputs, rows)]
+    return torch.stack([value[0] if isinstance(value, tuple) else value for value in values]).mean()
+
+
+def divisor(inputs: LossInputs, row: int, view: int, settings: Any) -> float:
+    """What the sum over the tokens of a row, in one view, is divided by, in the mean that `loss_type` names."""
+    rows, views, length = *inputs.weights.shape[:2], int(inputs.mask[row].sum())
+    if settings.loss_type == "views":
+        sums = [[sum(inputs.weights[i, v].tolist()) for v in range(views)] for i in range(rows)]
+        return sum(one > 0 for of_row in sums for one in of_row) * (sums[row][view] or 1.0)
     return {
         "sum": rows,
         "grpo": rows * max(length, 1),
         "dr_grpo": rows * settings.max_completion_length,
         "bnpo": int(inputs.mask.sum()),
         "dapo": int(inputs.tokens),
+        "active": 4 * settings.max_completion_length,
     }[settings.loss_type]
+
+
+class Term(NamedTuple):
+    """A term of a loss: its share x a function of the sum of coefficients x log-ratios of one row."""
+
+    row: int
+    coefficients: dict[tuple[int, int], float]  # of (view, token)
+    share: float
+
+
+def tokens_of(inputs: LossInputs, row: int, view: int) -> list[int]:
+    """The tokens that a view scores."""
+    return [k for k, weight in enumerate(inputs.weights[row, view].tolist()) if weight and inputs.mask[row, k]]
+
+
+def tokens_in_views(inputs: LossInputs, settings: Any) -> Iterator[Term]:
+    """A term for each token in each view, in the mean that `loss_type` names."""
+    for i, v in itertools.product(*map(range, inputs.weights.shape[:2])):
+        for k in tokens_of(inputs, i, v):
+            yield Term(i, {(v, k): 1.0}, inputs.weights[i, v, k].item() / divisor(inputs, i, v, settings))
+
+
+def steps(inputs: LossInputs, settings: Any) -> Iterator[Term]:
+    """A term for each view, of the product of its tokens' probabilities, over their number; the mean over views."""
+    places = [(i, v, tokens_of(inputs, i, v)) for i, v in itertools.product(*map(range, inputs.weights.shape[:2]))]
+    count = sum(bool(tokens) for _, _, tokens in places)
+    for i, v, tokens in places:
+        if tokens:
+            yield Term(i, {(v, k): 1.0 for k in tokens}, 1 / len(tokens) / count)
+
+
+def draws(inputs: LossInputs, settings: Any, per_token: bool = True) -> Iterator[Term]:
+    """A term for each draw of each row, the mean over both; view v belongs to draw v modulo their number. Weights are
+    those of a mean over draws, so one draw's own estimate has its weights times their number."""
+    rows, views = inputs.weights.shape[:2]
+    count = views // (inputs.views_per_draw or views)
+    for i, draw in itertools.product(range(rows), range(count)):
+        places = [(v, k) for v in range(draw, views, count) for k in tokens_of(inputs, i, v)]
+        times = count / (int(inputs.mask[i].sum()) or 1 if per_token else 1)
+        coefficients = {(v, k): times * inputs.weights[i, v, k].item() for v, k in places}
+        if inputs.mask[i].any():
+            yield Term(i, coefficients, 1 / rows / count)
+
+
+def completions(inputs: LossInputs, settings: Any, per_token: bool = False) -> Iterator[Term]:
+    """A term for each row, the weighted sum over all its views; the mean over rows."""
+    return draws(replace(inputs, views_per_draw=0), settings, per_token)
+
+
+def likely_tokens(inputs: LossInputs, settings: Any) -> Iterator[Term]:
+    """A term for each token that a view revealed or that has a probability of 0.6; the mean over a view's tokens of
+    all rows, then over views."""
+    rows, views = inputs.weights.shape[:2]
+    for v in range(views):
+        places = []
+        for i in range(rows):
+            tokens = tokens_of(inputs, i, v)
+            order = inputs.reveal_steps[i].tolist()
+            first = min((order[k] for k in tokens), default=0)
+            places += [(i, k) for k in tokens if order[k] == first or inputs.view_logps[i, v, k].exp().item() >= 0.6]
+        for i, k in places:
+            yield Term(i, {(v, k): 1.0}, 1 / len(places) / views)
+
+
+Slope = tuple[float, float]  # a value and its derivative
+
+
+def summed(
+    inputs: LossInputs, terms: Iterator[Term], of: Callable[[float, int], Slope], to: Tensor
+) -> tuple[float, Tensor]:
+    """The sum of terms, and its gradient by the policy's log-probabilities (rows, views, tokens).
+
+    Args:
+        of: (log-ratio, row) -> the function of it and its derivative.
+        to: (rows, views, tokens), what the policy's log-probabilities are compared with.
+    """
+    total, slope, log_ratios = 0.0, torch.zeros_like(inputs.weights), (inputs.view_logps.detach() - to).tolist()
+    for row, coefficients, share in terms:
+        value, derivative = of(sum(c * log_ratios[row][v][k] for (v, k), c in coefficients.items()), row)
+        total += share * value
+        for (v, k), c in coefficients.items():
+            slope[row, v, k] += share * derivative * c
+    return total, slope
+
+
+def clipped(ratio: float, advantage: float, run: Settings) -> Slope:
+    """PPO's min(r A, clip(r) A), the first r at most `delta`; and its derivative by r."""
+    high = run.epsilon if run.epsilon_high is None else run.epsilon_high
+    inside = min(max(ratio, 1 - run.epsilon), 1 + high)
+    bounded = ratio if run.delta is None else min(ratio, run.delta)
+    if bounded * advantage <= inside * advantage:
+        return bounded * advantage, advantage if bounded == ratio else 0.0
+    return inside * advantage, 0.0
 
 
 def gradient(loss: Tensor, inputs: LossInputs) -> Tensor:
@@ -119,6 +230,7 @@ def trl_loss(
     trainer: Any, inputs: LossInputs, importance_sampling_ratio: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
     """TRL's loss of the weighted sums over views, and what it logs; with the weights that TRL gives vLLM's rollouts."""
+    trainer.args.delta = options.pop("delta", None)
     for name, value in {"beta": 0.0, "importance_sampling_level": "token", **options}.items():
         setattr(trainer, name, value)
     ones = torch.ones(6, 3, dtype=torch.long)

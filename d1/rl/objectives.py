@@ -39,11 +39,10 @@ def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Ten
     """
     low = 1 - settings.epsilon
     high = 1 + (settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
-    clipped = ((ratios < low) & (advantages < 0)) | ((ratios > high) & (advantages > 0))
-    if settings.delta is not None:
-        clipped = clipped | ((ratios > settings.delta) & (advantages < 0))
-        ratios = ratios.clamp(max=settings.delta)
-    return torch.min(ratios * advantages, ratios.clamp(low, high) * advantages), clipped
+    delta = math.inf if settings.delta is None else settings.delta
+    gains = torch.min(ratios.clamp(max=delta) * advantages, ratios.clamp(low, high) * advantages)
+    up = (ratios > min(high, delta)) & (advantages > 0)
+    return gains, up | (((ratios < low) | (ratios > max(high, delta))) & (advantages < 0))
 
 
 def share(what: Tensor, of: Tensor) -> dict[str, float]:
@@ -82,8 +81,8 @@ def clipped_sequences(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[s
     high = math.log1p(settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
     low = math.log1p(-settings.epsilon) if settings.epsilon < 1 else -math.inf
     held = torch.where(positive, log_ratios.clamp(max=high), log_ratios.clamp(min=low))
-    taking_part = inputs.mask.bool().any(-1)
-    return -(inputs.advantages * held.exp() * taking_part).mean(), share(held != log_ratios, taking_part)
+    clipped, taking_part = (held != log_ratios) & (inputs.advantages != 0), inputs.mask.bool().any(-1)
+    return -(inputs.advantages * held.exp() * taking_part).mean(), share(clipped, taking_part)
 
 
 def draws_log_ratios(inputs: LossInputs) -> Tensor:

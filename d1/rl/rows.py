@@ -31,7 +31,7 @@ class LossInputs:
         tokens: scored tokens of a micro-batch, on average over all of the rollout and all processes.
         views: likewise, the views of this update that score something; None: of this micro-batch.
         active: likewise, the rows whose advantage is not 0; None: of this micro-batch.
-        views_per_draw: `Estimator.views_per_draw`.
+        views_per_draw: `Estimator.views_per_draw`, where 0 means that all views are one draw.
         reveal_steps: (rows, tokens), the step that revealed each token.
         view_advantages: (rows, views), of each view's state; None without `state_reward`.
         log_ratios: (rows, completions of a prompt) `sequence_log_ratios` of the rows of each row's prompt, of the
@@ -86,17 +86,18 @@ class LossInputs:
 
     @property
     def scoring_views(self) -> Tensor:
-        """How many views score something, at least 1: of a micro-batch, on average over the rollout."""
-        return (self.scored.any(-1).sum() if self.views is None else self.views).clamp(min=1)
+        """How many views score something: of a micro-batch, on average over the rollout."""
+        return self.scored.any(-1).sum().clamp(min=1) if self.views is None else self.views
 
     @property
     def active_rows(self) -> Tensor:
-        """How many rows have an advantage that is not 0, at least 1: of a micro-batch, on average over the rollout."""
-        return (self.advantages.ne(0).sum() if self.active is None else self.active).clamp(min=1)
+        """How many rows take part with an advantage that is not 0: of a micro-batch, on average over the rollout."""
+        active = self.advantages.ne(0) & self.mask.bool().any(-1)
+        return active.sum().clamp(min=1) if self.active is None else self.active
 
     def by_draw(self, values: Tensor) -> Tensor:
         """(rows, draws), sums of `values` (rows, views, tokens) over the tokens and views of each draw."""
-        return values.sum(-1).unflatten(1, (self.views_per_draw, -1)).sum(1)
+        return values.sum(-1).unflatten(1, (self.views_per_draw or values.shape[1], -1)).sum(1)
 
     @property
     def lengths(self) -> Tensor:
@@ -123,7 +124,7 @@ MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
     "grpo": lambda views, inputs, settings: (views.sum(1) / inputs.lengths).mean(),
     "dr_grpo": lambda views, inputs, settings: views.sum(1).mean() / settings.max_completion_length,
     "bnpo": lambda views, inputs, settings: views.sum() / inputs.mask.sum().clamp(min=1),
-    "dapo": lambda views, inputs, settings: views.sum() / inputs.tokens.clamp(min=1),
+    "dapo": lambda views, inputs, settings: views.sum() / inputs.tokens,
     "active": lambda views, inputs, settings: views.sum() / (inputs.active_rows * settings.max_completion_length),
     "views": mean_of_views,
 }

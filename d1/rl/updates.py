@@ -175,9 +175,10 @@ def loss_inputs(
         weights=fitted(batch["view_weights"][:, update], width),
         advantages=batch["advantages"],
         mask=batch["completion_mask"],
-        tokens=batch["num_items_in_batch"] / parts,
-        views=batch["scoring_views"][0, update] / parts,
-        active=batch["active_rows"][0] / parts,
+        # At least 1 in all of the rollout: a micro-batch may have less than 1 on average.
+        tokens=batch["num_items_in_batch"].clamp(min=1) / parts,
+        views=batch["scoring_views"][0, update].clamp(min=1) / parts,
+        active=batch["active_rows"][0].clamp(min=1) / parts,
         views_per_draw=views_per_draw,
         reveal_steps=fitted(batch["reveal_steps"], width),
         view_advantages=batch.get("view_advantages"),

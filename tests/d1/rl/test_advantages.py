@@ -8,16 +8,19 @@ import torch
 from datasets import Dataset
 
 from d1.models import load_model, load_tokenizer
+from d1.rl.advantages import ADVANTAGES
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.objectives import ADVANTAGES, OBJECTIVES
+from d1.rl.objectives import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.updates import Everyone, keep_prompts, reshaped
 from tests.losses import random_inputs, settings
 
-REWARDS = [[0.0, 1.0, 0.25, 2.0], [1.0, 1.0, 1.0, 1.0], [-3.0, 0.5, 0.5, 0.0]]
+# The second group has nothing to tell, and the last less than a hundredth.
+REWARDS = [[0.0, 1.0, 0.25, 2.0], [1.0, 1.0, 1.0, 1.0], [-3.0, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 0.504]]
 # What TRL hands over with scale_rewards none: rewards less their group's mean.
-CENTRED = torch.tensor(REWARDS).double() - torch.tensor(REWARDS).double().mean(1, keepdim=True)
+CENTRED = torch.tensor(REWARDS, dtype=torch.float64)
+CENTRED = CENTRED - CENTRED.mean(1, keepdim=True)
 
 
 def mean(values):
@@ -35,7 +38,24 @@ def signed_softmax(rewards):
     return [len(rewards) * (u / sum(up) - d / sum(down)) for u, d in zip(up, down, strict=True)]
 
 
-WRITTEN_OUT = {"leave_one_out": leave_one_out, "signed_softmax": signed_softmax}
+def standardised(rewards):
+    """(r - m) / s, s the root of the mean square; 0 where all are right or all wrong (arXiv 2509.06949)."""
+    square = mean([(reward - mean(rewards)) ** 2 for reward in rewards])
+    return [(reward - mean(rewards)) / math.sqrt(square) if square else 0.0 for reward in rewards]
+
+
+def floored(rewards):
+    """(r - m) / max(s, 0.01), s of n - 1."""
+    square = sum((reward - mean(rewards)) ** 2 for reward in rewards) / (len(rewards) - 1)
+    return [(reward - mean(rewards)) / max(math.sqrt(square), 0.01) for reward in rewards]
+
+
+WRITTEN_OUT = {
+    "leave_one_out": leave_one_out,
+    "signed_softmax": signed_softmax,
+    "standardised": standardised,
+    "floored": floored,
+}
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
@@ -46,13 +66,21 @@ def test_advantages_are_those_of_the_formula(name):
     )
 
 
-@pytest.mark.parametrize("rows", [2, 3, 6, 12])
+@pytest.mark.parametrize("size", [2, 3, 6, 8])
+def test_a_group_of_equal_rewards_has_standardised_advantages_of_zero(size):
+    """In fp32, where equal rewards less their mean need not be 0."""
+    rewards = torch.tensor([0.1, 0.7, 1 / 3, -2.2, 1e6]).unsqueeze(1).expand(-1, size)
+    assert not ADVANTAGES["standardised"](rewards - rewards.mean(1, keepdim=True)).any()
+    assert not ADVANTAGES["standardised"](rewards / 3 - rewards.mean(1, keepdim=True) / 3 - 1e-8).any()
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", ["trl", *WRITTEN_OUT])
 def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name, rows):
     """A softmax over the rows of a process, in place of the group's, gives other weights: a fault of released code."""
     everything = CENTRED.flatten()
     expected = everything if name == "trl" else ADVANTAGES[name](CENTRED).flatten()
-    for first in range(0, 12, rows):
+    for first in range(0, 16, rows):
         everyone = Everyone(gather=lambda here: everything, first=first)
         found = reshaped(everything[first : first + rows], name, 4, everyone)
         torch.testing.assert_close(found, expected[first : first + rows], rtol=0, atol=0)

@@ -1,19 +1,37 @@
 """Objectives against loops over tokens with their gradients in closed form, and against TRL where TRL has the loss."""
 
-import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from d1.rl.objectives import OBJECTIVES, evidence_bounds, sequence_log_ratios
+from d1.rl.objectives import OBJECTIVES, evidence_bounds, likely, sequence_log_ratios
 from d1.rl.rows import MEANS, LossInputs
-from tests.losses import divisor, gradient, micro_batches, random_inputs, settings, trl_loss, trl_trainer
+from tests import losses
+from tests.losses import (
+    clipped,
+    divisor,
+    gradient,
+    in_parts,
+    micro_batches,
+    random_inputs,
+    settings,
+    summed,
+    trl_loss,
+    trl_trainer,
+)
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 OURS = [name for name, row in OBJECTIVES.items() if row.loss is not None]
 SINGLE = {"rtol": 1e-7, "atol": 1e-7}  # shares of hidden tokens are in fp32
+EACH_MEAN = [
+    (name, loss_type)
+    for name in OURS
+    for loss_type in (OBJECTIVES[name].loss_types if "loss_type" in OBJECTIVES[name].settings else ["sum"])
+]
+IN_A_MICRO_BATCH = [(name, loss_type) for name, loss_type in EACH_MEAN if loss_type == "bnpo" or name == "rldf"]
 
 
 @pytest.fixture(scope="module")
@@ -21,76 +39,132 @@ def trainer(tiny_model_dir, tmp_path_factory):
     return trl_trainer(tiny_model_dir, tmp_path_factory.mktemp("trl"))
 
 
-def clipped(ratio: float, advantage: float, run) -> tuple[float, float]:
-    """min(r A, clip(r) A), and its derivative by r."""
-    high = run.epsilon if run.epsilon_high is None else run.epsilon_high
-    inside = min(max(ratio, 1 - run.epsilon), 1 + high)
-    if ratio * advantage <= inside * advantage:
-        return ratio * advantage, advantage
-    return inside * advantage, 0.0
+# --- The formulas, written out ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("epsilon_high", [None, 0.35])
-@pytest.mark.parametrize("loss_type", MEANS)
-def test_clipped_views_is_ppos_loss_of_every_token_in_every_view(loss_type, epsilon_high):
-    inputs, run = random_inputs(), settings(loss_type=loss_type, epsilon_high=epsilon_high)
-    expected, slope, held, scored = 0.0, torch.zeros_like(inputs.weights), {-1: 0, 1: 0}, 0
-    for i, v, k in itertools.product(range(6), range(3), range(5)):
-        weight, advantage = inputs.weights[i, v, k].item(), inputs.advantages[i].item()
-        if not weight:
-            continue
-        ratio = math.exp(inputs.view_logps[i, v, k].item() - inputs.view_old[i, v, k].item())
-        gain, derivative = clipped(ratio, advantage, run)
-        expected -= weight * gain / divisor(inputs, i, run)
-        slope[i, v, k] = -weight * derivative * ratio / divisor(inputs, i, run)
-        scored += 1
-        if advantage and not derivative:
-            held[1 if advantage > 0 else -1] += 1
-    loss, metrics = OBJECTIVES["clipped_views"](inputs, run)
+def ppo(terms, ratio=lambda x, a: (math.exp(x), math.exp(x)), **options):
+    """-min(r A, clip(r) A) of each term; `ratio` gives r of a log-ratio and an advantage, and its derivative."""
+
+    def written_out(inputs, run, held=None):
+        def of(log_ratio, row):
+            advantage = inputs.advantages[row].item()
+            r, growth = ratio(log_ratio, advantage)
+            gain, derivative = clipped(r, advantage, run)
+            if held is not None:
+                held["all"] += 1
+                held["up" if advantage > 0 else "down"] += bool(advantage and not derivative)
+            return -gain, -derivative * growth
+
+        return summed(inputs, terms(inputs, run, **options), of, inputs.view_old)
+
+    return written_out
+
+
+def bounded_below(log_ratio, advantage):
+    return (1 + log_ratio, 1.0) if advantage > 0 else (math.exp(log_ratio), math.exp(log_ratio))
+
+
+def policy_gradient(terms):
+    def written_out(inputs, run):
+        def of(logp, row):
+            return -inputs.advantages[row].item() * logp, -inputs.advantages[row].item()
+
+        return summed(inputs, terms(inputs, run), of, torch.zeros_like(inputs.weights))
+
+    return written_out
+
+
+def squared_distance(inputs, run):
+    """The sum over draws of (clamp(l - old) / L - 10 A)^2, the mean over rows."""
+    low, high, count = (
+        math.log(1 - run.epsilon),
+        math.log(1 + run.epsilon),
+        inputs.weights.shape[1] // inputs.views_per_draw,
+    )
+
+    def of(log_ratio, row):
+        length = int(inputs.mask[row].sum())
+        distance = min(max(log_ratio, low), high) / length - 10 * inputs.advantages[row].item()
+        return count * distance**2, count * 2 * distance / length if low < log_ratio < high else 0.0
+
+    return summed(inputs, losses.draws(inputs, run, per_token=False), of, inputs.view_old)
+
+
+WRITTEN_OUT = {
+    "reinforce": policy_gradient(losses.tokens_in_views),
+    "clipped_views": ppo(losses.tokens_in_views),
+    "clipped_steps": ppo(losses.steps),
+    "clipped_sequences": ppo(losses.completions),
+    "bgpo": ppo(losses.draws, bounded_below),
+    "gdsd": squared_distance,
+    "rldf": policy_gradient(losses.likely_tokens),
+}
+
+
+def check(name, inputs, run, **options):
+    """The loss and its gradient are those of the formula; returns the metrics."""
+    expected, slope = WRITTEN_OUT[name](inputs, run, **options)
+    loss, metrics = OBJECTIVES[name](inputs, run)
     torch.testing.assert_close(loss.item(), expected, **EXACT)
     torch.testing.assert_close(gradient(loss, inputs), slope, **EXACT)
-    assert min(held.values()) > 0  # the clip holds on both sides
-    assert metrics["clip_ratio/region_mean"] == pytest.approx(sum(held.values()) / scored, rel=1e-6)
+    assert slope.abs().sum() > 0
+    return metrics
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_one_view_of_weight_one_is_trls_loss(trainer, loss_type):
+def pairs(inputs):
+    """The same rows, whose views are draws of two views each."""
+    return replace(inputs, views_per_draw=2)
+
+
+# --- Ours are the formulas --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("epsilon_high", "delta"), [(None, None), (0.35, None), (0.35, 1.5)])
+@pytest.mark.parametrize("loss_type", MEANS)
+def test_clipped_views_is_ppos_loss_of_every_token_in_every_view(loss_type, epsilon_high, delta):
+    inputs, held = random_inputs(), Counter()
+    run = settings(loss_type=loss_type, epsilon_high=epsilon_high, delta=delta)
+    metrics = check("clipped_views", inputs, run, held=held)
+    assert min(held["up"], held["down"]) > 0
+    assert metrics["clip_ratio/region_mean"] == pytest.approx((held["up"] + held["down"]) / held["all"], rel=1e-6)
+
+
+def test_the_dual_clip_holds_back_what_a_single_one_lets_through():
+    """A ratio far above 1 of what is to become less likely, as delta says (arXiv 1912.09729)."""
+    inputs, single, dual = random_inputs(), Counter(), Counter()
+    for held, delta in ((single, None), (dual, 1.5)):
+        check("clipped_views", inputs, settings(loss_type="views", delta=delta), held=held)
+    assert dual["down"] > single["down"]
+    assert dual["up"] == single["up"]
+
+
+@pytest.mark.parametrize("delta", [None, 1.5, 1.2])
+@pytest.mark.parametrize("name", ["clipped_steps", "clipped_sequences", "bgpo", "bgpo of pairs"])
+def test_ratios_of_steps_completions_and_draws_are_clipped_as_a_whole(name, delta):
+    """Of bgpo the ratio is 1 + d where A > 0 and exp(d) elsewhere, d the log-ratio of a draw, a token."""
+    name, _, of_pairs = name.partition(" of ")
+    inputs = pairs(random_inputs(views=4)) if of_pairs else random_inputs()
+    held, run = Counter(), settings(delta=None if name == "clipped_sequences" else delta)
+    metrics = check(name, inputs, run, held=held)
+    assert min(held["up"], held["down"]) > 0
+    assert metrics["clip_ratio/region_mean"] == pytest.approx((held["up"] + held["down"]) / held["all"], rel=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [0.2, 1.5])
+def test_a_completions_ratio_cannot_overflow_where_the_clip_holds_it(epsilon):
     inputs = random_inputs(views=1, weights="one")
-    theirs, logged = trl_loss(trainer, inputs, loss_type=loss_type)
-    ours, metrics = OBJECTIVES["clipped_views"](inputs, settings(loss_type=loss_type))
-    torch.testing.assert_close(ours, theirs, **EXACT)
-    torch.testing.assert_close(gradient(ours, inputs), gradient(theirs, inputs), **EXACT)
-    assert metrics["clip_ratio/region_mean"] == pytest.approx(logged["clip_ratio/region_mean"], rel=1e-6)
-    assert 0 < logged["clip_ratio/low_mean"] != logged["clip_ratio/high_mean"] > 0
+    run, up = settings(epsilon=epsilon), (inputs.advantages >= 0).view(-1, 1, 1)
+    check("clipped_sequences", inputs, run)  # epsilon above 1: no ratio is low enough to be clipped
+    far = replace(inputs, view_logps=(inputs.view_old + 800.0 * up - 800.0 * ~up).detach().requires_grad_())
+    loss, _ = OBJECTIVES["clipped_sequences"](far, run)
+    lowest = max(1 - epsilon, 0.0)
+    torch.testing.assert_close(loss.item(), -(1.35 * (1 + 2) - lowest * (0.5 + 1.5)) / 6, **EXACT)
+    assert torch.equal(gradient(loss, far), torch.zeros_like(far.weights))
 
 
-def test_espo_is_trls_ratio_of_sequences_of_the_weighted_sum_over_views(trainer):
-    """exp((ELBO - old) / L), clipped, a mean over rows (arXiv 2512.03759)."""
-    inputs, run = random_inputs(), settings()
-    expected, slope = 0.0, torch.zeros_like(inputs.weights)
-    for i in range(6):
-        length, advantage = max(int(inputs.mask[i].sum()), 1), inputs.advantages[i].item()
-        places = list(itertools.product(range(3), range(5)))
-        change = sum(
-            inputs.weights[i, v, k].item() * (inputs.view_logps[i, v, k].item() - inputs.view_old[i, v, k].item())
-            for v, k in places
-        )
-        ratio = math.exp(change / length)
-        gain, derivative = clipped(ratio, advantage, run)
-        expected -= gain / 6 if inputs.mask[i].any() else 0.0
-        slope[i] = -derivative * ratio * inputs.weights[i] / length / 6
-    loss, _ = trl_loss(trainer, inputs, loss_type="grpo", importance_sampling_level="sequence")
-    torch.testing.assert_close(loss.item(), expected, **EXACT)
-    torch.testing.assert_close(gradient(loss, inputs), slope, **EXACT)
-
-
-@pytest.mark.parametrize("loss_type", MEANS)
+@pytest.mark.parametrize("loss_type", OBJECTIVES["reinforce"].loss_types)
 def test_reinforce_is_a_weighted_sum_of_log_probabilities(loss_type):
-    inputs, run = random_inputs(), settings(loss_type=loss_type)
-    slope = torch.stack([-inputs.advantages[i] * inputs.weights[i] / divisor(inputs, i, run) for i in range(6)])
-    loss, _ = OBJECTIVES["reinforce"](inputs, run)
-    torch.testing.assert_close(loss, (slope * inputs.view_logps).sum(), **EXACT)
-    torch.testing.assert_close(gradient(loss, inputs), slope, **EXACT)
+    check("reinforce", random_inputs(), settings(loss_type=loss_type))
 
 
 def test_reinforces_gradient_over_all_completions_is_that_of_the_expected_reward():
@@ -117,33 +191,6 @@ def test_reinforces_gradient_over_all_completions_is_that_of_the_expected_reward
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-def test_bgpo_is_a_clipped_ratio_of_every_draws_bound():
-    """1 + d where A > 0 and exp(d) elsewhere; d = (bound - old) / L of a draw (arXiv 2510.11683, section 3)."""
-    inputs, run = random_inputs(), settings()
-    expected, slope, held = 0.0, torch.zeros_like(inputs.weights), {-1: 0, 1: 0}
-    for i, v in itertools.product(range(6), range(3)):
-        length, advantage = int(inputs.mask[i].sum()), inputs.advantages[i].item()
-        if not length:
-            continue
-        # A draw's own estimate: the weights are those of a mean over the three.
-        bound = sum(
-            3 * inputs.weights[i, v, k].item() * (inputs.view_logps[i, v, k].item() - inputs.view_old[i, v, k].item())
-            for k in range(5)
-        )
-        d = bound / length
-        ratio, growth = (1 + d, 1.0) if advantage > 0 else (math.exp(d), math.exp(d))
-        gain, derivative = clipped(ratio, advantage, run)
-        expected -= gain / 18
-        slope[i, v] = -derivative * growth * 3 * inputs.weights[i, v] / length / 18
-        if advantage and not derivative:
-            held[1 if advantage > 0 else -1] += 1
-    loss, metrics = OBJECTIVES["bgpo"](inputs, run)
-    torch.testing.assert_close(loss.item(), expected, **EXACT)
-    torch.testing.assert_close(gradient(loss, inputs), slope, **EXACT)
-    assert min(held.values()) > 0
-    assert metrics["clip_ratio/region_mean"] == pytest.approx(sum(held.values()) / 15, rel=1e-6)
-
-
 def test_bgpo_goes_on_where_a_bound_has_fallen_by_more_than_one_a_token():
     inputs = random_inputs(views=1, weights="one")
     fallen = replace(inputs, view_logps=(inputs.view_old - 3).detach().requires_grad_())
@@ -154,6 +201,31 @@ def test_bgpo_goes_on_where_a_bound_has_fallen_by_more_than_one_a_token():
     lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
     expected = -torch.tensor([1.0, 0, 2, 0, 0, 0], dtype=torch.float64).view(6, 1, 1) / 6 / lengths.unsqueeze(1)
     torch.testing.assert_close(gradient(loss, fallen), expected * inputs.weights, **EXACT)
+
+
+@pytest.mark.parametrize("views_per_draw", [1, 2])
+def test_gdsd_is_the_squared_distance_of_every_draws_clamped_log_ratio_to_ten_advantages(views_per_draw):
+    inputs = replace(random_inputs(views=4, spread=0.1), views_per_draw=views_per_draw)
+    metrics = check("gdsd", inputs, settings())
+    assert 0 < metrics["clip_ratio/region_mean"] < 1
+
+
+@pytest.mark.parametrize(("spread", "inside"), [(1e-6, 1.0), (0.5, 0.0)])
+def test_gdsd_as_it_is_written_is_reinforce_inside_its_clamp_and_nothing_outside(spread, inside):
+    inputs = pairs(random_inputs(views=4, spread=spread))
+    loss, _ = OBJECTIVES["gdsd"](inputs, settings(epsilon=4e-4))
+    factors = -20 * inputs.advantages / inputs.lengths / 6  # the mean over draws of a bound, times their number
+    expected = inside * 2 * factors[:, None, None] * inputs.weights
+    torch.testing.assert_close(gradient(loss, inputs), expected, rtol=1e-5, atol=1e-4 * inside)
+
+
+def test_rldf_is_the_policy_gradient_of_what_a_state_revealed_and_what_is_likely_by_now():
+    inputs = random_inputs()
+    inputs = replace(inputs, view_logps=(0.3 * inputs.view_logps).detach().requires_grad_())
+    metrics = check("rldf", inputs, settings())
+    counts, first = likely(inputs), likely(replace(inputs, view_logps=inputs.view_logps - 9))
+    assert 0 < first.sum() < counts.sum() < inputs.scored.sum()
+    assert metrics["likely"] == pytest.approx(counts.sum().item() / inputs.scored.sum().item(), rel=1e-6)
 
 
 def bounds_written_out(inputs: LossInputs, beta: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -175,7 +247,7 @@ def bounds_written_out(inputs: LossInputs, beta: float) -> list[tuple[torch.Tens
     return found
 
 
-@pytest.mark.parametrize("loss_type", MEANS)
+@pytest.mark.parametrize("loss_type", OBJECTIVES["spg"].loss_types)
 def test_spg_is_the_lower_form_of_good_rows_and_a_mixture_of_both_for_bad_ones(loss_type):
     inputs, run = random_inputs(), settings(loss_type=loss_type)
     written = bounds_written_out(inputs, run.eubo_beta)
@@ -185,7 +257,7 @@ def test_spg_is_the_lower_form_of_good_rows_and_a_mixture_of_both_for_bad_ones(l
     for i, (lower, upper) in enumerate(written):
         advantage, length = inputs.advantages[i], max(int(inputs.mask[i].sum()), 1)
         bound = lower if advantage > 0 else 0.3 * upper + 0.7 * lower
-        expected -= advantage * bound * length / divisor(inputs, i, run)
+        expected -= advantage * bound * length / divisor(inputs, i, 0, run)
     loss, _ = OBJECTIVES["spg"](inputs, run)
     torch.testing.assert_close(loss, expected, **SINGLE)
     torch.testing.assert_close(gradient(loss, inputs), gradient(expected, inputs), **SINGLE)
@@ -204,56 +276,91 @@ def test_spgs_upper_form_is_above_the_lower_one_and_equal_to_it_where_nothing_va
     assert (upper > lower)[taking_part].all()
 
 
-def stable_weights(inputs: LossInputs, cap: float) -> list[float]:
-    """The softmax of capped log-ratios over all rows, by loops."""
+def of_prompts(inputs):
+    """With the log-ratios of the three rows of each row's prompt."""
+    return replace(inputs, log_ratios=sequence_log_ratios(inputs).view(2, 3).repeat_interleave(3, 0))
+
+
+@pytest.mark.parametrize("rows", [6, 3, 2, 1])
+def test_stable_drl_weighs_each_row_against_those_of_its_prompt(rows):
+    """-sum of w A bound over a prompt's rows, w their softmax; the mean over prompts, which micro-batches mix."""
+    inputs, run, weights, expected = random_inputs(), settings(), [], 0.0
     changes = (inputs.weights * (inputs.view_logps - inputs.view_old)).sum((1, 2)).tolist()
-    ratios = [min(math.exp(change), cap) for change in changes]
-    assert max(math.exp(change) for change in changes) > cap > min(ratios)
-    return [ratio / sum(ratios) for ratio in ratios]
-
-
-@pytest.mark.parametrize("rows", [6, 3, 1])
-def test_stable_drl_weighs_each_row_against_the_whole_rollout(rows):
-    inputs, run = random_inputs(), settings()
-    weights = stable_weights(inputs, run.ratio_cap)
-    written = bounds_written_out(inputs, run.eubo_beta)
-    rows_of = zip(inputs.advantages, written, strict=True)
-    bounds = [lower if a > 0 else 0.3 * upper + 0.7 * lower for a, (lower, upper) in rows_of]
-    expected = -sum(w * a * bound for w, a, bound in zip(weights, inputs.advantages, bounds, strict=True))
-    everyone = replace(inputs, log_ratios=sequence_log_ratios(inputs))
-    found = [OBJECTIVES["stable_drl"](part, run) for part in micro_batches(everyone, rows)]
+    ratios = [min(math.exp(change), run.ratio_cap) for change in changes]
+    assert max(changes) > math.log(run.ratio_cap) > min(changes)
+    for i, (lower, upper) in enumerate(bounds_written_out(inputs, run.eubo_beta)):
+        weights.append(ratios[i] / sum(ratios[i // 3 * 3 :][:3]))
+        bound = lower if inputs.advantages[i] > 0 else 0.3 * upper + 0.7 * lower
+        expected = expected - weights[i] * inputs.advantages[i] * bound / 2
+    parts = micro_batches(of_prompts(inputs), rows)
+    found = [OBJECTIVES["stable_drl"](part, run) for part in parts]
     loss = sum(loss for loss, _ in found) / len(found)
     torch.testing.assert_close(loss, expected, **SINGLE)
     torch.testing.assert_close(gradient(loss, inputs), gradient(expected, inputs), **SINGLE)
-    assert max(metrics["weight_max"] for _, metrics in found) == pytest.approx(6 * max(weights), rel=1e-12)
+    assert max(metrics["weight_max"] for _, metrics in found) == pytest.approx(3 * max(weights), rel=1e-12)
+    if rows == 3:  # so that a softmax over the rows of a micro-batch would be another one
+        assert all(0 < (part.log_ratios == parts[0].log_ratios[0]).all(1).sum() < 3 for part in parts)
 
 
-def test_stable_drls_weights_sum_to_one():
+def test_stable_drls_weights_of_a_prompt_sum_to_one():
     """Rows with one advantage and one bound: the loss is their product, whatever the ratios."""
     inputs = random_inputs(views=1, weights="one")
     inputs = replace(
         inputs, advantages=torch.ones(6).double(), mask=torch.ones(6, 5), weights=torch.full((6, 1, 5), 0.2)
     )
     same = inputs.view_logps.detach()[:1].expand(6, 1, 5)
-    inputs = replace(inputs, view_logps=same, view_old=inputs.view_old)
-    for part in (inputs, replace(inputs, log_ratios=sequence_log_ratios(inputs))):
-        loss, _ = OBJECTIVES["stable_drl"](part, settings())
-        torch.testing.assert_close(loss, -same[0].mean(), **SINGLE)
+    loss, _ = OBJECTIVES["stable_drl"](of_prompts(replace(inputs, view_logps=same)), settings())
+    torch.testing.assert_close(loss, -same[0].mean(), **SINGLE)
 
 
-@pytest.mark.parametrize("loss_type", ["sum", "grpo", "dr_grpo", "dapo"])
-@pytest.mark.parametrize("objective", OURS)
-def test_a_steps_loss_does_not_depend_on_its_micro_batches(objective, loss_type):
-    inputs, run = random_inputs(), settings(loss_type=loss_type)
-    if OBJECTIVES[objective].over_all_rows:
-        inputs = replace(inputs, log_ratios=sequence_log_ratios(inputs))
-    whole, _ = OBJECTIVES[objective](inputs, run)
+# --- TRL's ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [None, 1.5, 1.2])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_one_view_of_weight_one_is_trls_loss(trainer, loss_type, delta):
+    inputs = random_inputs(views=1, weights="one")
+    theirs, logged = trl_loss(trainer, inputs, loss_type=loss_type, delta=delta)
+    ours, metrics = OBJECTIVES["clipped_views"](inputs, settings(loss_type=loss_type, delta=delta))
+    torch.testing.assert_close(ours, theirs, **EXACT)
+    torch.testing.assert_close(gradient(ours, inputs), gradient(theirs, inputs), **EXACT)
+    if delta is None:  # what delta holds back is no part of TRL's metric
+        assert metrics["clip_ratio/region_mean"] == pytest.approx(logged["clip_ratio/region_mean"], rel=1e-6)
+        assert 0 < logged["clip_ratio/low_mean"] != logged["clip_ratio/high_mean"] > 0
+
+
+def test_espo_and_gdpo_are_trls_ratio_of_sequences_of_the_weighted_sum_over_views(trainer):
+    """exp((ELBO - old) / L), clipped, a mean over rows (arXiv 2512.03759, arXiv 2510.08554)."""
+    inputs = random_inputs()
+    expected, slope = ppo(losses.completions, per_token=True)(inputs, settings())
+    loss, _ = trl_loss(trainer, inputs, loss_type="grpo", importance_sampling_level="sequence")
+    torch.testing.assert_close(loss.item(), expected, **EXACT)
+    torch.testing.assert_close(gradient(loss, inputs), slope, **EXACT)
+
+
+# --- All of them ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "loss_type"), [one for one in EACH_MEAN if one not in IN_A_MICRO_BATCH])
+def test_a_steps_loss_does_not_depend_on_its_micro_batches(name, loss_type):
+    inputs, run = of_prompts(random_inputs()), settings(loss_type=loss_type)
+    whole, _ = OBJECTIVES[name](inputs, run)
     assert gradient(whole, inputs).abs().sum() > 0
     for rows in (3, 2, 1):
-        parts = micro_batches(inputs, rows)
-        loss = sum(OBJECTIVES[objective](part, run)[0] for part in parts) / len(parts)
+        loss = in_parts(OBJECTIVES[name], inputs, run, rows)
         torch.testing.assert_close(loss, whole, **EXACT)
         torch.testing.assert_close(gradient(loss, inputs), gradient(whole, inputs), **EXACT)
+
+
+@pytest.mark.parametrize(("name", "loss_type"), [one for one in IN_A_MICRO_BATCH if one[0] in WRITTEN_OUT])
+def test_bnpo_and_rldf_are_means_over_micro_batches_of_means_in_them(name, loss_type):
+    inputs, run = random_inputs(), settings(loss_type=loss_type)
+    whole, _ = OBJECTIVES[name](inputs, run)
+    for rows in (3, 2, 1):
+        parts = [WRITTEN_OUT[name](part, run)[0] for part in micro_batches(inputs, rows)]
+        loss = in_parts(OBJECTIVES[name], inputs, run, rows)
+        torch.testing.assert_close(loss.item(), sum(parts) / len(parts), **EXACT)
+        assert (loss - whole).abs() > 1e-3
 
 
 @pytest.mark.parametrize("objective", OURS)

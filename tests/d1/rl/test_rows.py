@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from d1.rl.advantages import ADVANTAGES
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
+from d1.rl.objectives import OBJECTIVES
+from d1.rl.penalties import PENALTIES
 from d1.rl.rows import Advantage, Objective, Penalty
 from d1.scoring import ESTIMATORS, Estimator
 from d1.scoring.spg import draw as draw_blocks
@@ -120,7 +122,7 @@ def assert_same_run(one, other):
 
 def k3_by_hand(inputs, settings):
     d = (inputs.view_old - inputs.view_logps).exp()
-    return (inputs.weights * inputs.mask.unsqueeze(1) * (d - d.log() - 1)).sum((1, 2)).sum() / inputs.tokens
+    return ((d - d.log() - 1) * (inputs.weights != 0)).sum() / inputs.views
 
 
 def test_a_users_penalty_to_the_sampling_policy_pulls_like_ours(tiny_model_dir, tmp_path, monkeypatch):
@@ -173,15 +175,15 @@ def test_a_users_draws_with_inverse_chances_need_an_objective_of_views(monkeypat
                 config(estimator="mine", objective="its")
 
 
-def test_a_users_objective_over_all_rows_gets_their_ratios(tiny_model_dir, tmp_path, monkeypatch):
+def test_a_users_objective_over_a_group_gets_its_ratios(tiny_model_dir, tmp_path, monkeypatch):
     row = OBJECTIVES["stable_drl"]
-    monkeypatch.setitem(OBJECTIVES, "mine", Objective(row.loss, over_all_rows=True, linear=False))
+    monkeypatch.setitem(OBJECTIVES, "mine", Objective(row.loss, over_group=True, linear=False))
     mine, ours = (
         trained(tiny_model_dir, tmp_path / name, "stable-drl", objective=name) for name in ("mine", "stable_drl")
     )
     assert_same_run(mine, ours)
     assert logged(mine)[1]["weight_max"] == logged(ours)[1]["weight_max"] != 1.0
-    with pytest.raises(ValueError, match="mine weighs a row against all rows of its rollout"):
+    with pytest.raises(ValueError, match="mine weighs a row against the others of its prompt"):
         make_method(tiny_model_dir, tmp_path, "stable-drl", objective="mine", steps_per_generation=2)
 
 
