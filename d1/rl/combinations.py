@@ -12,6 +12,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from d1.models.distribution import OWN
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.choose_method import find_method
 from d1.rl.objectives import OBJECTIVES
@@ -57,8 +58,10 @@ def names(table: dict[str, Any], **needed: Any) -> str:
 
 def contradictions(s: Any) -> Iterator[str]:
     """The reasons why settings make no sense together."""
+    if s.score_as_sampled and not s.temperature:
+        yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
-    views = s.view_settings()
+    views, adds_kl = s.view_settings(), s.beta and not s.has_trls_kl
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
         if s.importance_sampling_level == "sequence":
             yield (
@@ -89,16 +92,16 @@ def contradictions(s: Any) -> Iterator[str]:
             f"model: gradient_accumulation_steps ({s.gradient_accumulation_steps}) must be a multiple of "
             f"steps_per_generation ({s.steps_per_generation})"
         )
-    over_views = objective.by_view and ("loss_type" not in (objective.settings or ()) or s.loss_type == "views")
-    if s.split_views and not over_views:
-        yield (
-            f"split_views gives each update some of a row's views, and {s.objective} with loss_type {s.loss_type} "
-            "needs all of them: take --objective clipped_views --loss_type views, or clipped_steps"
-        )
+    for name, row in ((s.objective, objective), *([(s.kl, penalty)] if adds_kl else [])):
+        over_views = row.by_view and ("loss_type" not in (row.settings or ()) or s.loss_type == "views")
+        if s.split_views and not over_views:
+            yield (
+                f"split_views gives each update some of a row's views, and {name} with loss_type {s.loss_type} needs "
+                f"all of them: take --objective clipped_views --loss_type views, or clipped_steps, and "
+                f"--kl {names(PENALTIES, by_view=True)}"
+            )
     if s.state_reward and s.num_iterations > 1 and not s.split_views:
         yield "state_reward belongs to the views of one draw: set --split_views true or --num_iterations 1"
-    if s.score_as_sampled and not s.temperature:
-        yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     if SCORED[s.scored_tokens].behind_the_end and s.eos_stop:
         yield f"scored_tokens {s.scored_tokens} counts what eos_stop leaves out, behind an EOS: set --eos_stop false"
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
@@ -108,7 +111,7 @@ def contradictions(s: Any) -> Iterator[str]:
         yield f"the objective {s.objective} knows no loss_type {s.loss_type}: take one of {known}"
     if s.beta and not estimator.linear:
         yield f"the estimator {s.estimator} gives no log-probabilities, and a KL of bounds means nothing: set --beta 0"
-    if s.beta and not s.has_trls_kl and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
+    if adds_kl and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
         yield f"the penalty {s.kl} is averaged as loss_type says, and {s.loss_type} is none of {', '.join(MEANS)}"
     if s.use_bias_correction_kl and not s.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
@@ -137,6 +140,10 @@ def unread(s: Any) -> Iterator[tuple[str, str]]:
     if s.num_views is None and "draw_steps" in (ESTIMATORS[s.estimator].settings or ()):
         for name in ("draw_steps", "mean_step"):
             yield name, f"{s.estimator} scores every step unless num_views says how many to draw"
+    elif s.draw_steps == "top":
+        yield "mean_step", "the steps of highest entropy are not drawn, so they have no chance to be divided by"
+    if s.sampling_settings().drawn_from == OWN:
+        yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"
     if s.num_iterations == 1:
         yield "split_views", "there is one update on each rollout, num_iterations 1"
     penalties = [PENALTIES[s.kl]] if s.beta and not s.has_trls_kl else []

@@ -178,7 +178,6 @@ class DiffuGRPOConfig(GRPOConfig):
             )
         super().__post_init__()
         check_choices(self)
-        self.sampling_settings()
         check_combination(self)
         try_rows(self)
 

@@ -199,7 +199,7 @@ OBJECTIVES: dict[str, Objective] = {
             *("loss_type", *CLIP, "sampling_weight_cap", "importance_sampling_level", "top_entropy_quantile"),
             *("entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold"),
         ),
-        idle=(*CLIP, "importance_sampling_level"),
+        idle=CLIP,
     ),
     "reinforce": Objective(
         reinforce, reads_old=False, loss_types=ROW_MEANS, settings=("loss_type", "sampling_weight_cap")
@@ -210,7 +210,7 @@ OBJECTIVES: dict[str, Objective] = {
     "clipped_steps": Objective(clipped_steps, per_view=True, by_view=True, settings=(*CLIP, "state_reward"), idle=CLIP),
     "clipped_sequences": Objective(clipped_sequences, settings=CLIP[:2], idle=CLIP[:2]),
     "bgpo": Objective(bgpo, per_view=True, per_draw=True, settings=CLIP, idle=CLIP),
-    "gdsd": Objective(gdsd, per_view=True, per_draw=True, settings=("epsilon",)),
+    "gdsd": Objective(gdsd, per_view=True, per_draw=True, settings=("epsilon",), idle=("epsilon",)),
     "rldf": Objective(rldf, reads_old=False, per_view=True, settings=()),
     "spg": Objective(
         spg, reads_old=False, per_view=True, linear=False, loss_types=ROW_MEANS, settings=("loss_type", *BOUND)

@@ -58,9 +58,9 @@ def k2_draws(inputs: LossInputs, settings: Any) -> Tensor:
 
 
 PENALTIES: dict[str, Penalty] = {
-    "k3": Penalty(k3, settings=("loss_type",)),
-    "k3_to_old": Penalty(k3_to_old, to="old", settings=()),
-    "k3_steps": Penalty(k3_steps, settings=()),
+    "k3": Penalty(k3, settings=("loss_type",), by_view=True),
+    "k3_to_old": Penalty(k3_to_old, to="old", settings=(), by_view=True),
+    "k3_steps": Penalty(k3_steps, settings=(), by_view=True),
     "k3_likely": Penalty(k3_likely, settings=()),
     "k2_sequence": Penalty(k2_sequence, settings=()),
     "k2_draws": Penalty(k2_draws, settings=()),

@@ -31,7 +31,8 @@ def idle(args: DiffuGRPOConfig) -> tuple[str, ...]:
     if not args.is_on_policy:
         return ()
     to_old = args.beta and not args.has_trls_kl and PENALTIES[args.kl].to == "old"
-    return OBJECTIVES[args.objective].idle + (("beta", "kl") if to_old else ())
+    clip = OBJECTIVES[args.objective].idle if args.loss_type != "cispo" else ()  # which bounds ratios of 1, too
+    return clip + (("beta", "kl") if to_old else ())
 
 
 def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None) -> dict[str, Any]:

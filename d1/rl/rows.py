@@ -185,12 +185,13 @@ class Penalty:
     Attributes:
         value: gives the penalty, a scalar for one micro-batch.
         to: whose log-probabilities it compares the policy with. Those of the "reference" need a reference model.
-        settings: as of `Objective`.
+        settings, by_view: as of `Objective`.
     """
 
     value: Callable[[LossInputs, Any], Tensor]
     to: Literal["reference", "old"] = "reference"
     settings: tuple[str, ...] | None = None
+    by_view: bool = False
 
     def __post_init__(self) -> None:
         if self.to not in ("reference", "old"):

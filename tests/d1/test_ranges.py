@@ -228,6 +228,11 @@ def test_settings_given_in_python_are_held_to_the_same_ranges() -> None:
         ValueError, match=r"--num_epochs nan .*; --max_steps 0 \(must be an integer in \[1, inf\) or -1"
     ):
         SFTConfig(num_epochs=NAN, max_steps=0)
+    message = (
+        r"--max_grad_norm nan .* \[0, inf\)\); --top_p 0.0 \(must be in \(0, 1\]\); --top_k -1 \(must be an integer in"
+    )
+    with pytest.raises(ValueError, match=message):
+        DiffuGRPOConfig(output_dir="unused", top_k=-1, top_p=0.0, max_grad_norm=NAN)
     with pytest.raises(ValueError, match="--overlong must be one of truncate, drop, refuse, got 'cut'"):
         SFTConfig(overlong="cut")
 
@@ -235,7 +240,7 @@ def test_settings_given_in_python_are_held_to_the_same_ranges() -> None:
 def test_other_parsers_take_the_settings_of_rl(tmp_path: Path) -> None:
     """Scripts written for d1 make them with TRL's parser."""
     words = ["--output_dir", str(tmp_path), "--per_device_train_batch_size", "6", "--use_cpu", "true", "--segments=2"]
-    (config,) = TrlParser((DiffuGRPOConfig,)).parse_args_and_config([*words, "--estimator=replay", "--p_mask_prompt=0"])
+    (config,) = TrlParser((DiffuGRPOConfig,)).parse_args_and_config([*words, "--estimator=segments"])
     assert (config.segments, config.num_views, config.right_share) == (2, None, None)
 
 

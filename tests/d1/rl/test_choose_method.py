@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from d1.rl import combinations
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import D1, METHODS
 from d1.rl.objectives import OBJECTIVES
+from d1.rl.penalties import PENALTIES
 from d1.rl.rows import Objective
 from d1.rl.train import make_parser
 from d1.scoring import ESTIMATORS, Estimator
@@ -18,7 +19,7 @@ from d1.scoring.masks import draw_one_step as draw
 
 BATCH = 240  # a multiple of every method's completions a prompt
 HERE = {"output_dir": "unused", "per_device_train_batch_size": BATCH, "use_cpu": not torch.cuda.is_available()}
-OURS = ("one_step", "coupled", "elbo", "espo", "random_masks", "spg", "replay", "left_to_right")
+OURS = tuple(ESTIMATORS)
 
 
 def config(**given) -> DiffuGRPOConfig:
@@ -46,10 +47,43 @@ def differing(args: DiffuGRPOConfig, other: DiffuGRPOConfig) -> dict:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
+# Updates on a rollout, temperature, largest norm of a gradient, rate, completions per prompt, of its authors' main run.
+MAIN_RUNS = {
+    "d1": (12, 0.9, 0.2, 3e-6, 6),
+    "wd1": (12, 0.9, 0.2, 3e-6, 6),
+    "coupled-grpo": (2, 1.0, 0.2, 1e-6, 10),
+    "espo": (8, 1.0, 0.2, 3e-6, 6),
+    "spg": (4, 0.9, 0.2, 3e-6, 6),
+    "agrpo": (1, 0.6, 1.0, 5e-6, 8),
+    "agrpo-entropy": (1, 0.6, 1.0, 5e-6, 8),
+    "cj-grpo": (1, 0.6, 1.0, 5e-7, 8),
+    "d2": (8, 0.3, 0.2, 3e-6, 6),
+    "tracerl": (4, 0.8, 1.0, 1e-6, 8),
+    "just-grpo": (1, 1.0, 1.0, 5e-6, 16),
+    "unigrpo": (4, 0.8, 1.0, 1e-6, 8),
+    "bgpo": (1, 0.6, 1.0, 5e-7, 8),
+    "stable-drl": (2, 0.9, 0.2, 1e-6, 16),
+    "egspo": (4, 0.9, 0.2, 3e-5, 8),
+    "gdpo": (12, 0.9, 0.2, 3e-7, 6),
+    "gdsd": (8, 0.9, 0.2, 3e-6, 16),
+    "rldf": (1, 1.0, 1.0, 1e-6, 4),
+    "dipo": (1, 1.0, 1.0, 1e-6, 8),
+    "ebpo": (1, 0.6, 1.0, 5e-7, 8),
+}
+
+
+@pytest.mark.parametrize("name", MAIN_RUNS)
+def test_a_row_has_the_values_of_its_authors_main_run(name):
+    args = config(method=name)
+    names = ("num_iterations", "temperature", "max_grad_norm", "learning_rate", "num_generations")
+    assert tuple(getattr(args, name) for name in names) == MAIN_RUNS[name]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_accepted_as_it_is_and_sets_all_that_its_row_has(name):
     method = METHODS[name]
     known = {field.name for field in fields(DiffuGRPOConfig)}
+    assert {"temperature", "top_k", "top_p", "remasking", "max_grad_norm", "scored_tokens"} <= D1.keys()
     assert D1.keys() <= method.values.keys()  # so that nothing of another method is left
     assert {*method.values, *method.scale} <= known
     assert not method.values.keys() & method.scale.keys()
@@ -153,7 +187,7 @@ METHOD = {}
         ),
         (IMPORTS + "PENALTIES = {'mine': Penalty('k3')}", r"PENALTIES\['mine'\]: value must be a function"),
         (IMPORTS + "Penalty(f, to='base')", "a Penalty is to 'reference' or to 'old', got 'base'"),
-        (IMPORTS + "Objective(f, reads_old=False, over_all_rows=True)", "over_all_rows compares with the old policy"),
+        (IMPORTS + "Objective(f, reads_old=False, over_group=True)", "over_group compares with the old policy"),
         (
             IMPORTS + "OBJECTIVES = {'mine': Objective(f, settings=('epsilom',))}",
             r"OBJECTIVES\['mine'\] reads epsilom, which is no setting",
@@ -206,27 +240,26 @@ REFUSED = [
         {"method": "espo", "estimator": "replay", "num_views": 2},
         "a ratio of whole completions needs all of their tokens",
     ),
-    ({"method": "cj-grpo", "num_views": 2}, "power of a draw's weight"),
+    ({"estimator": "replay", "num_views": 2}, "trl would raise each ratio to the power of a draw's weight"),
     (
         {"method": "d1", "estimator": "random_masks"},
-        "random_masks needs --objective clipped_views or bgpo",
+        "random_masks needs --objective clipped_views, clipped_steps, bgpo, gdsd or rldf, or one without old log-probs",
     ),
     ({**SPG, "objective": "reinforce"}, "spg gives means over hidden tokens, no log-probabilities: .* and reinforce"),
     ({**SPG, "estimator": "elbo"}, "the objective spg makes its bounds of means .* --estimator spg"),
     ({"method": "stable-drl", "estimator": "one_step"}, "the objective stable_drl makes its bounds"),
-    ({"method": "bgpo", "estimator": "coupled"}, "bgpo takes the ratio of the bounds of single draws"),
-    ({"method": "bgpo", "antithetic": True}, "bgpo takes the ratio .* --antithetic false"),
+    ({"method": "bgpo", "estimator": "coupled"}, "bgpo takes each draw .* --estimator elbo, espo, counts, complements"),
+    ({"method": "gdsd", "estimator": "replay"}, "gdsd takes each draw as an estimate of the whole completion"),
     (
         {"method": "stable-drl", "gradient_accumulation_steps": 3, "steps_per_generation": 2},
-        r"stable_drl weighs a row against all .* gradient_accumulation_steps \(3\) must be a multiple .* \(2\)",
+        r"stable_drl weighs a row against the others .* gradient_accumulation_steps \(3\) must be a multiple .* \(2\)",
     ),
-    (
-        {"method": "wd1", "loss_type": "luspo"},
-        "reinforce knows no loss_type luspo: take one of sum, grpo",
-    ),
+    ({"method": "wd1", "loss_type": "luspo"}, "reinforce knows no loss_type luspo: take one of sum, grpo"),
+    ({"method": "wd1", "loss_type": "views"}, "reinforce knows no loss_type views: take one of sum, grpo"),
+    ({"loss_type": "active"}, "the objective trl knows no loss_type active: take one of grpo, "),
     ({"loss_type": "sum"}, "the objective trl knows no loss_type sum: take one of grpo, "),
     ({**SPG, "beta": 0.1}, "a KL of bounds means nothing: set --beta 0"),
-    ({"kl": "k3_to_old", "loss_type": "cispo"}, "k3_to_old is averaged as loss_type says, and cispo is none of sum, "),
+    ({"kl": "k3_again", "loss_type": "cispo"}, "k3_again is averaged as loss_type says, and cispo is none of sum, "),
     ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
     ({"max_compute_tokens": 100, "lr_scheduler_type": "linear"}, "a rate that falls over max_steps would fall too"),
     ({"router_aux_loss_coef": 0.001}, "router_aux_loss_coef 0.001 needs the router's logits"),
@@ -237,7 +270,30 @@ REFUSED = [
     ),
     ({"right_share": [0.8, 0.2]}, r"the smaller first, got \[0.8, 0.2\]"),
     ({"right_share": [0.2]}, "right_share takes two shares"),
-    ({"method": "d2", "cfg_scale": 1.0}, "replay scores tokens in the states .* set --cfg_scale 0"),
+    (
+        {"method": "tracerl", "loss_type": "grpo"},
+        "clipped_views with loss_type grpo needs all of them: take --objective",
+    ),
+    (
+        {"split_views": True},
+        "split_views gives each update some of a row's views, and trl with loss_type bnpo needs all",
+    ),
+    (
+        {"method": "bgpo", "num_iterations": 2, "split_views": True},
+        "some of a row's views, and bgpo with loss_type sum",
+    ),
+    ({"method": "egspo", "kl": "k2_draws"}, "k2_draws with .* needs all .* --kl k3, k3_to_old, k3_steps or k3_again"),
+    ({"method": "tracerl", "kl": "k3_likely"}, "some of a row's views, and k3_likely with loss_type views needs all"),
+    (
+        {"score_as_sampled": True, "temperature": 0.0},
+        "at temperature 0 each token has probability 1; set another --temp",
+    ),
+    (
+        {"scored_tokens": "canvas", "eos_stop": True},
+        "canvas counts what eos_stop leaves out, behind an EOS: set --eos_s",
+    ),
+    ({"method": "agrpo", "eos_stop": True}, "scored_tokens steps counts what eos_stop leaves out"),
+    ({"method": "d2", "cfg_scale": 1.0}, "segments scores tokens in the states .* set --cfg_scale 0"),
     (
         {"method": "bgpo", "sampling_weight_cap": 2.0},
         "--sampling_weight_cap 2.0 would do nothing: .* bgpo",
@@ -249,25 +305,36 @@ REFUSED = [
     ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap would weigh each token of vespo"),
     ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
     ({"method": "just-grpo", "p_mask_prompt": 0.1}, "left_to_right scores tokens given the whole prompt"),
-    ({"method": "d2", "segment_steps": 2}, "segments and segment_steps both say how steps are merged"),
     # What would do nothing
-    ({"num_views": 3}, "the estimator one_step does not read it, elbo, espo, spg, replay would"),
+    ({"num_views": 3}, "the estimator one_step does not read it, elbo, espo, counts, .* would"),
     ({"method": "espo", "estimator": "coupled", "num_views": 4}, "--num_views 4 would do nothing"),
     ({"method": "just-grpo", "num_views": 4}, "--num_views 4 would do nothing"),
     ({"method": "cj-grpo", "antithetic": True}, "--antithetic True would do nothing: the estimator replay"),
     ({**SPG, "stratified": True}, "--stratified True would do nothing"),
-    ({"segments": 4}, "--segments 4 would do nothing: the estimator one_step does not read it, replay would"),
+    ({"segments": 4}, "--segments 4 would do nothing: the estimator one_step does not read it, segments would"),
+    ({"method": "d2", "segment_steps": 2}, "the estimator segments does not read it, replay would"),
+    ({"method": "gdpo", "num_views": 4}, "--num_views 4 would do nothing: the estimator gauss"),
+    ({"method": "bgpo", "antithetic": True}, "--antithetic True would do nothing: the estimator counts"),
     ({"method": "bgpo", "segment_steps": 4}, "--segment_steps 4 would do nothing"),
     ({"method": "espo", "draw_steps": "entropy"}, "--draw_steps entropy would do nothing: the estimator espo"),
     ({"method": "cj-grpo", "draw_steps": "entropy"}, "would do nothing: replay scores every step unless num_views"),
+    ({"method": "cj-grpo", "mean_step": True}, "would do nothing: replay scores every step unless num_views"),
+    ({"method": "egspo", "mean_step": True}, "would do nothing: the steps of highest entropy are not drawn"),
+    ({"method": "cj-grpo", "split_views": True}, "--split_views True would do nothing: there is one update"),
+    ({"score_as_sampled": True, "temperature": 1.0}, "--score_as_sampled True would do nothing: at temperature 1"),
     ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: the objective trl does not read it, spg, stable"),
     ({"method": "bgpo", "eubo_share": 1.0}, "--eubo_share 1.0 would do nothing"),
     ({**SPG, "ratio_cap": 2.0}, "--ratio_cap 2.0 would do nothing: .* stable_drl would"),
-    ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it, trl, clipped_views, bgpo would"),
+    ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it, trl, clipped_views, .* would"),
     ({**SPG, "epsilon_high": 0.3}, "--epsilon_high 0.3 would do nothing: the objective spg"),
     ({"method": "bgpo", "loss_type": "grpo"}, "--loss_type grpo would do nothing: the objective bgpo"),
     ({"method": "bgpo", "importance_sampling_level": "sequence"}, "--importance_sampling_level sequence would do noth"),
-    ({"method": "bgpo", "delta": 3.0}, "--delta 3.0 would do nothing: .* trl would"),
+    (
+        {"method": "ebpo", "delta": 3.0},
+        "--delta 3.0 would do nothing: the objective clipped_sequences .* trl, clipped_",
+    ),
+    ({"method": "gdsd", "epsilon_high": 0.3}, "--epsilon_high 0.3 would do nothing: the objective gdsd"),
+    ({"method": "rldf", "epsilon": 0.3}, "--epsilon 0.3 would do nothing: the objective rldf"),
     ({"method": "wd1", "top_entropy_quantile": 0.2}, "--top_entropy_quantile 0.2 would do nothing"),
     ({**SPG, "entropy_coef": 0.1}, "--entropy_coef 0.1 would do nothing"),
     ({**SPG, "use_adaptive_entropy": True}, "--use_adaptive_entropy True would do nothing"),
@@ -279,6 +346,13 @@ REFUSED = [
 ]
 
 
+@pytest.fixture
+def own_penalty(monkeypatch):
+    """A user's penalty that is averaged as loss_type says."""
+    monkeypatch.setitem(PENALTIES, "k3_again", replace(PENALTIES["k3"]))
+
+
+@pytest.mark.usefixtures("own_penalty")
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_what_means_nothing_is_refused_with_the_reason(given, message):
     with pytest.raises(ValueError, match=message):
@@ -294,6 +368,7 @@ def refusal(**given) -> str:
     return ""
 
 
+@pytest.mark.usefixtures("own_penalty")
 def test_every_contradiction_has_a_test(monkeypatch):
     reasons, met = combinations.contradictions, set()
     lines, first = inspect.getsourcelines(reasons)
