@@ -231,7 +231,8 @@ def trl_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """TRL's loss of the weighted sums over views, and what it logs; with the weights that TRL gives vLLM's rollouts."""
     trainer.args.delta = options.pop("delta", None)
-    for name, value in {"beta": 0.0, "importance_sampling_level": "token", **options}.items():
+    plain = {"beta": 0.0, "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.35}
+    for name, value in {**plain, **options}.items():
         setattr(trainer, name, value)
     ones = torch.ones(6, 3, dtype=torch.long)
     batch = {

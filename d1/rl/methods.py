@@ -196,7 +196,7 @@ METHODS: dict[str, Method] = {
         | estimator("complements", "canvas", num_views=2, stratified=True)
         | loss("gdsd", "sum", epsilon=4e-4, kl="k2_draws", beta=0.001)
         | advantage("leave_one_out")
-        | run(8),
+        | run(8, 1.0),
         scale(3e-06, 16, weight_decay=0.01) | canvas(256, 256, 32),
     ),
     "rldf": Method(

@@ -363,6 +363,31 @@ def test_bnpo_and_rldf_are_means_over_micro_batches_of_means_in_them(name, loss_
         assert (loss - whole).abs() > 1e-3
 
 
+OTHER = {"epsilon": 0.01, "epsilon_high": 0.02, "delta": 1.1, "ratio_cap": 4.0}
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if OBJECTIVES[name].idle])
+def test_idle_settings_do_nothing_while_the_policy_is_the_one_that_sampled(name):
+    found = {}
+    for on_policy in (True, False):
+        inputs = random_inputs(spread=0.1)
+        inputs = replace(inputs, view_old=inputs.view_logps.detach()) if on_policy else inputs
+        inputs = of_prompts(inputs)
+        changes = [{}, *({setting: OTHER[setting]} for setting in OBJECTIVES[name].idle)]
+        found[on_policy] = [gradient(OBJECTIVES[name](inputs, settings(**one))[0], inputs) for one in changes]
+    assert all(torch.equal(one, found[True][0]) for one in found[True])
+    assert not all(torch.equal(one, found[False][0]) for one in found[False])
+
+
+@pytest.mark.parametrize("loss_type", OBJECTIVES["trl"].loss_types)
+def test_trls_clip_does_nothing_while_the_policy_is_the_one_that_sampled_but_for_cispo(trainer, loss_type):
+    inputs = random_inputs(views=1, weights="one")
+    inputs = replace(inputs, view_old=inputs.view_logps.detach())
+    changes = [{}, {"epsilon_low": 0.01}, {"epsilon_high": 0.02}, {"delta": 1.1}]
+    found = [gradient(trl_loss(trainer, inputs, loss_type=loss_type, **one)[0], inputs) for one in changes]
+    assert all(torch.equal(one, found[0]) for one in found) == (loss_type != "cispo")
+
+
 @pytest.mark.parametrize("objective", OURS)
 def test_a_row_that_is_out_of_the_loss_moves_nothing(objective):
     inputs = random_inputs(weights="one")

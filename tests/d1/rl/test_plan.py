@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from trl import ModelConfig
 
 from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import METHODS
-from d1.rl.plan import most_views, passes, plan
+from d1.rl.plan import idle, most_views, passes, plan
+from d1.rl.setup import prepare
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.scoring import ESTIMATORS
 
 ROWS = 4
 SHAPE = {
@@ -58,12 +59,75 @@ def test_the_documents_table_is_the_plan_of_every_method(tmp_path):
     whats += ("updates, forward", "updates, backward")
     found = {}
     for name in METHODS:
-        canvas = {"per_device_train_batch_size": 240, "gradient_checkpointing": False}
+        canvas = {"max_completion_length": 256, "per_device_train_batch_size": 240, "gradient_checkpointing": False}
         args = DiffuGRPOConfig(output_dir=str(tmp_path), method=name, **canvas)
-        views = ESTIMATORS[args.estimator].views(args.view_settings())
+        views = most_views(args, None)
         counts = [f"{passes(args, views)[what]:,}" if what in passes(args, views) else "" for what in whats]
         found[name] = [name, str(args.num_iterations), str(views), *counts]
     assert {row[0]: row for row in rows if row[0] in METHODS} == found
+
+
+CLIP = ("epsilon", "epsilon_high", "delta")
+IDLE = [
+    ({"num_iterations": 1}, CLIP),
+    ({"num_iterations": 2}, ()),
+    ({"num_iterations": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 2}, ()),  # rows are cut in two
+    ({"num_iterations": 1, "steps_per_generation": 2, "gradient_accumulation_steps": 3}, ()),
+    ({"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 4}, CLIP),  # both in one step
+    ({"num_iterations": 1, "loss_type": "cispo"}, ()),
+    ({"num_iterations": 1, "kl": "k3_to_old"}, (*CLIP, "beta", "kl")),
+    ({"num_iterations": 1, "kl": "k2_sequence"}, CLIP),
+    ({"method": "stable-drl", "num_iterations": 1}, ("ratio_cap",)),
+    ({"method": "stable-drl"}, ()),
+    ({"method": "tracerl", "num_iterations": 1}, (*CLIP, "beta", "kl")),
+    ({"method": "tracerl"}, ()),
+    ({"method": "gdsd", "num_iterations": 1}, ("epsilon",)),
+    ({"method": "cj-grpo"}, CLIP),
+    ({"method": "bgpo"}, CLIP),
+    ({"method": "ebpo"}, CLIP[:2]),
+    ({"method": "rldf"}, ()),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), IDLE)
+def test_settings_are_idle_where_a_rollout_has_one_optimizer_step(tmp_path, given, expected):
+    args = DiffuGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=240, **given)
+    assert idle(args) == expected
+    assert args.needs_old_logps == (args.reads_old_logps and not args.is_on_policy)
+
+
+TASK = """
+from datasets import Dataset
+ROW = {"prompt": [{"role": "user", "content": "ab"}], "question": "ab", "ground_truth": "c"}
+def load_rows(split, data_file=None): return Dataset.from_list([ROW] * 8)
+def extract(text): return text
+def score(text, row): return {"accuracy": 1.0}
+def equal(completions, **columns): return [0.0]
+REWARDS = [equal]
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_iterations": 1, "delta": 3.0}, "every ratio is 1: epsilon 0.5, delta 3.0"),
+        ({"num_iterations": 1, "kl": "k3_to_old"}, "every ratio is 1: epsilon 0.5, beta 0.04, kl k3_to_old"),
+        ({"method": "stable-drl", "num_iterations": 1}, "every ratio is 1: ratio_cap 5.0"),
+        ({"num_iterations": 2}, None),
+    ],
+)
+def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, tmp_path, caplog, given, said):
+    task = tmp_path / "task.py"
+    task.write_text(TASK)
+    shape = {"per_device_train_batch_size": 48, "max_completion_length": 32, "diffusion_steps": 16}
+    args = DiffuGRPOConfig(output_dir="unused", model_path=str(tiny_model_dir), dataset=str(task), **shape, **given)
+    caplog.set_level("INFO", "d1.rl.setup")
+    prepare(args, ModelConfig(), None)
+    lines = [record.getMessage() for record in caplog.records if record.name == "d1.rl.setup"]
+    assert sum(line.startswith("Plan: ") for line in lines) == 1
+    assert [
+        line.partition("since each rollout has one optimizer step and ")[2] for line in lines if "Idle" in line
+    ] == ([said] if said else [])
 
 
 class Counting(DiffuGRPOTrainer):
@@ -97,7 +161,7 @@ class Counting(DiffuGRPOTrainer):
 
 
 # Of these every view scores something, whatever was sampled.
-FIXED = ("d1", "wd1", "spg", "d2", "unigrpo", "stable-drl")
+FIXED = ("d1", "wd1", "spg", "stable-drl", "bgpo", "ebpo", "gdpo")
 CASES = [(name, {}) for name in METHODS]
 BLOCKS = [(name, {"blocks": 4}) for name in ("d1", "cj-grpo", "agrpo", "espo")]
 CASES += [
