@@ -68,7 +68,8 @@ def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
     """The same rows in another order, as TRL shuffles a rollout, in parts, as a step gets them."""
     order = torch.randperm(len(inputs.mask), generator=torch.Generator().manual_seed(1))
     parts = len(order) // rows
-    names = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask", "reveal_steps", "log_ratios")
+    names = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask", "reveal_steps")
+    names += ("view_advantages", "log_ratios")
     given = [name for name in names if getattr(inputs, name) is not None]
     counts = {name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "active")}
     return [

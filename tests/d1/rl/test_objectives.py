@@ -150,6 +150,20 @@ def test_ratios_of_steps_completions_and_draws_are_clipped_as_a_whole(name, delt
     assert metrics["clip_ratio/region_mean"] == pytest.approx((held["up"] + held["down"]) / held["all"], rel=1e-6)
 
 
+@pytest.mark.parametrize("rows", [6, 2])
+def test_a_states_own_advantage_takes_the_place_of_its_rows(rows):
+    """As if each view were a rollout of its own; egspo-sa has one for each state."""
+    inputs, own = random_inputs(), torch.randn(6, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    loss = in_parts(OBJECTIVES["clipped_steps"], replace(inputs, view_advantages=own), settings(), rows)
+    expected = torch.zeros_like(loss)
+    for view in range(3):
+        weights = inputs.weights * (torch.arange(3) == view).unsqueeze(1)
+        alone = replace(inputs, advantages=own[:, view], weights=weights)
+        expected = expected + OBJECTIVES["clipped_steps"](alone, settings())[0]
+    torch.testing.assert_close(loss, expected, **EXACT)
+    torch.testing.assert_close(gradient(loss, inputs), gradient(expected, inputs), **EXACT)
+
+
 @pytest.mark.parametrize("epsilon", [0.2, 1.5])
 def test_a_completions_ratio_cannot_overflow_where_the_clip_holds_it(epsilon):
     inputs = random_inputs(views=1, weights="one")
