@@ -86,6 +86,7 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
         "old log-probs": before if args.needs_old_logps else 0,
         "reference log-probs": before if args.needs_reference else 0,
         "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_group else 0,
+        "rewards of states": every if args.state_reward else 0,
         "updates, forward": every * times,
         "updates, backward": every,
     }

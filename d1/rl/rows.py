@@ -32,7 +32,7 @@ class LossInputs:
         views: likewise, the views of this update that score something; None: of this micro-batch.
         active: likewise, the rows whose advantage is not 0; None: of this micro-batch.
         views_per_draw: `Estimator.views_per_draw`, where 0 means that all views are one draw.
-        reveal_steps: (rows, tokens), the step that revealed each token.
+        reveal_steps: (rows, tokens), the step that revealed each token; in a block-causal model from its block's first.
         view_advantages: (rows, views), of each view's state; None without `state_reward`.
         log_ratios: (rows, completions of a prompt) `sequence_log_ratios` of the rows of each row's prompt, of the
             policy before this update; None unless `Objective.over_group`.

@@ -20,6 +20,7 @@ from trl.trainer.utils import pad
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
+from d1.models.kinds import block_size
 from d1.rl.bridge import CanvasGRPOTrainer, reference_from, rollout_buffer
 from d1.rl.budget import total_compute
 from d1.rl.checks import check_trainer
@@ -185,8 +186,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         everyone = Everyone(self.accelerator.gather, first)
         group = self.num_generations if self.mode == "train" else self.num_generations_eval
         if self.args.scored_tokens != "ended":
-            ends = self.eos_token_ids, self.text_tokenizer.pad_token_id
-            score_more(batch, self.args.scored_tokens, *ends, everyone)
+            score_more(batch, self.args.scored_tokens, self.eos_token_ids, self.text_tokenizer.pad_token_id, everyone)
         if self.args.right_share and self.mode == "train":
             self.log_metric("prompts_kept", keep_prompts(batch, self.args.right_share, group, everyone))
         batch["advantages"] = reshaped(batch["advantages"], self.args.advantage, group, everyone)
@@ -240,7 +240,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             self.compare_rows(model)
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
-        given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw
+        given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, block_size(self.model.config)
         inputs = loss_inputs(batch, scores, self.update, micro_batches, *given)
         accumulated = self.current_gradient_accumulation_steps if training else 1
         metrics: dict[str, float] = {}

@@ -28,7 +28,7 @@ from d1.rl.rows import LossInputs
 from d1.rl.scored import SCORED, Sampled
 from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
-from d1.scoring.rollouts import blocks_of
+from d1.scoring.rollouts import blocks_of, within_blocks
 
 Batch = dict[str, Any]
 
@@ -151,6 +151,7 @@ def loss_inputs(
     reads_old: bool = True,
     sampling_weight_cap: float | None = None,
     views_per_draw: int = 1,
+    block: int | None = None,
 ) -> LossInputs:
     """What an objective gets of inner update `update`: tensors as wide as the completions of `batch`.
 
@@ -159,8 +160,10 @@ def loss_inputs(
         reads_old: the loss reads old log-probs; if none are stored, the policy is still the one that sampled.
         sampling_weight_cap: of `truncated_weights`; None: no weights.
         views_per_draw: of the estimator.
+        block: tokens per block of a block-causal model, of which a view holds a step of every block.
     """
     width = batch["completion_mask"].shape[1]
+    steps = within_blocks(batch["reveal_steps"], blocks_of(batch["prompt_mask"], batch["reveal_steps"].shape[1], block))
 
     def stored(name: str) -> Tensor | None:
         return fitted(batch[name][:, update], width) if name in batch else None
@@ -180,7 +183,7 @@ def loss_inputs(
         views=batch["scoring_views"][0, update].clamp(min=1) / parts,
         active=batch["active_rows"][0].clamp(min=1) / parts,
         views_per_draw=views_per_draw,
-        reveal_steps=fitted(batch["reveal_steps"], width),
+        reveal_steps=fitted(steps, width),
         view_advantages=batch.get("view_advantages"),
         log_ratios=batch.get("log_ratios"),
     )

@@ -149,7 +149,9 @@ class Counting(DiffuGRPOTrainer):
 
     def sample(self, *args):
         self.task = "sampling"
-        return super().sample(*args)
+        sampled = super().sample(*args)
+        self.task = "rewards of states"
+        return sampled
 
     def score_rollout(self, batch):
         self.task = "old log-probs"

@@ -12,7 +12,8 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
 from d1.rl.rows import Advantage, Objective, Penalty
-from d1.scoring import ESTIMATORS, Estimator
+from d1.rl.updates import loss_inputs
+from d1.scoring import ESTIMATORS, Estimator, Scores
 from d1.scoring.spg import draw as draw_blocks
 from tests.losses import gradient, random_inputs, settings
 from tests.tiny_grpo import SETTINGS, logged, make_method, make_trainer, weights
@@ -104,6 +105,23 @@ def test_weights_that_would_be_broadcast_over_views_are_refused():
     inputs = random_inputs()
     with pytest.raises(ValueError, match=r"weights must be \(6, 3, 5\), got \(6, 1, 5\)"):
         replace(inputs, weights=inputs.weights[:, :1])
+
+
+def test_what_a_loss_counts_is_an_average_over_micro_batches_and_at_least_one_in_all():
+    """Six micro-batches of one row: four have an advantage, three views score something, or nothing does."""
+    ones = torch.ones(1, 8)
+    batch = {"prompt_mask": torch.ones(1, 4).long(), "completion_mask": ones.long(), "advantages": torch.ones(1)}
+    batch |= {"view_weights": ones.view(1, 1, 1, 8), "reveal_steps": torch.tensor([[1, 0, 2, 3, 5, 4, 7, 6]])}
+    scores = Scores(-ones, -ones.unsqueeze(1), torch.tensor(8))
+    for counted, expected in (((4, 3, 20), (4 / 6, 3 / 6, 20 / 6)), ((0, 0, 0), (1 / 6, 1 / 6, 1 / 6))):
+        active, views, tokens = map(torch.tensor, counted)
+        batch |= {"active_rows": active[None], "scoring_views": views[None, None], "num_items_in_batch": tokens}
+        inputs = loss_inputs(batch, scores, 0, parts=6)
+        found = [inputs.active_rows.item(), inputs.scoring_views.item(), inputs.tokens.item()]
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(inputs.reveal_steps, batch["reveal_steps"])
+    in_blocks = loss_inputs(batch, scores, 0, block=4).reveal_steps  # two blocks of four tokens
+    assert in_blocks.tolist() == [[1, 0, 2, 3, 1, 0, 3, 2]]
 
 
 # --- What a row says --------------------------------------------------------------------------------------------------
