@@ -68,8 +68,8 @@ def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
     """The same rows in another order, as TRL shuffles a rollout, in parts, as a step gets them."""
     order = torch.randperm(len(inputs.mask), generator=torch.Generator().manual_seed(1))
     parts = len(order) // rows
-    names = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask", "reveal_steps")
-    names += ("view_advantages", "log_ratios")
+    of_rows = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask")
+    names = (*of_rows, "reveal_steps", "view_advantages", "log_ratios")
     given = [name for name in names if getattr(inputs, name) is not None]
     counts = {name: getattr(inputs, name).double() / parts for name in ("tokens", "views", "active")}
     return [
@@ -154,6 +154,7 @@ def likely_tokens(inputs: LossInputs, settings: Any) -> Iterator[Term]:
         places = []
         for i in range(rows):
             tokens = tokens_of(inputs, i, v)
+            assert inputs.reveal_steps is not None
             order = inputs.reveal_steps[i].tolist()
             first = min((order[k] for k in tokens), default=0)
             places += [(i, k) for k in tokens if order[k] == first or inputs.view_logps[i, v, k].exp().item() >= 0.6]

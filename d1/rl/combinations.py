@@ -17,7 +17,7 @@ from d1.rl.advantages import ADVANTAGES
 from d1.rl.choose_method import find_method
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
-from d1.rl.rows import MEANS
+from d1.rl.rows import MEANS, Objective, Penalty
 from d1.rl.scored import SCORED
 from d1.scoring import ESTIMATORS
 from d1.scoring.replay import DRAW_STEPS
@@ -61,7 +61,7 @@ def contradictions(s: Any) -> Iterator[str]:
     if s.score_as_sampled and not s.temperature:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
-    views, adds_kl = s.view_settings(), s.beta and not s.has_trls_kl
+    views, adds_kl = s.view_settings(), bool(s.beta) and not s.has_trls_kl
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
         if s.importance_sampling_level == "sequence":
             yield (
@@ -92,7 +92,8 @@ def contradictions(s: Any) -> Iterator[str]:
             f"model: gradient_accumulation_steps ({s.gradient_accumulation_steps}) must be a multiple of "
             f"steps_per_generation ({s.steps_per_generation})"
         )
-    for name, row in ((s.objective, objective), *([(s.kl, penalty)] if adds_kl else [])):
+    averaged: list[tuple[str, Objective | Penalty]] = [(s.objective, objective)]
+    for name, row in averaged + [(s.kl, penalty)] * adds_kl:
         over_views = row.by_view and ("loss_type" not in (row.settings or ()) or s.loss_type == "views")
         if s.split_views and not over_views:
             yield (
