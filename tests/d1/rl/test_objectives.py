@@ -391,6 +391,7 @@ def test_idle_settings_do_nothing_while_the_policy_is_the_one_that_sampled(name)
         found[on_policy] = [gradient(OBJECTIVES[name](inputs, settings(**one))[0], inputs) for one in changes]
     assert all(torch.equal(one, found[True][0]) for one in found[True])
     assert not all(torch.equal(one, found[False][0]) for one in found[False])
+    assert {*OBJECTIVES[name].idle} <= {*OBJECTIVES[name].settings}
 
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES["trl"].loss_types)
