@@ -101,7 +101,8 @@ def method_settings(method):
     settings = {name: value for name, value in SETTINGS.items() if name not in own}
     settings |= {"method": method, "num_iterations": 2}
     settings |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    return settings | ({"num_views": 4} if own.get("num_views", 0) > 4 else {})
+    fewer = {"num_views": 4, "segment_steps": 2}  # of two blocks with two steps each
+    return settings | {name: most for name, most in fewer.items() if own.get(name, 0) > most}
 
 
 def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28, 32), **changes):
@@ -140,17 +141,20 @@ class Recorded(DiffuGRPOTrainer):
 def train_a_little(model_dir, folder, method, **changes):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second.
     "d1+weights" is d1 with `sampling_weight_cap`, under which most tokens have a weight of their own. "+accumulated" is
-    a rollout of 16 micro-batches of one row, which the processes share out, so 1 x 16, 2 x 8 or 4 x 4."""
+    a rollout of 12 micro-batches of one row, which the processes share out: 1 x 12, 2 x 6 or 4 x 3."""
     method, _, variant = method.partition("+")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     options = {"per_device_train_batch_size": 12 // processes, "max_steps": 3, "learning_rate": 0.01}
     if variant == "accumulated":
-        options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16 // processes}
+        options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12 // processes}
     options |= {"ddp_backend": "gloo"} if processes > 1 else {}
     options |= {"sampling_weight_cap": 1.5} if variant == "weights" else {}
     trainer = make_method(model_dir, folder, method, Recorded, **(options | changes), **same_mean(method))
     trainer.train()
     return trainer
+
+
+PER_MICRO_BATCH = ("rldf",)  # its mean is over the tokens of a micro-batch, as published
 
 
 def same_mean(method):

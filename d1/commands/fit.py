@@ -34,26 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
-    """What `FitSettings` is told of a run's RL method: its views, what is stored of them, and whether it has a KL. A
-    view of a block-causal model has a step of every block."""
-    from d1.rl.penalties import PENALTIES
-    from d1.scoring import ESTIMATORS, ViewSettings
+    """What `FitSettings` is told of a run's RL method: its views, what is stored of them, and whether it has a KL to a
+    reference. A method's own values of the canvas win. Raises ValueError for settings that training refuses, too."""
+    from d1.rl.config import DiffuGRPOConfig
+    from d1.rl.plan import most_views
 
-    values = METHODS[args.method].values
-    length = args.max_completion_length
-    steps = values.get("diffusion_steps", args.diffusion_steps) or length
-    if block_size:
-        length, steps = block_size, -(-steps // -(-length // block_size))
-    read = {name: value for name, value in values.items() if name in ViewSettings.__annotations__}
-    settings = ViewSettings(**read | {"gen_length": length, "steps": steps})
-    views, mu = ESTIMATORS[values["estimator"]].views(settings), values["num_iterations"]
-    beta = args.beta if PENALTIES[values["kl"]].to == "reference" else 0.0
-    # For each update and view a byte a token for what is hidden, and on the canvas fp32 weights and log-probs: old
-    # ones where a second update follows the first, and the reference's.
-    numbers = 1 + (mu > 1) + (beta > 0)
-    stored = mu * views * (args.length + 4 * numbers * min(args.max_completion_length, args.length))
-    canvas = min(args.max_completion_length, args.length)
-    return {"beta": beta, "views": views, "canvas": canvas, "stored": stored * args.steps_per_generation}
+    canvas = {name: getattr(args, name) for name in ("max_completion_length", "diffusion_steps", "block_length")}
+    given = {name: value for name, value in canvas.items() if name not in METHODS[args.method].values}
+    given |= {} if block_size is None else {"block_length": block_size}
+    given |= {} if args.beta is None else {"beta": args.beta}
+    batch = {"per_device_train_batch_size": 2, "num_generations": 2}  # the least; rows are counted elsewhere
+    batch["gradient_accumulation_steps"] = args.steps_per_generation
+    config = DiffuGRPOConfig(output_dir=".", method=args.method, use_cpu=True, bf16=False, **batch, **given)
+    views, tokens = most_views(config, block_size), min(args.max_completion_length, args.length)
+    # For each update and view a byte a token for what is hidden, and on the canvas fp32 weights and log-probs.
+    numbers = 1 + config.needs_old_logps + config.needs_reference
+    stored = config.num_iterations * views * (args.length + 4 * numbers * tokens) * args.steps_per_generation
+    beta = config.beta if config.needs_reference else 0.0
+    return {"beta": beta, "views": views, "canvas": tokens, "stored": stored}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,9 +61,8 @@ def run(args: argparse.Namespace) -> None:
 
     if args.load_in_4bit and args.lora_r == 0 and args.stage != "eval":
         raise ValueError("4-bit weights are frozen: --load_in_4bit needs a LoRA (--lora_r of at least 1)")
-    if args.beta is None:
-        args.beta = METHODS[args.method].values["beta"]
-    fields = {name: value for name, value in vars(args).items() if name in FitSettings.__annotations__}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    fields = {name: value for name, value in given.items() if name in FitSettings.__annotations__}
     base, _ = adapter_chain(args.model_path, None)
     config, _ = native_config(base)
     settings = FitSettings(**{**fields, **(of_method(args, block_size(config)) if args.stage == "rl" else {})})

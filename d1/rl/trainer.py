@@ -198,7 +198,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             ESTIMATORS[self.args.estimator],
             self.args.view_settings(),
             shared=not self.args.random_masking,
-            split=self.args.split_views,
+            split=everyone if self.args.split_views else None,
         )
         batch |= count(batch, everyone)
         if self.args.state_reward:

@@ -40,16 +40,20 @@ def draw_updates(
     estimator: Estimator,
     settings: ViewSettings,
     shared: bool = False,
-    split: bool = False,
+    split: Everyone | None = None,
 ) -> Batch:
-    """`view_noise` and `view_weights` of each update; with `shared`, those of the first for all; with `split`, a part
-    of the first's for each.
+    """`view_noise` and `view_weights` of each update; with `shared`, those of the first for all; with `split`, which
+    knows the rows of all processes, a part of the first's for each.
 
     They are drawn on the CPU, where the generators are: on a device an estimator would wait for it row by row.
     """
     device, sampled = sampled.scored.device, sampled.to("cpu")
     if split:
-        drawn = shared_out(estimator(sampled, random, settings), updates, random)
+        views = estimator(sampled, random, settings)
+        counts = views.weights.ne(0).any(-1).sum(1)
+        everyones = split.gather(counts.to(device)).cpu()
+        before = (everyones.cumsum(0) - everyones)[split.first :][: len(counts)]
+        drawn = shared_out(views, updates, random.rows, before.tolist())
     else:
         draws = 1 if shared else updates
         drawn = [estimator(sampled, random, settings) for _ in range(draws)] * (updates // draws)
@@ -59,15 +63,20 @@ def draw_updates(
     }
 
 
-def shared_out(views: Views, updates: int, random: Randomness) -> list[Views]:
-    """The views of each update: every view that scores something belongs to one, at random. A row has equally many in
-    each, up to one, and the rows begin with different updates, so that updates have equally many, too."""
-    turn = torch.full(views.weights.shape[:2], -1)
-    for row, (scoring, generator) in enumerate(zip(views.weights.ne(0).any(-1), random.rows, strict=True)):
-        places = scoring.nonzero().squeeze(1)
-        places = places[torch.randperm(len(places), generator=generator)]
-        turn[row, places] = (torch.arange(len(places)) + random.first_row + row) % updates
-    return [Views(views.noise, views.weights * (turn == update).unsqueeze(-1)) for update in range(updates)]
+def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator], before: Sequence[int]) -> list[Views]:
+    """The views of each update: every view that scores something belongs to one, at random. Views are dealt out one by
+    one over the rows of a rollout, so updates have equally many, up to one; `before` a row there were so many."""
+    rows, count = views.weights.shape[:2]
+    places = torch.zeros(updates, rows, -(-count // updates), dtype=torch.long)
+    taken = torch.zeros_like(places, dtype=torch.bool)
+    for row, (scoring, generator) in enumerate(zip(views.weights.ne(0).any(-1), generators, strict=True)):
+        own = scoring.nonzero().squeeze(1)
+        numbers = torch.arange(len(own))
+        at = (numbers + before[row]) % updates, torch.full_like(numbers, row), numbers // updates
+        places[at], taken[at] = own[torch.randperm(len(own), generator=generator)], True
+    row = torch.arange(rows).unsqueeze(1)
+    some = zip(places, taken, strict=True)
+    return [Views(views.noise[row, at], views.weights[row, at] * kept.unsqueeze(-1)) for at, kept in some]
 
 
 def score_more(batch: Batch, name: str, end_ids: Sequence[int], pad_id: int | None, everyone: Everyone) -> None:

@@ -60,7 +60,7 @@ def texts_of(sampled: SampledRows, tokenizer: Any) -> list[str]:
 def trajectory_logps(model: Any, sampled: SampledRows, mask_token_id: int) -> Tensor:
     """(rows, canvas) log p of each token in the state in which it was revealed, which may have been by another model:
     replay of every step (`d1/scoring/replay.py`). 0 behind a completion's end."""
-    nothing = Randomness([], torch.Generator(), 0, 0, torch.empty(0))  # replay of every step draws nothing
+    nothing = Randomness([], torch.Generator(), 0, 0)  # replay of every step draws nothing
     views = ESTIMATORS["replay"](sampled, nothing, ViewSettings(steps=sampled.gen_length))
     given = (sampled.prompt_ids, sampled.attention_mask, sampled.completion_ids, views)
     return score(model.eval(), *given, mask_token_id=mask_token_id, gen_length=sampled.gen_length).logps

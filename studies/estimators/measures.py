@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from d1.masking import keyed_generator
-from d1.scoring import ESTIMATORS, SampledRows, Views, ViewSettings, score
-from d1.scoring.rollouts import randomness
+from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views, ViewSettings, score
 
 BLOCK = 8  # tokens per block
 LONG_RUN = 1_000_000  # the number of the first draw of a long run: none of them is one of a choice's
@@ -49,17 +48,22 @@ PAIRS = {"antithetic": True, "stratified": True}
 CHOICES = [
     Choice("one step, prompt hidden by .15", "one_step", 1, {"p_mask_prompt": 0.15}),
     Choice("one step", "one_step", 1, random=False),
-    Choice("random mask", "random_masks", 1),
+    *(Choice("random mask", "random_masks", n, {"num_views": n}) for n in (1, 35)),
     Choice("coupled", "coupled", 3, weight=1.5),
+    Choice("complements", "complements", 4, {"num_views": 2, "stratified": True}, weight=0.5),
     *(Choice("spg", "spg", n, {"num_views": n, "p_mask_prompt": 0.15}, is_mean=True) for n in (1, 2, 4)),
     *(Choice("elbo", "elbo", n, {"num_views": n}) for n in (1, 2, 4, 8)),
     Choice("elbo, stratified", "elbo", 16, {"num_views": 16, "stratified": True}),
     *(Choice("elbo, opposite, stratified", "elbo", 2 * n, {"num_views": n, **PAIRS}) for n in (1, 2, 4)),
+    Choice("counts, stratified", "counts", 16, {"num_views": 16, "stratified": True}),
+    Choice("gauss", "gauss", 3),
     *(Choice("espo, opposite, stratified", "espo", 2 * n, {"num_views": n, **PAIRS}) for n in (1, 2, 4)),
     *(Choice("replay, drawn evenly", "replay", n, {"num_views": n}) for n in (1, 2, 4, 8, 24)),
     *(Choice("replay, drawn by entropy", "replay", n, {"num_views": n, "draw_steps": "entropy"}) for n in (1, 4, 24)),
-    *(Choice("replay, merged", "replay", n, {"segments": n}, random=False) for n in (1, 2, 4, 8)),
+    *(Choice("replay, merged", "replay", n, {"segment_steps": 16 // n}, random=False) for n in (1, 2, 4, 8)),
     TRAJECTORY,
+    Choice("segments, prompt hidden by .15", "segments", 16, {"segments": 16, "p_mask_prompt": 0.15}),
+    Choice("states", "states", 4, {"num_views": 4}),
     Choice("left to right", "left_to_right", 32, random=False),
 ]
 
@@ -103,7 +107,7 @@ def draw(case: Case, choice: Choice, number: int) -> Views:
     """Draw `number` of a choice's views, for all rows."""
     rows = len(case.sampled.scored)
     own = [keyed_generator(STREAM, number, row) for row in range(rows)]
-    [random] = randomness(own, keyed_generator(STREAM, number), 0, rows, 1)
+    random = Randomness(own, keyed_generator(STREAM, number), 0, rows)
     settings = ViewSettings(case.sampled.gen_length, case.steps, BLOCK, **choice.settings)
     return ESTIMATORS[choice.estimator](case.sampled, random, settings)
 

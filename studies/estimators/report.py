@@ -25,7 +25,8 @@ PREDICTORS = {  # of a method's place on the leaderboard: title, and a result's 
     "deviation": lambda line: line["deviation"],
     "update / rollout": lambda line: line["tokens_of_update"] / line["tokens_of_rollout"],
 }
-# The choice that a method's estimator is. just-grpo is left out: it samples left to right, another trajectory.
+# The choice that a method's estimator is, of those that weigh all tokens alike. just-grpo is left out: it samples left to
+# right, another trajectory.
 CHOICE_OF = {
     "d1": ("one step, prompt hidden by .15", 1),
     "wd1": ("one step, prompt hidden by .15", 1),
@@ -35,11 +36,16 @@ CHOICE_OF = {
     "agrpo": ("replay, drawn evenly", 24),
     "agrpo-entropy": ("replay, drawn by entropy", 24),
     "cj-grpo": ("replay, every step", 16),
-    "d2": ("replay, drawn evenly", 1),
+    "d2": ("segments, prompt hidden by .15", 16),
     "tracerl": ("replay, merged", 2),
-    "unigrpo": ("random mask", 1),
-    "bgpo": ("elbo, stratified", 16),
+    "unigrpo": ("random mask", 35),
+    "bgpo": ("counts, stratified", 16),
     "stable-drl": ("spg", 2),
+    "gdpo": ("gauss", 3),
+    "gdsd": ("complements", 4),
+    "dipo": ("replay, every step", 16),
+    "ebpo": ("counts, stratified", 16),
+    "trajectory": ("replay, drawn by entropy", 24),
     "reinforce": ("elbo, opposite, stratified", 8),
 }
 

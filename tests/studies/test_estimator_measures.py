@@ -148,21 +148,18 @@ def test_every_estimator_and_the_settings_of_every_method_are_among_the_choices(
 
 
 def test_a_methods_estimator_is_a_choice_with_the_methods_own_settings():
-    """But for replay, whose choices count views where d2 and TraceRL count the 16 steps of these completions."""
-    assert METHODS.keys() - CHOICE_OF.keys() == {"just-grpo"}
+    """But for TraceRL, whose choice cuts the 16 steps of these completions, and AGRPO's mean, which is the sum over the
+    number of a row's steps."""
+    assert METHODS.keys() - CHOICE_OF.keys() == {"just-grpo", "egspo", "rldf"}
     by_name = {(choice.name, choice.views): choice for choice in CHOICES}
     for method, place in CHOICE_OF.items():
         choice, values = by_name[place], METHODS[method].values
         assert choice.estimator == values["estimator"]
-        canvas = ("gen_length", "steps", "block_length")
-        expected = {
-            name: values[name] for name in ViewSettings.__annotations__ if name in values and name not in canvas
-        }
-        if method == "d2":  # one of 16 segments, each a step
-            del expected["segments"]
-        if method == "tracerl":  # eight of 16 steps a segment
-            expected |= {"segments": 2, "segment_steps": None}
-        assert ViewSettings(**choice.settings) == ViewSettings(**expected)
+        cut = ("segment_steps", "mean_step")
+        expected = {name: values[name] for name in ViewSettings.__annotations__ if name in values and name not in cut}
+        settings = {name: value for name, value in choice.settings.items() if name not in cut}
+        assert ViewSettings(**settings) == ViewSettings(**expected)
+    assert by_name[CHOICE_OF["tracerl"]].settings == {"segment_steps": METHODS["tracerl"].values["segment_steps"]}
 
 
 def test_the_page_says_how_well_an_estimator_predicts_the_leaderboard(tmp_path):
@@ -179,7 +176,7 @@ def test_the_page_says_how_well_an_estimator_predicts_the_leaderboard(tmp_path):
     page = tmp_path / "estimators.md"
     write_report(lines, page, {"sudoku": dict(zip(cosines, (0.5, 0.7, 0.6, 0.8, 0.9), strict=True)), "countdown": {}})
     text = page.read_text()
-    assert "| d2 | replay, drawn evenly, 1 | 90.0 | 0.50 | -0.50 | 1.00 | 0.50 |" in text
+    assert "| d2 | segments, prompt hidden by .15, 16 | 90.0 | 0.50 | -0.50 | 1.00 | 0.50 |" in text
     assert "| rank correlation |  |  | +0.90 (p 0.037) | -0.90 (p 0.037) |  |  |" in text
     assert "### countdown" not in text
     write_report(lines, page, {"sudoku": {}})

@@ -19,15 +19,28 @@ from d1.rl.methods import METHODS
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.updates import draw_updates, sampled_rows, views_of
-from d1.scoring import ESTIMATORS, Views
-from d1.scoring.rollouts import randomness
-from tests.tiny_grpo import TWO_BATCHES_A_STEP, by_letter, clockless, is_even, logged, make_method, same_mean, weights
+from d1.scoring import ESTIMATORS, Randomness, Views
+from tests.tiny_grpo import (
+    PER_MICRO_BATCH,
+    TWO_BATCHES_A_STEP,
+    by_letter,
+    clockless,
+    is_even,
+    logged,
+    make_method,
+    same_mean,
+    weights,
+)
 
 ROOT = Path(__file__).parents[3]
+ESTIMATOR = {name: ESTIMATORS[METHODS[name].values["estimator"]] for name in METHODS}
 OBJECTIVE = {name: OBJECTIVES[METHODS[name].values["objective"]] for name in METHODS}
-LINEAR = [name for name in METHODS if ESTIMATORS[METHODS[name].values["estimator"]].linear]
-REPLAYS = [name for name in METHODS if ESTIMATORS[METHODS[name].values["estimator"]].clean_prompt]
-SAME_VIEWS = ("cj-grpo", "tracerl", "just-grpo")  # in all updates on a rollout
+SCORED = {name: METHODS[name].values["scored_tokens"] for name in METHODS}
+LINEAR = [name for name in METHODS if ESTIMATOR[name].linear]
+SPLIT = [name for name in METHODS if METHODS[name].values["split_views"]]
+STATES = "rldf"  # scores a token in several states, where the other replays take the one that it was revealed in
+REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name != STATES]
+SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo")  # in all updates on a rollout
 ALL_KEPT = {"right_share": None}  # no prompt leaves the loss
 
 ON_BLOCKS = [name for name in METHODS if "block_length" not in METHODS[name].values]  # those that bring no blocks
@@ -51,6 +64,20 @@ def first_rollout(model_dir, folder, method, **changes):
     trainer = make_method(model_dir, folder, method, **({"max_steps": 1, "learning_rate": 0.0} | ALL_KEPT | changes))
     trainer.train()
     return trainer, rollout_buffer(trainer)[0]
+
+
+@pytest.fixture(scope="module")
+def rollout_of(request, tmp_path_factory):
+    """The trainer and rollout of eight rows of a model and method, made once for the tests that only look at it."""
+    made = {}
+
+    def make(folder, method):
+        if (folder, method) not in made:
+            path, model_dir = tmp_path_factory.mktemp(method), request.getfixturevalue(folder)
+            made[folder, method] = first_rollout(model_dir, path, method, per_device_train_batch_size=8)
+        return made[folder, method]
+
+    return make
 
 
 class Recorder(DiffuGRPOTrainer):
@@ -125,7 +152,7 @@ def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, 
 
 @every_method
 def test_each_sample_meets_each_updates_views_once(tiny_model_dir, tmp_path, method):
-    aligned = OBJECTIVE[method].over_all_rows  # which is refused where a step ends within an update
+    aligned = OBJECTIVE[method].over_group  # which is refused where a step ends within an update
     check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, *((2, 1, 3) if aligned else (3, 2, 2)))
 
 
@@ -138,7 +165,7 @@ MORE = [(a, g, m) for a in (1, 2, 4) for g in sorted({1, a, 2 * a}) for m in (1,
 def test_each_sample_meets_each_updates_views_once_in_every_combination(
     tiny_model_dir, tmp_path, method, accumulation, per_generation, mu
 ):
-    if OBJECTIVE[method].over_all_rows and accumulation % per_generation:
+    if OBJECTIVE[method].over_group and accumulation % per_generation:
         with pytest.raises(ValueError, match="must be a multiple of steps_per_generation"):
             check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, accumulation, per_generation, mu)
     else:
@@ -200,11 +227,10 @@ def padded(batch):
 
 
 @every_method_and_attention
-def test_a_rows_scores_and_views_are_its_own(request, tmp_path, folder, method):
-    """Alone, in its batch, and with more padding; what stands behind a completion that no sampler saw is not seen."""
-    model_dir = request.getfixturevalue(folder)
-    trainer, batch = first_rollout(model_dir, tmp_path, method, per_device_train_batch_size=8)
-    assert len(set(batch["completion_mask"].sum(1).tolist())) > 2
+def test_a_rows_scores_and_views_are_its_own(rollout_of, folder, method):
+    """Alone, in its batch, and with more padding."""
+    trainer, batch = rollout_of(folder, method)
+    assert SCORED[method] == "canvas" or len(set(batch["completion_mask"].sum(1).tolist())) > 2
 
     def scores(batch, update=1):
         with torch.no_grad():
@@ -215,9 +241,9 @@ def test_a_rows_scores_and_views_are_its_own(request, tmp_path, folder, method):
 
     def drawn(batch, first, rows):
         streams = [keyed_generator(7, row) for row in range(8)][first : first + rows]
-        random = randomness(streams, keyed_generator(8), first, 8, 2)
-        estimator = ESTIMATORS[trainer.args.estimator]
-        return draw_updates(sampled_rows(batch, trainer.model.config), random, estimator, trainer.args.view_settings())
+        random = Randomness(streams, keyed_generator(8), first, 8)
+        estimator, settings = ESTIMATORS[trainer.args.estimator], trainer.args.view_settings()
+        return draw_updates(sampled_rows(batch, trainer.model.config), random, 2, estimator, settings)
 
     views, views_padded = drawn(batch, 0, 8), drawn(padded(batch), 0, 8)
     assert torch.equal(views["view_weights"], views_padded["view_weights"])
@@ -246,19 +272,20 @@ def test_replay_over_all_blocks_at_once_gives_what_the_sampler_recorded(tiny_blo
 
 
 @every_method
-def test_the_model_never_sees_where_a_completion_ends(tiny_model_dir, tmp_path, method):
-    trainer, batch = first_rollout(tiny_model_dir, tmp_path, method, per_device_train_batch_size=8)
+def test_the_model_never_sees_where_a_completion_ends(rollout_of, method):
+    """What follows the last scored token changes no score. Replay shows what the sampler saw, revealed in time."""
+    trainer, batch = rollout_of("tiny_model_dir", method)
     inputs = []
 
     def note(module, args, kwargs):
         inputs.append((kwargs["input_ids"], kwargs["attention_mask"]))
 
     hook = trainer.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
-    lengths, canvas = batch["completion_mask"].sum(1, keepdim=True), torch.arange(8)
-    block = trainer.args.block_length
-    # Replay shows what the sampler saw behind the end, in the same block.
-    behind = canvas >= (-(-lengths // block) * block if method in REPLAYS else lengths)
-    assert behind.any()
+    scored, steps = batch["completion_mask"].bool(), batch["reveal_steps"]
+    last = torch.where(scored, steps, 0).amax(1, keepdim=True)
+    behind = (steps > last) | (steps < 0) if ESTIMATOR[method].replays else ~scored
+    assert behind.any() == (SCORED[method] != "canvas")
+    assert not (behind & scored).any()
     with torch.no_grad():
         for update in range(2):
             views = views_of(batch, update)
@@ -288,7 +315,10 @@ def step_alike(trainers):
 
 @every_method_and_attention
 def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, tmp_path, folder, method):
+    """Also of groups that lie in several of them."""
+
     def trainer(rows, **changes):
+        rows = 1 if method in PER_MICRO_BATCH else rows
         cut = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows, "learning_rate": 0.01}
         model_dir = request.getfixturevalue(folder)
         return make_method(model_dir, tmp_path, method, **(cut | same_mean(method) | changes))

@@ -1,4 +1,4 @@
-"""The rollout files of a checkpoint: which are refused and what the message says, and checkpoints from before."""
+"""The rollout files of a checkpoint: which are refused and what the message says, also those of other versions."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from d1.rl.state import check_rollout
-from tests.tiny_grpo import make_trainer, weights
+from tests.tiny_grpo import make_trainer
 
 COUNTERS, TENSORS = "rollout_rank0.json", "rollout_rank0.safetensors"
 RUN = SimpleNamespace(world_size=1, gradient_accumulation_steps=1, sync_ref_model=False)
@@ -58,7 +58,6 @@ DAMAGES = [
     (COUNTERS, lambda path: path.write_text("[]"), "is damaged .*no counters of a run"),
     (COUNTERS, lambda path: path.write_bytes(b"\xff"), "is damaged"),
     (COUNTERS, edit(losses=None, compute=None), "is damaged .*without compute, losses"),
-    (COUNTERS, edit(format="4"), "is damaged"),
     (TENSORS, lambda path: save_file({"lm_head.weight": torch.ones(2)}, path), "is damaged .*other tensors: 0.canvas"),
     (TENSORS, lambda path: save_file({}, path), "is damaged .*other tensors: 0.canvas"),
     (TENSORS, rename, "is damaged .*other tensors: 0.view_noise"),
@@ -95,17 +94,13 @@ def test_counters_of_another_kind_are_named_when_they_are_put_back(checkpoint, t
         make_trainer(tiny_model_dir, tmp_path, **SAVED).train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_a_checkpoint_from_before_rollouts_were_keyed_by_step_resumes_only_without_accumulation(
-    whole, checkpoint, tiny_model_dir, tmp_path
-):
-    edit(format=3, processes=None)(checkpoint / COUNTERS)
-    resumed = make_trainer(tiny_model_dir, tmp_path, **SAVED)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    expected = weights(whole.model)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
-    accumulated = SimpleNamespace(**{**vars(RUN), "gradient_accumulation_steps": 2})
-    with pytest.raises(ValueError, match="other random numbers at gradient_accumulation_steps 2: finish that run with"):
-        check_rollout(checkpoint, accumulated)
-    edit(format=2)(checkpoint / COUNTERS)
-    with pytest.raises(ValueError, match="an earlier version, whose rollouts kept less"):
-        check_rollout(checkpoint, RUN)
+@pytest.mark.parametrize("version", [None, 3, 4, "5"])
+def test_a_checkpoint_of_another_version_is_refused_with_what_to_do(checkpoint, tiny_model_dir, tmp_path, version):
+    """Also where the rollout lacks what that version did not keep: how many views and rows take part."""
+    file = checkpoint / TENSORS
+    new = ("scoring_views", "active_rows")
+    save_file({name: tensor for name, tensor in load_file(file).items() if not name.endswith(new)}, file)
+    edit(format=version, losses=None)(checkpoint / COUNTERS)
+    told = "checkpoint-3 was written by another version, .*: finish that run with that version, or start anew from its "
+    with pytest.raises(ValueError, match=told + r"weights \(--model_path, another --output_dir\)$"):
+        make_trainer(tiny_model_dir, tmp_path, **SAVED).train(resume_from_checkpoint=str(checkpoint))
