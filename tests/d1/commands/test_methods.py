@@ -19,7 +19,7 @@ def test_every_method_has_a_row_with_its_values(capsys):
     assert [row[0] for row in rows] == [*METHODS]
     by_name = {row[0]: row[2:] for row in rows}
     assert by_name["espo"] == ["espo", "trl", "grpo", "k2_sequence", "0.001", "leave_one_out", "8"]
-    assert by_name["bgpo"] == ["elbo", "bgpo", "sum", "", "0.0", "(r - mean) / std", "1"]
+    assert by_name["bgpo"] == ["counts", "bgpo", "sum", "", "0.0", "(r - mean) / std", "1"]
     assert by_name["d1"] == ["one_step", "trl", "bnpo", "k3", "0.04", "r - mean", "12"]
 
 

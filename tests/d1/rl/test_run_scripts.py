@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from d1.rl.methods import METHODS
+from d1.rl.methods import CANVAS, METHODS
 from d1.rl.train import make_parser
 from tests.commands import ROOT, calls_of
 
@@ -55,15 +56,16 @@ def settings_of(script, tmp_path, **environment):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_from_the_environment_is_the_whole_method(name, tmp_path):
-    method = METHODS[name]
+    """Of the settings that belong to its models' size, those that train.yaml says are d1's."""
+    method, config = METHODS[name], yaml.safe_load((STAGE / "slurm_scripts" / "train.yaml").read_text())
     args = settings_of("run.sh", tmp_path, METHOD=name, DATASET="sudoku")
-    given = {**method.values, **method.scale}
+    own = {setting: value for setting, value in method.scale.items() if setting not in CANVAS}
+    given = own | {setting: config[setting] for setting in config.keys() & method.scale} | method.values
     if name == "d1":
-        given["num_iterations"] = 8  # d1's own of this task
+        given |= {"num_iterations": 8, "temperature": 0.3}  # d1's own of this task
     if name == "just-grpo":
         given["diffusion_steps"] = 256  # one a token
     assert {setting: getattr(args, setting) for setting in given} == given
-    assert args.temperature == 0.3  # the task's
     assert args.output_dir == f"../runs/sudoku_LLaDA-8B-Instruct_{'mu8' if name == 'd1' else name}"
     assert args.gradient_accumulation_steps * args.per_device_train_batch_size % args.num_generations == 0
 

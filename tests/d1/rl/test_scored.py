@@ -1,0 +1,193 @@
+"""Which tokens of a rollout count, in which update their views are met, and under which distribution they are scored."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from d1.masking import keyed_generator
+from d1.models import load_model
+from d1.rl.bridge import rollout_buffer
+from d1.rl.methods import METHODS
+from d1.rl.scored import SCORED
+from d1.rl.trainer import DiffuGRPOTrainer
+from d1.rl.updates import sampled_rows, views_of
+from d1.scoring import ESTIMATORS, Randomness
+from tests.tiny_grpo import by_letter, logged, make_method
+
+PAD, MASK, CANVAS = 0, 3, 8
+ENDS = (PAD, 2, 25, 28, 32)
+SPLIT = [name for name in METHODS if METHODS[name].values["split_views"]]
+
+
+def sampled_batch(model_dir, folder, method, **changes):
+    """A trainer after one step, and the rollout of it."""
+    options = {"per_device_train_batch_size": 12, "max_steps": 1, "learning_rate": 0.0, "right_share": None}
+    trainer = make_method(model_dir, folder, method, ends=ENDS, **(options | changes))
+    trainer.train()
+    return trainer, rollout_buffer(trainer)[0]
+
+
+def scored_in_a_loop(name, ids, steps):
+    """What `SCORED[name]` is for one row, token by token."""
+    end = next((place for place, token in enumerate(ids) if token in ENDS), len(ids))
+    last = max((step for token, step in zip(ids, steps, strict=True) if token not in ENDS), default=-1)
+    for place, (token, step) in enumerate(zip(ids, steps, strict=True)):
+        if name == "steps":
+            yield 0 <= step <= last
+        elif name == "text":
+            yield place <= end and token != PAD
+        else:
+            yield name == "canvas" or place <= end
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_scored_tokens_are_those_of_a_loop_over_a_real_rollout(tiny_model_dir, tmp_path, name):
+    trainer, batch = sampled_batch(tiny_model_dir, tmp_path, "agrpo", scored_tokens=name)
+    behind = name in ("steps", "canvas")
+    assert trainer.eos_stop == (not behind)
+    assert (batch["reveal_steps"] < 0).any() == trainer.eos_stop
+    columns = zip(batch["canvas_ids"].tolist(), batch["reveal_steps"].tolist(), strict=True)
+    expected = torch.tensor([[*scored_in_a_loop(name, *row)] for row in columns])
+    width = batch["completion_mask"].shape[1]
+    assert torch.equal(batch["completion_mask"].bool(), expected[:, :width])
+    assert not expected[:, width:].any()
+    assert torch.equal(batch["completion_ids"][expected[:, :width]], batch["canvas_ids"][expected])
+    assert batch["num_items_in_batch"] == expected.sum()
+    ended = torch.tensor([[*scored_in_a_loop("ended", ids, ids)] for ids in batch["canvas_ids"].tolist()])
+    assert torch.equal(expected, ended) == (name == "ended")
+    if behind:
+        with pytest.raises(ValueError, match=f"scored_tokens {name} counts what eos_stop leaves out"):
+            make_method(tiny_model_dir, tmp_path, "agrpo", scored_tokens=name, eos_stop=True)
+
+
+def of_even_letters(completions, letter, **columns):
+    return [float(ord(one) % 2 == 0) for one in letter]
+
+
+of_even_letters.only_watched = True
+
+
+def test_rows_that_are_out_of_the_loss_stay_out_when_the_canvas_is_scored(tiny_model_dir, tmp_path):
+    """Completions without an end, which TRL drops, and those of prompts that are too easy."""
+    trainer, batch = sampled_batch(
+        tiny_model_dir,
+        tmp_path,
+        "egspo",
+        mask_truncated_completions=True,
+        right_share=[0.0, 0.5],
+        reward=[by_letter, of_even_letters],
+    )
+    taking_part = []
+    for row, ids in enumerate(batch["canvas_ids"].tolist()):
+        prompt = trainer.processing_class.decode(batch["prompt_ids"][row], skip_special_tokens=True).replace(" ", "")
+        taking_part.append(ord(prompt[-1]) % 2 == 1 and any(token in ENDS for token in ids))
+    assert {True, False} == {*taking_part}
+    assert batch["completion_mask"].tolist() == [[int(counts)] * CANVAS for counts in taking_part]
+    assert batch["num_items_in_batch"] == sum(taking_part) * CANVAS
+    weights = batch["view_weights"].tolist()
+    for update in range(2):
+        views = sum(any(view) for row in weights for view in row[update])
+        assert batch["scoring_views"][:, update].tolist() == [views] * 12
+    active = sum(counts and advantage != 0 for counts, advantage in zip(taking_part, batch["advantages"], strict=True))
+    assert batch["active_rows"].tolist() == [active] * 12
+
+
+class Watched(DiffuGRPOTrainer):
+    """Keeps the views of all updates together, and what each loss met."""
+
+    def after_rollout(self, batch):
+        super().after_rollout(batch)
+        rows = len(batch["canvas_ids"])
+        random = Randomness(self.generators("views", rows), keyed_generator(*self.key("views")), 0, rows)
+        self.whole = ESTIMATORS[self.args.estimator](
+            sampled_rows(batch, self.model.config), random, self.args.view_settings()
+        )
+        batch["uid"] = torch.arange(rows)
+        self.met = []
+
+    def loss(self, model, batch):
+        self.met.append((self.update, batch))
+        return super().loss(model, batch)
+
+
+def scoring(views, row):
+    """The views of a row that score something, as a multiset."""
+    return Counter(
+        (str(noise.tolist()), str(weights.tolist()))
+        for noise, weights in zip(views.noise[row], views.weights[row], strict=True)
+        if weights.any()
+    )
+
+
+@pytest.mark.parametrize("method", SPLIT)
+def test_the_updates_on_a_rollout_share_its_views_out(tiny_model_dir, tmp_path, method):
+    """Three optimizer steps of two micro-batches: ratio, clip and a KL to the old policy act from the second on."""
+    changes = {"num_iterations": 3, "max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    epsilons = {"epsilon": 1e-4, "epsilon_high": 1e-4, "learning_rate": 0.1, "num_views": None}
+    if "num_views" in METHODS[method].values:
+        epsilons["num_views"] = 4
+    trainer = make_method(tiny_model_dir, tmp_path, method, Watched, right_share=None, **changes, **epsilons)
+    trainer.train()
+    assert [update for update, _ in trainer.met] == [0, 0, 1, 1, 2, 2]
+    found, per_update = [Counter() for _ in range(8)], Counter()
+    for update, batch in trainer.met:
+        for row, uid in enumerate(batch["uid"].tolist()):
+            own = scoring(views_of(batch, update), row)
+            found[uid] += own
+            per_update[update] += own.total()
+    assert found == [scoring(trainer.whole, row) for row in range(8)]
+    assert max(per_update.values()) - min(per_update.values()) <= 1
+
+    start = load_model(str(tiny_model_dir)).eval()
+    for update, batch in trainer.met:
+        with torch.no_grad():
+            old = trainer.scores(start, batch, views_of(batch, update)).view_logps
+        torch.testing.assert_close(batch["old_view_logps"][:, update], old, rtol=0, atol=1e-6)
+    first, *later = logged(trainer)
+    assert first["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert first["clip_ratio/region_mean"] == 0
+    assert min(abs(entry["ratio_max"] - 1) for entry in later) > 1e-3
+    assert min(entry["clip_ratio/region_mean"] for entry in later) > 0
+    assert first["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert min(entry["kl"] for entry in later) > 1e-9
+
+
+def test_the_record_of_a_rollout_that_is_scored_as_sampled_is_the_truncated_distribution(tiny_model_dir, tmp_path):
+    """A loop over tokens: the logits of the state that revealed each, over T, the five likeliest, of these the nucleus.
+
+    With a random order, and the same log-probabilities from scoring, so that no ratio is other than 1.
+    """
+    options = {"temperature": 0.6, "top_k": 5, "top_p": 0.8, "num_views": None}
+    trainer, batch = sampled_batch(tiny_model_dir, tmp_path, "agrpo", mean_step=False, **options)
+    [entry] = logged(trainer)
+    assert entry["sampling/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert entry["sampling/logp_difference_abs"] == pytest.approx(0.0, abs=1e-5)
+    for row in range(0, 12, 3):
+        steps, ids = batch["reveal_steps"][row], batch["canvas_ids"][row]
+        for place in range(CANVAS):
+            shown = torch.where(steps < steps[place], ids, MASK)
+            real = batch["prompt_mask"][row].bool()
+            with torch.no_grad():
+                text = torch.cat([batch["prompt_ids"][row][real], shown]).unsqueeze(0)
+                logits = trainer.model(input_ids=text).logits[0, -CANVAS + place].double() / 0.6
+            best = logits.topk(5)
+            before = best.values.softmax(-1).cumsum(-1) - best.values.softmax(-1)
+            kept = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            kept = {token: value for (token, value), chance in zip(kept.items(), before, strict=True) if chance < 0.8}
+            total = torch.tensor([*kept.values()], dtype=torch.float64).logsumexp(0)
+            expected = kept[int(ids[place])] - float(total)
+            assert batch["rollout_logps"][row, place].item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("method", ["agrpo", "agrpo-entropy"])
+def test_only_scoring_as_sampled_has_ratios_of_one(tiny_model_dir, tmp_path, method):
+    """With steps drawn, and the method's own temperature, nucleus and random order."""
+    largest = {}
+    for as_sampled in (True, False):
+        change = {"top_k": 20, "score_as_sampled": as_sampled, "sampling_weight_cap": 1.5}
+        trainer, _ = sampled_batch(tiny_model_dir, tmp_path, method, **change)
+        assert (trainer.args.temperature, trainer.args.top_p, trainer.args.remasking) == (0.6, 0.99, "random")
+        [entry] = logged(trainer)
+        largest[as_sampled] = entry["ratio_max"], entry["sampling/ratio_max"]
+    assert largest[True] == pytest.approx((1.0, 1.0), abs=1e-5)
