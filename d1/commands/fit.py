@@ -37,7 +37,7 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     """What `FitSettings` is told of a run's RL method: its views, what is stored of them, and whether it has a KL to a
     reference. A method's own values of the canvas win. Raises ValueError for settings that training refuses, too."""
     from d1.rl.config import DiffuGRPOConfig
-    from d1.rl.plan import most_views
+    from d1.rl.plan import drawn_views, most_views
 
     canvas = {name: getattr(args, name) for name in ("max_completion_length", "diffusion_steps", "block_length")}
     given = {name: value for name, value in canvas.items() if name not in METHODS[args.method].values}
@@ -46,12 +46,14 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     batch = {"per_device_train_batch_size": 2, "num_generations": 2}  # the least; rows are counted elsewhere
     batch["gradient_accumulation_steps"] = args.steps_per_generation
     config = DiffuGRPOConfig(output_dir=".", method=args.method, use_cpu=True, bf16=False, **batch, **given)
-    views, tokens = most_views(config, block_size), min(args.max_completion_length, args.length)
-    # For each update and view a byte a token for what is hidden, and on the canvas fp32 weights and log-probs.
+    tokens = min(args.max_completion_length, args.length)
+    # For each update and view a byte a token for what is hidden, and on the canvas fp32 weights and log-probs. Updates
+    # that share views out keep all of them.
     numbers = 1 + config.needs_old_logps + config.needs_reference
-    stored = config.num_iterations * views * (args.length + 4 * numbers * tokens) * args.steps_per_generation
+    a_row = config.num_iterations * drawn_views(config, block_size) * (args.length + 4 * numbers * tokens)
     beta = config.beta if config.needs_reference else 0.0
-    return {"beta": beta, "views": views, "canvas": tokens, "stored": stored}
+    found = {"beta": beta, "views": most_views(config, block_size), "canvas": tokens}
+    return found | {"stored": a_row * args.steps_per_generation}
 
 
 def run(args: argparse.Namespace) -> None:

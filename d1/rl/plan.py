@@ -12,17 +12,21 @@ from d1.rl.penalties import PENALTIES
 from d1.scoring import ESTIMATORS
 
 
-def most_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
-    """Views of a row in an update, at most. A block-causal model, of blocks of `block_size` tokens, scores a step of
-    every block in one view."""
+def drawn_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
+    """Views of a row that are drawn at once, at most. A block-causal model, of blocks of `block_size` tokens, scores a
+    step of every block in one view."""
     settings = args.view_settings()
     if block_size is not None:
         sampling = args.sampling_settings()
         schedules = [sampling.schedule(filled) for filled in range(block_size)]
         steps = max(len(block) for schedule in schedules for block in schedule)
         settings = replace(settings, gen_length=block_size, steps=steps)
-    views = ESTIMATORS[args.estimator].views(settings)
-    return -(-views // args.num_iterations) if args.split_views else views
+    return ESTIMATORS[args.estimator].views(settings)
+
+
+def most_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
+    """Views of a row in an update, at most: all that are drawn, or its share of them."""
+    return -(-drawn_views(args, block_size) // (args.num_iterations if args.split_views else 1))
 
 
 def idle(args: DiffuGRPOConfig) -> tuple[str, ...]:

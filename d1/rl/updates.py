@@ -64,19 +64,14 @@ def draw_updates(
 
 
 def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator], before: Sequence[int]) -> list[Views]:
-    """The views of each update: every view that scores something belongs to one, at random. Views are dealt out one by
-    one over the rows of a rollout, so updates have equally many, up to one; `before` a row there were so many."""
-    rows, count = views.weights.shape[:2]
-    places = torch.zeros(updates, rows, -(-count // updates), dtype=torch.long)
-    taken = torch.zeros_like(places, dtype=torch.bool)
+    """The views of each update: every view that scores something belongs to one, at random. They are dealt out in turn,
+    a row's after the `before` ones of earlier rows of the rollout, so updates have equally many, up to one."""
+    turn = torch.full(views.weights.shape[:2], -1)
     for row, (scoring, generator) in enumerate(zip(views.weights.ne(0).any(-1), generators, strict=True)):
-        own = scoring.nonzero().squeeze(1)
-        numbers = torch.arange(len(own))
-        at = (numbers + before[row]) % updates, torch.full_like(numbers, row), numbers // updates
-        places[at], taken[at] = own[torch.randperm(len(own), generator=generator)], True
-    row = torch.arange(rows).unsqueeze(1)
-    some = zip(places, taken, strict=True)
-    return [Views(views.noise[row, at], views.weights[row, at] * kept.unsqueeze(-1)) for at, kept in some]
+        places = scoring.nonzero().squeeze(1)
+        places = places[torch.randperm(len(places), generator=generator)]
+        turn[row, places] = (torch.arange(len(places)) + before[row]) % updates
+    return [Views(views.noise, views.weights * (turn == update).unsqueeze(-1)) for update in range(updates)]
 
 
 def score_more(batch: Batch, name: str, end_ids: Sequence[int], pad_id: int | None, everyone: Everyone) -> None:

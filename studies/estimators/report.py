@@ -25,8 +25,8 @@ PREDICTORS = {  # of a method's place on the leaderboard: title, and a result's 
     "deviation": lambda line: line["deviation"],
     "update / rollout": lambda line: line["tokens_of_update"] / line["tokens_of_rollout"],
 }
-# The choice that a method's estimator is, of those that weigh all tokens alike. just-grpo is left out: it samples left to
-# right, another trajectory.
+# The choice that a method's estimator is. just-grpo samples left to right, another trajectory, and some methods score a
+# few chosen states: these are left out.
 CHOICE_OF = {
     "d1": ("one step, prompt hidden by .15", 1),
     "wd1": ("one step, prompt hidden by .15", 1),

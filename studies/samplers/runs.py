@@ -63,14 +63,12 @@ def flags_of(values: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple(itertools.chain(*pairs))
 
 
-# TraceRL's values, on which a rollout is most of the cost. Its views are eight steps each, which here are two; with
-# samplers that take fewer steps they are to stay two.
-TRACERL = {name: value for name, value in METHODS["tracerl"].values.items() if name != "segment_steps"}
-# All else is d1's: replay scores each token in the state it was revealed in, with the whole prompt in sight.
+# With TraceRL's values a rollout is most of the cost. With the others all else is d1's; replay scores each token in the
+# state it was revealed in, with the whole prompt in sight.
 ESTIMATORS: dict[str, tuple[object, ...]] = {
     "one_step": (),
     "replay": ("--estimator", "replay", "--p_mask_prompt", 0),
-    "tracerl": flags_of({**TRACERL, "segments": 2}),
+    "tracerl": flags_of(METHODS["tracerl"].values),
 }
 NO_CURE = "none"
 SHORT_BLOCKS = "blocks of 8"  # and a step for two tokens at most, as the exact sampler has

@@ -120,12 +120,14 @@ def losses(device):
     logps, old, reference, weights = (values.to(device, non_blocking=True) for values in drawn)
     mask, advantages = torch.ones(4, 6, dtype=torch.long), torch.tensor([1.0, -1.0, 0.5, -0.5])
     mask[1, 3:] = mask[2] = 0
-    tokens, mask, advantages = (part.to(device, non_blocking=True) for part in (mask.sum(), mask, advantages))
+    parts = (mask.sum(), mask, advantages, torch.arange(6).repeat(4, 1))
+    tokens, mask, advantages, steps = (part.to(device, non_blocking=True) for part in parts)
     found = []
     ours = [row for row in OBJECTIVES.values() if row.loss is not None]
     for function in (*ours, *PENALTIES.values()):
         new = logps.clone().requires_grad_()
-        inputs = LossInputs(new, old, reference, weights * (weights > 0.5), advantages, mask, tokens)
+        given = (new, old, reference, weights * (weights > 0.5), advantages, mask, tokens)
+        inputs = LossInputs(*given, reveal_steps=steps)
         loss = function(inputs, settings())
         loss = loss[0] if isinstance(loss, tuple) else loss
         loss.backward()
@@ -138,4 +140,4 @@ def test_objectives_and_penalties_wait_for_their_logs_alone():
         rehearsed = losses(DEVICE)
     for found, wanted in zip(rehearsed, losses("cpu"), strict=True):
         assert torch.equal(found.numbers, wanted)
-    assert waits == expected(LOSSES, {"loss with clipping": 2, "StableDRL loss": 1})
+    assert waits == expected(LOSSES, {"loss with clipping": 5, "loss with a metric": 1})

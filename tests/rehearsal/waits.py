@@ -36,7 +36,8 @@ SCORING = [
 LOADING = "transformers/modeling_utils.py PreTrainedModel.to"  # weights are uploaded, once each, before a run
 LOSSES = [
     Wait("d1/rl/objectives.py share", 1, "loss with clipping", "the share of clipped ratios, for the log"),
-    Wait("d1/rl/objectives.py stable_drl", 1, "StableDRL loss", "the largest weight, for the log"),
+    Wait("d1/rl/objectives.py stable_drl", 1, "loss with a metric", "the largest weight, for the log"),
+    Wait("d1/rl/objectives.py rldf", 1, "loss with a metric", "the share of likely tokens, for the log"),
 ]
 SFT = [
     Wait("d1/sft/trainer.py dLLMTrainer.row_losses", 1, "batch", "which tokens are hidden: the head is for these"),

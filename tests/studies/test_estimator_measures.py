@@ -150,7 +150,7 @@ def test_every_estimator_and_the_settings_of_every_method_are_among_the_choices(
 def test_a_methods_estimator_is_a_choice_with_the_methods_own_settings():
     """But for TraceRL, whose choice cuts the 16 steps of these completions, and AGRPO's mean, which is the sum over the
     number of a row's steps."""
-    assert METHODS.keys() - CHOICE_OF.keys() == {"just-grpo", "egspo", "rldf"}
+    assert METHODS.keys() - CHOICE_OF.keys() == {"just-grpo", "egspo", "egspo-sa", "rldf"}
     by_name = {(choice.name, choice.views): choice for choice in CHOICES}
     for method, place in CHOICE_OF.items():
         choice, values = by_name[place], METHODS[method].values

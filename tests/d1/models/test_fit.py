@@ -232,7 +232,7 @@ def test_a_method_says_what_is_stored_of_its_views_and_whether_there_is_a_refere
     twice = found("--method", "espo", "--beta", "1.0", "--steps_per_generation", "2", *canvas)
     assert (twice["views"], twice["stored"]) == (4, 2 * 8 * 4 * (token + 2 * 32 * 4))
     split = found("--method", "unigrpo", "--beta", "1.0", *canvas)  # 35 views in four updates, KL to the old policy
-    assert (split["beta"], split["views"], split["stored"]) == (0.0, 9, 4 * 9 * (token + 32 * 4))
+    assert (split["beta"], split["views"], split["stored"]) == (0.0, 9, 4 * 35 * (token + 32 * 4))
     assert found("--method", "wd1", *canvas)["stored"] == 12 * token  # reads no old log-probs
     with pytest.raises(ValueError, match=r"max_completion_length \(32\) must be a multiple of block_length \(24\)"):
         found("--block_length", "24", *canvas)

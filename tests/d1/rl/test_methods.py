@@ -74,7 +74,8 @@ def rollout_of(request, tmp_path_factory):
     def make(folder, method):
         if (folder, method) not in made:
             path, model_dir = tmp_path_factory.mktemp(method), request.getfixturevalue(folder)
-            ends = range(16, 60) if SCORED[method] == "steps" else (2, 25, 28, 32)  # so that some last steps are all EOS
+            # Some last steps must reveal nothing but EOS tokens.
+            ends = range(16, 60) if SCORED[method] == "steps" else (2, 25, 28, 32)
             made[folder, method] = first_rollout(model_dir, path, method, per_device_train_batch_size=8, ends=ends)
         return made[folder, method]
 

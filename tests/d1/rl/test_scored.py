@@ -1,4 +1,4 @@
-"""Which tokens of a rollout count, in which update their views are met, and under which distribution they are scored."""
+"""Which tokens of a rollout count, which update meets which view, and the distribution that tokens are scored under."""
 
 from collections import Counter
 
@@ -124,10 +124,8 @@ def scoring(views, row):
 def test_the_updates_on_a_rollout_share_its_views_out(tiny_model_dir, tmp_path, method):
     """Three optimizer steps of two micro-batches: ratio, clip and a KL to the old policy act from the second on."""
     changes = {"num_iterations": 3, "max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    epsilons = {"epsilon": 1e-4, "epsilon_high": 1e-4, "learning_rate": 0.1, "num_views": None}
-    if "num_views" in METHODS[method].values:
-        epsilons["num_views"] = 4
-    trainer = make_method(tiny_model_dir, tmp_path, method, Watched, right_share=None, **changes, **epsilons)
+    changes |= {"epsilon": 1e-4, "epsilon_high": 1e-4, "right_share": None}
+    trainer = make_method(tiny_model_dir, tmp_path, method, Watched, **changes)
     trainer.train()
     assert [update for update, _ in trainer.met] == [0, 0, 1, 1, 2, 2]
     found, per_update = [Counter() for _ in range(8)], Counter()
