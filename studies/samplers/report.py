@@ -146,7 +146,8 @@ HEAD = """# Fast samplers inside online RL
 Written by `python -m studies.samplers.run`. From SFT, all runs of a task train for the same seconds of one core, with
 the settings of pocket.yaml, and sample their rollouts with different samplers. Every model is judged by the **exact**
 sampler, greedy, on the test problems. `one_step` is d1's estimator; `replay` scores each token in the state it was
-revealed in, all else being d1's, so that estimators alone differ. `tracerl` has TraceRL's values. Levels of samplers were chosen on validation problems by `studies/samplers/search.py`.
+revealed in, all else being d1's, so that estimators alone differ. `tracerl` has TraceRL's values. Levels of samplers
+were chosen on validation problems by `studies/samplers/search.py`.
 
 {reading}
 
