@@ -119,22 +119,18 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
 
 
 class Recorded(DiffuGRPOTrainer):
-    """Keeps the rows of each training rollout, of all processes in order: prompt, canvas, the views' hidden tokens."""
+    """Keeps the rows of each training rollout, of all processes in order: prompt, canvas, the number of views that score
+    something in each update, and what these hide."""
 
     def after_rollout(self, batch):
         super().after_rollout(batch)
         if self.mode == "train":
-            kept = batch["prompt_mask"].bool()
-            noise, prompts = batch["view_noise"], kept.shape[1]
-            rows = [
-                [
-                    ids[own].tolist(),
-                    canvas.tolist(),
-                    hidden[..., :prompts][..., own].tolist(),
-                    hidden[..., prompts:].tolist(),
-                ]
-                for ids, own, canvas, hidden in zip(batch["prompt_ids"], kept, batch["canvas_ids"], noise, strict=True)
-            ]
+            kept, used = batch["prompt_mask"].bool(), batch["view_weights"].ne(0).any(-1)
+            prompts, rows = kept.shape[1], []
+            for row, (own, scoring) in enumerate(zip(kept, used, strict=True)):
+                hidden = batch["view_noise"][row][scoring]
+                parts = batch["prompt_ids"][row][own], batch["canvas_ids"][row], scoring.sum(-1)
+                rows.append([part.tolist() for part in (*parts, hidden[:, :prompts][:, own], hidden[:, prompts:])])
             self.__dict__.setdefault("rollouts", []).append(gather_object(rows))
 
 
