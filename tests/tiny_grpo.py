@@ -101,8 +101,7 @@ def method_settings(method):
     settings = {name: value for name, value in SETTINGS.items() if name not in own}
     settings |= {"method": method, "num_iterations": 2}
     settings |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    fewer = {"num_views": 4, "segment_steps": 2}  # of two blocks with two steps each
-    return settings | {name: most for name, most in fewer.items() if own.get(name, 0) > most}
+    return settings | ({"num_views": 4} if own.get("num_views", 0) > 4 else {})
 
 
 def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28, 32), **changes):
@@ -119,8 +118,8 @@ def make_method(model_dir, folder, method, cls=DiffuGRPOTrainer, ends=(2, 25, 28
 
 
 class Recorded(DiffuGRPOTrainer):
-    """Keeps the rows of each training rollout, of all processes in order: prompt, canvas, the number of views that score
-    something in each update, and what these hide."""
+    """Keeps the rows of each training rollout, of all processes in order: prompt, canvas, the number of scoring views
+    in each update, and what these hide."""
 
     def after_rollout(self, batch):
         super().after_rollout(batch)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise, within_blocks
@@ -148,8 +149,10 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
     sums, counts = per_segment(steps, scored, -sampled.logps)
     # The largest of log-chances with Gumbel noise: a draw without replacement.
     uniform = random.uniform(settings.steps)[:, : sums.shape[1]].double().clamp(min=1e-12).to(sums.device)
-    noisy = sums / counts.clamp(min=1) - (-uniform.log()).log()
-    chosen, weights = highest(noisy.masked_fill(counts == 0, -torch.inf), settings.draws)
+    noisy = (sums / counts.clamp(min=1) - (-uniform.log()).log()).masked_fill(counts == 0, -torch.inf)
+    # Always as many views: a mean over them must not depend on the other rows at hand.
+    noisy = F.pad(noisy, (0, max(0, settings.draws - noisy.shape[1])), value=-torch.inf)
+    chosen, weights = highest(noisy, settings.draws)
     clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
     views = replay_views(clean, steps, chosen, weights, scored)
     hidden = views.noise[..., -sampled.gen_length :] & scored.unsqueeze(1)
