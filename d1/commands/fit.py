@@ -43,10 +43,8 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     given: dict[str, Any] = {name: value for name, value in canvas.items() if name not in METHODS[args.method].values}
     given |= {} if block_size is None else {"block_length": block_size}
     given |= {} if args.beta is None else {"beta": args.beta}
-    batch: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "num_generations": 2,
-    }  # the least; rows are counted elsewhere
+    # The least batch: rows are counted elsewhere.
+    batch: dict[str, Any] = {"per_device_train_batch_size": 2, "num_generations": 2}
     batch["gradient_accumulation_steps"] = args.steps_per_generation
     config = DiffuGRPOConfig(output_dir=".", method=args.method, use_cpu=True, bf16=False, **batch, **given)
     tokens = min(args.max_completion_length, args.length)
