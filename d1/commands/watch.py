@@ -23,7 +23,7 @@ from d1.sampling.settings import check_room
 from d1.show.film import Film, filmed, piece
 from d1.tasks import SPLITS, TASKS, load_task
 
-OUTPUTS = ("html", "svg", "gif")
+OUTPUTS = ("html", "svg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--against", nargs="+", metavar="NAME=VALUE", default=[], help="a second run, with these flags")
     shown.add_argument("--html", type=Path, help="write a page that plays, to open in any browser")
     shown.add_argument("--svg", type=Path, help="write an animated picture, for a document")
-    shown.add_argument("--gif", type=Path, help="write one for where no SVG moves")
     shown.add_argument("--pause", type=AMOUNT, default=0.08, help="minimum seconds that a step stays in the terminal")
 
 
@@ -134,7 +133,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
 
 def write(args: argparse.Namespace, films: list[Film]) -> None:
     """The files that were asked for, named on stderr."""
-    from d1.show.flow import film_gif, film_svg
+    from d1.show.flow import film_svg
     from d1.show.page import film_page
 
     name = f"{Path(args.dataset).stem}, {args.split} problem {args.index}" if args.dataset else str(args.prompt)[:80]
@@ -142,7 +141,5 @@ def write(args: argparse.Namespace, films: list[Film]) -> None:
         args.html.write_text(film_page(name, [("", films)]), encoding="utf-8")
     if args.svg:
         args.svg.write_text(film_svg(films), encoding="utf-8")
-    if args.gif:
-        args.gif.write_bytes(film_gif(films))
-    for path in filter(None, (args.html, args.svg, args.gif)):
+    for path in filter(None, (args.html, args.svg)):
         sys.stderr.write(f"Written: {path}\n")

@@ -149,7 +149,7 @@ REQUIRED = {  # of the tools
     "watch": ["--model_path", "none", "--prompt", "a"],
     "fill": ["none", "[MASK]"],
 }
-WITHOUT_NUMBERS = {"merge", "export", "methods", "card"}
+WITHOUT_NUMBERS = {"merge", "export", "methods", "card", "curves"}
 
 
 def tool(name: str) -> Command:

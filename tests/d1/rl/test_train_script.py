@@ -483,7 +483,7 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     assert series(read, "reward", steps) == ([1, 2, 3, 4, 5, 6], [0, 0.1, 0.2, 0.3, 0.4, 0.5])
     assert series(read, "eval_reward", steps) == ([1, 3, 5], [0, 0.1, 0.2])
     assert running_mean([1, 2, 6], 2) == [1, 1.5, 4]
-    draw([run], ["a"], tmp_path / "curves.png", smooth=2)
+    draw([run], ["a"], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(FileNotFoundError, match="holds no run"):
         read_run(tmp_path)
