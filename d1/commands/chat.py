@@ -11,9 +11,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from d1.commands.model import changed, model_of, tokenizer_of
+from d1.models.kinds import check_room
 from d1.runs.entry import MISTAKES, one_line
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.sampling.settings import check_room
 from d1.show.film import MASK, harmless
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ import sys
 from typing import Any
 
 from d1.commands.model import model_of, tokenizer_of
+from d1.models.kinds import check_room, native_config
 from d1.sampling.flags import FLAGS, add_model_flags, add_sampling_flags
-from d1.sampling.settings import BLOCK_LENGTH, check_room
+from d1.sampling.settings import BLOCK_LENGTH
 
 PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")
 LEFT_OUT = ("gen_length", "kv_cache")  # the text says how many tokens are filled in, and there is no cache here
@@ -38,7 +39,6 @@ def run(args: argparse.Namespace) -> None:
 
     from d1.masking import keyed_generator
     from d1.models.adapters import adapter_chain
-    from d1.models.kinds import native_config
     from d1.sampling import fill
     from d1.sampling.infill import fill_settings
 

@@ -19,7 +19,6 @@ from typing import Any
 from d1.commands.model import changed, model_of, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.sampling.settings import check_room
 from d1.show.film import Film, filmed, piece
 from d1.tasks import SPLITS, TASKS, load_task
 
@@ -104,7 +103,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     import torch
 
     from d1.masking import keyed_generator
-    from d1.models.kinds import block_size
+    from d1.models.kinds import block_size, check_room
     from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
     from d1.sampling import rollout_steps
 

@@ -24,11 +24,11 @@ from tqdm import tqdm
 from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
+from d1.models.kinds import check_room
 from d1.models.load import load_on_device
 from d1.models.tokenizer import end_ids
 from d1.sampling import eos_cut, rollout_stream
 from d1.sampling.flags import sampling_settings
-from d1.sampling.settings import check_room
 
 logger = logging.getLogger("eval")
 

@@ -15,8 +15,8 @@ from d1.eval.completions import Request, generate_rows, join_processes, load_mod
 from d1.eval.likelihood import Pair, are_greedy, check_likelihood, log_likelihoods, seed_of
 from d1.eval.run import parse_settings
 from d1.eval.setup import Prompt, load_tokenizer_for
+from d1.models.kinds import check_room
 from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
-from d1.sampling.settings import check_room
 
 if TYPE_CHECKING:  # an optional package
     from lm_eval.api.instance import Instance

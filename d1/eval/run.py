@@ -28,12 +28,12 @@ from d1.eval.accuracy import as_table
 from d1.eval.files import generation_file, read_setups
 from d1.eval.journal import Journal
 from d1.eval.scores import Row, score_setup
+from d1.models.kinds import check_room
 from d1.ranges import COUNT, NATURAL
 from d1.runs.entry import OneLineParser, quick_imports, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.record import run_record
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.sampling.settings import check_room
 from d1.tasks import SPLITS, TASKS, load_task
 from d1.tasks.protocols import PROTOCOLS, shots_of, under_protocol
 

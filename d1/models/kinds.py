@@ -226,6 +226,15 @@ def check_kind(model_type: str, name: str) -> None:
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: {reason}")
 
 
+def check_room(config: Any, shown: int, hidden: int, advice: str = "") -> None:
+    """Raises ValueError, which ends in `advice`, where a row of `shown` tokens of text and `hidden` ones to fill in is
+    longer than a model of this config reads."""
+    room = getattr(config, "max_position_embeddings", None)
+    if room is not None and shown + hidden > room:
+        row = f"{shown} tokens of text" + (f" and {hidden} to fill in" if hidden else "")
+        raise ValueError(f"too long: {row} exceed the model's {room} positions{advice}")
+
+
 def attend_both_ways(config: Any, name: str) -> None:
     """Have the Transformers class of `config` attend in both directions.
 

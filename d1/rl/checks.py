@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from d1.models.adapters import adapter_chain
-from d1.models.kinds import block_size, native_config
+from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.rl.config import DiffuGRPOConfig
 from d1.runs.record import OnResume, whole
@@ -95,12 +95,7 @@ def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
     args.sampling_settings(config)
     if args.mask_id is not None and args.mask_id >= config.vocab_size:
         raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has only {config.vocab_size} tokens, from 0 on")
-    room = config.max_position_embeddings
-    if prompt + int(args.max_completion_length or 0) > room:
-        raise ValueError(
-            f"--max_completion_length {args.max_completion_length} and a prompt of {prompt} tokens exceed the model's "
-            f"{room} positions"
-        )
+    check_room(config, prompt, int(args.max_completion_length or 0), ": lower --max_completion_length")
     return block_size(config)
 
 

@@ -128,13 +128,3 @@ class SamplingSettings:
         """
         lengths = self.gen_length, self.block_length, self.steps
         return reveal_schedule(*lengths) if filled is None else aligned_schedule(*lengths, filled)
-
-
-def check_room(model_config: Any, shown: int, hidden: int, advice: str = "") -> None:
-    """Raises ValueError, which ends in `advice`, where so many tokens, shown and to fill in, are longer than a model
-    of this config reads."""
-    room = getattr(model_config, "max_position_embeddings", None)
-    if room is not None and shown + hidden > room:
-        raise ValueError(
-            f"too long: {shown} tokens of text and {hidden} to fill in exceed the model's {room} positions{advice}"
-        )

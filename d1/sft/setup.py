@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.convert import merge
-from d1.models.kinds import block_size, native_config
+from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
 from d1.runs.checkpoints import read_state
 from d1.runs.console import RunConsole
@@ -79,7 +79,7 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], tuple[
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
-    check_room(args, [rows for rows in (train_dataset, eval_dataset) if rows is not None])
+    check_lengths(args, [rows for rows in (train_dataset, eval_dataset) if rows is not None])
 
     def start() -> tuple[dLLMTrainer, RunConsole]:
         set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
@@ -195,15 +195,12 @@ def load_data(
     return train_dataset, dLLMSFTDataset(held_out, tokenizer, args.max_length, eval=True, **shared)
 
 
-def check_room(args: SFTConfig, datasets: Sequence[dLLMSFTDataset]) -> None:
+def check_lengths(args: SFTConfig, datasets: Sequence[dLLMSFTDataset]) -> None:
     """Refuses rows that have more tokens than the model has positions (ValueError); a row's filling with EOS counts."""
     config, _ = native_config(adapter_chain(args.model_name, None)[0])
-    room, longest = config.max_position_embeddings, max(max(rows.lengths) for rows in datasets)
-    text = max(max(rows.rows["length"]) for rows in datasets)
-    if longest > room:
-        cause = f"--eos_padding {args.eos_padding} fills a row to" if text <= room else "a row has"
-        remedy = "--eos_padding or --max_length" if text <= room else "--max_length"
-        raise ValueError(f"{cause} {longest} tokens and {args.model_name} has {room} positions: lower {remedy}")
+    filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
+    check_room(config, max(max(rows.rows["length"]) for rows in datasets), 0, ": lower --max_length")
+    check_room(config, max(max(rows.lengths) for rows in datasets), 0, filling)
 
 
 def prepare_model(args: SFTConfig) -> Any:

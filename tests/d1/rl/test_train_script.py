@@ -299,7 +299,7 @@ def test_one_name_of_a_module_is_a_name_and_no_pattern(tiny_model_dir):
 
 def test_a_completion_that_the_model_has_no_positions_for_is_refused(tiny_model_dir, tmp_path):
     longer = {"max_completion_length": 512, "max_prompt_length": 500, "diffusion_steps": 128}
-    with pytest.raises(ValueError, match=r"--max_completion_length 512 and a prompt of \d+ tokens exceed .* 512 pos"):
+    with pytest.raises(ValueError, match=r"\d+ tokens of text and 512 to fill in exceed .* 512 positions: lower"):
         run_main(tmp_path, dataset="sudoku", model_path=str(tiny_model_dir), **longer)
 
 
