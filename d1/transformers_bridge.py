@@ -7,8 +7,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -58,30 +60,20 @@ def checkpoint_dtype(path: str) -> torch.dtype | str:
 def reading(copies: bool, in_order: bool = False) -> Iterator[None]:
     """Where weights are copied, have Transformers 5.23 read its files piece by piece rather than map them.
 
-    A mapping stays resident in whole, next to the weights that were converted from it or moved to a device. Without a
-    copy the mapping is the model, shared by all processes of a machine. To delete once `from_pretrained` takes
+    A mapping stays resident next to the weights that were converted from it. To delete once `from_pretrained` takes
     safetensors' `backend` as an argument.
 
     Args:
-        in_order: read each weight only when it is needed. Otherwise threads read ahead of the experts' stacking, up to
-            the whole checkpoint, and what they read and the stacks do not reuse each other's memory. To delete once
-            `from_pretrained` takes as an argument what it reads from this environment variable.
+        in_order: read each weight only when it is needed; otherwise threads read ahead of the experts' stacking, up to
+            the whole checkpoint. To delete once this environment variable is an argument of `from_pretrained`.
     """
-    library: Any = modeling_utils
-    mapped = library.safe_open
-    ahead = os.environ.get(READ_IN_ORDER)
-    if in_order:
-        os.environ[READ_IN_ORDER] = "1"
-    if copies:
-        library.safe_open = lambda *args, **kwargs: mapped(*args, **(kwargs | {"backend": "pread"}))
+    mapped, ahead = modeling_utils.safe_open, os.environ.get(READ_IN_ORDER, "0")
+    os.environ[READ_IN_ORDER] = "1" if in_order else ahead
     try:
-        yield
+        with patch.object(modeling_utils, "safe_open", partial(mapped, backend="pread") if copies else mapped):
+            yield
     finally:
-        library.safe_open = mapped
-        if in_order and ahead is None:
-            del os.environ[READ_IN_ORDER]
-        elif in_order:
-            os.environ[READ_IN_ORDER] = str(ahead)
+        os.environ[READ_IN_ORDER] = ahead
 
 
 @contextmanager

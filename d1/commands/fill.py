@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         diffusion_steps={"help": "forward passes (default: one per mask)"},
         sampler={"help": "exact or parallel: there is no cache here (default: %(default)s)"},
     )
-    group.add_argument("--order", choices=["left", "right"], default="left", help="from which side (default: left)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -46,17 +45,15 @@ def run(args: argparse.Namespace) -> None:
     ids, hidden, front, behind = encoded(tokenizer, pieces)
     names = {name: name for name in FLAGS if name not in (*LEFT_OUT, "seed")} | {"diffusion_steps": "steps"}
     options = {field: getattr(args, name) for name, field in names.items()}
-    if not args.trust_remote_code:
-        config, _ = native_config(adapter_chain(args.model_path, args.checkpoint_path)[0])
-        fill_settings(config, sum(hidden), ordered=args.order == "right", **options)
-        check_room(config, len(ids) - sum(hidden), sum(hidden))
+    config, _ = native_config(adapter_chain(args.model_path, args.checkpoint_path)[0])
+    fill_settings(config, sum(hidden), **options)
+    check_room(config, len(ids) - sum(hidden), sum(hidden))
     model = model_of(args)
     filled = fill(
         model,
         torch.tensor([ids], device=model.device),
         torch.tensor([hidden], device=model.device),
         mask_token_id=tokenizer.mask_token_id,
-        order=-torch.arange(len(ids)) if args.order == "right" else None,
         generator=[keyed_generator(args.seed, device=model.device)],
         **options,
     ).ids[0]

@@ -33,7 +33,6 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
     return load_tokenizer(
         args.checkpoint_path or args.model_path,
         plain_chat_template=args.plain_chat_template,
-        trust_remote_code=args.trust_remote_code,
     )
 
 
@@ -46,5 +45,4 @@ def model_of(args: argparse.Namespace, load: Callable[..., Any] | None = None) -
         args.dtype,
         adapter=args.checkpoint_path,
         attn_implementation=args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
     )

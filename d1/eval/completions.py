@@ -142,7 +142,6 @@ def load_model_for(args: argparse.Namespace) -> Any:
         args.dtype,
         adapter=args.checkpoint_path or None,
         attn_implementation=args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
     )
 
 

@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     model = parser.add_argument_group("model")
-    add_model_flags(model, leave_out=("trust_remote_code",), checkpoint_path={"default": ""})
+    add_model_flags(model, checkpoint_path={"default": ""})
     model.add_argument("--batch_size", type=COUNT, default=32, help="sequences per forward pass of each process")
     sampling = parser.add_argument_group("tasks that generate")
     add_sampling_flags(
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
     own = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
     length = args.gen_length or 1024  # a task's own is not known yet
     of_a_task = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
-    config = config_of(args.model_path, args.checkpoint_path, "--trust_remote_code" in args.harness)
+    config = config_of(args.model_path, args.checkpoint_path)
     own["block_length"] = sampling_settings(own | of_a_task, config).block_length
     register()
     from lm_eval.__main__ import cli_evaluate

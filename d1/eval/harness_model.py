@@ -45,14 +45,12 @@ class HarnessModel:
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         device: str | None = None,
-        trust_remote_code: bool = False,
         **flags: Any,
     ) -> None:
         super().__init__()
         if not str(batch_size).isdecimal() or max_batch_size is not None:
             raise ValueError(f"--batch_size must be a number, got {batch_size!r}: no batch size is searched for here")
         self.args = parse_settings(self.parser(), {"model_path": model_path, **flags})
-        self.args.trust_remote_code = trust_remote_code
         self.batch_size = int(batch_size)
         known = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
         self._rank, self._world_size = known or join_processes()

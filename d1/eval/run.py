@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     args.few_shot = shots_of(task, args.few_shot)
     for one in runs_of(args):
         check_arguments(one)
-    config = config_of(args.model_path, args.checkpoint_path, args.trust_remote_code)
+    config = config_of(args.model_path, args.checkpoint_path)
     runs = runs_of(args, config)
     rank, _ = join_processes()
     tokenizer = load_tokenizer_for(args)

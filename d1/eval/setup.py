@@ -47,20 +47,17 @@ class Prompt:
 def load_tokenizer_for(args: argparse.Namespace) -> Any:
     """The tokenizer of the adapter's folder where it holds one, else the model's."""
     own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
-    return load_tokenizer(
-        args.checkpoint_path if own else args.model_path,
-        plain_chat_template=args.plain_chat_template,
-        trust_remote_code=args.trust_remote_code,
-    )
+    path = args.checkpoint_path if own else args.model_path
+    return load_tokenizer(path, plain_chat_template=args.plain_chat_template)
 
 
-def config_of(model_path: str, checkpoint_path: str, trust_remote_code: bool) -> Any:
-    """The model's config, before its weights are read; None where the model's own code may change it.
+def config_of(model_path: str, checkpoint_path: str) -> Any:
+    """The model's config, before its weights are read.
 
     Raises:
         ValueError, OSError: there is no such model or adapter, or its kind is not supported.
     """
-    return None if trust_remote_code else native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
+    return native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
 
 
 def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Prompt]:

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_we
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from d1.models.formats.names import rename
+from d1.models.formats.released import rename
 from d1.models.kinds import KINDS, kind_of
 
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
@@ -40,7 +40,7 @@ def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
         targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
         found = any(name in own for name in names) or any(f".{m}".endswith(f".{t}") for m in modules for t in targets)
     if not found:
-        presets = f"{', '.join(own)} stand for those of its kind" if own else "its kind has no names for them"
+        presets = f"{', '.join(own)} stand for those of its kind"
         raise ValueError(f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: {presets}")
     return targets
 
@@ -52,16 +52,13 @@ def check_there(path: str) -> None:
 
 
 def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:
-    """The base model under `path`, and the adapters to put on it in order.
-
-    An adapter's folder names what it was trained on, which may again be an adapter (RL on top of SFT).
+    """The base model under `path`, and the adapters to put on it, in order: each names what it was trained on.
 
     Raises:
         ValueError, FileNotFoundError: One of them is not there or does not say what it was trained on.
     """
     check_there(path)
-    above = [adapter] if isinstance(adapter, str | Path) else list(adapter or [])
-    adapters = [str(folder) for folder in above]
+    adapters = [str(folder) for folder in ([adapter] if isinstance(adapter, str | Path) else adapter or [])]
     for folder in adapters:
         check_there(folder)
         if find_adapter_config_file(folder) is None:
@@ -72,9 +69,7 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
         adapters.insert(0, path)
         base = PeftConfig.from_pretrained(path).base_model_name_or_path
         if not base:
-            raise ValueError(
-                f"adapter {path} does not say which model it was trained on: load_model(base, adapter=...)"
-            )
+            raise ValueError(f"adapter {path} names no base model: load_model(base, adapter=...)")
         path = base
         check_there(path)
     return path, adapters

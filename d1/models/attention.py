@@ -1,8 +1,7 @@
 """Which token sees which, and where each one stands: the only maker of masks and positions.
 
-A token's *place* is its number among the real tokens of its text, from 0. Places are the position ids, so padding
-cannot move a row. An `Attention` says by places which tokens see each other; the masks of padded batches, of packed
-rows and of two streams follow from it.
+A token's *place* is its number among the real tokens of its text, from 0. Places are the position ids. An `Attention`
+says by places which tokens see each other; the masks of padded batches, packed rows and two streams follow from it.
 
 `visible` (rows, keys) is 1 at every token that may be seen, 0 at padding. A mask "over queries" is (rows, 1, queries,
 keys), bool.
@@ -103,12 +102,10 @@ class Attention:
 
     def mask_for(self, body: PreTrainedModel, tokens: Tokens, queries: int) -> Any:
         """The same as the kernel of this body takes it."""
-        kernel = attention_kernel(body.config)
-        if kernel == "flex_attention":
-            rule, (rows, keys) = self.rule(body.config, tokens, queries), tokens.place.shape
-            device = tokens.place.device
-            return create_block_mask(lambda b, h, q, k: rule(b, q, k), rows, None, queries, keys, device=device)
-        return as_taken(body, self.mask(body.config, tokens, queries))
+        if attention_kernel(body.config) != "flex_attention":
+            return as_taken(body, self.mask(body.config, tokens, queries))
+        rule, (rows, keys), device = self.rule(body.config, tokens, queries), tokens.place.shape, tokens.place.device
+        return create_block_mask(lambda b, h, q, k: rule(b, q, k), rows, None, queries, keys, device=device)
 
 
 def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -170,12 +167,7 @@ def padding_mask(visible: Tensor) -> Tensor | None:
 
 
 def takes_masks_over_queries(config: Any) -> bool:
-    """Whether Transformers forwards a mask over queries unchanged.
-
-    It asks the device in every forward pass whether a mask (rows, keys) hides anything, and nothing about a mask over
-    queries, which decoders take under sdpa unless some of their layers have a window. Where attention is not full, the
-    body makes that mask itself.
-    """
+    """Whether Transformers forwards a mask over queries unchanged, and so does not ask the device what it hides."""
     plain = is_decoder(config) and not windowed(config) and attention_of(config).sees is None
     return plain and attention_kernel(config) == "sdpa"
 
@@ -219,5 +211,5 @@ def require_prepared(model: Any) -> None:
     if asked != "full" and getattr(inner, PREPARED) != asked:
         raise ValueError(
             f"the config of this {type(inner).__name__} asks for {asked} attention, but the model was prepared without "
-            "it: load it with d1.models.load_model(path), without trust_remote_code"
+            "it: load it with d1.models.load_model(path)"
         )

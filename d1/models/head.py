@@ -1,8 +1,7 @@
 """The head: from hidden states and targets to log-probabilities, with the logits of few positions at a time.
 
-SFT's loss, RL's scores and the memory estimate all go through `target_logps`. A decoder's last layer feeds nothing but
-the head: its keys and values are needed of all positions, its queries, attention output and feed-forward only of those
-whose logits are asked for (`narrow`).
+A decoder's last layer feeds nothing but the head: its keys and values are needed of all positions, its queries,
+attention output and feed-forward only of those whose logits are asked for (`narrow`).
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ T = TypeVar("T")
 
 
 def can_narrow(model: Any) -> bool:
-    """Whether the body of `model` takes `state_positions` (rows, n) and gives the states at these alone.
-
-    Kernels other than these two read masks and windows in ways of their own, and checkpointed layers take no cache.
-    """
+    """Whether the body of `model` takes `state_positions` (rows, n) and gives the states at these alone."""
     return (
         is_decoder(model.config)
         and attention_kernel(model.config) in ("sdpa", "eager")
@@ -39,7 +35,7 @@ def can_narrow(model: Any) -> bool:
 
 
 class AllKeys:
-    """What `narrow` gives a layer for its cache: in place of the keys and values of its few queries, those of all."""
+    """In place of a layer's cache: the keys and values of all tokens."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -49,10 +45,7 @@ class AllKeys:
 
 
 def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of a body's last layer: only `state_positions` (rows, n), if given, go through it.
-
-    The layer's own code runs, under whatever wraps it; its keys are rebuilt here from its own modules.
-    """
+    """Forward pre-hook of a body's last layer: only `state_positions` (rows, n), if given, go through it."""
     positions = kwargs.pop("state_positions", None)
     if positions is None:
         return args, kwargs
@@ -191,8 +184,7 @@ def target_logps(
 
 
 def calls_in_step(model: Any, calls: int) -> int:
-    """How often to call a part of the model: under ZeRO-3, where every process must call it equally often, as often as
-    the one that needs it most; otherwise as often as asked, and at least once."""
+    """How often to call a part of the model, at least once: under ZeRO-3, the maximum over processes."""
     sharded = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
     if not (sharded and torch.distributed.is_initialized()):
         return max(1, calls)

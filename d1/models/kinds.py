@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
 from d1.models.formats.llada2 import FROM_LLADA2, glm4_moe_fields, llada2_weights, split_projections
 from d1.models.formats.llada_moe import qwen3_moe_fields
-from d1.models.formats.released import as_released, join_stacks, one_by_one, same_names
+from d1.models.formats.released import as_released, one_by_one, same_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class Kind:
     Attributes:
         becomes: the `model_type` of the Transformers class that runs it; "" is its own.
         fields: from the released `config.json` to the fields of that class's config.
-        names: weight names of the checkpoint -> those of the class (`formats.names.key_mapping`).
+        names: weight names of the checkpoint -> those of the class (`formats.released.key_mapping`).
         joins: for released weights that have to be split or joined as they are read, Transformers' converters of what
             its class does not convert already.
         apart: the way back: name and state dict of a weight of the class -> released names and weights.
@@ -101,7 +101,6 @@ KINDS: dict[str, Kind] = {
     ),
     "sdar_moe": Kind(
         becomes="qwen3_moe",
-        joins=join_stacks,
         apart=one_by_one,
         release=as_released,
         code="JetLM/SDAR-30B-A3B-Chat",
@@ -124,7 +123,6 @@ KINDS: dict[str, Kind] = {
     "lladamoe": Kind(
         becomes="qwen3_moe",
         fields=qwen3_moe_fields,
-        joins=join_stacks,
         apart=one_by_one,
         release=as_released,
         code="inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
@@ -156,14 +154,6 @@ KINDS: dict[str, Kind] = {
     "bert": Kind(encoder=True, head=("cls",), lora=BERT_LORA),
     "roberta": Kind(encoder=True, lora=BERT_LORA, positions_after_padding=True),
 }
-REFUSED = {  # model_type -> why this project cannot train or sample it
-    "diffusion_gemma": "it diffuses with uniform noise and has no mask token",
-    "diffusion_gemma_text": "it diffuses with uniform noise and has no mask token",
-    "llada_moe": "LLaDA's mixture-of-experts is published as model_type 'lladamoe', or 'llada'",
-    "gemma3": "it is the image and text model: take a text-only checkpoint (model_type gemma3_text)",
-    "t5": "an encoder-decoder cannot score all positions of one sequence",
-}
-OWN_CODE = Kind(lora={})  # a model that runs code from its checkpoint is taken to be split as a Llama is
 
 # Fields of a released config that speak of its files and code, not of the model.
 ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version")
@@ -172,9 +162,8 @@ ABOUT_KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implement
 
 
 def kind_of(config: Any) -> Kind:
-    """The row of a model that runs on a class of Transformers; `OWN_CODE` for one that runs code of its own."""
-    kind = KINDS.get(config.model_type, OWN_CODE)
-    return OWN_CODE if kind.becomes else kind
+    """The row of a model that is loaded, by the class of Transformers that runs it."""
+    return KINDS[config.model_type]
 
 
 def is_encoder(config: Any) -> bool:
@@ -184,8 +173,7 @@ def is_encoder(config: Any) -> bool:
 
 def is_decoder(config: Any) -> bool:
     """Whether this is the config of a causal LM of Transformers, whose attention this library turned both ways."""
-    kind = kind_of(config)
-    return kind is not OWN_CODE and not kind.encoder
+    return not kind_of(config).encoder
 
 
 def block_size(config: Any) -> int | None:
@@ -222,8 +210,7 @@ def experts(config: Any) -> int:
 def check_kind(model_type: str, name: str) -> None:
     """Raises ValueError for a kind without a row; `name` says which model it is."""
     if model_type not in KINDS:
-        reason = REFUSED.get(model_type, f"known are {', '.join(KINDS)}")
-        raise ValueError(f"{name}: model_type {model_type!r} is not supported: {reason}")
+        raise ValueError(f"{name}: model_type {model_type!r} is not supported: known are {', '.join(KINDS)}")
 
 
 def check_room(config: Any, shown: int, hidden: int, advice: str = "") -> None:

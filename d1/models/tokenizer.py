@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from d1.models.adapters import adapter_chain, check_there
-from d1.models.kinds import KINDS, OWN_CODE, Kind, check_kind, released_kind
+from d1.models.kinds import KINDS, Kind, check_kind, released_kind
 from d1.transformers_bridge import has_file
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
@@ -32,7 +32,6 @@ def load_tokenizer(
     eos_token: str | None = None,
     eot_token: str | None = None,
     plain_chat_template: bool = False,
-    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, padding left, with every special token this project relies on.
 
@@ -48,20 +47,20 @@ def load_tokenizer(
 
     Raises:
         ValueError: No mask or EOS token can be found, an id lies outside the model's embedding, or the model or its
-            tokenizer is an unknown kind with code of its own and `trust_remote_code` is False.
+            tokenizer is an unknown kind with code of its own, which is not run.
     """
     folder = tokenizer_folder(str(path))
     try:
         raw = PreTrainedConfig.get_config_dict(folder)[0]
     except OSError:  # a tokenizer on its own
         raw = {}
-    kind = KINDS.get(released_kind(raw), OWN_CODE)
-    if "auto_map" in raw and not trust_remote_code:
+    kind = KINDS.get(released_kind(raw), Kind())
+    if "auto_map" in raw:
         check_kind(released_kind(raw), folder)
-    cls: Any = getattr(transformers, "AutoTokenizer" if trust_remote_code else kind.tokenizer)
+    cls: Any = getattr(transformers, kind.tokenizer)
     options: dict[str, Any] = {"padding_side": "left"}
     if cls is transformers.AutoTokenizer:  # unless told, it asks on the terminal
-        options["trust_remote_code"] = trust_remote_code
+        options["trust_remote_code"] = False
     tokenizer = cls.from_pretrained(folder, **options)
     chosen = {"mask_token": mask_token, "eos_token": eos_token, "pad_token": pad_token, "eot_token": eot_token}
     tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind, chosen))
@@ -76,9 +75,7 @@ def tokenizer_folder(path: str) -> str:
     folder = path if has_tokenizer(path) else adapter_chain(path, None)[0]
     if not has_tokenizer(folder):
         unknown = "" if Path(folder).is_dir() else " (it is no folder here, and the hub or its cache has no such model)"
-        raise FileNotFoundError(
-            f"{folder} holds none of {', '.join(VOCABULARIES)}: there is no tokenizer to load{unknown}"
-        )
+        raise FileNotFoundError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)}{unknown}")
     return folder
 
 

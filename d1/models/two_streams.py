@@ -1,8 +1,7 @@
 """All blocks of a block-causal model noised at once: one forward pass over a clean and a noised stream.
 
-A block is sampled behind the clean text of the blocks before it. Alone, each block would need a forward pass of its
-own; here the noised tokens stand behind the whole clean text, and each sees what it would see there (BD3-LM, arXiv
-2503.09573, section 3.2; the mask is `over_blocks` in `attention.py`).
+The noised tokens stand behind the whole clean text, and each sees its own block and the clean text of earlier blocks
+(BD3-LM, arXiv 2503.09573, section 3.2; the mask is `Attention.rule`).
 """
 
 from __future__ import annotations

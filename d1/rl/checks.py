@@ -87,10 +87,9 @@ def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None
 
 
 def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
-    """Refuses what the model's config contradicts, for prompts of up to `prompt` tokens; models with their own code are
-    not checked. Returns the tokens per block of a block-causal model, which become `block_length` where none is set."""
-    if args.trust_remote_code:
-        return None
+    """Refuses what the model's config contradicts, for prompts of up to `prompt` tokens.
+
+    Returns the tokens per block of a block-causal model, which become `block_length` where none is set."""
     config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
     args.sampling_settings(config)
     if args.mask_id is not None and args.mask_id >= config.vocab_size:

@@ -117,7 +117,6 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
         dtype=model_args.dtype if model_args.dtype != "float32" else None,
         quantization="nf4" if model_args.load_in_4bit else None,
         attn_implementation=model_args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
     )
     if isinstance(model, PeftModel):
         if model_args.load_in_4bit:

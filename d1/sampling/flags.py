@@ -20,7 +20,6 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse'
     "dtype": {"choices": DTYPES, "help": "of the weights (default: bfloat16 on a GPU, float32 on a CPU)"},
     "attn_implementation": {"help": "sdpa, eager or flash_attention_2"},
     "plain_chat_template": {"action": "store_true", "help": "for a tokenizer without a chat template"},
-    "trust_remote_code": {"action": "store_true", "help": "run code that comes with the model"},
 }
 LEVELS = ", ".join(f"{name} {rule.level}" for name, rule in RULES.items())
 FLAGS: dict[str, dict[str, Any]] = {  # of sampling; name -> the arguments of `add_argument`

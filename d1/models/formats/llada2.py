@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from d1.models.formats.names import key_mapping, rename
 from d1.models.formats.released import (
     SAME_IN_MIXTURES,
     check_fixed,
     head_sizes,
-    join_stacks,
+    key_mapping,
     one_by_one,
+    rename,
     renamed_fields,
 )
 
@@ -99,7 +99,7 @@ def split_projections() -> list[Any]:
     from transformers.core_model_loading import Split, WeightConverter
 
     split = [f"self_attn.{name}.weight" for name in FUSED]
-    return [WeightConverter("self_attn.query_key_value.weight", split, [Split(dim=0)]), *join_stacks()]
+    return [WeightConverter("self_attn.query_key_value.weight", split, [Split(dim=0)])]
 
 
 def llada2_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 
 from d1.models import load_model, load_tokenizer, prepare
 from d1.models.adapters import lora_targets
-from d1.models.formats.names import key_mapping, rename
+from d1.models.formats.released import key_mapping, rename
 from d1.models.kinds import KINDS, Kind, is_decoder, is_encoder
 from d1.sampling import generate
 from d1.scoring import mean_field_logps

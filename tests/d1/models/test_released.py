@@ -168,18 +168,16 @@ def test_a_format_is_written_from_its_own_models_only(kind_dirs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("released", MIXTURES)
-def test_experts_that_come_stacked(kind_dirs, tmp_path, released, fused):
-    """As Transformers stacks them, gate above up, and as others do, each on its own."""
+def test_experts_that_come_stacked(kind_dirs, tmp_path, released):
+    """As Transformers stacks them, gate above up."""
     weights, stacks = read_files(kind_dirs[released]), {}
     for name in [name for name in weights if ".experts.0." in name]:
         parts = (weights.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(8) if e < count(released))
         stacks[name.replace(".experts.0.", ".experts.").removesuffix(".weight")] = torch.stack(list(parts))
-    if fused:
-        for name in [name for name in stacks if name.endswith("gate_proj")]:
-            both = stacks.pop(name), stacks.pop(name.replace("gate_proj", "up_proj"))
-            stacks[name.replace("gate_proj", "gate_up_proj")] = torch.cat(both, dim=1)
+    for name in [name for name in stacks if name.endswith("gate_proj")]:
+        both = stacks.pop(name), stacks.pop(name.replace("gate_proj", "up_proj"))
+        stacks[name.replace("gate_proj", "gate_up_proj")] = torch.cat(both, dim=1)
     config = json.loads((kind_dirs[released] / "config.json").read_text())
     folder = write_files(tmp_path / "stacked", config, weights | stacks)
     assert torch.equal(logits_of(load_model(folder)), logits_of(load_model(kind_dirs[released])))

@@ -314,7 +314,9 @@ def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir
 
 def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], tmp_path: Path) -> None:
     for padding in ("max", "9999"):
-        expected = rf"4096 tokens of text exceed the model's 512 positions: --eos_padding {padding} fills rows; lower it"
+        expected = (
+            rf"4096 tokens of text exceed the model's 512 positions: --eos_padding {padding} fills rows; lower it"
+        )
         with pytest.raises(ValueError, match=expected):
             run(flags, tmp_path, "--eos_padding", padding)
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 600, "completion": "b"}) + "\n")
