@@ -1,9 +1,8 @@
 """The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
 
 A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled left to right; in each step the model
-predicts every masked token of the current block and keeps some of its predictions. `rollout_steps` is that loop, a step
-at a time; `rollout` runs it to the end and keeps a record. The loop is in `blocks.py`, and each part of a step has its
-file: where the model's states come from (`passes.py`, and `caches.py`, the table of caches), which tokens it predicts
+predicts every masked token of the current block and keeps some of its predictions. The loop is in `blocks.py`, and each
+part of a step has its file: where the model's states come from (`passes.py`, `caches.py`), which tokens it predicts
 from them (`predict.py`), which of these it keeps first (`order.py`) and how many (`reveal.py`).
 """
 
@@ -27,8 +26,7 @@ from d1.sampling.settings import SamplingSettings
 
 @dataclass(frozen=True)
 class Rollout:
-    """What sampling gives, and what it took. In fp32 a row's values do not depend on its batch; in bf16, products round
-    differently in batches of other shapes, and a row that is sampled in another batch can get other tokens.
+    """What sampling gives, and what it took. In fp32 a row's values do not depend on its batch.
 
     Attributes:
         ids: (rows, prompt + gen_length), without a mask token in the completion.
@@ -124,20 +122,16 @@ def rollout_steps(
 ) -> Iterator[Step]:
     """`rollout`, as one `Step` per forward pass. The canvas is whole when the last is taken.
 
-    A row that has filled its block under a parallel sampler waits outside the batch for the next. What the EOS stop
-    fills it fills between steps. A block-causal model completes rows whose prompts end at the same place of a block,
-    then the next such rows, since their blocks begin and end together.
+    A block-causal model completes rows whose prompts end at the same place of a block, then the next such rows.
 
     Args:
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         noise_dtype: of the Gumbel noise, float32 or float64.
         eos_token_ids: EOS stop: a row whose finished blocks hold one of these leaves the batch, its later blocks filled
             with the first of them. Changes no token up to a row's first EOS. Random draws then need one generator per
-            row, or the rows that stay would get other numbers; so they do with a parallel sampler.
-        other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact: a pass
-            feeds those of its own blocks that the filled one has a part of.
-        recompute: have a block-causal model compute everything in each step, to compare its cache with. Others do
-            so anyway under the samplers exact and parallel.
+            row, as they do with a parallel sampler.
+        other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
+        recompute: have a block-causal model compute everything in each step, to compare its cache with.
 
     Raises:
         ValueError: as `rollout`, at the call and not with the first step.

@@ -16,10 +16,8 @@ Generators = Generator | Sequence[Generator] | None
 
 
 def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Uniform numbers in [0, 1) of `like`'s dtype on its device; a list of generators gives each row its own.
-
-    `counts` says for how many of its positions each row draws; the rest hold 0.5.
-    """
+    """Uniform numbers in [0, 1) of `like`'s dtype on its device; with one generator per row, `counts` says for how many
+    of its positions each row draws, and the rest hold 0.5."""
     if generator is None or isinstance(generator, Generator):
         device = like.device if generator is None else generator.device
         return torch.rand(*shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
@@ -65,10 +63,7 @@ def guided(logits: Tensor, branches: int, scale: float) -> Tensor:
 
 
 def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
-    """Entropies in nats (rows, n) of logits (rows, n, vocab) whose logsumexp is known.
-
-    A few positions at a time: all at once would hold two tensors more of the logits' size.
-    """
+    """Entropies in nats (rows, n) of logits (rows, n, vocab) whose logsumexp is known, a few positions at a time."""
     at_once = max(1, head.CHUNK_ELEMENTS // 16 // logits.shape[-1])
     found = []
     for some, normaliser in zip(
@@ -84,15 +79,14 @@ def predict(
     states: Tensor,
     counts: Sequence[int],
     settings: SamplingSettings,
-    *,
     mask_token_id: int,
     generator: Generators,
     noise_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A token for each position, its log-probability and the entropy there: (rows, n) each.
 
-    The head runs at a bounded number of positions at a time. Chunks hold whole rows, or parts of one row that depend on
-    nothing else, so that a row's random numbers do not depend on its batch.
+    The head runs at a bounded number of positions at a time: whole rows, or parts of one row, so that a row's random
+    numbers do not depend on its batch.
 
     Args:
         states: (branches, rows, n, hidden): the conditional branch and, with guidance, the unconditional one.
