@@ -7,10 +7,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -57,8 +55,8 @@ def checkpoint_dtype(path: str) -> torch.dtype | str:
 
 
 @contextmanager
-def reading(copies: bool, in_order: bool = False) -> Iterator[None]:
-    """Where weights are copied, have Transformers 5.23 read its files piece by piece rather than map them.
+def reading(copies: bool, in_order: bool) -> Iterator[None]:
+    """Where weights are copied, have Transformers 5.23 read files piece by piece rather than map them.
 
     A mapping stays resident next to the weights that were converted from it. To delete once `from_pretrained` takes
     safetensors' `backend` as an argument.
@@ -67,12 +65,15 @@ def reading(copies: bool, in_order: bool = False) -> Iterator[None]:
         in_order: read each weight only when it is needed; otherwise threads read ahead of the experts' stacking, up to
             the whole checkpoint. To delete once this environment variable is an argument of `from_pretrained`.
     """
-    mapped, ahead = modeling_utils.safe_open, os.environ.get(READ_IN_ORDER, "0")
+    library: Any = modeling_utils
+    mapped, ahead = library.safe_open, os.environ.get(READ_IN_ORDER, "0")
     os.environ[READ_IN_ORDER] = "1" if in_order else ahead
+    if copies:
+        library.safe_open = lambda *args, **kwargs: mapped(*args, **(kwargs | {"backend": "pread"}))
     try:
-        with patch.object(modeling_utils, "safe_open", partial(mapped, backend="pread") if copies else mapped):
-            yield
+        yield
     finally:
+        library.safe_open = mapped
         os.environ[READ_IN_ORDER] = ahead
 
 
@@ -80,8 +81,7 @@ def reading(copies: bool, in_order: bool = False) -> Iterator[None]:
 def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterator[None]:
     """Has Transformers 5.23 apply the converters of `joins()` as it reads a model of this type, before its own.
 
-    Its registry is for the whole process and also rules how models are saved, so the entry is put back. To delete once
-    `from_pretrained` takes converters where it takes a `key_mapping`.
+    To delete once `from_pretrained` takes converters where it takes a `key_mapping`.
     """
     own = get_checkpoint_conversion_mapping(model_type)
     if joins is None or own is None:
@@ -96,9 +96,7 @@ def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterat
 
 def attention_kernel(config: Any) -> str | None:
     """The kernel that attention runs on: "sdpa", "eager", "flash_attention_2"...; the same where it takes packed rows.
-
-    Transformers 5.23 keeps it as `_attn_implementation`. To delete once the config has a public name for it.
-    """
+    Transformers 5.23 keeps it as `_attn_implementation`. To delete once the config has a public name for it."""
     kernel = getattr(config, "_attn_implementation", None)
     return kernel and kernel.removeprefix(PACKED)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,14 @@ def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
 
     Args:
         asked: "attention" (its four projections), "all-linear" (also the feed-forward's), endings of module names, or
-            several of these. A single text with other characters than those of names is a regular expression for whole
-            names of modules; PEFT 0.21 would take it for endings in a mixture, so the names are written out.
+            several of these.
 
     Raises:
         ValueError: nothing in the model goes by these names.
     """
     names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora
-    modules = [module for module, _ in model.named_modules()]
-    if len(names) == 1 and names[0] not in own and re.search(r"[^\w.-]", names[0]):
-        try:
-            targets = [module for module in modules if re.fullmatch(names[0], module)]
-        except re.error as error:
-            raise ValueError(f"LoRA targets {names[0]!r} are no regular expression: {error}") from error
-        found = bool(targets)
-    else:
-        targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
-        found = any(name in own for name in names) or any(f".{m}".endswith(f".{t}") for m in modules for t in targets)
-    if not found:
+    targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
+    if not any(f".{module}".endswith(f".{end}") for module, _ in model.named_modules() for end in targets):
         presets = f"{', '.join(own)} stand for those of its kind"
         raise ValueError(f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: {presets}")
     return targets
@@ -76,7 +65,7 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
 
 
 def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
-    """Put the LoRA adapter in `folder` on `model`, trainable, whether its names are native or of a released format.
+    """Put the LoRA adapter in `folder` on `model`, trainable; its names are native or those of a released format.
 
     Raises:
         ValueError: A weight of the adapter has no place in the model, or one that the model expects is not in it.

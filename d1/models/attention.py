@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PreTrainedModel
 
-from d1.models.kinds import attention_name, block_size, is_decoder, windowed
+from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.transformers_bridge import attention_kernel
 
 # The texts of a packed row in order: the tokens of each, and how many noised copies of its last ones follow them.
@@ -139,7 +139,7 @@ def check_attention(config: Any, name: str) -> None:
         value = getattr(config, field, None)
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: {field} must be positive and whole, got {value!r}")
-    if not is_decoder(config) or windowed(config):
+    if is_encoder(config) or windowed(config):
         raise ValueError(f"{name}: {label} attention needs a decoder without windows, not {config.model_type}")
     if kernel not in KERNELS:
         raise ValueError(f"{name}: {label} attention runs under {', '.join(KERNELS)}, not under {kernel}")
@@ -168,7 +168,7 @@ def padding_mask(visible: Tensor) -> Tensor | None:
 
 def takes_masks_over_queries(config: Any) -> bool:
     """Whether Transformers forwards a mask over queries unchanged, and so does not ask the device what it hides."""
-    plain = is_decoder(config) and not windowed(config) and attention_of(config).sees is None
+    plain = not is_encoder(config) and not windowed(config) and attention_of(config).sees is None
     return plain and attention_kernel(config) == "sdpa"
 
 
@@ -190,15 +190,14 @@ def as_taken(body: PreTrainedModel, mask: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
 
 
-PREPARED = "d1_prepared"  # the attribute in which `d1.models.prepare` leaves the name of a model's attention
+PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets
 
 
 def require_prepared(model: Any) -> None:
     """Called where sampling, scoring and training begin.
 
     Raises:
-        ValueError: the model was not prepared for this library, or not for the attention its config asks for, with how
-            to prepare it.
+        ValueError: the model was not prepared for this library, with how to prepare it.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(inner, PREPARED, False):
@@ -206,10 +205,4 @@ def require_prepared(model: Any) -> None:
             f"this {type(inner).__name__} was not prepared for masked diffusion: its attention may be causal, and "
             "padding would move its tokens. Load it with d1.models.load_model(path), or call "
             "d1.models.prepare(model) on one that you built"
-        )
-    asked = attention_name(inner.config)
-    if asked != "full" and getattr(inner, PREPARED) != asked:
-        raise ValueError(
-            f"the config of this {type(inner).__name__} asks for {asked} attention, but the model was prepared without "
-            "it: load it with d1.models.load_model(path)"
         )

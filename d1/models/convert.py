@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import check_attention
-from d1.models.kinds import KINDS, is_decoder, released_kind
+from d1.models.kinds import KINDS, is_encoder, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
@@ -177,7 +177,7 @@ def a2d(
     folder = fresh_folder(out)
     model = load_whole(source)
     config = model.config
-    if not is_decoder(config) or getattr(config, "mask_token_id", None) is not None:
+    if is_encoder(config) or getattr(config, "mask_token_id", None) is not None:
         raise ValueError(f"{source} is a masked model already, not an autoregressive decoder")
     if block_size is not None:
         config.block_size = block_size

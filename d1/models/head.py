@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import rotate_half
 
-from d1.models.kinds import is_decoder, kind_of
+from d1.models.kinds import is_encoder, kind_of
 from d1.transformers_bridge import attention_kernel
 
 CHUNK_ELEMENTS = 2**24  # logits alive at once, positions x vocabulary: 67 MB in fp32
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def can_narrow(model: Any) -> bool:
     """Whether the body of `model` takes `state_positions` (rows, n) and gives the states at these alone."""
     return (
-        is_decoder(model.config)
+        not is_encoder(model.config)
         and attention_kernel(model.config) in ("sdpa", "eager")
         and not (model.training and model.is_activation_checkpointing)
     )

@@ -8,7 +8,7 @@ of Transformers; one that Transformers does not know is first registered with it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
@@ -35,25 +35,21 @@ class Kind:
         becomes: the `model_type` of the Transformers class that runs it; "" is its own.
         fields: from the released `config.json` to the fields of that class's config.
         names: weight names of the checkpoint -> those of the class (`formats.released.key_mapping`).
-        joins: for released weights that have to be split or joined as they are read, Transformers' converters of what
-            its class does not convert already.
+        joins: Transformers' converters for released weights that have to be split or joined as they are read.
         apart: the way back: name and state dict of a weight of the class -> released names and weights.
         release: the way back: config of the class -> released `config.json`; None has no format to write.
         code: the hub repository of the code that an `auto_map` points to.
         encoder: a masked LM. Others are decoders: causal LMs, which also have a key-value cache.
-        attention: which tokens see which, by its name in `d1.models.attention.ATTENTION`; "full" leaves it to the
-            config (`attention_name`).
+        attention: a name in `d1.models.attention.ATTENTION`; "full" leaves it to the config (`attention_name`).
         block_size: tokens per block of a model that finishes text block by block, where the released `config.json`
             names none.
         shift: the logits predict the next token, not the one at their own position.
         mask_token_id: where the released `config.json` names no mask token.
         head: the modules of the class that turn hidden states into logits, in order.
         lora: name -> endings of the module names that LoRA goes on, never the head's. In a mixture PEFT 0.21 moves the
-            feed-forward's three names onto the stacks of experts: all experts get LoRA, and the dense layers and shared
-            experts of a Glm4Moe, which go by the same names, get none.
+            feed-forward's three names onto the stacks of experts, and off dense layers and shared experts.
         positions_after_padding: the table of positions begins after the row of the padding token.
-        tokenizer: the Transformers class to use where the released tokenizer names code of its own, which only wraps
-            that class.
+        tokenizer: the Transformers class of a released tokenizer that names code of its own.
     """
 
     becomes: str = ""
@@ -74,6 +70,15 @@ class Kind:
     tokenizer: str = "AutoTokenizer"
 
 
+SDAR = Kind(
+    becomes="qwen3",
+    release=as_released,
+    code="JetLM/SDAR-1.7B-Chat",
+    attention="block-causal",
+    block_size=4,
+    mask_token_id=151669,
+    tokenizer="Qwen2Tokenizer",
+)
 KINDS: dict[str, Kind] = {
     "llada": Kind(
         becomes="llama",
@@ -90,25 +95,8 @@ KINDS: dict[str, Kind] = {
         shift=True,
         tokenizer="Qwen2Tokenizer",
     ),
-    "sdar": Kind(
-        becomes="qwen3",
-        release=as_released,
-        code="JetLM/SDAR-1.7B-Chat",
-        attention="block-causal",
-        block_size=4,
-        mask_token_id=151669,
-        tokenizer="Qwen2Tokenizer",
-    ),
-    "sdar_moe": Kind(
-        becomes="qwen3_moe",
-        apart=one_by_one,
-        release=as_released,
-        code="JetLM/SDAR-30B-A3B-Chat",
-        attention="block-causal",
-        block_size=4,
-        mask_token_id=151669,
-        tokenizer="Qwen2Tokenizer",
-    ),
+    "sdar": SDAR,
+    "sdar_moe": replace(SDAR, becomes="qwen3_moe", apart=one_by_one, code="JetLM/SDAR-30B-A3B-Chat"),
     "Fast_dLLM_Qwen": Kind(
         becomes="qwen2",
         fields=lambda raw: {("block_size" if name == "bd_size" else name): value for name, value in raw.items()},
@@ -142,14 +130,7 @@ KINDS: dict[str, Kind] = {
         mask_token_id=156895,
         tokenizer="PreTrainedTokenizerFast",
     ),
-    "llama": Kind(),
-    "qwen2": Kind(),
-    "qwen3": Kind(),
-    "qwen3_moe": Kind(),
-    "glm4_moe": Kind(),
-    "gemma": Kind(),
-    "gemma2": Kind(),
-    "gemma3_text": Kind(),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma", "gemma2", "gemma3_text"), Kind()),
     "modernbert": Kind(encoder=True, head=("head", "decoder"), lora=MODERNBERT_LORA),
     "bert": Kind(encoder=True, head=("cls",), lora=BERT_LORA),
     "roberta": Kind(encoder=True, lora=BERT_LORA, positions_after_padding=True),
@@ -167,13 +148,8 @@ def kind_of(config: Any) -> Kind:
 
 
 def is_encoder(config: Any) -> bool:
-    """Whether this is the config of a masked LM: no key-value cache, every layer runs whole."""
+    """Whether this is the config of a masked LM, which has no key-value cache; others are causal LMs."""
     return kind_of(config).encoder
-
-
-def is_decoder(config: Any) -> bool:
-    """Whether this is the config of a causal LM of Transformers, whose attention this library turned both ways."""
-    return not kind_of(config).encoder
 
 
 def block_size(config: Any) -> int | None:
@@ -182,10 +158,8 @@ def block_size(config: Any) -> int | None:
 
 
 def attention_name(config: Any) -> str:
-    """The name in `d1.models.attention.ATTENTION` of what a model attends with.
-
-    A config stores it as `attention_pattern`; where it stores none, a `block_size` stands for "block-causal".
-    """
+    """The name in `ATTENTION` of what a model attends with: its config's `attention_pattern`, or else by its kind; a
+    `block_size` stands for "block-causal"."""
     own = kind_of(config).attention
     implied = "block-causal" if own == "full" and getattr(config, "block_size", None) is not None else own
     return getattr(config, "attention_pattern", None) or implied
@@ -223,14 +197,10 @@ def check_room(config: Any, shown: int, hidden: int, advice: str = "") -> None:
 
 
 def attend_both_ways(config: Any, name: str) -> None:
-    """Have the Transformers class of `config` attend in both directions.
+    """Have the Transformers class of `config` attend in both directions; ValueError where every layer has a window.
 
-    Decoders read `is_causal` in every forward pass, for their masks and their kernels (Transformers 5.23,
-    `masking_utils.create_causal_mask` and `utils.generic.merge_with_config_defaults`), so this also holds for a model
-    that is built already. Encoders read `is_decoder` only when they are built.
-
-    Raises:
-        ValueError: every layer attends within a window; `name` says which model it is.
+    Decoders read `is_causal` in every forward pass (Transformers 5.23, `masking_utils.create_causal_mask`), encoders
+    `is_decoder` only when they are built.
     """
     if windowed(config) and "full_attention" not in config.layer_types:
         raise ValueError(f"{name}: every layer attends to a window only, so no position could see the whole text")
@@ -242,11 +212,8 @@ def attend_both_ways(config: Any, name: str) -> None:
 
 
 def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
-    """The Transformers config of the checkpoint at `path` (folder or hub name), attention turned both ways.
-
-    Returns:
-        The config, with the `block_size` of a block-causal model and what `as_released` needs, and the checkpoint's
-        kind, which says how its weights are named.
+    """The Transformers config of the checkpoint at `path` (folder or hub name), attention turned both ways, and the
+    checkpoint's kind, which says how its weights are named.
 
     Raises:
         ValueError: the kind is not supported; the message says why.

@@ -29,7 +29,6 @@ from d1.models.head import narrow, take_computations
 from d1.models.hooks import align_positions, align_states, attend, keep_states
 from d1.models.kinds import (
     attend_both_ways,
-    attention_name,
     check_kind,
     experts,
     is_encoder,
@@ -90,7 +89,7 @@ def prepare(model: Model) -> Model:
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
     inner.get_input_embeddings().padding_idx = None
     take_computations(inner)
-    setattr(inner, PREPARED, attention_name(config))
+    setattr(inner, PREPARED, True)
     return model
 
 

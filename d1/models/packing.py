@@ -62,16 +62,12 @@ def take_packed_rows(model: Any) -> None:
 def check_packed(config: Any, name: str) -> None:
     """Raises ValueError for a config whose attention would ignore where the texts of a row end."""
     kernel = attention_kernel(config) or ""
-    reason = None
-    if kernel in ("sdpa", "eager"):
-        if not takes_packed_rows(config):
-            reason = "need d1.models.packing.take_packed_rows(model) first"
-    elif kernel == "flex_attention" and windowed(config):
-        reason = f"and layers with a window run under sdpa and eager, not {kernel}"
-    elif kernel != "flex_attention" and not kernel.startswith("flash_attention"):
-        reason = f"run under sdpa, eager, flex and flash attention, not {kernel}"
-    if reason is not None:
-        raise ValueError(f"{name}: rows of several texts {reason}")
+    flex = kernel == "flex_attention" and not windowed(config)
+    if not (takes_packed_rows(config) or flex or kernel.startswith("flash_attention")):
+        raise ValueError(
+            f"{name}: rows of several texts run under flash attention, flex attention without windows and, after "
+            f"d1.models.packing.take_packed_rows(model), sdpa and eager: not under {kernel}"
+        )
 
 
 def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -24,21 +24,12 @@ PLAIN_CHAT_TEMPLATE = (
 )
 
 
-def load_tokenizer(
-    path: str | Path,
-    *,
-    mask_token: str | None = None,
-    pad_token: str | None = None,
-    eos_token: str | None = None,
-    eot_token: str | None = None,
-    plain_chat_template: bool = False,
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, padding left, with every special token this project relies on.
 
-    Tokens come from the arguments, else the tokenizer, else the ids in `config.json`; the mask also from the usual
-    names, else from the kind; the end-of-turn token (as `tokenizer.eot_token`) also from the usual names, else it is
-    EOS; padding falls back to EOS, EOS to BERT's [SEP].
-    `save_pretrained` keeps all of it. SFT, RL and eval all use this tokenizer's chat template.
+    Tokens come from the tokenizer, else from the ids in `config.json`; the mask also from the usual names, else from
+    the kind; the end-of-turn token (as `tokenizer.eot_token`) also from the usual names, else it is EOS; padding falls
+    back to EOS, EOS to BERT's [SEP]. `save_pretrained` keeps all of it.
 
     Args:
         path: A checkpoint folder, hub name or adapter folder (its own tokenizer, else that of its base).
@@ -62,8 +53,7 @@ def load_tokenizer(
     if cls is transformers.AutoTokenizer:  # unless told, it asks on the terminal
         options["trust_remote_code"] = False
     tokenizer = cls.from_pretrained(folder, **options)
-    chosen = {"mask_token": mask_token, "eos_token": eos_token, "pad_token": pad_token, "eot_token": eot_token}
-    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind, chosen))
+    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
@@ -79,10 +69,8 @@ def tokenizer_folder(path: str) -> str:
     return folder
 
 
-def special_tokens(
-    tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind, chosen: dict[str, Any]
-) -> dict[str, str]:
-    """The `chosen` tokens; where one is None, the tokenizer's, that of the id in config `raw`, or a usual one."""
+def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind) -> dict[str, str]:
+    """The tokenizer's special tokens; where it has none, that of the id in config `raw`, or a usual one."""
     folder, vocab = tokenizer.name_or_path, tokenizer.get_vocab()
     rows = raw.get("embedding_size", raw.get("vocab_size", len(vocab)))
     own = [] if kind.mask_token_id is None else [tokenizer.convert_ids_to_tokens(kind.mask_token_id)]
@@ -90,8 +78,8 @@ def special_tokens(
     if raw.get("mask_token_id") is None:
         usual["mask_token"] = [*MASKS, *own]
     found: dict[str, str] = {}
-    for name, token in chosen.items():
-        token = token or getattr(tokenizer, name, None)
+    for name in ("mask_token", "eos_token", "pad_token", "eot_token"):
+        token = getattr(tokenizer, name, None)
         if token is None and isinstance(raw.get(f"{name}_id"), int):
             token = tokenizer.convert_ids_to_tokens(raw[f"{name}_id"])
         if token is None:
@@ -100,8 +88,8 @@ def special_tokens(
             token = found["eos_token"]
         if token is None:
             raise ValueError(
-                f"{folder}: neither the tokenizer nor config.json names a {name}. Name one "
-                f"(load_tokenizer(..., {name}=...)), or add a mask token with `python -m d1 a2d`"
+                f"{folder}: neither the tokenizer nor config.json names a {name}: name one in "
+                "special_tokens_map.json, or add a mask token with `python -m d1 a2d`"
             )
         if token not in vocab:
             raise ValueError(f"{folder}: {name} {token!r} is not in the tokenizer")

@@ -73,7 +73,7 @@ class SFTConfig:
     lora_dropout: Annotated[float, BELOW_ONE] = setting(0.05)
     lora_target_modules: list[str] = setting(
         ["q_proj", "k_proj", "v_proj"],
-        "names of modules, a regular expression, or 'attention' or 'all-linear' for those of the kind of model",
+        "names of modules, or 'attention' or 'all-linear' for those of the kind of model",
         nargs="+",
     )
     load_in_4bit: bool = setting(False, "QLoRA: frozen weights in 4-bit NF4 (needs bitsandbytes)")

@@ -52,18 +52,12 @@ LLADA2_FIXED = {  # the one architecture that was published
 }
 DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
 DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # where the file names none; LLaDA2.0's values
-FILLS = "samplers and training here fill masks, and a revealed token stays. Without this field the model loads"
+EDITS = "edits revealed tokens, and here a revealed token stays. Without this field the model loads"
 ROUTES = (
-    "LLaDA2.2 routes the tokens of a block together, and here each token chooses its experts alone: logits would be "
-    "wrong, with or without this field. LLaDA2.0 and 2.1 load"
+    "inserts and deletes tokens and shares the experts of a block among its tokens (LLaDA2.2). Here each token chooses "
+    "alone: logits would be wrong, with or without this field. LLaDA2.0 and 2.1 load"
 )
-BEYOND = {  # the start of a word in a field's name -> what it asks for, and what to do
-    "edit": ("edits tokens that are revealed already", FILLS),  # LLaDA2.1
-    "insert": ("inserts tokens", ROUTES),
-    "split": ("inserts tokens", ROUTES),
-    "delet": ("deletes tokens", ROUTES),
-    "capacity": ("shares a number of experts among the tokens of a block", ROUTES),
-}
+BEYOND = {"edit": EDITS, **dict.fromkeys(("insert", "split", "delet", "capacity"), ROUTES)}  # by the start of a word
 
 
 def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
@@ -81,12 +75,11 @@ def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_fills_masks(raw: Mapping[str, Any]) -> None:
-    """Raises ValueError for a config that asks for more than filling masks, and names what it asks for."""
+    """Raises ValueError for a config that asks for more than filling masks."""
     for field, value in raw.items():
-        found = [row for start, row in BEYOND.items() if any(word.startswith(start) for word in field.split("_"))]
+        found = [does for start, does in BEYOND.items() if any(word.startswith(start) for word in field.split("_"))]
         if found and value not in (None, False, 0):
-            does, advice = found[0]
-            raise ValueError(f"this LLaDA2 config is of a model that {does} ({field}: {value}): {advice}")
+            raise ValueError(f"this LLaDA2 config has {field} {value}: its model {found[0]}")
 
 
 FROM_LLADA2 = key_mapping(LLADA2_KEYS)

@@ -245,12 +245,11 @@ def test_illada_is_a_llada_with_fewer_key_heads_and_a_tied_head(tmp_path, llada_
         ("lladamoe", {"num_experts": None}, "lacks num_experts"),
         ("llada2_moe", {"use_bias": True}, "use_bias"),
         ("llada2_moe", {"num_shared_experts": 0}, "no shared expert"),
-        ("llada2_moe", {"edit_threshold": 0.9}, "edits tokens that are revealed already .edit_threshold: 0.9"),
-        ("llada2_moe", {"edit_threshold": 0.9}, "Without this field the model loads"),
-        ("llada2_moe", {"enable_insertion": True}, "inserts tokens .enable_insertion.* with or without this field"),
-        ("llada2_moe", {"delete_token_id": 156930}, "deletes tokens .delete_token_id.* with or without this field"),
-        ("llada2_moe", {"split_token_id": 156931}, "inserts tokens .split_token_id.* with or without this field"),
-        ("llada2_moe", {"expert_capacity": 48}, "experts .* of a block .expert_capacity: 48.*LLaDA2.0 and 2.1 load"),
+        ("llada2_moe", {"edit_threshold": 0.9}, "edit_threshold 0.9: its model edits .* Without this field the model"),
+        ("llada2_moe", {"enable_insertion": True}, "enable_insertion True: its model inserts .* with or without this"),
+        ("llada2_moe", {"delete_token_id": 156930}, "delete_token_id 156930: .* deletes .* with or without this field"),
+        ("llada2_moe", {"split_token_id": 156931}, "split_token_id 156931: its model inserts .* with or without this"),
+        ("llada2_moe", {"expert_capacity": 48}, "expert_capacity 48: .*shares the experts .*LLaDA2.0 and 2.1 load"),
     ],
 )
 def test_what_no_class_here_has_is_refused_by_name(tmp_path, released, fields, message):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_tokenizer
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
@@ -37,19 +37,6 @@ def test_llada_names_its_mask_in_the_config_only(tmp_path):
     assert tokenizer.padding_side == "left"
     assert tokenizer("a <|mdm_mask|> b").input_ids == [5, 2, 6]
     assert tokenizer.decode([5, 2, 0], skip_special_tokens=True) == "a"
-
-
-def test_every_token_can_be_chosen_and_is_saved(tmp_path):
-    source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
-    chosen: dict[str, Any] = {
-        "mask_token": "b",
-        "pad_token": "<pad>",
-        "eos_token": "<|startoftext|>",
-        "eot_token": "<|im_end|>",
-    }
-    load_tokenizer(source, **chosen).save_pretrained(tmp_path / "b")
-    for tokenizer in (load_tokenizer(tmp_path / "b"), AutoTokenizer.from_pretrained(tmp_path / "b")):
-        assert {name: getattr(tokenizer, name) for name in chosen} == chosen
 
 
 def test_the_tokenizer_comes_before_the_config(tmp_path):
@@ -151,11 +138,6 @@ def test_the_mixtures_of_llada_bring_fast_files(tmp_path, config):
 def test_tokens_that_cannot_be_are_refused(tmp_path, config, tokens, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(write(tmp_path, config, **tokens))
-
-
-def test_a_chosen_token_outside_the_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="mask_token '<nobody>' is not in the tokenizer"):
-        load_tokenizer(write(tmp_path, LLADA, eos_token="a"), mask_token="<nobody>")
 
 
 def test_the_plain_chat_template_comes_on_request_only(tmp_path):
