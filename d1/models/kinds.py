@@ -12,8 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
-from d1.models.formats.llada2 import FROM_LLADA2, glm4_moe_fields, llada2_weights, split_projections
-from d1.models.formats.llada_moe import qwen3_moe_fields
+from d1.models.formats.llada_mixtures import (
+    FROM_LLADA2,
+    glm4_moe_fields,
+    llada2_weights,
+    qwen3_moe_fields,
+    split_projections,
+)
 from d1.models.formats.released import as_released, one_by_one, same_names
 
 if TYPE_CHECKING:

@@ -167,12 +167,9 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
     except RuntimeError as error:
-        if "conversion of the weights" not in str(error):
+        if "conversion of the weights" not in str(error):  # of experts, say: Transformers' report names them
             raise
-        raise ValueError(
-            f"{path}: the weights do not fit the model that config.json describes: some cannot be stacked or split, as "
-            "the experts of a layer cannot if their shapes differ; Transformers' report above names them"
-        ) from error
+        raise ValueError(f"{path}: the weights do not fit the config: some cannot be stacked or split") from error
     check_loaded(path, report)
     if kind.names is not None or stacked:
         forget_renaming(model)

@@ -18,8 +18,7 @@ from d1.rl.objectives import ADVANTAGES, OBJECTIVES, PENALTIES
 from d1.runs.settings import setting
 from d1.sampling.blocks import check_sampler
 from d1.sampling.caches import CACHES
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
+from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS

@@ -15,10 +15,9 @@ from d1.models.attention import attention_of
 from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.sampling.caches import Cache
 from d1.sampling.canvas import Batch, Canvas
-from d1.sampling.order import REMASKING, best_first
 from d1.sampling.passes import Passes
 from d1.sampling.predict import Generators, predict, uniform
-from d1.sampling.reveal import RULES
+from d1.sampling.reveal import REMASKING, RULES, best_first
 from d1.sampling.settings import SamplingSettings
 
 

@@ -1,10 +1,8 @@
 """Caches whose passes feed the tokens that have changed, and no window around them.
 
-delayed  the first pass of each block feeds all; a later one feeds the tokens that the pass before still hid. What
-         that pass revealed is fed once more, now that it is known, and then cached too (dKV-Cache, arXiv
-         2505.15781, section 3.2)
-lasting  delayed, and kept from block to block: only a row's very first pass feeds all, and the first pass of a
-         later block feeds that block and what the pass before it revealed. Nothing else is ever renewed
+delayed  the first pass of each block feeds all; a later one feeds the tokens that the pass before still hid, so that
+         what it revealed is fed once more and then cached too (dKV-Cache, arXiv 2505.15781, section 3.2)
+lasting  delayed, and kept from block to block: only a row's very first pass feeds all
 """
 
 from __future__ import annotations

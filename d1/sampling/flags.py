@@ -9,8 +9,7 @@ from typing import Any
 
 from d1.ranges import AMOUNT, COUNT, SEED
 from d1.sampling.caches import CACHES
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
+from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import BLOCK_LENGTH, SAMPLERS, SamplingSettings
 
 DTYPES = ("float32", "bfloat16", "float16")

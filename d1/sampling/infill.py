@@ -37,7 +37,7 @@ def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None 
         options: of `fill_steps`.
 
     Returns:
-        The record of every column: `logps` and `entropies` are 0, and `reveal_steps` -1, where nothing was hidden.
+        The record of every column; `reveal_steps` is -1 where nothing was hidden.
 
     Raises:
         ValueError: the model is not prepared, or an argument makes no sense, before the first forward pass.

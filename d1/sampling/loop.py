@@ -3,7 +3,7 @@
 A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled left to right; in each step the model
 predicts every masked token of the current block and keeps some of its predictions. The loop is in `blocks.py`, and each
 part of a step has its file: where the model's states come from (`passes.py`, `caches.py`), which tokens it predicts
-from them (`predict.py`), which of these it keeps first (`order.py`) and how many (`reveal.py`).
+from them (`predict.py`), and which and how many of these it keeps (`reveal.py`).
 """
 
 from __future__ import annotations

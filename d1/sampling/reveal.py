@@ -1,11 +1,12 @@
-"""How many tokens a step reveals: as scheduled, or by the confidence of each row, the rules of parallel decoding.
+"""Which of a step's predictions are kept first, called remasking, and how many: as scheduled, or by a rule.
 
-A new rule is a function here, or anywhere, and a line in the table: `RULES["mine"] = Rule(f, level)`. Needs no torch to
-be imported.
+A new order or rule is a function here, or anywhere, and a line in its table: `REMASKING["mine"] = Order(f)`,
+`RULES["mine"] = Rule(f, level)`. Needs no torch to be imported.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,12 +26,8 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
     """Tokens revealed in each step of each block: one list a block, summing to the block's length.
 
     Raises:
-        ValueError: a length is not positive, there are fewer steps than blocks, or more steps than tokens.
+        ValueError: there are fewer steps than blocks, or more steps than tokens.
     """
-    if min(gen_length, block_length, steps) < 1:
-        raise ValueError(
-            f"gen_length, block_length and steps must be positive, got {gen_length}, {block_length} and {steps}"
-        )
     num_blocks = -(-gen_length // block_length)
     if not num_blocks <= steps <= gen_length:
         raise ValueError(
@@ -100,3 +97,46 @@ RULES: dict[str, Rule] = {
     "factor": Rule(factor, 1.0),
     "entropy": Rule(entropy_bound, 0.1, plain_entropies=True),
 }
+
+
+def low_confidence(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
+    """The most likely first; the least likely stay hidden (LLaDA, arXiv 2502.09992, section 2.4)."""
+    return logps
+
+
+def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
+    """All places with equal chance (LLaDA, arXiv 2502.09992, section 2.4)."""
+    return uniform()
+
+
+@dataclass(frozen=True)
+class Order:
+    """A row of the table.
+
+    Attributes:
+        scores: gets the log-probabilities and the entropies (rows, n) of the predictions, from left to right, and a
+            function that draws uniform numbers (rows, n), each row's from its own generator where it has one. Returns
+            scores (rows, n); the predictions with the highest are kept.
+        draws: calls that function.
+        by_confidence: the scores are the log-probabilities themselves, which reveal rules need.
+    """
+
+    scores: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor]
+    draws: bool = False
+    by_confidence: bool = False
+
+
+REMASKING: dict[str, Order] = {
+    "low_confidence": Order(low_confidence, by_confidence=True),
+    "random": Order(at_random, draws=True),
+}
+
+
+def best_first(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The places (rows, n) in falling order of `scores`, those that are not `hidden` last, and the scores so ordered.
+
+    A stable sort breaks ties to the left whatever the batch; saturated confidences do tie.
+    """
+    scores = scores.masked_fill(~hidden, -math.inf)
+    places = scores.argsort(dim=-1, descending=True, stable=True)
+    return places, scores.gather(1, places)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
 from d1.models.kinds import block_size
 from d1.sampling.caches import CACHES
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES, aligned_schedule, reveal_schedule
+from d1.sampling.reveal import REMASKING, RULES, aligned_schedule, reveal_schedule
 
 BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
@@ -61,12 +59,11 @@ class SamplingSettings:
             value = 0 if name == "reveal_level" and self.reveal_level is None else getattr(self, name)
             if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
-        tables: dict[str, Collection[str]] = {"remasking": REMASKING, "sampler": SAMPLERS}
-        optional: dict[str, Collection[str]] = {"kv_cache": CACHES, "reveal": RULES}
-        for name, known in (tables | optional).items():
-            value = getattr(self, name)
-            if value not in known and not (value is None and name in optional):
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        tables = {"remasking": REMASKING, "sampler": SAMPLERS, "kv_cache": (None, *CACHES), "reveal": (None, *RULES)}
+        for name, known in tables.items():
+            if getattr(self, name) not in known:
+                choices = ", ".join(filter(None, known))
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         orders = " or ".join(name for name, order in REMASKING.items() if order.by_confidence)
         ignored = f"would be ignored by the sampler {self.sampler}: choose a"
         of_rules = self.reveal is not None or self.reveal_level is not None
@@ -77,8 +74,8 @@ class SamplingSettings:
                 self.rule is not None and not REMASKING[self.remasking].by_confidence
             ),
         }
-        for message in (message for message, is_so in wrong.items() if is_so):
-            raise ValueError(message)
+        if any(wrong.values()):
+            raise ValueError(next(message for message, is_so in wrong.items() if is_so))
         self.schedule()
 
     def _is(self, part: str) -> bool:

@@ -97,20 +97,9 @@ def test_export_writes_lladas_own_names_bit_for_bit(kind_dirs, tmp_path):
 
 def test_export_keeps_every_field_of_the_published_config(tmp_path, llada_writer):
     """As on the hub, where some fields have no meaning for a Llama and the embedding is larger than the vocabulary."""
-    hub = {
-        "alibi_bias_max": 8.0,
-        "attention_layer_norm_with_affine": True,
-        "block_group_size": 1,
-        "init_fn": "mitchell",
-    }
-    hub |= {
-        "init_cutoff_factor": None,
-        "init_device": "meta",
-        "init_std": 0.02,
-        "precision": "amp_bf16",
-        "mlp_ratio": 4,
-    }
-    hub |= {"flash_attention": False, "use_cache": False, "vocab_size": 60, "bos_token_id": 1, "init_fn": "mitchell"}
+    hub = {"alibi_bias_max": 8.0, "attention_layer_norm_with_affine": True, "block_group_size": 1, "bos_token_id": 1}
+    hub |= {"init_cutoff_factor": None, "init_device": "meta", "init_std": 0.02, "init_fn": "mitchell", "mlp_ratio": 4}
+    hub |= {"precision": "amp_bf16", "flash_attention": False, "use_cache": False, "vocab_size": 60}
     source = llada_writer(tmp_path / "hub", torch.bfloat16, **hub)
     load_model(source, "auto").save_pretrained(tmp_path / "native")
     run("export", tmp_path / "native", tmp_path / "out", "--format", "llada")

@@ -156,16 +156,6 @@ def test_compiled_forward_is_the_forward(kind_dirs, name):
     torch.testing.assert_close(logits_of(compiled, ids, mask), logits_of(model, ids, mask), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llada", "Dream", "modernbert"])
-def test_inductor_forward_is_the_forward(kind_dirs, name):
-    model = load_model(kind_dirs[name])
-    ids, mask = pad(rows(9, 12), [3, 0], 12)
-    torch.testing.assert_close(
-        logits_of(torch.compile(model), ids, mask), logits_of(model, ids, mask), atol=1e-5, rtol=0
-    )
-
-
 def test_copies_keep_the_convention(kind_dirs, kind):
     model = load_model(kind_dirs[kind])
     ids, mask = pad(rows(9, 12), [3, 0], 12)

@@ -25,6 +25,7 @@ def write(folder: Path, config: dict[str, Any] | None, words: list[str] = WORDS,
     return folder
 
 
+LLAMA = {"model_type": "llama", "vocab_size": 12}
 LLADA = {"model_type": "llada", "auto_map": {"AutoConfig": "x.Y"}, "vocab_size": 12, "mask_token_id": 2}
 
 
@@ -121,17 +122,9 @@ def test_the_mixtures_of_llada_bring_fast_files(tmp_path, config):
 @pytest.mark.parametrize(
     ("config", "tokens", "message"),
     [
-        (
-            {"model_type": "llama", "vocab_size": 12},
-            {"eos_token": "b"},
-            "neither the tokenizer nor config.json names a mask",
-        ),
-        ({"model_type": "llama", "vocab_size": 12}, {"mask_token": "b"}, "names a eos_token"),
-        (
-            {"model_type": "llama", "vocab_size": 6},
-            {"mask_token": "b", "eos_token": "a"},
-            "id 6, outside the model's embed",
-        ),
+        (LLAMA, {"eos_token": "b"}, "neither the tokenizer nor config.json names a mask"),
+        (LLAMA, {"mask_token": "b"}, "names a eos_token"),
+        (LLAMA | {"vocab_size": 6}, {"mask_token": "b", "eos_token": "a"}, "id 6, outside the model's embed"),
         ({**LLADA, "mask_token_id": 11}, {"eos_token": "a"}, "names a mask_token"),
     ],
 )
