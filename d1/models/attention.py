@@ -58,17 +58,13 @@ class Attention:
     Where the config has a `block_size`, texts are finished block by block, and no token may see a later block than its
     own: the exact cache of finished blocks, the two streams of training and the samplers rely on it.
 
-    Attributes:
-        sees: `sees(config, query, key)` of places that broadcast, bool: whether the token at `query` sees the one at
-            `key`. Each sees itself. None: all see all.
-        fields: the fields of the config that `sees` reads; each must be a positive whole number.
-        caches: names of the approximate caches (`d1.sampling`) that are right with it; None: all of them. They store
-            keys in another order than that of the text, so they need an attention that asks for no place.
+    `sees(config, query, key)` of places that broadcast says whether the token at `query` sees the one at `key`; each
+    sees itself. None: all see all.
     """
 
     sees: Callable[[Any, Tensor, Tensor], Tensor] | None = None
-    fields: tuple[str, ...] = ()
-    caches: tuple[str, ...] | None = ()
+    fields: tuple[str, ...] = ()  # of the config, that `sees` reads; each must be a positive whole number
+    caches: tuple[str, ...] | None = ()  # names of the approximate caches that are right with it; None: all of them
 
     def rule(self, config: Any, tokens: Tokens, queries: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The mask as a function of the numbers of row, query and key; flex attention computes with it.

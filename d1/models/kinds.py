@@ -34,45 +34,28 @@ MODERNBERT_LORA = {"attention": ("Wqkv", "attn.Wo"), "all-linear": ("Wqkv", "Wo"
 
 @dataclass(frozen=True)
 class Kind:
-    """What this library has to know about a `model_type`. The defaults are those of a Llama.
+    """What this library has to know about a `model_type`. The defaults are those of a Llama."""
 
-    Attributes:
-        becomes: the `model_type` of the Transformers class that runs it; "" is its own.
-        fields: from the released `config.json` to the fields of that class's config.
-        names: weight names of the checkpoint -> those of the class (`formats.released.key_mapping`).
-        joins: Transformers' converters for released weights that have to be split or joined as they are read.
-        apart: the way back: name and state dict of a weight of the class -> released names and weights.
-        release: the way back: config of the class -> released `config.json`; None has no format to write.
-        code: the hub repository of the code that an `auto_map` points to.
-        encoder: a masked LM. Others are decoders: causal LMs, which also have a key-value cache.
-        attention: a name in `d1.models.attention.ATTENTION`; "full" leaves it to the config (`attention_name`).
-        block_size: tokens per block of a model that finishes text block by block, where the released `config.json`
-            names none.
-        shift: the logits predict the next token, not the one at their own position.
-        mask_token_id: where the released `config.json` names no mask token.
-        head: the modules of the class that turn hidden states into logits, in order.
-        lora: name -> endings of the module names that LoRA goes on, never the head's. In a mixture PEFT 0.21 moves the
-            feed-forward's three names onto the stacks of experts, and off dense layers and shared experts.
-        positions_after_padding: the table of positions begins after the row of the padding token.
-        tokenizer: the Transformers class of a released tokenizer that names code of its own.
-    """
-
-    becomes: str = ""
-    fields: Callable[[dict[str, Any]], dict[str, Any]] = dict
-    names: Mapping[str, str] | None = None
-    joins: Callable[[], list[Any]] | None = None
+    becomes: str = ""  # the `model_type` of the Transformers class that runs it; "" is its own
+    fields: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from the released config to that of the class
+    names: Mapping[str, str] | None = None  # weight names of the checkpoint -> those of the class (`key_mapping`)
+    joins: Callable[[], list[Any]] | None = None  # Transformers' converters of weights that are split or joined
+    # The way back: name and state dict of a weight of the class -> released names and weights.
     apart: Callable[[str, Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]] = same_names
+    # The way back: config of the class -> released `config.json`; None has no format to write.
     release: Callable[[Any], dict[str, Any]] | None = None
-    code: str = ""
-    encoder: bool = False
-    attention: str = "full"
-    block_size: int | None = None
-    shift: bool = False
-    mask_token_id: int | None = None
-    head: tuple[str, ...] = ("lm_head",)
+    code: str = ""  # the hub repository of the code that an `auto_map` points to
+    encoder: bool = False  # a masked LM; others are decoders: causal LMs, which also have a key-value cache
+    attention: str = "full"  # a name in `d1.models.attention.ATTENTION`; "full" leaves it to the config
+    block_size: int | None = None  # tokens per block, where the released config names none
+    shift: bool = False  # the logits predict the next token, not the one at their own position
+    mask_token_id: int | None = None  # where the released config names none
+    head: tuple[str, ...] = ("lm_head",)  # the modules of the class that turn hidden states into logits, in order
+    # Name -> endings of the module names that LoRA goes on, never the head's. In a mixture PEFT 0.21 moves the
+    # feed-forward's three names onto the stacks of experts, and off dense layers and shared experts.
     lora: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DECODER_LORA)
-    positions_after_padding: bool = False
-    tokenizer: str = "AutoTokenizer"
+    positions_after_padding: bool = False  # the table of positions begins after the row of the padding token
+    tokenizer: str = "AutoTokenizer"  # the Transformers class of a released tokenizer that names code of its own
 
 
 SDAR = Kind(

@@ -23,28 +23,18 @@ from d1.sampling.settings import SamplingSettings
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward pass did to the n rows that took part in it.
+    """What one forward pass did to the n rows that took part in it."""
 
-    Attributes:
-        rows: (n,) which rows of the batch.
-        numbers: (n,) how many passes each of them took part in before.
-        positions: (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones.
-        revealed: (n, k) bool, whether the pass revealed its prediction there.
-        ids, logps, entropies: (n, k) the predictions; log-probs and entropies as in `Rollout`.
-        canvas: (rows, length) ids after this pass, to which later passes write.
-        passes, forward_tokens: (rows,) so far, as in `Rollout`; later passes write to them, too.
-    """
-
-    rows: Tensor
-    numbers: Tensor
-    positions: Tensor
-    revealed: Tensor
-    ids: Tensor
-    logps: Tensor
-    entropies: Tensor
-    canvas: Tensor
-    passes: Tensor
-    forward_tokens: Tensor
+    rows: Tensor  # (n,) which rows of the batch
+    numbers: Tensor  # (n,) how many passes each of them took part in before
+    positions: Tensor  # (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones
+    revealed: Tensor  # (n, k) bool, whether the pass revealed its prediction there
+    ids: Tensor  # (n, k) the predictions; their log-probs and entropies as in `Rollout`
+    logps: Tensor  # (n, k)
+    entropies: Tensor  # (n, k)
+    canvas: Tensor  # (rows, length) ids after this pass; later passes write to it, and to the next two
+    passes: Tensor  # (rows,) so far, as in `Rollout`
+    forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
 
 
 def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:

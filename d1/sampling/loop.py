@@ -28,25 +28,16 @@ from d1.sampling.settings import SamplingSettings
 class Rollout:
     """What sampling gives, and what it took. In fp32 a row's values do not depend on its batch.
 
-    Attributes:
-        ids: (rows, prompt + gen_length), without a mask token in the completion.
-        logps: (rows, gen_length) fp32, each token's log-probability in the step that revealed it: of the sampler's own
-            logits (cached, guided) at temperature 1, normalised over the whole vocabulary, as scoring does. 0 where the
-            EOS stop filled.
-        reveal_steps: (rows, gen_length) long, the step that revealed each token: the number, from 0, of the row's own
-            forward pass. -1 where the EOS stop filled.
-        entropies: (rows, gen_length) fp32, in nats, of the distributions of `logps`. 0 where the EOS stop filled.
-        passes: (rows,) forward passes that the row took part in.
-        forward_tokens: (rows,) tokens processed by the transformer in these, in both branches with guidance, without
-            padding. A block-causal model's cache makes them fewer and leaves all else as it is, up to rounding.
+    Log-probs and entropies are of the sampler's own logits (cached, guided) at temperature 1, over the whole
+    vocabulary, in the step that revealed the token. Where the EOS stop filled they are 0, and the step is -1.
     """
 
-    ids: Tensor
-    logps: Tensor
-    reveal_steps: Tensor
-    entropies: Tensor
-    passes: Tensor
-    forward_tokens: Tensor
+    ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
+    logps: Tensor  # (rows, gen_length) fp32, in nats
+    reveal_steps: Tensor  # (rows, gen_length) long, the number, from 0, of the row's own forward pass
+    entropies: Tensor  # (rows, gen_length) fp32, in nats
+    passes: Tensor  # (rows,) forward passes that the row took part in
+    forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, in both branches, without padding
 
     @classmethod
     def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:

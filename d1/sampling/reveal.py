@@ -79,17 +79,13 @@ def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
 class Rule:
     """A row of the table.
 
-    Attributes:
-        count: gets (rows, n) log-probabilities, the most confident first, the entropies at the same places, and the
-            level. Returns (rows,) how many tokens to reveal.
-        level: the level if none is given.
-        plain_entropies: gets entropies from whole rows of logits, not from a faster way that rounds differently. This
-            only preserves old results; a new rule needs no such entropies.
+    `count` gets (rows, n) log-probabilities, the most confident first, the entropies at the same places, and the level;
+    it returns (rows,) how many tokens to reveal.
     """
 
     count: Callable[[Tensor, Tensor, float], Tensor]
-    level: float
-    plain_entropies: bool = False
+    level: float  # if none is given
+    plain_entropies: bool = False  # computed in a slower way; only preserves old results
 
 
 RULES: dict[str, Rule] = {
@@ -113,17 +109,13 @@ def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -
 class Order:
     """A row of the table.
 
-    Attributes:
-        scores: gets the log-probabilities and the entropies (rows, n) of the predictions, from left to right, and a
-            function that draws uniform numbers (rows, n), each row's from its own generator where it has one. Returns
-            scores (rows, n); the predictions with the highest are kept.
-        draws: calls that function.
-        by_confidence: the scores are the log-probabilities themselves, which reveal rules need.
+    `scores` gets the log-probabilities and the entropies (rows, n) of the predictions, from left to right, and a
+    function that draws uniform numbers (rows, n); it returns scores (rows, n), of which the highest are kept.
     """
 
     scores: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor]
-    draws: bool = False
-    by_confidence: bool = False
+    draws: bool = False  # calls that function
+    by_confidence: bool = False  # the scores are the log-probabilities themselves, which reveal rules need
 
 
 REMASKING: dict[str, Order] = {
@@ -133,10 +125,7 @@ REMASKING: dict[str, Order] = {
 
 
 def best_first(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The places (rows, n) in falling order of `scores`, those that are not `hidden` last, and the scores so ordered.
-
-    A stable sort breaks ties to the left whatever the batch; saturated confidences do tie.
-    """
+    """The places (rows, n) in falling order of `scores`, those not `hidden` last, and the scores so ordered."""
     scores = scores.masked_fill(~hidden, -math.inf)
-    places = scores.argsort(dim=-1, descending=True, stable=True)
+    places = scores.argsort(dim=-1, descending=True, stable=True)  # ties, as of saturated confidences, to the left
     return places, scores.gather(1, places)
