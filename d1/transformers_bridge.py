@@ -169,11 +169,8 @@ class TrainerHooks(_Trainer):
         self.resumed_from = None if checkpoint is None else Path(checkpoint)
 
     def count_labels_of_step(self, *, shifted: bool) -> None:
-        """Has Trainer hand `compute_loss` the number of labels (not -100) of the whole optimizer step, all processes.
-
-        Args:
-            shifted: whether the first label of each row is left out.
-        """
+        """Has Trainer hand `compute_loss` the number of labels (not -100) of the whole optimizer step, all processes;
+        if `shifted`, without the first label of each row."""
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = shifted
 

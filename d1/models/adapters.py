@@ -19,12 +19,8 @@ PREFIX = "base_model.model."  # PEFT writes it before the name of each module
 def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
     """What `--lora_target_modules` means in SFT and RL, as PEFT's `target_modules`: endings of module names.
 
-    Args:
-        asked: "attention" (its four projections), "all-linear" (also the feed-forward's), endings of module names, or
-            several of these.
-
-    Raises:
-        ValueError: nothing in the model goes by these names.
+    `asked` is "attention" (its four projections), "all-linear" (also the feed-forward's), endings of module names, or
+    several of these; ValueError where nothing in the model goes by these names.
     """
     names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora
     targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
@@ -103,10 +99,7 @@ def native_name(name: str, model_type: str) -> str:
 
 
 def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) -> PreTrainedModel:
-    """Fold the active adapter into the weights; the model then goes by the adapter's folder as its name.
-
-    An adapter trained next therefore records `folder` as its base, and `load_model` finds the whole chain.
-    """
+    """Fold the active adapter into the weights; an adapter trained next records `folder` as its base."""
     merged = model.merge_and_unload(progressbar=progress)
     merged.requires_grad_(True)  # PEFT froze the base's weights
     merged.name_or_path = str(Path(folder).resolve())

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -127,18 +127,12 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
     return model.train(training)
 
 
-def fill_with_fakes(model: torch.nn.Module) -> None:
+def fill_with_fakes(model: Any) -> None:
     """Replaces meta tensors, for which attention would take another kernel, by the active mode's CPU fakes."""
-    made: dict[int, torch.nn.Parameter] = {}  # a tied weight stays one
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None:
-                fake = torch.nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
-                module._parameters[name] = made.setdefault(id(old), fake)
-                fake.grad = torch.zeros_like(fake) if old.requires_grad else None
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+    (model.get_base_model() if isinstance(model, PeftModel) else model).tie_weights()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
 
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
@@ -203,8 +197,7 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     """Bytes per GPU that stay for the whole run, by part: weights, gradients, optimizer (AdamW), reference, buffers.
 
     Without ZeRO trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in `dtype`
-    and an fp32 copy with the states: stage 1 shares out the states, 2 also the gradients, 3 also the weights. Where an
-    update's views take several passes, autograd sums their gradients in a buffer in `dtype`, which is not shared out.
+    and an fp32 copy with the states: stage 1 shares out the states, 2 also the gradients, 3 also the weights.
     """
     model, size = build(config, settings), settings.weight_dtype.itemsize
     sizes = [p.numel() for p in model.parameters()]
@@ -219,7 +212,7 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     if settings.zero == 3 or settings.load_in_4bit:
         buffers += max(sizes) * size  # a gathered or dequantised weight
     everything = settings.stage == "rl" and settings.lora_r == 0 and settings.beta > 0
-    summed = trained * float(size) if settings.views > settings.views_at_once else 0.0
+    summed = trained * float(size) if settings.views > settings.views_at_once else 0.0  # by autograd, over passes
     return {
         "weights": (frozen + trained * trained_size) * share[3],
         "gradients": trained * trained_size * share[2] + summed,

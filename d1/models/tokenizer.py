@@ -33,8 +33,7 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
 
     Args:
         path: A checkpoint folder, hub name or adapter folder (its own tokenizer, else that of its base).
-        plain_chat_template: Give a tokenizer without a chat template `PLAIN_CHAT_TEMPLATE`: one line
-            "role: content" a message, then "assistant: ". A template that is there is kept.
+        plain_chat_template: Give a tokenizer without a chat template `PLAIN_CHAT_TEMPLATE`.
 
     Raises:
         ValueError: No mask or EOS token can be found, an id lies outside the model's embedding, or the model or its
@@ -102,16 +101,13 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
 def check_chat_template(
     tokenizer: PreTrainedTokenizerBase, path: str | Path, flag: str = "--plain_chat_template"
 ) -> None:
-    """Raises ValueError for a tokenizer that cannot write prompts, with the `flag` that gives it a template."""
+    """Raises ValueError for a tokenizer that cannot write prompts."""
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {path} has no chat template: {flag} gives it one")
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
-    """The text of `messages` in the tokenizer's chat template, up to where the answer begins.
-
-    Args:
-        options: further arguments of `apply_chat_template`.
+    """The text of `messages` in the chat template, up to where the answer begins; `options` are its own.
 
     Raises:
         ValueError: The template refuses them, with its reason, which says what the model reads.

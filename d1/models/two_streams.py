@@ -16,17 +16,14 @@ from d1.models.head import body_and_head
 
 
 def two_stream_states(model: Any, clean: Tensor, noised: Tensor, visible: Tensor | None) -> Tensor:
-    """States of each noised token beside its block's noised tokens and behind the clean ones of earlier blocks.
+    """States (rows, n, hidden) of each noised token, aligned to the token that each one scores.
 
     Args:
         model: a prepared block-causal model.
         clean: (rows, length) ids.
-        noised: (rows, n) ids of the last n tokens, some of them hidden. Columns of a block that `noised` holds in part
-            give states of no use.
+        noised: (rows, n) ids of the last n tokens, some of them hidden. A block that begins before them gives
+            states of no use.
         visible: (rows, length), 0 at padding; None where there is none.
-
-    Returns:
-        (rows, n, hidden), aligned to the token that each one scores.
     """
     length, count = clean.shape[1], noised.shape[1]
     own = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)

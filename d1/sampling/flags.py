@@ -51,11 +51,7 @@ ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second nam
 def add_flags(
     table: Mapping[str, dict[str, Any]], group: Any, leave_out: Collection[str] = (), **changes: dict[str, Any]
 ) -> None:
-    """Add the flags of a table to a parser or a group.
-
-    Args:
-        changes: by the name of a flag, arguments that replace or join those in the table.
-    """
+    """Add the flags of a table to a parser or a group; `changes` are arguments of one flag in place of the table's."""
     for name in (name for name in table if name not in leave_out):
         names = [name, *(alias for alias, flag in ALIASES.items() if flag == name)]
         group.add_argument(*(f"--{one}" for one in names), **table[name] | changes.get(name, {}))
@@ -68,13 +64,8 @@ add_sampling_flags = partial(add_flags, FLAGS)
 def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:
     """The settings that parsed flags choose; steps and blocks that they leave open are filled in.
 
-    Args:
-        flags: those of `FLAGS`, but for the seed; others are ignored.
-        model_config: of the model that is to sample, whose kind must go with the sampler. None leaves that unchecked,
-            and `block_length` where it is None at d1's.
-
     Raises:
-        ValueError: they make no sense, alone, beside each other or for the kind of model.
+        ValueError: they make no sense, alone, beside each other or, with a `model_config`, for that kind of model.
     """
     steps = max(flags["gen_length"] // 2, 1) if flags["diffusion_steps"] is None else flags["diffusion_steps"]
     settings = SamplingSettings.of(SimpleNamespace(**flags, steps=steps), model_config)

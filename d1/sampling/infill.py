@@ -36,9 +36,6 @@ def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None 
         attention_mask: (rows, length), 1 at real tokens, padding on any side; None has none.
         options: of `fill_steps`.
 
-    Returns:
-        The record of every column; `reveal_steps` is -1 where nothing was hidden.
-
     Raises:
         ValueError: the model is not prepared, or an argument makes no sense, before the first forward pass.
     """
@@ -59,8 +56,6 @@ def fill_steps(
     **fields: Any,
 ) -> Iterator[Step]:
     """`fill`, with the same arguments, as one `Step` per forward pass. The canvas is whole when the last is taken.
-
-    Rows are filled in groups, those together that hide as many tokens, in the same blocks.
 
     Args:
         block_length: hidden places filled before the next; None is 32. A block-causal model fills the hidden places of

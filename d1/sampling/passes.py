@@ -45,12 +45,8 @@ class Passes:
         self.shift = int(getattr(model.config, "predicts_next_token", False))
 
     def enter(self, places: list[Place], kept: list[int]) -> None:
-        """The next pass is the first of the rows' blocks.
-
-        Args:
-            places: one per row.
-            kept: the first rows' numbers among the rows that entered the last block; the rows after them are new.
-        """
+        """The next pass is the first of the rows' blocks, one place per row. `kept` are the first rows' numbers among
+        those that entered the last block; the rows after them are new."""
 
     def keep(self, rows: Tensor) -> None:
         """Continues with these of the last pass's rows alone, until the next block."""
@@ -72,9 +68,8 @@ class Passes:
     ) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
         """One pass for the first `old` of `count` rows, which have a cache, and one for the others, which have none.
 
-        Args:
-            feed: gets numbers of rows in a branch, and the index of these rows in all branches. Returns their cache,
-                a tensor (rows, columns) about its columns, and `states`; `feed_apart` returns the same for all rows.
+        `feed` gets numbers of rows in a branch, and the index of these rows in all branches. It returns their cache, a
+        tensor (rows, columns) about its columns, and `states`; this returns the same for all rows.
         """
         groups = [group for group in (range(old), range(old, count)) if group]
         if len(groups) == 1:

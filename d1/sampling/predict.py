@@ -37,11 +37,8 @@ def draw_ids(
 ) -> Tensor:
     """argmax(logits + temperature * Gumbel noise): a draw from softmax(logits / temperature); argmax at 0.
 
-    Args:
-        logits: (rows, positions, vocab).
-        counts: with one generator a row, how many of its positions each row draws for; by default all.
-        noise_dtype: float32 or float64. Lower precision truncates the noise's tail and sharpens the distribution
-            (arXiv 2409.02908), so it is refused.
+    `logits` are (rows, positions, vocab), `counts` as in `uniform`. Noise in lower precision than float32 is refused:
+    it loses its tail and sharpens the distribution (arXiv 2409.02908).
     """
     if noise_dtype not in (torch.float32, torch.float64):
         raise ValueError(f"Gumbel noise must be drawn in float32 or float64, got {noise_dtype}")
@@ -53,13 +50,6 @@ def draw_ids(
     exponential = uniform(logits.shape, generator, logits, counts).clamp_(min=grid / 2).neg_().log1p_().neg_()
     # On a CPU `max` finds the place in less than half of argmax's time.
     return exponential.log_().mul_(-temperature).add_(logits).max(-1).indices
-
-
-def guided(logits: Tensor, branches: int, scale: float) -> Tensor:
-    """fp32 logits whose rows are those of the conditional branch, or of it and then the unconditional one:
-    un + (scale + 1) (cond - un)."""
-    logits = logits.float().unflatten(0, (branches, -1))
-    return logits[0] if branches == 1 else logits[1] + (scale + 1) * (logits[0] - logits[1])
 
 
 def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
@@ -106,7 +96,8 @@ def predict(
         generators = generator[some] if isinstance(generator, Sequence) else generator
         for start in range(0, n, at_once):
             part = some, slice(start, start + at_once)
-            logits = guided(run_head(states[:, *part].flatten(0, 1)), len(states), settings.cfg_scale)
+            logits = run_head(states[:, *part].flatten(0, 1)).float().unflatten(0, (len(states), -1))
+            logits = logits[0] if len(states) == 1 else logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
             if settings.temperature == 0 and not plain:
                 ids[part], logps[part], entropies[part] = head.most_likely(logits, mask_token_id)
                 continue

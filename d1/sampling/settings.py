@@ -19,36 +19,23 @@ SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 class SamplingSettings:
     """How completions are sampled.
 
-    Attributes:
-        gen_length: tokens to generate. Blocks and steps that do not divide it are spread evenly, none dropped. In a
-            block-causal model blocks end where the model's do, so the first and the last may be shorter.
-        block_length: the longest a block may be; `gen_length` gives pure diffusion.
-        steps: forward passes a row (over twice as many sequences with guidance). A parallel sampler takes fewer where
-            its rule reveals more than the schedule, and never more: a row that falls behind reveals what is due.
-        temperature: of the Gumbel noise; 0 is greedy.
-        cfg_scale: classifier-free guidance; 0 turns it off.
-        remasking: which predictions a step keeps, a name in `REMASKING`.
-        sampler: a name in `SAMPLERS`. "exact" is the published algorithm; "cached" reads keys and values from a cache,
-            "parallel" reveals as many tokens as a rule allows. Both trade accuracy for speed. A block-causal model's
-            own cache, which costs no accuracy, is in use whatever the sampler.
-        kv_cache: for a cached sampler, a name in `CACHES`; None is "dual".
-        reveal: for a parallel sampler, a name in `RULES`; None is "threshold".
-        reveal_level: the level of that rule; None is the rule's own.
-
     Raises:
         ValueError: a setting that makes no sense, alone or beside the others, or one that would be ignored.
     """
 
-    gen_length: int
-    block_length: int
-    steps: int
-    temperature: float = 0.0
-    cfg_scale: float = 0.0
-    remasking: str = "low_confidence"
+    gen_length: int  # tokens to generate; blocks and steps that do not divide it are spread evenly, none dropped
+    block_length: int  # the longest a block may be; `gen_length` gives pure diffusion
+    steps: int  # forward passes per row, with guidance over twice as many sequences; a parallel sampler takes fewer
+    temperature: float = 0.0  # of the Gumbel noise; 0 is greedy
+    cfg_scale: float = 0.0  # classifier-free guidance; 0 turns it off
+    remasking: str = "low_confidence"  # which predictions a step keeps, a name in `REMASKING`
+    # "exact" is the published algorithm; "cached" reads keys and values from a cache, "parallel" reveals as many tokens
+    # as a rule allows: both trade accuracy for speed. A block-causal model's own cache, which costs no accuracy, is in
+    # use whatever the sampler.
     sampler: str = "exact"
-    kv_cache: str | None = None
-    reveal: str | None = None
-    reveal_level: float | None = None
+    kv_cache: str | None = None  # for a cached sampler, a name in `CACHES`; None is "dual"
+    reveal: str | None = None  # for a parallel sampler, a name in `RULES`; None is "threshold"
+    reveal_level: float | None = None  # the level of that rule; None is the rule's own
 
     def __post_init__(self) -> None:
         for name in ("gen_length", "block_length", "steps"):
@@ -83,13 +70,8 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
-        """The settings that `source` holds as attributes, such as parsed flags or a config.
-
-        Args:
-            model_config: of the model that is to sample; its blocks stand in for a `block_length` of None. Without
-                blocks, or a model, that is 32.
-            called: what `source` calls a field, where its name there is another: `steps="diffusion_steps"`.
-        """
+        """The settings that `source` holds as attributes, where a field may be `called` otherwise; for a `block_length`
+        of None, the blocks of the model with this config, or 32."""
         values = {field.name: getattr(source, called.get(field.name, field.name)) for field in fields(cls)}
         if values["block_length"] is None:
             values["block_length"] = block_size(model_config) or BLOCK_LENGTH
@@ -118,10 +100,7 @@ class SamplingSettings:
         return self.temperature > 0 or REMASKING[self.remasking].draws
 
     def schedule(self, filled: int | None = None) -> list[list[int]]:
-        """Tokens revealed in each step of each block, where no rule reveals more: one list a block.
-
-        Args:
-            filled: of a block-causal model, how many tokens the prompt has of the block that it ends in.
-        """
+        """Tokens revealed in each step of each block, where no rule reveals more: one list per block. In a block-causal
+        model, the prompt has `filled` tokens of the block that it ends in."""
         lengths = self.gen_length, self.block_length, self.steps
         return reveal_schedule(*lengths) if filled is None else aligned_schedule(*lengths, filled)

@@ -66,11 +66,7 @@ def check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], na
 
 
 def renamed_fields(raw: Mapping[str, Any], table: Mapping[str, str], name: str) -> dict[str, Any]:
-    """The fields of `table` (released name -> name here) that a released config has.
-
-    Raises:
-        ValueError: a size is missing, for which the class would silently take its own default.
-    """
+    """The fields of `table` (released name -> name here) that a released config has; ValueError for missing sizes."""
     sizes = [field for field in table if field.endswith(("_size", "_heads", "_layers", "_experts", "_per_tok", "_eps"))]
     if absent := [field for field in sizes if raw.get(field) is None]:
         raise ValueError(f"this {name} config.json lacks {', '.join(absent)}")
