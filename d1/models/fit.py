@@ -130,7 +130,8 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
 def fill_with_fakes(model: Any) -> None:
     """Replaces meta tensors, for which attention would take another kernel, by the active mode's CPU fakes."""
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-    (model.get_base_model() if isinstance(model, PeftModel) else model).tie_weights()
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner.tie_weights()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
