@@ -43,6 +43,7 @@ CONFIGS = {
     "qwen3": CONFIG_MAPPING["qwen3"](**TINY, head_dim=16, num_key_value_heads=4, use_cache=False, block_size=32),
 }
 SOME = {  # what is asked of all others
+    "modernbert": ("sft, all weights, checkpointing", "eval"),
     "glm4_moe": ("sft, LoRA", "eval"),
     "blocks": ("sft, all weights", "sft, LoRA"),
     "qwen3": ("eval", "rl, LoRA on all linear layers"),
