@@ -10,7 +10,6 @@ python -m d1 export SRC OUT --format llada          # LLaDA's own names, for LLa
 python -m d1 fit --model_path X --stage rl --gpus 8 # memory of a stage, and the largest batch on each card
 python -m d1 methods [NAME]                         # RL methods that --method takes, or the values of one
 python -m d1 chat MODEL                             # a chat, the answers coming into focus
-python -m d1 card RUN --results scores.json         # a run's model card, with the results of an evaluation
 python -m d1 watch --model_path X --prompt TEXT     # a completion coming into focus, in the terminal or as a page
 python -m d1 fill MODEL "The [MASK:3] of a text"    # masks anywhere in a text, filled in
 """
@@ -23,7 +22,7 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
-from d1.commands import a2d, card, chat, export, fill, fit, merge, methods, watch
+from d1.commands import a2d, chat, export, fill, fit, merge, methods, watch
 from d1.runs.entry import OneLineParser, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported when asked for
@@ -39,7 +38,6 @@ COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(a
     "fit": fit,
     "methods": methods,
     "chat": chat,
-    "card": card,
     "watch": watch,
     "fill": fill,
 }

@@ -25,7 +25,6 @@ from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.shown_rollouts import ShowRollouts
 from d1.rl.state import check_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.runs.console import RunConsole
 from d1.runs.skeleton import Prepared, Stage
 from d1.tasks import load_task
 from d1.tasks.protocols import under_protocol, with_shots
@@ -68,7 +67,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
     if args.should_save:
         logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
 
-    def start() -> tuple[DiffuGRPOTrainer, RunConsole]:
+    def start() -> DiffuGRPOTrainer:
         model = start_model(args, model_args)
         trainer = DiffuGRPOTrainer(
             model=model,
@@ -85,8 +84,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
             trainer.add_callback(ShowRollouts(trainer))
         if args.max_compute_tokens:
             trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
-        cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
-        return trainer, RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
+        return trainer
 
     facts = {"plan": numbers, "paper": find_method(args.method).paper, "changed": changed}
     return facts | {"validation_problems": len(eval_rows or [])}, start

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
@@ -28,18 +28,6 @@ ONLY_TO_RESUME = (
     *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
     *("global_step*", "latest", "zero_to_fp32.py", "pytorch_model_fsdp*"),
     *("rollout_rank*", "reference.safetensors", "loss_sums.json"),
-)
-
-# What json, safetensors, zipfile and the reader of a file raise where its content is not what was written.
-DAMAGED = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    EOFError,
-    SafetensorError,
-    zipfile.BadZipFile,
 )
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")
@@ -74,12 +62,8 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
         shutil.rmtree(final / name, ignore_errors=True)
         os.replace(staging / name, final / name)
         shutil.rmtree(staging)
-        rotate_checkpoints(
-            output_dir=str(final),
-            save_total_limit=limit,
-            best_model_checkpoint=state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        best_one = state.best_model_checkpoint
+        rotate_checkpoints(str(final), save_total_limit=limit, best_model_checkpoint=best_one, use_mtime=True)
     trainer.accelerator.wait_for_everyone()
 
 
@@ -130,7 +114,9 @@ def reading(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise broken(checkpoint, name, "is missing") from error
-    except DAMAGED as error:
+    except OSError:
+        raise
+    except Exception as error:  # json, safetensors, zipfile and whoever reads what they give have their own
         raise broken(checkpoint, name, f"is damaged ({error})") from error
 
 
@@ -144,12 +130,11 @@ def check_weights_file(checkpoint: Path) -> None:
     """Refuses a checkpoint whose model or adapter is missing or damaged (ValueError)."""
     if not any(path for pattern in WEIGHTS for path in checkpoint.glob(pattern)):
         raise broken(checkpoint, WEIGHTS[0], "is missing")
+    shards: set[str] = set()
     for index in checkpoint.glob("*.index.json"):
         with reading(index):
-            shards = {*json.loads(index.read_text())["weight_map"].values()}
-        for shard in sorted(shards):
-            check_content(checkpoint, checkpoint / shard)
-    for file in sorted(checkpoint.rglob("*model*.safetensors")):
+            shards |= {*json.loads(index.read_text())["weight_map"].values()}
+    for file in sorted({*checkpoint.rglob("*model*.safetensors"), *map(checkpoint.joinpath, shards)}):
         check_content(checkpoint, file)
 
 

@@ -1,4 +1,4 @@
-"""What a training run shows and logs: one progress bar, one short line a log above it, and every metric in a file."""
+"""What a training run shows and logs: one progress bar, one short line per log above it, and every metric in a file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -44,10 +43,7 @@ class LinesAboveBar(logging.Handler):
 
 
 def log_to_console() -> None:
-    """What scripts say through `logging` reaches stderr, as bare messages.
-
-    Where stderr is a file, the libraries' bars of loading and saving stay out of it.
-    """
+    """Send the messages of `logging` to stderr; where that is a file, without bars of loading and saving."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LinesAboveBar()])
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -81,9 +77,8 @@ def summary(logs: Mapping[str, Any]) -> str:
     parts = [
         f"{label} {known[name]:{form}}" for name, label, form in SHOWN if isinstance(known.get(name), (int, float))
     ]
-    for name, share in known.items():
-        if name.endswith("/none_share") and share:
-            parts.append(f"{name.split('/')[-2]} None {share:.0%}")
+    shares = {name.split("/")[-2]: share for name, share in known.items() if name.endswith("/none_share")}
+    parts += [f"{name} None {share:.0%}" for name, share in shares.items() if share]
     return ("evaluation: " if prefix else "") + "  ".join(parts)
 
 
@@ -105,34 +100,23 @@ class RunConsole(TrainerCallback):
     `metrics.jsonl` in the run's folder has one JSON object per log, the same as `log_history` in trainer_state.json. A
     resumed run starts it from its checkpoint's logs, so that no step is there twice.
 
-    Args:
-        rollout_seconds: of each rollout so far; the trainer appends to it.
-        rollouts_a_step: rollouts per optimizer step, on average.
-
     Attributes:
         last_step: the step at which the run will end; another function where something ends it before `max_steps`.
     """
 
-    def __init__(self, rollout_seconds: Sequence[float] = (), rollouts_a_step: float = 0.0) -> None:
-        self.rollout_seconds, self.rollouts_a_step = rollout_seconds, rollouts_a_step
+    def __init__(self) -> None:
         self.last_step: Callable[[TrainerState], int] = lambda state: state.max_steps
         self.bar: tqdm | None = None
-        self.started = self.last_log = time.perf_counter()
-        self.first_step = 0
+        self.last_log = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.started = self.last_log = time.perf_counter()
-        self.first_step = state.global_step
+        self.last_log = time.perf_counter()
         if state.is_world_process_zero:
             write_metrics(args.output_dir, state.log_history)
             self.path = Path(args.output_dir) / METRICS_FILE
             steps = {"total": self.last_step(state), "initial": state.global_step}
             often = 0.1 if sys.stderr.isatty() else 5.0  # seconds; a file keeps every state of the bar
             self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm, mininterval=often)
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.first_step:  # an evaluation may have come before
-            self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
@@ -148,31 +132,17 @@ class RunConsole(TrainerCallback):
             file.write(json_line(state.log_history[-1]))
         before, self.last_log = self.last_log, time.perf_counter()
         step = f"step {state.global_step}/{self.last_step(state)}"
-        parts = [step, summary(logs or {}), f"{self.last_log - before:.1f} s"]
-        if state.global_step > self.first_step:
-            parts.append(f"{timedelta(seconds=round(self.seconds_left(state)))} left")
-        tqdm.write("  ".join(filter(None, parts)))
+        tqdm.write("  ".join(filter(None, [step, summary(logs or {}), f"{self.last_log - before:.1f} s"])))
         sys.stdout.flush()
 
-    def seconds_left(self, state: TrainerState) -> float:
-        """Of training, in this run's own tempo. Rollouts count apart, since one may serve many steps."""
-        steps = state.global_step - self.first_step
-        spent = time.perf_counter() - self.started - sum(self.rollout_seconds)
-        rollout = sum(self.rollout_seconds) / max(len(self.rollout_seconds), 1)
-        return (self.last_step(state) - state.global_step) * (spent / steps + self.rollouts_a_step * rollout)
 
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-
-def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | Path | None) -> None:
-    """Trains, from `checkpoint` on if there is one, with `console` in place of what Transformers prints with.
+def train_with_console(trainer: Any, checkpoint: Path | None) -> None:
+    """Trains, from `checkpoint` on if there is one, with a `RunConsole` in place of what Transformers prints with.
 
     A callback that ends the run before `max_steps` says by its own `last_step` where. Where training raises, the bar is
     closed first, so that the message comes after it.
     """
+    console = RunConsole()
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     for callback in trainer.callback_handler.callbacks:
@@ -184,6 +154,7 @@ def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | Path
         with writing(trainer.args.output_dir):
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
-        console.close()
+        if console.bar is not None:
+            console.bar.close()
         if shown:
             enable_progress_bar()

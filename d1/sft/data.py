@@ -51,15 +51,6 @@ def load_rows(train_data: str) -> Dataset:
     return rows
 
 
-def choose_columns(data: Dataset, prompt: str, completion: str) -> Dataset:
-    """The two columns, named `prompt` and `completion`."""
-    missing = [name for name in (prompt, completion) if name not in data.column_names]
-    if missing:
-        raise ValueError(f"no column {', '.join(missing)} in the data, which has {', '.join(data.column_names)}")
-    names = {prompt: "prompt", completion: "completion"}
-    return data.select_columns(list(names)).rename_columns({old: new for old, new in names.items() if old != new})
-
-
 def load_function(spec: str) -> Callable[[Row], Any]:
     """The function of `path/to/file.py:name`."""
     file, _, name = spec.rpartition(":")
@@ -111,8 +102,8 @@ def preprocess_dataset(
     if function is None and template is None and not understood:
         raise ValueError(
             f"the data has the columns {', '.join(sorted(columns))}; understood are question + thinking_trajectories + "
-            "attempt, messages, or prompt + completion. Name yours with --prompt_column and --completion_column, build "
-            "both with --template, or convert each row with --data_function FILE.py:FUNCTION"
+            "attempt, messages, or prompt + completion. Build the last two with --template '{question}' '{answer}', or "
+            "convert each row with --data_function FILE.py:FUNCTION"
         )
     options = {
         "tokenizer": tokenizer,

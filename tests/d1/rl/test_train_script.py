@@ -350,15 +350,15 @@ def test_flags_that_are_gone_say_what_replaced_them(tmp_path, name, replaced_by)
     assert all(re.match(r"\w+", new)[0] in fields for new in diffu_grpo_train.RENAMED.values())
 
 
-def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(tiny_model_dir, tmp_path, caplog):
-    """It has a model card, and a hub that is out of reach is one message at the end."""
+def test_a_finished_run_started_again_is_left_alone_or_gets_the_model_it_lacks(tiny_model_dir, tmp_path):
+    """It has a model card. A push to the hub is refused."""
     once = {"model_path": str(tiny_model_dir), "max_steps": 2, "num_iterations": 2, "save_steps": 2, **TINY}
-    once |= {"push_to_hub": True, "hub_model_id": "me/rl", "method": "wd1"}
+    once |= {"method": "wd1"}
     again = {"resume_from_checkpoint": "true", **once}
     run_main(tmp_path, **once)
     folder = tmp_path / "run"
-    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
-    assert said.startswith(f"{folder} is complete, but was not uploaded to me/rl: ")
+    with pytest.raises(ValueError, match="--push_to_hub: upload the finished run instead, with `hf upload NAME"):
+        run_main(tmp_path, push_to_hub=True, **again)
     card = (folder / "README.md").read_text()
     for line in (
         "| method | diffu-GRPO, `wd1`: wd1, [arXiv 2507.08838]",

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from d1.models import load_tokenizer
 from d1.sft import data as sft_data
 from d1.sft.conversations import tokenize_row
-from d1.sft.data import choose_columns, load_function, load_rows, preprocess_dataset
+from d1.sft.data import load_function, load_rows, preprocess_dataset
 
 TEMPLATES = {
     "chatml": (
@@ -174,10 +174,9 @@ def test_schemas() -> None:
     assert prepare(text).to_list() == prepare(chat).to_list() == prepare(conversation).to_list()
 
 
-def test_columns_template_and_function(tmp_path: Path) -> None:
+def test_template_and_function(tmp_path: Path) -> None:
     expected = prepare(PAIR).to_list()
     other = Dataset.from_list([{"prompt": "not this", "q": "ab", "a": "cd"}])
-    assert prepare(choose_columns(other, "q", "a")).to_list() == expected
     assert prepare(other, template=("{q}", "{a}")).to_list() == expected
     file = tmp_path / "mine.py"
     file.write_text(
@@ -187,9 +186,7 @@ def test_columns_template_and_function(tmp_path: Path) -> None:
     assert prepare(other, function=load_function(f"{file}:convert")).to_list() == expected
     many = Dataset.from_list([{"q": f"q{i}", "a": "cd"} for i in range(1000)])  # the function goes to other processes
     parallel = prepare(many, function=load_function(f"{file}:convert"), num_proc=2)
-    assert parallel.to_list() == prepare(choose_columns(many, "q", "a"), num_proc=1).to_list()
-    with pytest.raises(ValueError, match="no column x in the data, which has prompt, q, a"):
-        choose_columns(other, "q", "x")
+    assert parallel.to_list() == prepare(many, template=("{q}", "{a}"), num_proc=1).to_list()
     with pytest.raises(ValueError, match="defines no function 'absent'"):
         load_function(f"{file}:absent")
     with pytest.raises(ValueError, match=r"FILE.py:FUNCTION with a file that exists"):

@@ -239,31 +239,22 @@ def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
     assert any(not torch.equal(final[name], last[name]) for name in best)
 
 
-def test_a_hub_out_of_reach_costs_nothing_and_an_adapter_gets_a_card(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_adapter_gets_a_card_which_a_finished_run_keeps(
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """PEFT's own card names folders of this machine."""
-    push = ["--max_steps", "2", "--eval_steps", "2", "--push_to_hub", "--hub_model_id", "me/sft", "--lora_r", "2"]
-    run(flags, tmp_path, *push)
-    weights(tmp_path / "job")
+    short = ["--max_steps", "2", "--eval_steps", "2", "--lora_r", "2"]
+    run(flags, tmp_path, *short)
     card = (tmp_path / "job" / "README.md").read_text()
     assert "| --lora_r | `2` |" in card
-    assert f'load_model("{tiny_model_dir.name}", adapter="me/sft")' in card
+    assert f'load_model("{tiny_model_dir.name}", adapter="job")' in card
     assert not [path for path in (tmp_path, tiny_model_dir) if str(path) in card]
     (tmp_path / "job" / "README.md").write_text(f"{card}With results that were added since.\n")
-    run(flags, tmp_path, *push, "--resume")
+    run(flags, tmp_path, *short, "--resume")
     assert (tmp_path / "job" / "README.md").read_text().endswith("added since.\n")
-    failed = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert len(failed) == 2
-    assert all("is complete, but was not uploaded to me/sft: " in message for message in failed)
 
 
-def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
-    still = [*flags, "--learning_rate", "0", "--eval_steps", "1", "--grad_accum_steps", "1", "--full_finetuning"]
-    assert run([*still, "--max_steps", "2", "--early_stop", "2"], tmp_path).state.global_step == 2
-    with_patience = [*still, "--max_steps", "9", "--early_stop", "2", "--resume"]
-    assert run(with_patience, tmp_path).state.global_step == 3  # the patience that was left
-    assert run(with_patience, tmp_path) is None
+def test_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
     moving = [*flags, "--learning_rate", "1e-3", "--max_steps", "2", "--full_finetuning"]
     run(moving, tmp_path / "done")
     expected = weights(tmp_path / "done/job")
@@ -279,10 +270,8 @@ def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--prompt_column", "question"], "need each other"),
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
-        (["--early_stop", "1", "--test_split", "0"], "hold rows out"),
         (["--max_length", "-5"], "--max_length -5 "),
         (["--grad_accum_steps", "0"], "--grad_accum_steps 0 "),
         (["--num_epochs", "0"], "--num_epochs 0.0 "),
