@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from d1.commands.model import changed, model_of, tokenizer_of
+from d1.commands.model import model_of, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
+from d1.runs.entry import OneLineParser
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 from d1.show.film import Film, filmed, piece
 from d1.tasks import SPLITS, TASKS, load_task
@@ -26,7 +27,7 @@ OUTPUTS = ("html", "svg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     add_model_flags(parser.add_argument_group("model"))
     asked = parser.add_argument_group("what is asked: a prompt, or a problem of a task")
     asked.add_argument("--prompt", help="what a user says; the model's chat template is put around it")
@@ -46,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Plays one run, or two after each other, and writes what was asked for."""
-    words = [f"model_path={args.model_path}", *args.against]
-    runs = [args, *([changed(args, words, add_arguments)] if args.against else [])]
+    runs = [args, *([changed(args)] if args.against else [])]
     for one in runs:
         check_arguments(one)
     from rich.console import Console
@@ -63,6 +63,14 @@ def run(args: argparse.Namespace) -> None:
         growing, total = rehearse(one, title, loaded)
         films.append(play(growing, console, total, args.pause))
     write(args, films)
+
+
+def changed(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of the second run: those of the first, changed by the words of --against."""
+    parser = OneLineParser("d1 watch --against", add_help=False)
+    add_arguments(parser)
+    parser.set_defaults(**vars(args))
+    return parser.parse_args([f"--{word}" for word in (f"model_path={args.model_path}", *args.against)])
 
 
 def titles(runs: list[argparse.Namespace]) -> list[str]:

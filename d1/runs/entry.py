@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from d1.ranges import Range, check_ranges
@@ -47,7 +48,11 @@ def silence() -> None:
     for text in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
     for logger, text in MESSAGES.items():
-        logging.getLogger(logger).addFilter(lambda record, text=text: not record.getMessage().startswith(text))
+        logging.getLogger(logger).addFilter(partial(says_more, text))
+
+
+def says_more(text: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(text)
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:

@@ -99,10 +99,15 @@ def test_a_block_causal_model_is_watched_in_blocks_of_its_own(tiny_model_dir, tm
         (["--prompt", "0" * 16, "--kv_cache", "dual"], "kv_cache='dual' would be ignored"),
         (["--prompt", "0" * 16, "--gen_length", "500"], "exceed the model's"),
         (["--prompt", "a", "--against", "gen_length=0"], "--gen_length 0"),
-        (["--prompt", "a", "--against", "samplr=parallel"], "unrecognized arguments: --samplr=parallel"),
     ],
 )
 def test_what_makes_no_sense_is_refused(monkeypatch, flags, problem):
     monkeypatch.chdir(ROOT)
     with pytest.raises((ValueError, OSError), match=re.escape(problem)):
         watched("--model_path", POCKET, *flags)
+
+
+def test_a_word_that_is_no_flag_is_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        watched("--model_path", POCKET, "--prompt", "a", "--against", "samplr=parallel")
+    assert capsys.readouterr().err.startswith("d1 watch --against: unrecognized arguments: --samplr=parallel")
