@@ -17,7 +17,6 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from d1.runs.console import write_metrics
-from d1.runs.output_dir import writing
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; after, it is renamed to its place.
 
     A run killed while saving therefore leaves no half-written `checkpoint-N`, and the old ones are rotated out last.
-    Yields the folder being written. OSError where the disk is full; the message names the checkpoint.
+    Yields the folder being written.
     """
     args, state = trainer.args, trainer.state
     final, limit = Path(args.output_dir), args.save_total_limit
@@ -49,8 +48,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     trainer.accelerator.wait_for_everyone()
     args.output_dir, args.save_total_limit = str(staging), None
     try:
-        with writing(final / name):
-            yield staging / name
+        yield staging / name
     finally:
         args.output_dir, args.save_total_limit = str(final), limit
     best = final / f"checkpoint-{state.best_global_step}"
@@ -219,7 +217,6 @@ def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
     source = checkpoint.with_name(Path(best).name) if best else checkpoint
     check_weights_file(source)
     left_out = shutil.ignore_patterns(*ONLY_TO_RESUME, "README.md")
-    with writing(output_dir):
-        shutil.copytree(source, output_dir, ignore=left_out, dirs_exist_ok=True)
-        shutil.copy(checkpoint / STATE, last)
-        write_metrics(output_dir, state.log_history)
+    shutil.copytree(source, output_dir, ignore=left_out, dirs_exist_ok=True)
+    shutil.copy(checkpoint / STATE, last)
+    write_metrics(output_dir, state.log_history)

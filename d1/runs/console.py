@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from d1.runs.output_dir import write_atomically, writing
+from d1.runs.output_dir import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -128,7 +128,7 @@ class RunConsole(TrainerCallback):
     ) -> None:
         if self.bar is None:
             return
-        with writing(self.path), self.path.open("a") as file:
+        with self.path.open("a") as file:
             file.write(json_line(state.log_history[-1]))
         before, self.last_log = self.last_log, time.perf_counter()
         step = f"step {state.global_step}/{self.last_step(state)}"
@@ -151,8 +151,7 @@ def train_with_console(trainer: Any, checkpoint: Path | None) -> None:
     shown = is_progress_bar_enabled()
     disable_progress_bar()  # bars that libraries draw while saving would break the run's own
     try:
-        with writing(trainer.args.output_dir):
-            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
         if console.bar is not None:
             console.bar.close()

@@ -18,7 +18,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from d1.runs.checkpoints import check_checkpoint, checkpoint_to_resume, finish, is_finished
 from d1.runs.console import log_to_console, log_without_account, train_with_console
 from d1.runs.model_card import has_card, write_card
-from d1.runs.output_dir import writing
 from d1.runs.record import OnResume, history, save_record
 
 logger = logging.getLogger(__name__)
@@ -93,12 +92,11 @@ def run(stage: Stage) -> Any:
     if changed:
         trainer.add_callback(RestartSchedule("learning_rate" in changed))
     train_with_console(trainer, checkpoint)
-    with writing(folder):
-        trainer.save_model()
-        trainer.save_state()
-        if training.should_save:
-            stage.conclude()
-            write_card(folder)
+    trainer.save_model()
+    trainer.save_state()
+    if training.should_save:
+        stage.conclude()
+        write_card(folder)
     trainer.accelerator.wait_for_everyone()
     trainer.end()
     return trainer

@@ -16,7 +16,6 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from d1.masking import draw_noise, keyed_generator
 
@@ -120,7 +119,6 @@ class GlobalBatchSampler(Sampler[Slot]):
         batch_size: rows of an optimizer step: per device x accumulation x processes.
         multiple: per device x processes; empty slots bring the epoch to a multiple of it, so that no row counts twice.
         epoch: returns the epoch; called when the epoch begins.
-        group_by_length: batches of rows of similar length.
         fill: rows are filled to the longest of their batch.
     """
 
@@ -129,7 +127,6 @@ class GlobalBatchSampler(Sampler[Slot]):
     multiple: int
     seed: int
     epoch: Callable[[], int]
-    group_by_length: bool = False
     fill: bool = False
 
     def __len__(self) -> int:
@@ -137,11 +134,7 @@ class GlobalBatchSampler(Sampler[Slot]):
 
     def __iter__(self) -> Iterator[Slot]:
         epoch = self.epoch()
-        generator = keyed_generator(self.seed, ORDER, epoch)
-        if self.group_by_length:
-            order = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
-        else:
-            order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        order = torch.randperm(len(self.lengths), generator=keyed_generator(self.seed, ORDER, epoch)).tolist()
         for first in range(0, len(order), self.batch_size):
             rows = order[first : first + self.batch_size]
             length = max(self.lengths[row] for row in rows) if self.fill else 0

@@ -42,7 +42,6 @@ class SFTConfig:
         None, "turns a row into messages, or prompt and completion", metavar="FILE.py:FUNCTION"
     )
     plain_chat_template: bool = setting(False, "give a plain chat template to a tokenizer that has none")
-    train_on: str = setting("last", "the last assistant turn, or all of them", choices=("last", "all"))
     overlong: str = setting("truncate", "rows over --max_length", choices=("truncate", "drop", "refuse"))
     bad_rows: str = setting("error", "rows that cannot be trained on", choices=("error", "skip"))
     test_split: Annotated[float, BELOW_ONE] = setting(0.01, "share of the rows held out for the evaluation loss")
@@ -53,7 +52,6 @@ class SFTConfig:
         "row of the global batch; or to --max_length, as d1 does",
         metavar="N|batch|max",
     )
-    group_by_length: bool = setting(False, "batches of rows of similar length: less padding")
     packing: bool = setting(
         False, "concatenate the rows of a micro-batch; each row attends only to itself, and there is no padding"
     )

@@ -70,7 +70,6 @@ def preprocess_dataset(
     *,
     overlong: str = "truncate",
     bad_rows: str = "error",
-    train_on: str = "last",
     function: Callable[[Row], Any] | None = None,
     template: tuple[str, str] | None = None,
     num_proc: int | None = None,
@@ -85,14 +84,13 @@ def preprocess_dataset(
         test_split: share of the rows held out, rounded up.
         overlong: what happens to longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
         bad_rows: what happens to rows that cannot be trained on: "error", or "skip" them and say how many and which.
-        train_on: "last", the last assistant's turn, or "all" of them.
         function: row -> messages, or a row that has `messages` or `prompt` and `completion`.
         template: two format strings with {columns}, the prompt's and the completion's.
         num_proc: processes that tokenise; the result is cached by `datasets`.
 
     Returns:
-        Two data sets with the columns `input_ids`, `answer` (which of them to train on), `length`, `start` (of the
-        last answer) and `status` ("ok" or "truncated").
+        Two data sets with the columns `input_ids`, `answer` (which of them to train on: the last turn), `length`,
+        `start` (of the answer) and `status` ("ok" or "truncated").
 
     Raises:
         ValueError: columns that are not understood, bad rows, or nothing left to train on.
@@ -109,7 +107,6 @@ def preprocess_dataset(
         "tokenizer": tokenizer,
         "max_length": max_length,
         "overlong": overlong,
-        "train_on": train_on,
         "function": function,
         "template": template,
     }

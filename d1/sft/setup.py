@@ -17,14 +17,11 @@ from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.convert import merge
 from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
-from d1.runs.checkpoints import read_state
-from d1.runs.output_dir import writing
 from d1.runs.record import OnResume, whole
 from d1.runs.skeleton import Stage
 from d1.sft.config import SFTConfig
 from d1.sft.data import load_function, load_rows, preprocess_dataset
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
-from d1.show.curves import panels, save_figure
 
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
 
@@ -33,15 +30,14 @@ SAME_IN_TRAINER = (
     *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
     *("eval_steps", "logging_steps"),
 )
-SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "train_on", "template", "num_proc", "seed")
+SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
 
 ON_RESUME = OnResume(
     fixed=dict.fromkeys(
         (
             # The rows, their order, and the noise
             *("train_data", "template", "data_function", "plain_chat_template"),
-            *("train_on", "overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws"),
-            *("group_by_length", "seed", ROWS_PER_STEP),
+            *("overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws", "seed", ROWS_PER_STEP),
             # The weights in the checkpoint
             *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
             # The state of its optimizer and scheduler, which a new value would not reach
@@ -90,31 +86,16 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTr
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            group_by_length=args.group_by_length,
         )
 
     return start
 
 
 def conclude(args: SFTConfig, folder: Path) -> None:
-    """Plots the losses of a finished run and, if asked for, merges its adapter."""
-    plot_losses(read_state(folder).log_history, folder / "losses.png")
+    """Merges the adapter of a finished run, if asked for."""
     if args.merge_at_end:
         shutil.rmtree(folder / "merged", ignore_errors=True)
-        with writing(folder / "merged"):
-            merge(args.model_name, [str(folder)], str(folder / "merged"))
-
-
-def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
-    """Training and evaluation loss, and the latter's bands of t, against optimizer steps."""
-    figure, (axes,) = panels(1, 1, (8, 5))
-    for name in sorted({key for entry in history for key in entry if key == "loss" or key.startswith("eval_loss")}):
-        points = [(entry["step"], entry[name]) for entry in history if name in entry]
-        label = {"loss": "training", "eval_loss": "evaluation"}.get(name, name.replace("eval_loss_t", "evaluation, t "))
-        axes.plot(*zip(*points, strict=True), label=label, lw=2 if name in ("loss", "eval_loss") else 1, marker=".")
-    axes.set(xlabel="optimizer step", ylabel="cross-entropy / t', nats per answer token", title="Masked SFT")
-    axes.legend()
-    save_figure(figure, path, dpi=150)
+        merge(args.model_name, [str(folder)], str(folder / "merged"))
 
 
 def on_gpu() -> bool:

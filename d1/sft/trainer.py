@@ -44,7 +44,6 @@ class dLLMTrainer(RunTrainer, Trainer):
     - `log`: adds the share of padding and the speed.
 
     Args:
-        group_by_length: batches of rows of similar length.
         **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`, `data_collator` a
             `dLLMDataCollator`.
 
@@ -57,7 +56,7 @@ class dLLMTrainer(RunTrainer, Trainer):
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the answer tokens of the whole step
 
-    def __init__(self, *, group_by_length: bool = False, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(compute_metrics=band_losses, **kwargs)
         require_prepared(self.model)
         model: Any = self.model
@@ -74,7 +73,6 @@ class dLLMTrainer(RunTrainer, Trainer):
         if not self.args.average_tokens_across_devices:
             raise ValueError("the loss is over all processes: leave average_tokens_across_devices on")
         self.count_labels_of_step(shifted=False)
-        self.group_by_length = group_by_length
         self.start_counting()
 
     def train_sampler(self, dataset: Any) -> Sampler:
@@ -85,7 +83,6 @@ class dLLMTrainer(RunTrainer, Trainer):
             multiple,
             self.args.seed,
             lambda: int(self.state.epoch or 0),
-            group_by_length=self.group_by_length,
             fill=dataset.eos_padding == "batch",
         )
 

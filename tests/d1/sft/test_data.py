@@ -105,7 +105,7 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
     for text in texts[:-1]:
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
     messages += [{"role": "user", "content": texts[-1]}, {"role": "assistant", "content": answer}]
-    row = tokenize_row({"messages": messages}, tokenizer, 10_000, "truncate", "last", None, None)
+    row = tokenize_row({"messages": messages}, tokenizer, 10_000, "truncate", None, None)
     assert row["status"] == "ok", row["problem"]
     prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -193,22 +193,13 @@ def test_template_and_function(tmp_path: Path) -> None:
         load_function("absent.py:convert")
 
 
-def test_last_turn_or_all_turns() -> None:
+def test_the_last_turn_of_the_assistant_is_trained_on() -> None:
     tokenizer = TOKENIZERS["chatml"]
     turns = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "thanks")]
     rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
-    (last,), (every,) = prepare(rows), prepare(rows, train_on="all")
-    assert [text for text, answer in parts(last, tokenizer) if answer] == ["d<|im_end|><eos>"]
-    assert [text for text, answer in parts(every, tokenizer) if answer] == ["b<|im_end|>\n", "d<|im_end|><eos>"]
-    assert every["input_ids"] == last["input_ids"]
-    assert every["start"] == last["start"]
-    greeted = [{"messages": [{"role": "assistant", "content": "hi"}, *rows[0]["messages"]]}]
-    answers = [text for text, answer in parts(prepare(greeted, train_on="all")[0], tokenizer) if answer]
-    assert answers == ["b<|im_end|>\n", "d<|im_end|><eos>"]
-    (unasked,) = prepare(rows, TOKENIZERS["unasked"], train_on="all")
-    assert [text for text, answer in parts(unasked, tokenizer) if answer] == ["b<|im_end|>", "d<|im_end|><eos>"]
-    with pytest.raises(ValueError, match="use --train_on last"):
-        prepare(rows, TOKENIZERS["thinking"], train_on="all")
+    for name in ("chatml", "unasked"):
+        (row,) = prepare(rows, TOKENIZERS[name])
+        assert [text for text, answer in parts(row, tokenizer) if answer] == ["d<|im_end|><eos>"]
 
 
 def test_rows_that_the_model_cannot_read_say_what_it_reads() -> None:

@@ -114,7 +114,6 @@ def test_twenty_steps_lower_the_loss(flags: list[str], tiny_model_dir: Path, tmp
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert list((tmp_path / "job/wandb").glob("offline-run-*"))
-    assert (tmp_path / "job/losses.png").stat().st_size > 5000
     names = {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"}
     assert names <= history_names(tmp_path)
 
@@ -122,7 +121,7 @@ def test_twenty_steps_lower_the_loss(flags: list[str], tiny_model_dir: Path, tmp
 def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
     """SIGKILL in the middle of the second epoch; dropout, noise, order and optimizer go on bit for bit."""
     training = ["--lora_dropout", "0.3", "--learning_rate", "1e-3", "--max_steps", "36", "--eval_steps", "5"]
-    training += ["--grad_accum_steps", "1", "--logging_steps", "5", "--group_by_length", "--debugging"]
+    training += ["--grad_accum_steps", "1", "--logging_steps", "5", "--debugging"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start([], [*flags, *training], whole), whole)
     process = start([], [*flags, *training], killed)
