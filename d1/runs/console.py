@@ -6,16 +6,15 @@ import json
 import logging
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from datasets import disable_progress_bars
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
@@ -35,16 +34,9 @@ SHOWN = (
 )
 
 
-class LinesAboveBar(logging.Handler):
-    """Writes log messages to stderr without breaking a progress bar there."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
-
-
 def log_to_console() -> None:
     """Send the messages of `logging` to stderr; where that is a file, without bars of loading and saving."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LinesAboveBar()])
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not sys.stderr.isatty():
         disable_progress_bars()
         disable_progress_bar()
@@ -57,11 +49,9 @@ def log_without_account(folder: str | Path) -> None:
     os.environ.setdefault("WANDB_DIR", str(folder))
     if "WANDB_MODE" in os.environ:
         return
-    server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     try:
-        socket.create_connection((server.hostname, server.port or 443), timeout=5).close()
         online = wandb.login(prompt=False)
-    except OSError:
+    except wandb.Error:
         online = False
     if not online:
         os.environ["WANDB_MODE"] = "offline"
@@ -151,7 +141,8 @@ def train_with_console(trainer: Any, checkpoint: Path | None) -> None:
     shown = is_progress_bar_enabled()
     disable_progress_bar()  # bars that libraries draw while saving would break the run's own
     try:
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        with logging_redirect_tqdm():
+            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
         if console.bar is not None:
             console.bar.close()

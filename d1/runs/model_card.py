@@ -1,6 +1,6 @@
-"""The model card of a run, README.md in its folder: how the model was made, what training logged, how to load it.
+"""The model card of a run, README.md in its folder: how the model was made and how to load it.
 
-It is made of the folder's `run.json` and `trainer_state.json`. It shows only the last name of a local path.
+It is made of the folder's `run.json`, and shows only the last name of a local path.
 """
 
 from __future__ import annotations
@@ -18,14 +18,6 @@ from d1.show.tables import markdown_table
 
 OPENING = "A masked diffusion language model, post-trained with d1."
 SFT = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
-WATCHED = {  # what a card shows of a training log, under which names; SFT's evaluation reward is its loss
-    "eval_loss": "loss on held-out rows",
-    "train_loss": "mean training loss",
-    "eval_rewards/accuracy/mean": "accuracy on validation problems, sampled",
-    "eval_reward": "reward on validation problems",
-    "reward": "reward in training",
-}
-ONLY_SFT = ("eval_loss", "train_loss")
 HOW_TO_LOAD = """## How to load it
 
 A folder or a name on the hub, with [d1](https://arxiv.org/abs/2504.12216)'s library; no remote code is run.
@@ -55,7 +47,6 @@ def write_card(folder: Path) -> Path:
         for setting, values in change.items()
         if setting != "step"
     ]
-    seen = watched(folder, settings, [name for name in WATCHED if rl != (name in ONLY_SFT)])
     loaded = f'load_model("{local_name(base)}", adapter="{name}")' if adapter else f'load_model("{name}")'
     parts = [
         f"---\n{metadata(settings, base, rl, adapter).to_yaml()}\n---\n",
@@ -64,9 +55,7 @@ def write_card(folder: Path) -> Path:
         "## Settings that differ from the defaults\n",
         table(["setting", "value"], changed) or "None.\n",
         table(["setting changed on a resume", "before", "after", "from step"], changed_on_resume),
-        "## Results\n",
-        table(["seen in training", "first", "this model"], seen),
-        f"Every logged number: `{METRICS_FILE}`.\n",
+        f"Every logged number is in `{METRICS_FILE}`.\n",
         HOW_TO_LOAD.format(loaded=loaded, name=name),
     ]
     ModelCard("\n".join(filter(None, parts))).save(folder / "README.md")
@@ -112,20 +101,6 @@ def code(value: Any) -> str:
     values = value if isinstance(value, (list, tuple)) else [value]
     text = " ".join(local_name(one) if isinstance(one, str) else str(one) for one in values)
     return "`" + " ".join(text.replace("`", "'").replace("|", "\\|").split()) + "`"
-
-
-def watched(folder: Path, settings: Mapping[str, Any], metrics: Sequence[str]) -> list[list[str]]:
-    """What the run logged, first and in the end: of the step whose weights were kept, where it kept the best."""
-    state = json.loads((folder / "trainer_state.json").read_text())
-    best = state.get("best_global_step") if settings.get("load_best_model_at_end", True) else None
-    rows = []
-    for metric in metrics:
-        seen = [log for log in state["log_history"] if isinstance(log.get(metric), (int, float))]
-        if seen:
-            kept = [log for log in seen if log["step"] == best and metric.startswith("eval_")] or seen
-            first, last = (f"{log[metric]:.4g} (step {log['step']})" for log in (seen[0], kept[-1]))
-            rows.append([WATCHED[metric], first if len(seen) > 1 else "", last])
-    return rows
 
 
 def metadata(settings: Mapping[str, Any], base: str, rl: bool, adapter: bool) -> ModelCardData:

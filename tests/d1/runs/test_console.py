@@ -8,18 +8,16 @@ import json
 import logging
 import math
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 from transformers import Trainer, TrainingArguments
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
-from d1.runs.console import LinesAboveBar, json_line, summary, train_with_console, write_metrics
+from d1.runs.console import json_line, summary, train_with_console, write_metrics
 from d1.runs.entry import MESSAGES, WARNINGS, silence
 
 
@@ -115,13 +113,6 @@ def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
     assert json.loads(json_line(log)) == {"loss": None, "ratio": None, "kl": 0.1 + 0.2, "step": 3}
     write_metrics(tmp_path / "run", [log, log])
     assert len(metrics(tmp_path / "run")) == 2
-
-
-def test_log_messages_go_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    with tqdm(total=2, file=sys.stderr) as bar:
-        LinesAboveBar().emit(logging.makeLogRecord({"msg": "a message"}))
-        bar.update(1)
-    assert "\ra message\n" in capsys.readouterr().err.replace(" \r", "\r").replace("\r\r", "\r")
 
 
 def test_only_what_is_named_is_quiet(caplog: pytest.LogCaptureFixture) -> None:

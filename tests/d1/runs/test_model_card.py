@@ -19,11 +19,10 @@ RL = {"method": "espo", "model_path": "GSAI-ML/LLaDA-8B-Instruct", "dataset": "g
 PAPER = "ESPO, arXiv 2512.03759"
 
 
-def run_of(folder: Path, settings: dict[str, Any], logs: list[dict[str, Any]], **state: Any) -> Path:
-    """A finished run's records, beside a model."""
+def run_of(folder: Path, settings: dict[str, Any]) -> Path:
+    """A run's record, beside a model."""
     save_tiny_model(folder)
     (folder / "run.json").write_text(json.dumps({"settings": settings}))
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": logs, **state}))
     return folder
 
 
@@ -33,11 +32,9 @@ def tables(text: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in lines}
 
 
-def test_an_sft_card_has_base_data_settings_and_the_losses_of_the_weights_that_were_kept(tmp_path) -> None:
-    losses = [(0, 2.0), (100, 1.25), (200, 1.5)]
-    logs = [{"step": step, "eval_loss": loss} for step, loss in losses] + [{"step": 200, "train_loss": 1.75}]
+def test_an_sft_card_has_base_data_and_settings(tmp_path) -> None:
     odd = {"learning_rate": 1e-5, "template": ["{a}|`{b}`", "x\ny"], "data_function": str(tmp_path / "own.py:rows")}
-    run_of(tmp_path / "my-sft", SFT | {"changed": odd}, logs, best_global_step=100)
+    run_of(tmp_path / "my-sft", SFT | {"changed": odd})
     card = ModelCard.load(write_card(tmp_path / "my-sft"))
     assert card.data.base_model == "GSAI-ML/LLaDA-8B-Instruct"
     assert card.data.datasets == ["simplescaling/s1K"]
@@ -49,30 +46,23 @@ def test_an_sft_card_has_base_data_settings_and_the_losses_of_the_weights_that_w
     assert rows["--learning_rate"] == ["`1e-05`"]
     assert rows["--template"] == ["`{a}\\|'{b}' x y`"]
     assert rows["--data_function"] == ["`own.py:rows`"]
-    assert rows["loss on held-out rows"] == ["2 (step 0)", "1.25 (step 100)"]
-    assert rows["mean training loss"] == ["", "1.75 (step 200)"]
     assert str(tmp_path) not in card.content
 
 
-def test_an_rl_card_has_its_method_and_what_was_watched(tmp_path) -> None:
+def test_an_rl_card_has_its_method_and_task(tmp_path) -> None:
     (tmp_path / "my-sft").mkdir()
-    shares = ((0, 0.25), (8, 0.5))
-    logs = [{"step": step, "eval_rewards/accuracy/mean": share, "reward": share} for step, share in shares]
-    settings = RL | {"model_path": str(tmp_path / "my-sft"), "load_best_model_at_end": False, "paper": PAPER}
-    card = ModelCard.load(write_card(run_of(tmp_path / "run" / "merged", settings, logs)))
+    settings = RL | {"model_path": str(tmp_path / "my-sft"), "paper": PAPER}
+    card = ModelCard.load(write_card(run_of(tmp_path / "run" / "merged", settings)))
     assert card.data.base_model is None
     rows = tables(card.text)
     assert rows["base"] == ["`my-sft`"]
     assert rows["method"] == ["diffu-GRPO, `espo`: ESPO, [arXiv 2512.03759](https://arxiv.org/abs/2512.03759)"]
     assert rows["data"] == ["task `gsm8k`"]
-    assert rows["accuracy on validation problems, sampled"] == ["0.25 (step 0)", "0.5 (step 8)"]
-    assert rows["reward in training"] == ["0.25 (step 0)", "0.5 (step 8)"]
-    assert "mean training loss" not in rows
     assert str(tmp_path) not in card.content
 
 
 def test_what_a_card_says_of_loading_works(tmp_path, monkeypatch) -> None:
-    folder = run_of(tmp_path / "my-model", SFT, [])
+    folder = run_of(tmp_path / "my-model", SFT)
     text = write_card(folder).read_text()
     monkeypatch.chdir(tmp_path)
     (loading,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
