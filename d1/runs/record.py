@@ -119,9 +119,9 @@ def history(checkpoint: Path | None) -> Past:
         return Past(step)
     try:
         record = json.loads(file.read_text())
-        settings, changes = flat(record["settings"]), record.get("changes", [])
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(f"{file} is damaged ({error!r}): delete it to continue without a record") from error
+    settings, changes = flat(record["settings"]), record.get("changes", [])
     for change in reversed(changes):
         if change["step"] >= step:
             settings |= {name: values[0] for name, values in change.items() if name != "step"}

@@ -36,18 +36,16 @@ class Slot(NamedTuple):
 class dLLMSFTDataset(torch.utils.data.Dataset):
     """Token rows for completion-only training.
 
-    An item has `input_ids`, `answer` (bool a token: trained on), `key` (of the generator that its noise comes from) and
-    `t` (a fixed diffusion time, or None). The index is a `Slot`; an int is that row in epoch 0. With `eval`, the index
-    is an int and every row appears `eval_draws` times; the times of all draws lie on an even grid over [0, 1], and rows
-    are sorted by length, so that batches need little padding.
+    An item has `input_ids`, `answer` (bool per token: trained on), `key` (of its random generator) and `t` (a fixed
+    diffusion time, or None). The index is a `Slot`, or an int: that row in epoch 0. With `eval`, every row appears
+    `eval_draws` times, sorted by length; the times of all draws lie on an even grid over [0, 1].
 
     Args:
-        rows: a data set made by `sft_data.preprocess_dataset`.
+        rows: a data set made by `preprocess_dataset`.
         max_length: tokens of a row at most, after filling.
-        eos_padding: how far EOS fills a complete answer; the filling is trained on like any other token. An int N: to
-            at least N answer tokens, the answer's own EOS included. "batch": to the longest row of the global batch;
-            evaluation rows then keep their own EOS only, because their loss must not depend on a batch. "max": to
-            `max_length`, as in d1.
+        eos_padding: how far EOS fills a complete answer, which is trained on like any other token. An int N: to at
+            least N answer tokens, EOS included. "batch": to the longest row of the global batch; evaluation rows keep
+            their own EOS only, because their loss must not depend on a batch. "max": to `max_length`, as in d1.
     """
 
     def __init__(
