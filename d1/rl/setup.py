@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,9 +30,6 @@ from d1.tasks.protocols import under_protocol, with_shots
 
 logger = logging.getLogger(__name__)
 
-# Settings that a model card has elsewhere, or that follow from others.
-SHOWN_ELSEWHERE = ("model_path", "dataset", "data_file", "method", "bf16", "steps_per_generation")
-
 
 def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
     """RL as the skeleton of a run takes it."""
@@ -51,7 +47,6 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
 
 def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Prepared:
     """The problems and the plan of a run, checked."""
-    changed = changed_settings(args, model_args)
     task = under_protocol(load_task(args.dataset), args.prompt_protocol)
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)
@@ -86,7 +81,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
             trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
         return trainer
 
-    facts = {"plan": numbers, "paper": find_method(args.method).paper, "changed": changed}
+    facts = {"plan": numbers, "paper": find_method(args.method).paper}
     return facts | {"validation_problems": len(eval_rows or [])}, start
 
 
@@ -132,14 +127,6 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
     if config is not None and config.target_modules is not None:  # TRL 1.16 makes a pattern of a list of one name
         config.target_modules = set(lora_targets(model, config.target_modules))
     return config
-
-
-def changed_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """The settings of a run that differ from those of its method, for its model card."""
-    every, method = (*fields(args), *fields(model_args)), find_method(args.method)
-    defaults = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in every}
-    settings = {**args.to_dict(), **vars(model_args)}
-    return ON_RESUME.differing(settings, {**defaults, **method.scale, **method.values}, SHOWN_ELSEWHERE)
 
 
 def write_report(folder: Path) -> None:

@@ -55,6 +55,7 @@ def log_without_account(folder: str | Path) -> None:
         online = False
     if not online:
         os.environ["WANDB_MODE"] = "offline"
+        wandb.teardown()  # it read the variable before
 
 
 def summary(logs: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -43,13 +43,6 @@ class OnResume:
 
     fixed: Mapping[str, Callable[[Any], Any]]
     free: Sequence[str]
-
-    def differing(
-        self, settings: Mapping[str, Any], defaults: Mapping[str, Any], leave_out: Collection[str]
-    ) -> dict[str, Any]:
-        """The settings that differ from their defaults and are not free, save those to leave out."""
-        odd = {name: value for name, value in settings.items() if value != defaults.get(name, value)}
-        return {name: value for name, value in odd.items() if name not in leave_out and not self.is_free(name)}
 
     def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
         """The settings that a resume changes, free ones left out: {name: [before, now]}. ValueError for fixed ones."""

@@ -57,12 +57,11 @@ def stage(args: SFTConfig) -> Stage:
     check_device(args)
     training = training_arguments(args)
     rows = args.batch_size * args.grad_accum_steps * training.world_size
-    facts = {"changed": ON_RESUME.differing(vars(args), vars(SFTConfig()), leave_out=("model_name", "train_data"))}
     return Stage(
         training=training,
         settings=lambda: {**vars(args), ROWS_PER_STEP: rows},
         on_resume=ON_RESUME,
-        prepare=lambda: (facts, prepare(args, training)),
+        prepare=lambda: ({}, prepare(args, training)),
         conclude=lambda: conclude(args, Path(args.output_dir) / args.job_name),
     )
 

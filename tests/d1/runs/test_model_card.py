@@ -15,7 +15,7 @@ from tests.commands import ROOT, check_script
 from tests.conftest import save_tiny_model
 
 SFT = {"model_name": "GSAI-ML/LLaDA-8B-Instruct", "train_data": "simplescaling/s1K"}
-RL = {"method": "espo", "model_path": "GSAI-ML/LLaDA-8B-Instruct", "dataset": "gsm8k", "data_file": None}
+RL = {"method": "espo", "model_path": "GSAI-ML/LLaDA-8B-Instruct", "dataset": "gsm8k"}
 PAPER = "ESPO, arXiv 2512.03759"
 
 
@@ -32,21 +32,15 @@ def tables(text: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in lines}
 
 
-def test_an_sft_card_has_base_data_and_settings(tmp_path) -> None:
-    odd = {"learning_rate": 1e-5, "template": ["{a}|`{b}`", "x\ny"], "data_function": str(tmp_path / "own.py:rows")}
-    run_of(tmp_path / "my-sft", SFT | {"changed": odd})
-    card = ModelCard.load(write_card(tmp_path / "my-sft"))
+def test_an_sft_card_has_base_and_data(tmp_path) -> None:
+    card = ModelCard.load(write_card(run_of(tmp_path / "my-sft", SFT)))
     assert card.data.base_model == "GSAI-ML/LLaDA-8B-Instruct"
     assert card.data.datasets == ["simplescaling/s1K"]
     assert (card.data.library_name, card.data.tags) == ("transformers", ["d1", "masked-diffusion", "sft"])
     rows = tables(card.text)
-    assert rows["base"] == ["`GSAI-ML/LLaDA-8B-Instruct`"]
-    assert rows["data"] == ["`simplescaling/s1K`"]
+    assert rows["base"] == ["GSAI-ML/LLaDA-8B-Instruct"]
+    assert rows["data"] == ["simplescaling/s1K"]
     assert "https://arxiv.org/abs/2502.09992" in rows["method"][0]
-    assert rows["--learning_rate"] == ["`1e-05`"]
-    assert rows["--template"] == ["`{a}\\|'{b}' x y`"]
-    assert rows["--data_function"] == ["`own.py:rows`"]
-    assert str(tmp_path) not in card.content
 
 
 def test_an_rl_card_has_its_method_and_task(tmp_path) -> None:
@@ -55,9 +49,9 @@ def test_an_rl_card_has_its_method_and_task(tmp_path) -> None:
     card = ModelCard.load(write_card(run_of(tmp_path / "run" / "merged", settings)))
     assert card.data.base_model is None
     rows = tables(card.text)
-    assert rows["base"] == ["`my-sft`"]
-    assert rows["method"] == ["diffu-GRPO, `espo`: ESPO, [arXiv 2512.03759](https://arxiv.org/abs/2512.03759)"]
-    assert rows["data"] == ["task `gsm8k`"]
+    assert rows["base"] == ["my-sft"]
+    assert rows["method"] == ["diffu-GRPO, method espo: ESPO, [arXiv 2512.03759](https://arxiv.org/abs/2512.03759)"]
+    assert rows["data"] == ["gsm8k"]
     assert str(tmp_path) not in card.content
 
 
