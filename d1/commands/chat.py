@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from d1.commands.model import model_of, tokenizer_of
 from d1.models.kinds import check_room
@@ -16,9 +15,6 @@ from d1.runs.entry import MISTAKES, one_line
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 from d1.sampling.settings import SamplingSettings
 from d1.show.film import MASK, harmless
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 HELP = """On a terminal, /reset forgets the conversation, /exit or Ctrl-D ends the chat, and Ctrl-C stops an answer.
 Elsewhere, as in `echo question | python -m d1 chat MODEL`, each line is a turn, only answers go to stdout, and the
@@ -147,23 +143,17 @@ def coming_into_focus(tokenizer: Any, on_terminal: bool) -> Iterator[Callable[[l
     """Shows canvases in one place of the terminal, if there is one, and clears it at the end."""
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     if not on_terminal:
         yield lambda ids: None
         return
     with Live(console=Console(), auto_refresh=False, transient=True) as live:
-        yield lambda ids: live.update(canvas_text(tokenizer, ids), refresh=True)
+        yield lambda ids: live.update(Text(canvas_text(tokenizer, ids)), refresh=True)
 
 
-def canvas_text(tokenizer: Any, ids: list[int]) -> Text:
-    """A canvas as text, its masks dim; special tokens are left out."""
-    from rich.text import Text
-
-    text = Text()
-    for hidden, run_ in groupby(ids, lambda token: token == tokenizer.mask_token_id):
-        some = list(run_)
-        if hidden:
-            text.append(MASK * len(some), "dim")
-        else:
-            text.append(harmless(tokenizer.decode(some, skip_special_tokens=True)))
-    return text
+def canvas_text(tokenizer: Any, ids: list[int]) -> str:
+    """A canvas with its masks as text; other special tokens are left out."""
+    special = {*tokenizer.all_special_ids} - {tokenizer.mask_token_id}
+    text = tokenizer.decode([token for token in ids if token not in special])
+    return harmless(text.replace(tokenizer.mask_token, MASK))

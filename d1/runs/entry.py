@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -95,8 +94,8 @@ def quick_imports() -> Iterator[None]:
 def run_script(name: str, work: Callable[[], object]) -> NoReturn:
     """Runs a script's `work` and exits, with the number it returns or 0.
 
-    One of `MISTAKES` becomes the line "NAME: message" and status 1; with D1_TRACEBACK set in the environment, the whole
-    traceback. Of several processes only the first speaks, or the one that failed alone. Nothing else is caught.
+    One of `MISTAKES` becomes the line "NAME: message" and status 1. Of several processes only the first speaks, or the
+    one that failed alone. Nothing else is caught.
     """
     silence()
     try:
@@ -107,8 +106,6 @@ def run_script(name: str, work: Callable[[], object]) -> NoReturn:
     except MISTAKES as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(PATIENCE)
-        if os.environ.get("D1_TRACEBACK"):
-            traceback.print_exc()
         sys.stderr.write(f"{name}: {one_line(error)}\n")
         leave(1)
     except KeyboardInterrupt:

@@ -122,10 +122,9 @@ def test_model_text_is_seen_and_not_obeyed(tiny_model_dir, tmp_path, monkeypatch
     tokenizer = load_tokenizer(folder)
     ids = [*range(8, 15), tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id]
     shown = canvas_text(tokenizer, ids)
-    assert shown.plain.count(MASK) == 2
-    assert {str(span.style) for span in shown.spans} == {"dim"}
+    assert shown.count(MASK) == 2
     for part in ("⟨1B⟩[31m", "⟨1B⟩]0;title⟨7⟩", "[bold red]", "⟨D⟩", "⟨202E⟩", "⟨9B⟩2J", "é👩‍🚀"):
-        assert part in shown.plain
+        assert part in shown
     lines = "".join(f"{word}\n/reset\n" for word in "abcdefgh")
     piped(monkeypatch, lines, "chat", str(folder), "--gen_length", "64", "--temperature", "2", "--steps", "8")
     out = capsys.readouterr().out

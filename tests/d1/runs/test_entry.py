@@ -122,10 +122,6 @@ def test_what_a_user_can_mend_is_one_line_and_status_1(raised: str, line: str) -
     code = f"from d1.runs.entry import *\ndef work():\n    raise {raised}\nrun_script('name', work)"
     done = python(code)
     assert (done.returncode, done.stderr.splitlines()) == (1, [line])
-    whole = python(code, D1_TRACEBACK="1")
-    assert whole.returncode == 1
-    assert "Traceback" in whole.stderr
-    assert line in whole.stderr.splitlines()
 
 
 @pytest.mark.parametrize("raised", ["KeyError('x')", "RuntimeError('shapes')", "AssertionError()", "TypeError('x')"])
