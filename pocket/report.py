@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from d1.eval.accuracy import Row, compare, score_setup
 from d1.eval.files import read_setups
-from d1.eval.scores import Row, compare, score_setup
 from d1.rl.curves import draw
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table

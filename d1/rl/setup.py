@@ -25,8 +25,7 @@ from d1.rl.shown_rollouts import ShowRollouts
 from d1.rl.state import check_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.runs.skeleton import Prepared, Stage
-from d1.tasks import load_task
-from d1.tasks.protocols import under_protocol, with_shots
+from d1.tasks import load_task, under_protocol, with_shots
 
 logger = logging.getLogger(__name__)
 

@@ -224,10 +224,7 @@ def test_both_dialects_are_understood() -> None:
             args, _ = rl_parser().parse_args_and_config([*start, *typed])
             assert (args.resume_from_checkpoint, args.model_path) == (value or "true", "m")
     assert sft_train.make_parser().parse_args([]).resume is None
-    for words in ([], ["--resume"], ["--resume_from_checkpoint", "true"]):  # an evaluation always continues
-        typed = ["--model_name", "m", "--dataset", "sudoku", *words]
-        found = evaluation.make_parser().parse_args(typed)
-        assert (found.model_path, found.resume) == ("m", "true")
+    assert evaluation.make_parser().parse_args(["--model_name", "m", "--dataset", "sudoku"]).model_path == "m"
 
 
 def test_a_yaml_may_use_either_name_but_not_both(tmp_path: Path) -> None:
