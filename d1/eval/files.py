@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ FILE_NAME = re.compile(r"(?P<setup>.+_\d+_\d+)_(?P<rank>0|[1-9]\d{0,3})_generati
 D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}
 D1_PROBLEMS = {"gsm8k": 1319, "math": 500, "countdown": 256, "sudoku": 256}  # in d1's evaluation
 SETTINGS = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
+RUN = ("task", "expected_problems", "prompt_protocol", *SETTINGS)  # what our files of a setup have in common
 TURN_ENDS = re.compile(r"<\|(?:eot_id|endoftext|im_end)\|>")
 
 
@@ -112,12 +114,20 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
         setup.errors.append(f'{name}: "expected_problems" must be a whole number above 0, got {setup.expected!r:.80}')
         setup.expected = None
     for rank, data in contents.items():
+        file = files[rank].name
+        if other := [f"{key} {data.get(key)!r}" for key in RUN if own and data and data.get(key) != own.get(key)]:
+            setup.errors.append(f"{file}: not read, because it is of another run (here {', '.join(other)})")
+            continue
         for number, item in enumerate(data.get("generations", [])):
-            where = f"{files[rank].name}, item {number}"
+            where = f"{file}, item {number}"
             try:
                 setup.problems.append(read_problem(where, item))
             except (TypeError, ValueError) as error:
                 setup.errors.append(f"{where}: {error}")
+    numbered = Counter(problem.key for problem in setup.problems if problem.key.isdigit())
+    setup.errors += [f"{name}: index {key} occurs {count} times" for key, count in numbered.items() if count > 1]
+    if 0 < numbered.total() < len(setup.problems):
+        setup.errors.append(f"{name}: some problems have an index and others have none: they are of two runs")
     return setup
 
 

@@ -65,12 +65,20 @@ def test_our_files_say_how_many_problems_there_are(tmp_path):
     assert (row.n, row.expected, row.complete, row.duplicates) == (3, 3, True, 0)
 
 
-def test_more_problems_than_expected_are_errors(tmp_path):
+def test_more_problems_than_expected_repeated_indices_and_foreign_rows_are_errors(tmp_path):
     ours = {"task": "sudoku", "expected_problems": 3}
+    three = [item("sudoku", RIGHT["sudoku"], index=i) for i in range(3)]
+    write(tmp_path, "sudoku_twice_32_16_0", [*three, three[1]], **ours)
+    write(tmp_path, "sudoku_mixed_32_16_0", [*three[:2], item("sudoku", RIGHT["sudoku"], 5)], **ours)
+    write(tmp_path, "sudoku_seeds_32_16_0", three, seed=0, **ours)
+    write(tmp_path, "sudoku_seeds_32_16_1", [item("sudoku", "", index=9)], seed=1, **ours)
     write(tmp_path, "sudoku_many_32_16_0", [item("sudoku", RIGHT["sudoku"], index=i) for i in range(120)], **ours)
     write(tmp_path, "sudoku_d1s_32_16_0", [item("sudoku", "", i) for i in range(257)])
     errors = {
         "many": "sudoku_many_32_16: 120 problems where 3 are expected",
+        "twice": "sudoku_twice_32_16: index 1 occurs 2 times",
+        "mixed": "sudoku_mixed_32_16: some problems have an index and others have none",
+        "seeds": "sudoku_seeds_32_16_1_generations.json: not read, because it is of another run (here seed 1)",
         "d1s": "sudoku_d1s_32_16: 257 problems where 256 are expected",
     }
     for scoring in ("strict", "published"):
@@ -79,6 +87,7 @@ def test_more_problems_than_expected_are_errors(tmp_path):
             (error,) = rows[model].errors
             assert error.startswith(message)
             assert not rows[model].complete
+        assert (rows["seeds"].n, rows["seeds"].accuracy) == (3, 100)  # the foreign row is not counted
 
 
 @pytest.mark.parametrize("expected", ["3", -3, 0, 2.5, math.inf, True, [3]])
