@@ -2,7 +2,7 @@
 #                      TASK=countdown is another task than Sudoku
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
 # make leaderboard     every RL method at the same compute, five hours; ARGS=--quick: seven minutes
-# make bench           the benchmarks, their tables written into benchmarks/RESULTS.md; thirteen minutes
+# make bench           the benchmarks, as the tables of benchmarks/RESULTS.md; thirteen minutes
 # make lint            ruff and mypy
 # make clean           remove the environment and what tools left behind; never runs/ or results
 # Needs Python 3.11 or newer and, for the tests, a C++ compiler; all else goes into .venv: 2 GB, more with CUDA.
@@ -17,10 +17,10 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 .PHONY: demo test bench leaderboard lint clean
 
 # One thread is fastest for models this small; do not access the network.
-demo test leaderboard: export OMP_NUM_THREADS = 1
-demo test leaderboard: export OMP_WAIT_POLICY = PASSIVE
-demo test leaderboard: export HF_HUB_OFFLINE = 1
-demo test leaderboard: export WANDB_MODE = disabled
+demo test bench leaderboard: export OMP_NUM_THREADS = 1
+demo test bench leaderboard: export OMP_WAIT_POLICY = PASSIVE
+demo test bench leaderboard: export HF_HUB_OFFLINE = 1
+demo test bench leaderboard: export WANDB_MODE = disabled
 
 demo: .venv/.demo
 	python -m pocket.demo --task $(TASK) --seed $(SEED) $(ARGS)
@@ -29,7 +29,7 @@ test: .venv/.test
 	python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: .venv/.demo
-	python -m benchmarks.results $(ARGS)
+	python -m benchmarks.bench all
 
 leaderboard: .venv/.demo
 	python -m studies.leaderboard.run $(ARGS)

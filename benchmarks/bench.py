@@ -1,16 +1,17 @@
 """Race this library against the published way (`benchmarks/published.py`) and the bare transformer, in one process.
 
-    python -m benchmarks.bench sampler --size goal --output_dir benchmark_results
+    python -m benchmarks.bench sampler --size goal
+    python -m benchmarks.bench all
 
-writes `sampler_goal.json` and `.md` there. The benchmarks are
+The first prints a table; the second, which is `make bench`, those of all commands of `RESULTS.md`, in 13 minutes on two
+idle cores. The benchmarks are
 
     sampler   one rollout: published, ours, and the transformer's forward passes alone
     blocks    one rollout of a block-causal model: with its cache, and computing everything in each step
     scoring   old log-probs under mu masks; one update (loss and gradients)
-    memory    peak bytes of both
-    rl, sft   whole optimizer steps of the real trainers by phase (`benchmarks/steps.py`): mu of them, on one rollout
-    methods   every RL method: a rollout and its updates, at most mu of them, next to its bare passes
-    gpu       LLaDA-8B's shape with LoRA: rollout, scoring, update, compiled and not, with flash attention and without
+    memory    peak bytes of both, beyond the weights
+    rl        one rollout of the real RL trainer with its mu optimizer steps, on the pocket task; `--size pocket` is the
+              pocket model itself
 
 Set OMP_NUM_THREADS=1 to measure one thread.
 """
@@ -19,24 +20,37 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from transformers import PrinterCallback
 
-from benchmarks import gpu, steps
-from benchmarks.machine import check_counts, describe, multiply_adds, peak_bytes, race
+from benchmarks import published
+from benchmarks.machine import as_markdown, describe, multiply_adds, peak_bytes, race
 from benchmarks.random_models import MASK, SIZES, random_model, random_prompts, ways
-from benchmarks.results import write_report
-from benchmarks.rl_steps import POCKET_PROMPT, group_size
+from d1.models import load_model, load_tokenizer
 from d1.models.head import body_and_head
-from d1.runs.entry import run_script
-from d1.sampling import rollout
-from d1.sampling.reveal import reveal_schedule
+from d1.ranges import COUNT
+from d1.rl import trainer as rl_module
+from d1.rl import updates
+from d1.rl.config import DiffuGRPOConfig
+from d1.runs.entry import OneLineParser, run_script
+from d1.sampling import Rollout, rollout
+from d1.sampling.settings import SamplingSettings
+from d1.scoring import Scores, Views, score
+from d1.tasks import load_task
+
+BASE = str(Path(__file__).resolve().parents[1] / "pocket" / "base")
+Results = dict[str, dict[str, float]]
 
 
-def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
+def race_samplers(args: argparse.Namespace) -> Results:
     """One greedy rollout each, against the transformer's forward passes alone."""
     model = random_model(args.size)
     ids, _ = random_prompts(model, args.rows, args.prompt)
@@ -49,44 +63,44 @@ def race_samplers(args: argparse.Namespace) -> dict[str, Any]:
             body(canvas, None)
 
     rollouts = ways(model, args)["rollout"]
-    contestants = {"bare body": bare, "exact": rollouts["exact"], "published": rollouts["published"]}
+    contestants = {"bare body": bare, "exact": rollouts["ours"], "published": rollouts["published"]}
+    results = race(contestants, args.repeats, base="bare body")
     work = {name: multiply_adds(run) for name, run in contestants.items()}
-    results = race(contestants, args.repeats, base="bare body", warm=True)
     for name, row in results.items():
         row["multiply-adds / bare"] = work[name] / work["bare body"]
-    return {"results": results}
+    return results
 
 
-def race_blocks(args: argparse.Namespace) -> dict[str, Any]:
+def race_blocks(args: argparse.Namespace) -> Results:
     """A model whose own blocks have `block` tokens: time, tokens fed through the transformer, and multiplications."""
     model = random_model(args.size, block_size=args.block)
     ids, mask = random_prompts(model, args.rows, args.prompt)
     lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
     sample = functools.partial(rollout, model, ids, mask, mask_token_id=MASK, **lengths)
     contestants = {"recomputed": functools.partial(sample, recompute=True), "cached": sample}
+    results = race(contestants, args.repeats, base="recomputed")
     tokens = {name: run().forward_tokens.double().mean().item() for name, run in contestants.items()}
     work = {name: multiply_adds(run) for name, run in contestants.items()}
-    results = race(contestants, args.repeats, base="recomputed", warm=True)
     for name, row in results.items():
         row |= {"tokens per row": tokens[name], "tokens / recomputed": tokens[name] / tokens["recomputed"]}
         row["multiply-adds / recomputed"] = work[name] / work["recomputed"]
-    return {"results": results}
+    return results
 
 
-def race_scoring(args: argparse.Namespace) -> dict[str, Any]:
+def race_scoring(args: argparse.Namespace) -> Results:
     """Old log-probs under mu masks without gradients, then one inner update's log-probs with them."""
     tasks = ways(random_model(args.size), args)
-    results: dict[str, dict[str, float]] = {}
+    results: Results = {}
     for task, title in (("scoring", "mu masks"), ("update", "update")):
         runs = {f"{way}, {title}": run for way, run in tasks[task].items()}
         results |= race(runs, args.repeats, base=f"published, {title}")
-    return {"results": results}
+    return results
 
 
-def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
+def measure_memory(args: argparse.Namespace) -> Results:
     """Peak bytes of sampling, greedy and at a temperature, and of scoring under mu masks, in both ways."""
     model = random_model(args.size)
-    results: dict[str, dict[str, float]] = {}
+    results: Results = {}
     blocks = -(-args.length // args.block)
     tasks = {
         "sampler": ways(model, args, steps=blocks)["rollout"],
@@ -96,67 +110,125 @@ def measure_memory(args: argparse.Namespace) -> dict[str, Any]:
     for task, runs in tasks.items():
         theirs, ours = map(peak_bytes, runs.values())
         results[task] = {"published": theirs, "ours": ours, "published / ours": theirs / ours}
-    return {"results": results, "remarks": ["Peak bytes, beyond the weights."]}
+    return results
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=list(BENCHMARKS))
-    parser.add_argument("--size", choices=list(SIZES), default="pocket")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
-    parser.add_argument("--length", type=int, default=64, help="tokens of the canvas")
-    parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--mu", type=int, default=4, help="masks, and updates on a rollout")
-    parser.add_argument("--compile", action="store_true", help="gpu: also with torch.compile, which takes minutes")
-    parser.add_argument("--output_dir", default="benchmark_results")
-    return parser
+def published_rollout(
+    model: Any, prompt_ids: Tensor, attention_mask: Tensor, settings: SamplingSettings, *, mask_token_id: int, **_: Any
+) -> Rollout:
+    """The published sampler in the place of `d1.sampling.rollout`. The record, which d1 does not keep, is zeros."""
+    names = ("gen_length", "block_length", "steps", "temperature", "cfg_scale", "remasking")
+    options = {name: getattr(settings, name) for name in names}
+    ids = published.generate(model, prompt_ids, attention_mask, mask_token_id=mask_token_id, **options)
+    zeros = torch.zeros(len(ids), settings.gen_length, device=ids.device)
+    steps = torch.full_like(ids[:, 0], settings.steps)
+    return Rollout(ids, zeros, zeros.long(), zeros, steps, steps * ids.shape[1])
 
 
-# The benchmark, and the settings that matter to it beyond those that matter to all.
-BENCHMARKS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], tuple[str, ...]]] = {
-    "sampler": (race_samplers, ("block", "steps")),
-    "blocks": (race_blocks, ("block", "steps")),
-    "scoring": (race_scoring, ("mu",)),
-    "memory": (measure_memory, ("block", "mu")),
-    "rl": (steps.race_steps, ("block", "steps", "mu")),
-    "sft": (steps.race_steps, ("mu",)),
-    "methods": (steps.race_methods, ("block", "steps", "mu")),
-    "gpu": (gpu.race_gpu, ("block", "steps", "mu", "compile")),
+def published_score(
+    model: Any,
+    prompt_ids: Tensor,
+    attention_mask: Tensor,
+    completion_ids: Tensor,
+    views: Views,
+    with_entropies: bool = False,
+    views_at_once: int = 1,
+    **options: Any,
+) -> Scores:
+    """Full logits of all positions in the place of `d1.scoring.score`. Entropies, which d1 does not compute, are 0."""
+    noise = views.noise[:, :, : prompt_ids.shape[1]]  # after the prompt everything is hidden
+    logps = published.score(model, prompt_ids, attention_mask, completion_ids, noise, **options)
+    summed = (views.weights * logps).sum(1)
+    return Scores(summed, logps, torch.tensor(0), torch.zeros_like(summed) if with_entropies else None)
+
+
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "published": (published_rollout, published_score),
+    "ours": (rollout, score),
 }
 
 
-def check_race(args: argparse.Namespace) -> None:
-    """Raises ValueError for a race that makes no sense, before a model is built."""
-    check_counts(args, "repeats", "rows", "prompt", "length", "block", "steps", "mu")
-    what, matters = args.what, BENCHMARKS[args.what][1]
-    if "steps" in matters:
-        reveal_schedule(args.length, args.block, args.steps)
-    if "block" in matters and args.block > args.length:
-        raise ValueError(f"--block {args.block} is longer than the canvas, --length {args.length}")
-    if args.compile and "compile" not in matters:
-        raise ValueError(f"--compile is for the benchmark gpu: {what} would ignore it")
-    if what not in ("rl", "sft", "methods"):
-        return
-    if what != "sft" and args.length % args.block:
-        raise ValueError(f"{what}: --length {args.length} must be a multiple of --block {args.block}")
-    if what != "sft" and (args.rows < 2 or args.rows % group_size(args.rows)):
-        raise ValueError(f"{what}: --rows {args.rows} do not split into equal groups of about 8; try a multiple of 8")
-    if args.size != "pocket" and (args.prompt < 2 or args.length < 8):
-        raise ValueError(f"{what}: rows need --prompt 2 or more and --length 8 or more, for a word on either side")
-    if args.size == "pocket" and args.prompt < POCKET_PROMPT:
-        raise ValueError(f"the pocket model's prompts have {POCKET_PROMPT} tokens, got --prompt {args.prompt}")
+def rl_trainer(args: Any, folder: str) -> Any:
+    """A trainer whose every `train()` is one rollout with its mu updates."""
+    task, tokenizer = load_task("sudoku"), load_tokenizer(BASE)
+    config = DiffuGRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=args.rows,
+        num_generations=args.rows // max(1, args.rows // 8),  # all rows, or groups of about 8
+        max_prompt_length=18,
+        max_completion_length=args.length,
+        block_length=args.block,
+        diffusion_steps=args.steps,
+        num_iterations=args.mu,
+        max_steps=args.mu,
+        logging_steps=args.mu,
+        learning_rate=1e-6,
+        gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model = load_model(BASE) if args.size == "pocket" else random_model(args.size)
+    trainer: Any = rl_module.DiffuGRPOTrainer(model, task.REWARDS, config, task.load_rows("train"), tokenizer)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def train_rl(trainer: Any, way: str) -> None:
+    """One rollout and its updates, sampled and scored in a way of `WAYS`."""
+    sample, log_probs = WAYS[way]
+    with patch.object(rl_module, "rollout", sample), patch.object(updates, "score", log_probs):
+        trainer.train()
+
+
+def race_rl(args: argparse.Namespace) -> Results:
+    """One rollout of the real trainer with its mu optimizer steps, and the same with the published pieces."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {way: functools.partial(train_rl, rl_trainer(args, folder), way) for way in WAYS}
+        return race(runs, args.repeats, base="published")
+
+
+BENCHMARKS: dict[str, Callable[[argparse.Namespace], Results]] = {
+    "sampler": race_samplers,
+    "blocks": race_blocks,
+    "scoring": race_scoring,
+    "memory": measure_memory,
+    "rl": race_rl,
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["all", *BENCHMARKS])
+    parser.add_argument("--size", choices=["pocket", *SIZES], default="tiny", help="pocket is for rl alone")
+    parser.add_argument("--repeats", type=COUNT, default=5)
+    parser.add_argument("--rows", type=COUNT, default=2)
+    parser.add_argument("--prompt", type=COUNT, default=64, help="tokens of the prompt, except for rl")
+    parser.add_argument("--length", type=COUNT, default=64, help="tokens of the canvas")
+    parser.add_argument("--block", type=COUNT, default=32)
+    parser.add_argument("--steps", type=COUNT, default=32)
+    parser.add_argument("--mu", type=COUNT, default=4, help="masks, and updates on a rollout")
+    return parser
+
+
+def commands() -> list[str]:
+    """The command lines of `RESULTS.md` that run here: those at LLaDA's size need a GPU."""
+    lines = Path(__file__).with_name("RESULTS.md").read_text().splitlines()
+    found = [line for line in lines if line.startswith("python -m benchmarks.bench ")]
+    return [line for line in found if "--size llada" not in line or torch.cuda.is_available()]
 
 
 def main(args: argparse.Namespace) -> None:
-    check_race(args)
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    run, matters = BENCHMARKS[args.what]
-    settings = {key: getattr(args, key) for key in ("size", "repeats", "rows", "prompt", "length", *matters)}
-    report = {"machine": describe(), "settings": settings} | run(args)
-    write_report(report, args.output_dir, f"{args.what}_{args.size}")
+    if args.what == "all":
+        for line in commands():
+            sys.stdout.write(f"{line}\n\n")
+            main(make_parser().parse_args(line.split()[3:]))
+        return
+    if args.size == "pocket" and args.what != "rl":
+        raise ValueError(f"--size pocket is for rl; {args.what} takes one of {', '.join(SIZES)}")
+    results = BENCHMARKS[args.what](args)
+    sys.stdout.write(as_markdown({"machine": describe(), "results": results}) + "\n")
 
 
 if __name__ == "__main__":

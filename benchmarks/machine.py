@@ -1,11 +1,14 @@
-"""What a call costs on this machine: fair races, multiplications, peak memory; and which machine it is."""
+"""What a call costs on this machine: fair races, multiplications, peak memory; which machine it is; and the report."""
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from d1.runs.record import cpu_model
+from d1.show.tables import markdown_table
 
 
 def describe() -> dict[str, Any]:
@@ -22,48 +26,34 @@ def describe() -> dict[str, Any]:
     return machine | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
-def now() -> tuple[float, float]:
-    """(wall, processor) clocks, once the GPU has done what it was given."""
+def seconds(run: Callable[[], Any]) -> tuple[float, float]:
+    """(wall, processor) seconds of one call, until the GPU has finished what it was given."""
+    started = time.perf_counter(), time.process_time()
+    run()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter(), time.process_time()
+    return time.perf_counter() - started[0], time.process_time() - started[1]
 
 
-def seconds(run: Callable[[], Any]) -> tuple[float, float]:
-    """(wall, processor) seconds of one call."""
-    wall, cpu = now()
-    run()
-    after = now()
-    return after[0] - wall, after[1] - cpu
-
-
-def race(
-    contestants: Mapping[str, Callable[[], Any]], repeats: int, base: str, clocked: bool = False, warm: bool = False
-) -> dict[str, dict[str, float]]:
+def race(contestants: Mapping[str, Callable[[], Any]], repeats: int, base: str) -> dict[str, dict[str, float]]:
     """Times the contestants against each other, in one process, each round in the opposite order of the last.
 
-    Every contestant runs once before the first round, unless all are `warm`. Ratios are taken within a round, against
-    `base`: of processor seconds on a CPU, which its other users disturb less than the clock, and of the clock on a GPU.
-    With `clocked` the contestants return their own (wall, processor) seconds.
+    Every contestant runs once before the first round. Ratios are taken within a round, against `base`: of processor
+    seconds on a CPU, which its other users disturb less than the clock, and of the clock on a GPU.
     """
-    if not warm:
-        for run in contestants.values():
-            run()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+    for run in contestants.values():
+        seconds(run)
     for number in range(repeats):
         for name in list(contestants)[:: 1 if number % 2 == 0 else -1]:
-            times[name].append(contestants[name]() if clocked else seconds(contestants[name]))
+            times[name].append(seconds(contestants[name]))
     kind = 0 if torch.cuda.is_available() else 1
     results = {}
     for name, measured in times.items():
         ratios = [mine[kind] / other[kind] for mine, other in zip(measured, times[base], strict=True)]
-        results[name] = {
-            "wall_seconds": statistics.median(wall for wall, _ in measured),
-            "cpu_seconds": statistics.median(cpu for _, cpu in measured),
-            "ratio": statistics.median(ratios),
-            "ratio_low": min(ratios),
-            "ratio_high": max(ratios),
-        }
+        wall, cpu = map(statistics.median, zip(*measured, strict=True))
+        row = {"wall_seconds": wall, "cpu_seconds": cpu, "ratio": statistics.median(ratios)}
+        results[name] = row | {"ratio_low": min(ratios), "ratio_high": max(ratios)}
     return results
 
 
@@ -94,8 +84,30 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return peak
 
 
-def check_counts(args: Any, *names: str) -> None:
-    """Raises ValueError for a setting among `names` that is not positive."""
-    for name in names:
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+def results_table(rows: dict[str, dict[str, float]]) -> str:
+    """A table with one row per name; a ratio stands with the lowest and the highest of its rounds."""
+    columns = [name for name in next(iter(rows.values())) if name not in ("ratio_low", "ratio_high")]
+
+    def cell(row: dict[str, float], column: str) -> str:
+        if column != "ratio":
+            return f"{row[column]:.4g}" if column in row else ""
+        low, high = row["ratio_low"], row["ratio_high"]
+        return f"{row['ratio']:.3f}" + (f" ({low:.3g} to {high:.3g})" if low < high else "")
+
+    body = [[name, *(cell(row, column) for column in columns)] for name, row in rows.items()]
+    return markdown_table(["", *(name.replace("_", " ") for name in columns)], body)
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """A report's machine and, where it has them, its settings in a line each, and its table of results."""
+    lines = [report[part] for part in ("machine", "settings") if part in report]
+    head = "".join(", ".join(f"{key} {value}" for key, value in line.items()) + "  \n" for line in lines)
+    return f"{head}\n{results_table(report['results'])}"
+
+
+def write_report(report: dict[str, Any], folder: str, name: str) -> None:
+    """Writes `name.json` and `.md` into the folder, which exists, and prints the latter."""
+    path = Path(folder)
+    (path / f"{name}.json").write_text(json.dumps(report, indent=1))
+    (path / f"{name}.md").write_text(as_markdown(report))
+    sys.stdout.write(as_markdown(report))

@@ -22,10 +22,9 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -36,8 +35,8 @@ from d1.show.tables import markdown_table
 from pocket.phases import ENVIRONMENT as ONE_THREAD
 
 ROOT = Path(__file__).resolve().parents[1]
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+SETTING = ONE_THREAD | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+SETTING |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 LAUNCHER = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 SFT = (
     "sft_train.py --model_name ../pocket/base --train_data ../dataset/sudoku_sft.jsonl --debugging --resume --seed 0 "
@@ -55,8 +54,7 @@ RL_WEIGHTS = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A command line of a stage, to be run in the stage's folder, with `--output_dir` added."""
 
     folder: str
@@ -87,15 +85,6 @@ JOBS = {
 }
 
 
-def check_own_code(checkout: Path) -> None:
-    """Raises ValueError where `import d1` does not find the checkout's own package."""
-    code = "import d1; print(d1.__file__)"
-    own: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(checkout)}, "cwd": checkout}
-    done = subprocess.run([sys.executable, "-c", code], **own, capture_output=True, text=True, check=False)
-    if done.returncode or not Path(done.stdout.strip()).is_relative_to(checkout):
-        raise ValueError(f"{checkout} is no checkout of d1: `{code}` there gives {done.stdout or done.stderr}")
-
-
 def run(name: str, checkout: Path, results: Path) -> Path:
     """Runs a job unless it has finished; returns its folder of results.
 
@@ -110,10 +99,11 @@ def run(name: str, checkout: Path, results: Path) -> Path:
     results.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *(LAUNCHER if job.processes == 2 else []), *job.command.split()]
     command += ["--output_dir", str(folder)]
-    environment = os.environ | ONE_THREAD | OFFLINE | ON_CPU | {"PYTHONPATH": str(checkout)}
-    own: dict[str, Any] = {"env": environment, "cwd": checkout / job.folder}
+    environment = os.environ | SETTING | {"PYTHONPATH": str(checkout)}
     with open(log, "w") as file:
-        done = subprocess.run(command, **own, stdout=file, stderr=file, check=False)
+        done = subprocess.run(
+            command, cwd=checkout / job.folder, env=environment, stdout=file, stderr=file, check=False
+        )
     if done.returncode:
         raise RuntimeError(f"{name} failed in {checkout}:\n{log.read_text()[-3000:]}")
     finished.write_text(" ".join(command))
@@ -188,7 +178,8 @@ def run_and_compare(args: argparse.Namespace) -> list[tuple[list[str], bool]]:
         raise ValueError(f"--only {' '.join(args.only)}: no job's name begins so; the jobs are {', '.join(JOBS)}")
     sides = {"this": ROOT, "other": args.other.resolve()}
     for checkout in sides.values():
-        check_own_code(checkout)
+        if not (checkout / "d1" / "__init__.py").exists():
+            raise ValueError(f"{checkout} is no checkout of d1")
 
     def both(name: str) -> tuple[list[str], bool]:
         folders = [run(name, checkout, args.output_dir.resolve() / side) for side, checkout in sides.items()]

@@ -4,15 +4,6 @@ python -m d1 sft --model_name X --train_data FILE   # masked supervised fine-tun
 python -m d1 rl --model_path X --dataset sudoku     # diffu-GRPO, and the other methods
 python -m d1 eval --model_path X --dataset sudoku   # completions of a task's problems, and their accuracy
 python -m d1 parse results/                         # the accuracies of generation files
-python -m d1 a2d SRC OUT                            # autoregressive Llama/Qwen -> masked diffusion model
-python -m d1 merge BASE ADAPTER [ADAPTER ...] OUT   # LoRA adapters become part of the weights
-python -m d1 export SRC OUT --format llada          # LLaDA's own names, for LLaDA's own code
-python -m d1 fit --model_path X --stage rl --gpus 8 # memory of a stage, and the largest batch on each card
-python -m d1 methods [NAME]                         # RL methods that --method takes, or the values of one
-python -m d1 chat MODEL                             # a chat, the answers coming into focus
-python -m d1 card RUN --results scores.json         # a run's model card, with the results of an evaluation
-python -m d1 watch --model_path X --prompt TEXT     # a completion coming into focus, in the terminal or as a page
-python -m d1 fill MODEL "The [MASK:3] of a text"    # masks anywhere in a text, filled in
 """
 
 from __future__ import annotations
@@ -20,10 +11,11 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from d1.commands import a2d, card, chat, export, fill, fit, merge, methods, watch
+from d1.commands import chat, convert, fill, fit, methods, watch
 from d1.runs.entry import OneLineParser, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported when asked for
@@ -32,27 +24,32 @@ STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported whe
     "eval": "d1.eval.run",
     "parse": "d1.eval.accuracy",
 }
-COMMANDS = {  # name -> its module, which has `add_arguments(parser)` and `run(args)`
-    "a2d": a2d,
-    "merge": merge,
-    "export": export,
-    "fit": fit,
-    "methods": methods,
-    "chat": chat,
-    "card": card,
-    "watch": watch,
-    "fill": fill,
+
+
+class Command(NamedTuple):
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+
+
+COMMANDS = {
+    "a2d": Command("an autoregressive Llama, Qwen or Gemma -> masked diffusion", convert.add_a2d, convert.a2d),
+    "merge": Command("LoRA adapters become part of the weights", convert.add_merge, convert.merge),
+    "export": Command("a model in a released format, for that format's own code", convert.add_export, convert.export),
+    "fit": Command("the memory a stage needs, and the largest batch on each card", fit.add_arguments, fit.run),
+    "methods": Command("the RL methods that --method takes, or all values of one", methods.add_arguments, methods.run),
+    "chat": Command("several turns, the answers coming into focus", chat.add_arguments, chat.run),
+    "watch": Command("a completion coming into focus, here or as a page", watch.add_arguments, watch.run),
+    "fill": Command('masks in a text, "The [MASK:3] of a text", filled in', fill.add_arguments, fill.run),
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="python -m d1", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="python -m d1", description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in COMMANDS.items():
-        _, _, what = (module.__doc__ or "").partition("\n")[0].partition(": ")
-        module.add_arguments(commands.add_parser(name, help=what.strip(), description=module.__doc__))
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.help, description=command.help))
     return parser
 
 

@@ -77,19 +77,14 @@ def draw_noise(
     Returns:
         t (scalar; that of each token, (tokens,), with a `block_size`) and the mask (tokens,) bool.
     """
-    drawn = torch.rand((), generator=generator) if block_size is None else of_blocks(maskable, generator, block_size)
+    if block_size is None:
+        drawn = torch.rand((), generator=generator)
+    else:  # one per block with a token of `maskable`, so neither padding nor a longer prompt shifts the stream
+        block = torch.arange(len(maskable)) // block_size
+        noised = block[maskable.cpu()].unique()
+        drawn = torch.zeros(len(maskable))
+        drawn[noised] = torch.rand(len(noised), generator=generator)
+        drawn = drawn[block]
     t = low + (high - low) * drawn
     t = 1 - t if mirror else t
     return t, draw_mask(maskable, noise_level(t), generator, mirror=mirror)
-
-
-def of_blocks(maskable: Tensor, generator: Generator, block_size: int) -> Tensor:
-    """A uniform number for each block with a token in `maskable` (tokens,), given to all its tokens; 0 in others.
-
-    None is drawn for other blocks, so neither padding nor a longer prompt shifts the stream.
-    """
-    block = torch.arange(len(maskable)) // block_size
-    noised = block[maskable.cpu()].unique()
-    uniform = torch.zeros(len(maskable))
-    uniform[noised] = torch.rand(len(noised), generator=generator)
-    return uniform[block]

@@ -15,22 +15,15 @@ from typing import get_type_hints
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from `low` to `high`. A bool is not a number.
-
-    Attributes:
-        open_low, open_high: that end is excluded.
-        integer: whole numbers only.
-        many: a list of such numbers.
-        also: other values that are allowed; a `Range` among them stands for all of its values.
-    """
+    """Finite numbers from `low` to `high`. A bool is not a number."""
 
     low: float = -math.inf
     high: float = math.inf
-    open_low: bool = False
+    open_low: bool = False  # that end is excluded
     open_high: bool = False
-    integer: bool = False
-    many: bool = False
-    also: tuple[object, ...] = ()
+    integer: bool = False  # whole numbers only
+    many: bool = False  # a list of such numbers
+    also: tuple[object, ...] = ()  # other values that are allowed; a `Range` among them stands for all of its values
 
     def __or__(self, other: object) -> Range:
         return replace(self, also=(*self.also, other))

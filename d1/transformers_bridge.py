@@ -55,41 +55,33 @@ def checkpoint_dtype(path: str) -> torch.dtype | str:
 
 
 @contextmanager
-def reading(copies: bool, in_order: bool = False) -> Iterator[None]:
-    """Where weights are copied, have Transformers 5.23 read its files piece by piece rather than map them.
+def reading(copies: bool, in_order: bool) -> Iterator[None]:
+    """Where weights are copied, have Transformers 5.23 read files piece by piece rather than map them.
 
-    A mapping stays resident in whole, next to the weights that were converted from it or moved to a device. Without a
-    copy the mapping is the model, shared by all processes of a machine. To delete once `from_pretrained` takes
+    A mapping stays resident next to the weights that were converted from it. To delete once `from_pretrained` takes
     safetensors' `backend` as an argument.
 
     Args:
-        in_order: read each weight only when it is needed. Otherwise threads read ahead of the experts' stacking, up to
-            the whole checkpoint, and what they read and the stacks do not reuse each other's memory. To delete once
-            `from_pretrained` takes as an argument what it reads from this environment variable.
+        in_order: read each weight only when it is needed; otherwise threads read ahead of the experts' stacking, up to
+            the whole checkpoint. To delete once this environment variable is an argument of `from_pretrained`.
     """
     library: Any = modeling_utils
-    mapped = library.safe_open
-    ahead = os.environ.get(READ_IN_ORDER)
-    if in_order:
-        os.environ[READ_IN_ORDER] = "1"
+    mapped, ahead = library.safe_open, os.environ.get(READ_IN_ORDER, "0")
+    os.environ[READ_IN_ORDER] = "1" if in_order else ahead
     if copies:
         library.safe_open = lambda *args, **kwargs: mapped(*args, **(kwargs | {"backend": "pread"}))
     try:
         yield
     finally:
         library.safe_open = mapped
-        if in_order and ahead is None:
-            del os.environ[READ_IN_ORDER]
-        elif in_order:
-            os.environ[READ_IN_ORDER] = str(ahead)
+        os.environ[READ_IN_ORDER] = ahead
 
 
 @contextmanager
 def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterator[None]:
     """Has Transformers 5.23 apply the converters of `joins()` as it reads a model of this type, before its own.
 
-    Its registry is for the whole process and also rules how models are saved, so the entry is put back. To delete once
-    `from_pretrained` takes converters where it takes a `key_mapping`.
+    To delete once `from_pretrained` takes converters where it takes a `key_mapping`.
     """
     own = get_checkpoint_conversion_mapping(model_type)
     if joins is None or own is None:
@@ -104,9 +96,7 @@ def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterat
 
 def attention_kernel(config: Any) -> str | None:
     """The kernel that attention runs on: "sdpa", "eager", "flash_attention_2"...; the same where it takes packed rows.
-
-    Transformers 5.23 keeps it as `_attn_implementation`. To delete once the config has a public name for it.
-    """
+    Transformers 5.23 keeps it as `_attn_implementation`. To delete once the config has a public name for it."""
     kernel = getattr(config, "_attn_implementation", None)
     return kernel and kernel.removeprefix(PACKED)
 
@@ -179,11 +169,8 @@ class TrainerHooks(_Trainer):
         self.resumed_from = None if checkpoint is None else Path(checkpoint)
 
     def count_labels_of_step(self, *, shifted: bool) -> None:
-        """Has Trainer hand `compute_loss` the number of labels (not -100) of the whole optimizer step, all processes.
-
-        Args:
-            shifted: whether the first label of each row is left out.
-        """
+        """Has Trainer hand `compute_loss` the number of labels (not -100) of the whole optimizer step, all processes;
+        if `shifted`, without the first label of each row."""
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = shifted
 

@@ -33,12 +33,6 @@ POCKET_COUNTDOWN_SETS = {"train": 1400, "validation": 70, "test": 70}
 ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
 
 
-def has_one_solution(puzzle: str, grids: list[str]) -> bool:
-    """Whether exactly one of all solved grids agrees with the given cells of `puzzle` (0 = empty)."""
-    givens = [(i, digit) for i, digit in enumerate(puzzle) if digit != "0"]
-    return sum(all(grid[i] == digit for i, digit in givens) for grid in grids) == 1
-
-
 def sudoku_puzzles(solutions: list[str], count: int, grids: list[str], rng: random.Random) -> list[tuple[str, str]]:
     """`count` different (puzzle, solution) pairs, each solution used equally often to within one."""
     puzzles: dict[str, str] = {}
@@ -46,7 +40,8 @@ def sudoku_puzzles(solutions: list[str], count: int, grids: list[str], rng: rand
         solution = solutions[len(puzzles) % len(solutions)]
         holes = set(rng.sample(range(16), HOLES))
         puzzle = "".join("0" if i in holes else digit for i, digit in enumerate(solution))
-        if puzzle not in puzzles and has_one_solution(puzzle, grids):
+        fitting = sum(all(grid[i] == solution[i] for i in range(16) if i not in holes) for grid in grids)
+        if fitting == 1:
             puzzles[puzzle] = solution
     pairs = list(puzzles.items())
     rng.shuffle(pairs)
@@ -87,7 +82,7 @@ def countdown_problems(splits: dict[str, int], rng: random.Random) -> dict[str, 
 
 
 def pocket_countdown_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    """Problems in d1's test schema on as many sets of numbers a split, the largest number first."""
+    """Problems in d1's test schema on as many sets of numbers per split, the largest number first."""
     sets = [numbers[::-1] for numbers in combinations_with_replacement(range(1, LARGEST_NUMBER + 1), 3)]
     rng.shuffle(sets)
     problems: dict[str, list[dict[str, str]]] = {}
@@ -100,7 +95,7 @@ def pocket_countdown_problems(splits: dict[str, int], rng: random.Random) -> dic
 
 
 def arithmetic_problems(splits: dict[str, int], seed: int) -> dict[str, list[dict[str, str]]]:
-    """Problems in GSM8K's schema, as many a split; no start comes twice with the same operands."""
+    """Problems in GSM8K's schema, as many per split; no start comes twice with the same operands."""
     rng = np.random.default_rng(seed)
     sets = [(s, *ks) for s in range(LEAST, MOST + 1) for ks in combinations_with_replacement(range(2, 10), 3)]
     numbers = iter(rng.permutation(sets).tolist())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from d1.masking import draw_noise, keyed_generator, noise_level
 from d1.models import load_model, load_tokenizer
-from d1.sft.conversations import conversation_segments, to_messages, tokenize_segments
+from d1.sft.conversations import prompt_and_answer, to_messages, tokenize
 
 TRAIN_NOISE = 0  # the stream of random numbers, numbered as in `d1.sft.batches`
 
@@ -42,11 +42,11 @@ class Settings:
 def encode(tokenizer: Any, row: dict[str, Any], eos_padding: int) -> tuple[Tensor, Tensor]:
     """Token ids (tokens,) of a row, and a bool per token: part of the answer.
 
-    `to_messages` reads s1K's columns, `messages`, or `prompt` and `completion`; segments say where the answer starts.
+    `to_messages` reads s1K's columns, `messages`, or `prompt` and `completion`.
     """
-    ids, answer = tokenize_segments(conversation_segments(to_messages(row, None, None), tokenizer, "last"), tokenizer)
-    missing = max(0, eos_padding - sum(answer))
-    return torch.tensor(ids + [tokenizer.eos_token_id] * missing), torch.tensor(answer + [True] * missing)
+    ids, start = tokenize(*prompt_and_answer(to_messages(row, None, None), tokenizer), tokenizer)
+    ids += [tokenizer.eos_token_id] * (eos_padding - (len(ids) - start))
+    return torch.tensor(ids), torch.arange(len(ids)) >= start
 
 
 def collate(rows: Sequence[tuple[int, Tensor, Tensor]], epoch: int, tokenizer: Any, seed: int) -> dict[str, Tensor]:

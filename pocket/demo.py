@@ -42,7 +42,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=["full", "block"], default="full", help="attention; of Sudoku alone")
     parser.add_argument("--seed", type=int, default=0, help="of SFT and RL; the base model stays the same")
     parser.add_argument("--output_dir", help="results go to its folder seedN; default: runs/demo, or runs/demo/TASK")
-    parser.add_argument("--split", choices=["test", "validation"], default="test", help="problems to judge arms on")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="commands run side by side")
     parser.add_argument("--miniature", action="store_true", help="a few steps and problems of everything")
     return parser
@@ -69,9 +68,7 @@ def sft(folder: Path, seed: int, miniature: bool, task: str = "sudoku", model: s
     return Phase("sft", [sys.executable, "sft_train.py", *map(str, flags)], ROOT / "SFT", weight=15)
 
 
-def phases_of(
-    folder: Path, seed: int, miniature: bool, task: str = "sudoku", split: str = "test", model: str = "full"
-) -> list[Phase]:
+def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", model: str = "full") -> list[Phase]:
     base, arms, recipe = base_of(task, model), arms_of(task), RECIPES[task]
 
     def grpo(name: str, start: Path, needs: tuple[str, ...] = ()) -> Phase:
@@ -84,12 +81,11 @@ def phases_of(
         return Phase(name, command, ROOT / "diffu-grpo", weight=120, needs=needs)
 
     def evaluation(arm: str) -> Phase:
-        """Greedy completions of the split's problems at each length."""
+        """Greedy completions of the test problems at each length."""
         # Relative, so that the generation files name no machine's folders.
         path = os.path.relpath(base if arm == "base" else folder / arm, ROOT / "eval")
         flags = ["--model_path", path, "--dataset", recipe.task, "--gen_length", *recipe.lengths, "--block_length", 8]
         flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
-        flags += ["--split", split] if split != "test" else []
         flags += ["--limit", 16] if miniature else []
         command = [sys.executable, "eval.py", *map(str, flags)]
         return Phase(f"{arm}_evaluated", command, ROOT / "eval", weight=20, needs=() if arm == "base" else (arm,))
@@ -102,16 +98,16 @@ def phases_of(
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.model == "block" and (args.task, args.split) != ("sudoku", "test"):
-        raise ValueError("--model block is there for Sudoku's test problems alone: leave out --task and --split")
+    if args.model == "block" and args.task != "sudoku":
+        raise ValueError("--model block is there for Sudoku alone: leave out --task")
     console = Console()
     output_dir = Path(args.output_dir) if args.output_dir else demo_folder(args.task)
     folder = output_dir.resolve() / ("" if args.model == "full" else args.model) / f"seed{args.seed}"
     console.print(f"d1 on the pocket model, {args.task}, seed {args.seed}: results in {folder}")
     started = time.monotonic()
-    phases = phases_of(folder, args.seed, args.miniature, args.task, args.split, args.model)
+    phases = phases_of(folder, args.seed, args.miniature, args.task, args.model)
     seconds = run_phases(phases, folder, args.jobs, console)
-    report = write_report(folder, seconds, console, args.split)
+    report = write_report(folder, seconds, console)
     console.print(f"{time.monotonic() - started:.0f} s. Report: {report}")
 
 

@@ -41,17 +41,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--data_file", type=Path, help="training problems; default: the task's in dataset/")
     parser.add_argument("--output_file", type=Path, help="default: the task's in dataset/")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     recipe = RECIPES[args.task]
-    data_file = args.data_file or ROOT / "dataset" / recipe.training_file
-    rows = curated_rows(recipe, recipe.traces.problems(data_file), args.seed)
-    text = "".join(json.dumps(next(rows)) + "\n" for _ in range(args.rows))
+    rows = curated_rows(recipe, recipe.traces.problems(ROOT / "dataset" / recipe.training_file), args.seed)
+    text = "".join(json.dumps(next(rows)) + "\n" for _ in range(1000))
     (args.output_file or ROOT / "dataset" / recipe.sft_file).write_text(text, newline="\n")
 
 

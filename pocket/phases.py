@@ -12,9 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from d1.runs.output_dir import write_atomically
 
 # One thread is fastest for models this small.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -48,78 +51,55 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
         KeyboardInterrupt: after the running commands have been stopped.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
-    state = _State(state_dir / "phases.json", phases)
+    path = state_dir / "phases.json"
+    commands = {phase.name: [str(part) for part in phase.command] for phase in phases}
+    state = json.loads(path.read_text()) if path.exists() else {"commands": {}, "seconds": {}, "done": []}
+    if any(state["commands"].get(name, command) != command for name, command in commands.items()):
+        raise PhaseError(f"{state_dir} was made with other commands: remove that folder to start again")
+    state["commands"] |= commands
+    seconds, done, logs = state["seconds"], state["done"], {name: state_dir / f"{name}.log" for name in commands}
     running: dict[str, tuple[subprocess.Popen, float]] = {}
+
+    def ended(name: str, started: float, finished: bool) -> None:
+        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
+        done.extend([name] if finished else [])
+        write_atomically(path, json.dumps(state, indent=1))
+
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     left = TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False)
     with Progress(*columns, *left, console=console) as progress:
         bar = progress.add_task("all", total=sum(phase.weight for phase in phases))
         try:
-            while not all(phase.name in state.done for phase in phases):
-                ready = [p for p in phases if p.name not in state.done and p.name not in running]
-                ready = [p for p in ready if state.done.issuperset(p.needs)]
+            while not {*commands} <= {*done}:
+                ready = [p for p in phases if p.name not in {*done, *running} and {*p.needs} <= {*done}]
                 for phase in ready[: jobs - len(running)]:
-                    running[phase.name] = (_start(phase, state_dir), time.monotonic())
+                    running[phase.name] = (_start(phase, logs[phase.name]), time.monotonic())
                 time.sleep(0.1)
-                for name in list(running):
-                    process, started = running[name]
-                    if process.poll() is None:
-                        continue
-                    del running[name]
-                    state.add(name, time.monotonic() - started, done=process.returncode == 0)
-                    if process.returncode:
-                        raise PhaseError(f"{name} failed:\n{_tail(state_dir / f'{name}.log', 3000)}")
-                    console.print(f"  {name:<28} {state.seconds[name]:6.0f} s")
-                fractions = {name: _fraction(state_dir / f"{name}.log") for name in running}
-                done = sum(p.weight * (p.name in state.done or fractions.get(p.name, 0.0)) for p in phases)
-                progress.update(bar, completed=done, description=", ".join(running) or "all")
+                for name, (process, started) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[name]
+                        ended(name, started, finished=process.returncode == 0)
+                        if process.returncode:
+                            raise PhaseError(f"{name} failed:\n{_tail(logs[name], 3000)}")
+                        console.print(f"  {name:<28} {seconds[name]:6.0f} s")
+                parts = dict.fromkeys(done, 1.0) | {name: _fraction(logs[name]) for name in running}
+                completed = sum(phase.weight * parts.get(phase.name, 0.0) for phase in phases)
+                progress.update(bar, completed=completed, description=", ".join(running) or "all")
         finally:
             for name, (process, started) in running.items():
                 _stop(process)
-                state.add(name, time.monotonic() - started, done=False)
-    return {phase.name: state.seconds[phase.name] for phase in phases}
+                ended(name, started, finished=False)
+    return {name: seconds[name] for name in commands}
 
 
-class _State:
-    """What has been done, kept in a file that is replaced at once."""
-
-    def __init__(self, path: Path, phases: Sequence[Phase]) -> None:
-        self.path = path
-        self.commands = {phase.name: [str(part) for part in phase.command] for phase in phases}
-        self.seconds: dict[str, float] = {}
-        self.done: set[str] = set()
-        if path.exists():
-            saved = json.loads(path.read_text())
-            if any(saved["commands"].get(name, command) != command for name, command in self.commands.items()):
-                raise PhaseError(f"{path.parent} was made with other commands: remove that folder to start again")
-            self.commands = saved["commands"] | self.commands
-            self.seconds, self.done = saved["seconds"], set(saved["done"])
-
-    def add(self, name: str, seconds: float, done: bool) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        if done:
-            self.done.add(name)
-        content = {"commands": self.commands, "seconds": self.seconds, "done": sorted(self.done)}
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(content, indent=1))
-        os.replace(partial, self.path)
-
-
-def _start(phase: Phase, state_dir: Path) -> subprocess.Popen:
-    log = state_dir / f"{phase.name}.log"
+def _start(phase: Phase, log: Path) -> subprocess.Popen:
+    words = [str(part) for part in phase.command]
     with open(log, "ab") as file:
-        file.write(f"\n$ {' '.join(map(str, phase.command))}\n".encode())
+        file.write(f"\n$ {' '.join(words)}\n".encode())
         file.flush()
+        given: dict[str, Any] = {"cwd": phase.folder, "env": os.environ | ENVIRONMENT, "stdin": subprocess.DEVNULL}
         # A session of its own: Ctrl-C reaches only this process, which then stops the others in order.
-        return subprocess.Popen(
-            [str(part) for part in phase.command],
-            cwd=phase.folder,
-            env=os.environ | ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+        return subprocess.Popen(words, **given, stdout=file, stderr=file, start_new_session=True)
 
 
 def _stop(process: subprocess.Popen) -> None:
@@ -132,11 +112,10 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _tail(log: Path, size: int) -> str:
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - size))
-        return file.read().decode(errors="replace")
+    return log.read_bytes()[-size:].decode(errors="replace")
 
 
 def _fraction(log: Path) -> float:
-    found = PERCENT.findall(_tail(log, 2000).rpartition("\n$ ")[2]) if log.exists() else []
+    """What a running phase's last progress bar says, from 0 to 1."""
+    found = PERCENT.findall(_tail(log, 2000).rpartition("\n$ ")[2])
     return min(int(found[-1]), 100) / 100 if found else 0.0

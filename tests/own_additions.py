@@ -5,7 +5,7 @@
 Every table of the library is a dictionary; a row added before `main` is called is a name like any other.
 """
 
-from d1.models.formats.names import key_mapping
+from d1.models.formats.released import key_mapping
 from d1.models.kinds import DECODER_LORA, KINDS, Kind
 from d1.rl.train import main, make_parser
 from d1.sampling.reveal import RULES, Rule

@@ -1,4 +1,4 @@
-"""The commands of `python -m d1`, one file each: `add_arguments(parser)` and `run(args)`.
+"""The commands of `python -m d1`, each with a function that adds its arguments to a parser and one that runs it.
 
-Nothing here imports torch before `run`, so that `--help` answers at once.
+Nothing here imports torch before a command runs, so that `--help` answers at once.
 """

@@ -7,26 +7,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from d1.commands.model import changed, model_of, tokenizer_of
+from d1.commands.model import model_of, tokenizer_of
+from d1.models.kinds import check_room
 from d1.runs.entry import MISTAKES, one_line
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.sampling.settings import check_room
+from d1.sampling.settings import SamplingSettings
 from d1.show.film import MASK, harmless
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-PIPES = """On a terminal, /help lists what may be typed beside messages. Elsewhere, as in `echo question | python -m d1
-chat MODEL`, each line is a turn, only answers go to stdout, and the status is 1 if one of them failed."""
-HELP = """\
-/settings                  show how answers are sampled
-/settings steps=32 seed=1  change some of it
-/reset                     forget the conversation
-/exit, or Ctrl-D           end
-Ctrl-C stops an answer. A line that starts with a space is always a message."""
+HELP = """On a terminal, /reset forgets the conversation, /exit or Ctrl-D ends the chat, and Ctrl-C stops an answer.
+Elsewhere, as in `echo question | python -m d1 chat MODEL`, each line is a turn, only answers go to stdout, and the
+status is 1 if one of them failed."""
 
 
 @dataclass
@@ -35,16 +27,17 @@ class Chat:
 
     model: Any
     tokenizer: Any
-    flags: argparse.Namespace  # with those of sampling
+    seed: int
+    sampling: SamplingSettings
     messages: list[dict[str, str]] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = PIPES
+    parser.epilog = HELP
     parser.add_argument("model_path", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
     parser.set_defaults(checkpoint_path=None)
     add_model_flags(parser, leave_out=("model_path", "checkpoint_path"))
-    add_sampling_flags(parser.add_argument_group("sampling, also set by /settings"))
+    add_sampling_flags(parser.add_argument_group("sampling"))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -57,14 +50,14 @@ def run(args: argparse.Namespace) -> None:
         disable_progress_bar()
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    chat = Chat(model_of(args), tokenizer, args)
-    sampling_settings(vars(args), chat.model.config)
+    model = model_of(args)
+    chat = Chat(model, tokenizer, args.seed, sampling_settings(vars(args), model.config))
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         stream.reconfigure(errors=errors)  # type: ignore[union-attr]
     if on_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  # input() edits lines with it
-        note(f"{args.model_path}: /help lists commands, Ctrl-D ends")
+        note(f"{args.model_path}: /reset forgets the conversation, /exit or Ctrl-D ends the chat")
     if not talk(chat, on_terminal):
         sys.exit(1)
 
@@ -78,8 +71,9 @@ def talk(chat: Chat, on_terminal: bool) -> bool:
             line = input("> " if on_terminal else "")
             if line.strip() == "/exit":
                 return well
-            if line.startswith("/"):
-                note(obey(chat, line))
+            if line.strip() == "/reset":
+                chat.messages.clear()
+                note("the conversation is forgotten")
             elif line.strip():
                 if_stopped = "stopped: the chat goes on as if you had not asked"
                 with coming_into_focus(chat.tokenizer, on_terminal) as show:
@@ -107,22 +101,6 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
-def obey(chat: Chat, line: str) -> str:
-    """What a command says; raises ValueError for one that there is not, or for settings that make no sense."""
-    name, *words = line.split()
-    if name == "/reset":
-        chat.messages.clear()
-        return "the conversation is forgotten"
-    if name == "/help":
-        return HELP
-    if name != "/settings":
-        raise ValueError(f"there is no command {name}: /help lists them, and a space before it makes it a message")
-    flags = changed(chat.flags, words, add_sampling_flags)
-    shown = vars(sampling_settings(vars(flags), chat.model.config)) | {"seed": flags.seed}
-    chat.flags = flags
-    return "\n".join(f"{name}={value}" for name, value in shown.items())
-
-
 def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> str:
     """The model's answer; both join the conversation once it is whole.
 
@@ -136,19 +114,18 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
     from d1.sampling import rollout_steps
 
     messages = [*chat.messages, {"role": "user", "content": question}]
-    sampling = sampling_settings(vars(chat.flags), chat.model.config)
     ids = encode_prompt(chat.tokenizer, render_prompt(chat.tokenizer, messages))
-    advice = ": /reset forgets what was said before; or ask for less (/settings gen_length=...)"
-    check_room(chat.model.config, len(ids), sampling.gen_length, advice)
+    advice = ": /reset forgets what was said before; or ask for less with --gen_length"
+    check_room(chat.model.config, len(ids), chat.sampling.gen_length, advice)
     prompt = torch.tensor([ids], device=chat.model.device)
     ends = end_ids(chat.tokenizer)
     steps = rollout_steps(
         chat.model,
         prompt,
         torch.ones_like(prompt),
-        sampling,
+        chat.sampling,
         mask_token_id=chat.tokenizer.mask_token_id,
-        generator=[keyed_generator(chat.flags.seed, len(chat.messages))],
+        generator=[keyed_generator(chat.seed, len(chat.messages))],
         eos_token_ids=ends,
     )
     canvas: list[int] = []
@@ -161,31 +138,22 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
     return text
 
 
-# --- What is seen -----------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def coming_into_focus(tokenizer: Any, on_terminal: bool) -> Iterator[Callable[[list[int]], object]]:
     """Shows canvases in one place of the terminal, if there is one, and clears it at the end."""
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     if not on_terminal:
         yield lambda ids: None
         return
     with Live(console=Console(), auto_refresh=False, transient=True) as live:
-        yield lambda ids: live.update(canvas_text(tokenizer, ids), refresh=True)
+        yield lambda ids: live.update(Text(canvas_text(tokenizer, ids)), refresh=True)
 
 
-def canvas_text(tokenizer: Any, ids: list[int]) -> Text:
-    """A canvas as text, its masks dim; special tokens are left out."""
-    from rich.text import Text
-
-    text = Text()
-    for hidden, run_ in groupby(ids, lambda token: token == tokenizer.mask_token_id):
-        some = list(run_)
-        if hidden:
-            text.append(MASK * len(some), "dim")
-        else:
-            text.append(harmless(tokenizer.decode(some, skip_special_tokens=True)))
-    return text
+def canvas_text(tokenizer: Any, ids: list[int]) -> str:
+    """A canvas with its masks as text; other special tokens are left out."""
+    special = {*tokenizer.all_special_ids} - {tokenizer.mask_token_id}
+    text = tokenizer.decode([token for token in ids if token not in special])
+    return harmless(text.replace(tokenizer.mask_token, MASK))

@@ -8,8 +8,9 @@ import sys
 from typing import Any
 
 from d1.commands.model import model_of, tokenizer_of
+from d1.models.kinds import check_room, native_config
 from d1.sampling.flags import FLAGS, add_model_flags, add_sampling_flags
-from d1.sampling.settings import BLOCK_LENGTH, check_room
+from d1.sampling.settings import BLOCK_LENGTH
 
 PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")
 LEFT_OUT = ("gen_length", "kv_cache")  # the text says how many tokens are filled in, and there is no cache here
@@ -28,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         diffusion_steps={"help": "forward passes (default: one per mask)"},
         sampler={"help": "exact or parallel: there is no cache here (default: %(default)s)"},
     )
-    group.add_argument("--order", choices=["left", "right"], default="left", help="from which side (default: left)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -38,7 +38,6 @@ def run(args: argparse.Namespace) -> None:
 
     from d1.masking import keyed_generator
     from d1.models.adapters import adapter_chain
-    from d1.models.kinds import native_config
     from d1.sampling import fill
     from d1.sampling.infill import fill_settings
 
@@ -46,17 +45,15 @@ def run(args: argparse.Namespace) -> None:
     ids, hidden, front, behind = encoded(tokenizer, pieces)
     names = {name: name for name in FLAGS if name not in (*LEFT_OUT, "seed")} | {"diffusion_steps": "steps"}
     options = {field: getattr(args, name) for name, field in names.items()}
-    if not args.trust_remote_code:
-        config, _ = native_config(adapter_chain(args.model_path, args.checkpoint_path)[0])
-        fill_settings(config, sum(hidden), ordered=args.order == "right", **options)
-        check_room(config, len(ids) - sum(hidden), sum(hidden))
+    config, _ = native_config(adapter_chain(args.model_path, args.checkpoint_path)[0])
+    fill_settings(config, sum(hidden), **options)
+    check_room(config, len(ids) - sum(hidden), sum(hidden))
     model = model_of(args)
     filled = fill(
         model,
         torch.tensor([ids], device=model.device),
         torch.tensor([hidden], device=model.device),
         mask_token_id=tokenizer.mask_token_id,
-        order=-torch.arange(len(ids)) if args.order == "right" else None,
         generator=[keyed_generator(args.seed, device=model.device)],
         **options,
     ).ids[0]

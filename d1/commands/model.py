@@ -1,29 +1,10 @@
-"""What `chat`, `watch` and `fill` share: the model that their flags name, and flags changed by words."""
+"""The model and the tokenizer that the flags of `chat`, `watch` and `fill` name."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
-
-from d1.runs.entry import OneLineParser
-
-
-class WordsParser(OneLineParser):
-    """A parser of words that are no command line of their own: an error is a ValueError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def changed(
-    args: argparse.Namespace, words: Sequence[str], add_arguments: Callable[[argparse.ArgumentParser], object]
-) -> argparse.Namespace:
-    """The arguments `args`, changed by `words`: each is NAME=VALUE, or the NAME of a switch."""
-    parser = WordsParser(add_help=False)
-    add_arguments(parser)
-    parser.set_defaults(**vars(args))
-    return parser.parse_args([f"--{word}" for word in words])
+from collections.abc import Callable
+from typing import Any
 
 
 def tokenizer_of(args: argparse.Namespace) -> Any:
@@ -33,7 +14,6 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
     return load_tokenizer(
         args.checkpoint_path or args.model_path,
         plain_chat_template=args.plain_chat_template,
-        trust_remote_code=args.trust_remote_code,
     )
 
 
@@ -46,5 +26,4 @@ def model_of(args: argparse.Namespace, load: Callable[..., Any] | None = None) -
         args.dtype,
         adapter=args.checkpoint_path,
         attn_implementation=args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
     )

@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from d1.commands.model import changed, model_of, tokenizer_of
+from d1.commands.model import model_of, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
+from d1.runs.entry import OneLineParser
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.sampling.settings import check_room
 from d1.show.film import Film, filmed, piece
 from d1.tasks import SPLITS, TASKS, load_task
 
-OUTPUTS = ("html", "svg", "gif")
+OUTPUTS = ("html", "svg")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     add_model_flags(parser.add_argument_group("model"))
     asked = parser.add_argument_group("what is asked: a prompt, or a problem of a task")
     asked.add_argument("--prompt", help="what a user says; the model's chat template is put around it")
@@ -42,14 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--against", nargs="+", metavar="NAME=VALUE", default=[], help="a second run, with these flags")
     shown.add_argument("--html", type=Path, help="write a page that plays, to open in any browser")
     shown.add_argument("--svg", type=Path, help="write an animated picture, for a document")
-    shown.add_argument("--gif", type=Path, help="write one for where no SVG moves")
     shown.add_argument("--pause", type=AMOUNT, default=0.08, help="minimum seconds that a step stays in the terminal")
 
 
 def run(args: argparse.Namespace) -> None:
     """Plays one run, or two after each other, and writes what was asked for."""
-    words = [f"model_path={args.model_path}", *args.against]
-    runs = [args, *([changed(args, words, add_arguments)] if args.against else [])]
+    runs = [args, *([changed(args)] if args.against else [])]
     for one in runs:
         check_arguments(one)
     from rich.console import Console
@@ -65,6 +63,14 @@ def run(args: argparse.Namespace) -> None:
         growing, total = rehearse(one, title, loaded)
         films.append(play(growing, console, total, args.pause))
     write(args, films)
+
+
+def changed(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of the second run: those of the first, changed by the words of --against."""
+    parser = OneLineParser("d1 watch --against", add_help=False)
+    add_arguments(parser)
+    parser.set_defaults(**vars(args))
+    return parser.parse_args([f"--{word}" for word in (f"model_path={args.model_path}", *args.against)])
 
 
 def titles(runs: list[argparse.Namespace]) -> list[str]:
@@ -105,7 +111,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     import torch
 
     from d1.masking import keyed_generator
-    from d1.models.kinds import block_size
+    from d1.models.kinds import block_size, check_room
     from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
     from d1.sampling import rollout_steps
 
@@ -134,7 +140,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
 
 def write(args: argparse.Namespace, films: list[Film]) -> None:
     """The files that were asked for, named on stderr."""
-    from d1.show.flow import film_gif, film_svg
+    from d1.show.flow import film_svg
     from d1.show.page import film_page
 
     name = f"{Path(args.dataset).stem}, {args.split} problem {args.index}" if args.dataset else str(args.prompt)[:80]
@@ -142,7 +148,5 @@ def write(args: argparse.Namespace, films: list[Film]) -> None:
         args.html.write_text(film_page(name, [("", films)]), encoding="utf-8")
     if args.svg:
         args.svg.write_text(film_svg(films), encoding="utf-8")
-    if args.gif:
-        args.gif.write_bytes(film_gif(films))
-    for path in filter(None, (args.html, args.svg, args.gif)):
+    for path in filter(None, (args.html, args.svg)):
         sys.stderr.write(f"Written: {path}\n")

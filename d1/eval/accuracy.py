@@ -1,31 +1,165 @@
-"""python parse_and_get_acc.py [FOLDER] [--scoring strict|published] [--format table|json|csv|markdown] [--details FILE]
+"""python parse_and_get_acc.py [FOLDER] [--scoring strict|published] [--format table|json] [--details FILE]
 
-Scores generation files, d1's or ours, and prints one row a setup. Without a folder it scores `eval_baselines/`, the
+Scores generation files, d1's or ours, and prints one row per setup. Without a folder it scores `eval_baselines/`, the
 pocket models' own generations. Exit code 1 when a setup is incomplete, unless `--allow-partial`.
 
     python -m d1 parse results/ --compare sudoku_base_32_16 sudoku_sft_32_16
-    python -m d1 parse results/ --plot accuracy.png
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
+from types import ModuleType
 from typing import Any, NoReturn
 
 from d1.eval.files import GeneratedSetup, read_setups
-from d1.eval.scores import Row, compare, score_setup, user_tasks
 from d1.runs.entry import OneLineParser, run_script
-from d1.show.tables import markdown_table
+from d1.show.uncertainty import sign_test, wilson_interval
+from d1.tasks import MAX_TEXT, TASKS, load_task, under_protocol
 
 BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # of a checkout
+
+
+@dataclass
+class Row:
+    """One setup's results; `accuracy`, its 95% interval and `metrics` are in percent, `tokens` (generated before the
+    end) and `forward_passes` means over completions."""
+
+    setup: str
+    task: str
+    model: str
+    gen_length: int
+    scoring: str
+    accuracy: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    n: int = 0
+    expected: int | None = None
+    tokens: float | None = None
+    forward_passes: float | None = None
+    duplicates: int = 0
+    missing_ranks: list[int] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    complete: bool = False
+
+
+def score_setup(
+    setup: GeneratedSetup, scoring: str, own_tasks: Mapping[str, ModuleType]
+) -> tuple[Row, list[dict[str, Any]]]:
+    """The row of a setup and what was made of each of its problems.
+
+    Args:
+        scoring: "strict" (`d1.tasks`; each problem once) or "published" (d1's released rules; repeats count again).
+        own_tasks: task modules beyond d1's own, by the task's name in the files.
+    """
+    row = Row(setup.name, setup.task, setup.model, setup.gen_length, scoring, expected=setup.expected)
+    row.missing_ranks, row.errors = setup.missing_ranks, list(setup.errors)
+    if setup.errors and not setup.problems:
+        return row, []
+    task = None
+    try:
+        if scoring == "strict":
+            if setup.task not in {**TASKS, **own_tasks}:  # a file must not name code to run
+                raise ValueError(f"unknown task {setup.task!r}: name its file with --task_file")
+            task = under_protocol(own_tasks.get(setup.task) or load_task(setup.task), setup.protocol)
+        elif setup.protocol != "d1":
+            raise ValueError(f"the published rules are for d1's prompts, and these are {setup.protocol}'s")
+    except ValueError as error:
+        row.errors.append(f"{setup.name}: {error}")
+        return row, []
+    details, seen = [], set()
+    for problem in setup.problems:
+        if problem.key in seen and task is not None:
+            continue
+        seen.add(problem.key)
+        asked = {"question": problem.question, "ground_truth": problem.ground_truth}
+        try:
+            if task is not None:
+                detail = strict_detail(problem.text[-MAX_TEXT:], task, asked)
+            else:
+                from d1.eval.published_scoring import score_published  # it imports datasets, which --help does without
+
+                right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
+                detail = {"right": right, "total": total, "accuracy": right / total}
+        except Exception as error:  # whatever one item makes a task raise, the others are still scored
+            row.errors.append(f"{problem.where}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        details.append({"setup": setup.name, "where": problem.where, **asked, **detail})
+    row.duplicates = len(setup.problems) - len(seen)
+    if details:
+        summarise(row, setup, details)
+    if row.expected is not None and len(seen) > row.expected:
+        row.errors.append(
+            f"{setup.name}: {len(seen)} problems where {row.expected} are expected: another run's are mixed in"
+        )
+    row.complete = not row.errors and not row.missing_ranks and len(details) > 0 and len(seen) >= (row.expected or 0)
+    return row, details
+
+
+def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
+    """The tasks among these that are files, by their names in generation files."""
+    return {Path(path).stem: load_task(path) for path in names_or_paths if path not in TASKS}
+
+
+def strict_detail(text: str, task: ModuleType, row: dict[str, Any]) -> dict[str, Any]:
+    if row["ground_truth"] is None:
+        raise ValueError("no ground truth")
+    answer, scores = task.extract(text), task.score(text, row)
+    if any(not 0 <= value <= 1 for value in scores.values()):
+        raise ValueError(f"scores must lie in [0, 1], got {scores}")
+    accuracy, *others = scores
+    return {
+        "answer": None if answer is None else str(answer),
+        "accuracy": scores[accuracy],
+        "metrics": {name: scores[name] for name in others},
+    }
+
+
+def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]]) -> None:
+    """Fills in the figures of a row from its scored problems."""
+    row.n = len(details)
+    if row.scoring == "published":
+        share = math.fsum(detail["right"] for detail in details) / sum(detail["total"] for detail in details)
+    else:
+        share = fmean(detail["accuracy"] for detail in details)
+        names = details[0]["metrics"]
+        row.metrics = {name: 100 * fmean(detail["metrics"][name] for detail in details) for name in names}
+    row.accuracy = 100 * share
+    row.ci_low, row.ci_high = (100 * end for end in wilson_interval(share, row.n))
+    for name in ("tokens", "forward_passes"):
+        counts = [count for problem in setup.problems if (count := getattr(problem, name)) is not None]
+        setattr(row, name, fmean(counts) if counts else None)
+
+
+def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b: list[dict[str, Any]]) -> dict:
+    """Paired difference of two setups over the problems they share (same question), with an exact sign test."""
+    a, b = ({detail["question"]: detail["accuracy"] for detail in details} for details in (details_a, details_b))
+    shared = [question for question in a if question in b]
+    if not shared:
+        raise ValueError(f"{name_a} and {name_b} have no problem in common")
+    differences = [b[question] - a[question] for question in shared]
+    wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return {
+        "a": name_a,
+        "b": name_b,
+        "shared": len(shared),
+        "only_a": len(a) - len(shared),
+        "only_b": len(b) - len(shared),
+        "accuracy_a": 100 * fmean(a[question] for question in shared),
+        "accuracy_b": 100 * fmean(b[question] for question in shared),
+        "difference": 100 * fmean(differences),
+        "b_better": wins,
+        "a_better": losses,
+        "p_value": sign_test(wins, losses),
+    }
 
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -37,7 +171,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         default="strict",
         help="strict: the tasks' own metrics; published: d1's released rules, faults included",
     )
-    parser.add_argument("--format", choices=["table", "json", "csv", "markdown"], default="table")
+    parser.add_argument("--format", choices=["table", "json"], default="table")
     parser.add_argument("--details", metavar="FILE", help="write what was made of each problem here, as JSON lines")
     parser.add_argument(
         "--compare",
@@ -45,7 +179,6 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         metavar=("A", "B"),
         help="paired difference of two setups: their names in FOLDER, or OTHER_FOLDER/NAME",
     )
-    parser.add_argument("--plot", metavar="PNG", help="plot accuracy by length next to d1's published figures")
     parser.add_argument("--allow-partial", action="store_true", help="exit with 0 even if problems are missing")
     parser.add_argument("--task_file", action="append", default=[], help="a user's task, as given to eval.py --dataset")
     return parser
@@ -62,13 +195,13 @@ def main(args: argparse.Namespace) -> int:
     if args.details:
         lines = (json.dumps(detail, default=str) + "\n" for _, details in scored for detail in details)
         Path(args.details).write_text("".join(lines), encoding="utf-8")
-    if args.plot:
-        plot_rows(rows, args.plot)
     if args.compare:
         (row_a, details_a), (row_b, details_b) = scored
-        sys.stdout.write(format_comparison(compare(row_a.setup, details_a, row_b.setup, details_b), args.format))
+        result: Any = compare(row_a.setup, details_a, row_b.setup, details_b)
+        table = "".join(f"{name:<10}  {value}\n" for name, value in result.items())
     else:
-        sys.stdout.write(FORMATS[args.format](rows))
+        result, table = [asdict(row) for row in rows], as_table(rows)
+    sys.stdout.write(table if args.format == "table" else json.dumps(result, indent=1) + "\n")
     sys.stderr.write("".join(line + "\n" for row in rows for line in row_reports(row)))
     return 0 if args.allow_partial or all(row.complete for row in rows) else 1
 
@@ -82,14 +215,12 @@ def find_setup(name: str, folder: str) -> GeneratedSetup:
     return setups[own]
 
 
-# ---- output
-
-
 def row_reports(row: Row) -> list[str]:
-    """What a reader of the row must know: losses first, then oddities."""
-    lines = [f"ERROR {error}" for error in row.errors] + [f"note  {note}" for note in row.notes]
+    """What a reader of the row must know."""
+    lines = [f"ERROR {error}" for error in row.errors]
     if row.missing_ranks:
-        lines.append(f"ERROR {row.setup}: no file of rank {as_ranges(row.missing_ranks)}")
+        first, *others = row.missing_ranks
+        lines.append(f"ERROR {row.setup}: no file of rank {first}{f' and {len(others)} others' * bool(others)}")
     if row.expected is not None and row.n < row.expected:
         lines.append(f"ERROR {row.setup}: {row.n} of {row.expected} problems scored")
     if row.duplicates:
@@ -98,143 +229,30 @@ def row_reports(row: Row) -> list[str]:
     return lines
 
 
-def as_ranges(numbers: list[int]) -> str:
-    """Ascending whole numbers as people write them: [0, 2, 3, 4] is "0, 2-4"."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def cells_of(row: Row) -> dict[str, str]:
-    """A row as the texts of the table's columns."""
+def as_table(rows: list[Row]) -> str:
+    """One line per row under a header, in columns as wide as their widest text."""
 
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
-    also = [f"{name} {value:.2f}" for name, value in row.metrics.items()]
-    if row.pass_at_k is not None:
-        also += [f"pass@{row.num_samples} {row.pass_at_k:.2f}", f"majority {row.majority:.2f}"]
-    return {
-        "setup": row.setup,
-        "accuracy %": number(row.accuracy, 2),
-        "95% interval": f"[{number(row.ci_low, 2)}, {number(row.ci_high, 2)}]",
-        "coverage": f"{row.n}/{'?' if row.expected is None else row.expected}{'' if row.complete else ' (!)'}",
-        "tokens": number(row.tokens, 1),
-        "forward passes": number(row.forward_passes, 1),
-        "also %": ", ".join(also),
-    }
-
-
-def as_table(rows: list[Row]) -> str:
+    lines = [("setup", "accuracy %", "95% interval", "coverage", "tokens", "forward passes", "also %")]
+    for row in rows:
+        lines.append(
+            (
+                row.setup,
+                number(row.accuracy, 2),
+                f"[{number(row.ci_low, 2)}, {number(row.ci_high, 2)}]",
+                f"{row.n}/{'?' if row.expected is None else row.expected}{'' if row.complete else ' (!)'}",
+                number(row.tokens, 1),
+                number(row.forward_passes, 1),
+                ", ".join(f"{name} {value:.2f}" for name, value in row.metrics.items()),
+            )
+        )
     columns = []
-    for name, *texts in zip(*([*cells_of(rows[0])], *(cells_of(row).values() for row in rows)), strict=True):
+    for name, *texts in zip(*lines, strict=True):
         width = max(map(len, (name, *texts)))
         columns.append([f"{text:{'<' if name in ('setup', 'also %') else '>'}{width}}" for text in (name, *texts)])
     return "".join("  ".join(line).rstrip() + "\n" for line in zip(*columns, strict=True))
-
-
-def as_markdown(rows: list[Row]) -> str:
-    return markdown_table([*cells_of(rows[0])], [[*cells_of(row).values()] for row in rows])
-
-
-def as_csv(rows: list[Row]) -> str:
-    flat: list[dict[str, Any]] = []
-    for row in rows:
-        counts = {"missing_ranks": " ".join(map(str, row.missing_ranks)), "errors": len(row.errors)}
-        values = asdict(row) | counts | {"notes": len(row.notes)}
-        flat.append(values | {f"metric_{name}": value for name, value in values.pop("metrics").items()})
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(name for row in flat for name in row)))
-    writer.writeheader()
-    writer.writerows(flat)
-    return stream.getvalue()
-
-
-def as_json(rows: list[Row]) -> str:
-    return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
-
-
-FORMATS = {"table": as_table, "json": as_json, "csv": as_csv, "markdown": as_markdown}
-
-
-def format_comparison(result: dict[str, Any], form: str) -> str:
-    if form == "json":
-        return json.dumps(result, indent=1) + "\n"
-    if form == "csv":
-        return ",".join(result) + "\n" + ",".join(map(str, result.values())) + "\n"
-    text = (
-        "{b}: {accuracy_b:.2f}%  minus  {a}: {accuracy_a:.2f}%  =  {difference:+.2f} points over "
-        "{shared} shared problems\n"
-        "better on {b_better}, worse on {a_better}, equal on {equal}; exact sign test p = {p_value:.4g}\n"
-    )
-    if result["only_a"] or result["only_b"]:
-        text += "not compared: {only_a} only in {a}, {only_b} only in {b}\n"
-    return text.format(**result, equal=result["shared"] - result["b_better"] - result["a_better"])
-
-
-# ---- plot
-
-# LLaDA-8B at lengths 128, 256 and 512: d1 (arXiv 2504.12216), table 1.
-PUBLISHED_LENGTHS = (128, 256, 512)
-PUBLISHED = {
-    "gsm8k": {
-        "LLaDA-8B-Instruct": (68.7, 76.7, 78.2),
-        "+ SFT": (66.5, 78.8, 81.1),
-        "+ diffu-GRPO": (72.6, 79.8, 81.9),
-        "d1 (SFT + diffu-GRPO)": (73.2, 81.1, 82.1),
-    },
-    "math": {
-        "LLaDA-8B-Instruct": (26.0, 32.4, 36.2),
-        "+ SFT": (26.2, 32.6, 34.8),
-        "+ diffu-GRPO": (33.2, 37.2, 39.2),
-        "d1 (SFT + diffu-GRPO)": (33.8, 38.6, 40.2),
-    },
-    "countdown": {
-        "LLaDA-8B-Instruct": (20.7, 19.5, 16.0),
-        "+ SFT": (20.3, 14.5, 23.8),
-        "+ diffu-GRPO": (33.2, 31.3, 37.1),
-        "d1 (SFT + diffu-GRPO)": (34.8, 32.0, 42.2),
-    },
-    "sudoku": {
-        "LLaDA-8B-Instruct": (11.7, 6.7, 5.5),
-        "+ SFT": (16.5, 8.5, 4.6),
-        "+ diffu-GRPO": (18.4, 12.9, 11.0),
-        "d1 (SFT + diffu-GRPO)": (22.1, 16.7, 9.5),
-    },
-}
-PUBLISHED_NOTE = "dashed: LLaDA-8B as published by d1 (Sudoku: share of cells, not of solved puzzles)"
-
-
-def plot_rows(rows: Sequence[Row], path: str | Path) -> None:
-    """One panel a task: the rows' accuracy with its 95% interval, solid, and d1's published figures, dashed.
-
-    Raises:
-        ValueError: no row has an accuracy.
-    """
-    from d1.show.curves import panels, save_figure  # matplotlib is slow to import
-
-    scored = [row for row in rows if row.accuracy is not None]
-    if not scored:
-        raise ValueError("nothing to plot: no setup has a scored problem")
-    tasks = sorted({row.task for row in scored})
-    figure, axes = panels(1, len(tasks), size=(5.2 * len(tasks), 4.6))
-    for axis, task in zip(axes, tasks, strict=True):
-        for model in sorted({row.model for row in scored if row.task == task}):
-            line = sorted((row for row in scored if (row.task, row.model) == (task, model)), key=lambda r: r.gen_length)
-            heights = [row.accuracy or 0.0 for row in line]
-            below = [height - (row.ci_low or 0.0) for height, row in zip(heights, line, strict=True)]
-            above = [(row.ci_high or 0.0) - height for height, row in zip(heights, line, strict=True)]
-            axis.errorbar([row.gen_length for row in line], heights, [below, above], marker="o", capsize=3, label=model)
-        for name, published in PUBLISHED.get(task, {}).items():
-            axis.plot(PUBLISHED_LENGTHS, published, linestyle="--", marker=".", alpha=0.6, label=f"{name}, published")
-        lengths = sorted({row.gen_length for row in scored if row.task == task} | set(PUBLISHED_LENGTHS))
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [str(length) for length in lengths])
-        axis.minorticks_off()
-        axis.set(title=task, xlabel="completion length (tokens)", ylabel=f"accuracy, {scored[0].scoring} scoring (%)")
-        axis.set_ylim(bottom=0)
-        axis.legend(fontsize=7)
-    figure.suptitle(PUBLISHED_NOTE, fontsize=8)
-    save_figure(figure, path, dpi=150)
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:

@@ -24,20 +24,16 @@ from tqdm import tqdm
 from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
+from d1.models.kinds import check_room
 from d1.models.load import load_on_device
 from d1.models.tokenizer import end_ids
 from d1.sampling import eos_cut, rollout_stream
 from d1.sampling.flags import sampling_settings
-from d1.sampling.settings import check_room
 
 logger = logging.getLogger("eval")
 
-Request = tuple[Prompt, int]  # what one completion answers: a prompt, and which of its samples it is
 T = TypeVar("T")
 STORE: list[dist.Store] = []  # what the processes count in; empty where there is one process
-
-
-# ---- processes, which take problems from one queue and otherwise only wait for each other
 
 
 def join_processes() -> tuple[int, int]:
@@ -88,50 +84,32 @@ def from_rank_0(compute: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-# ---- completions
-
-
 def complete(
-    args: argparse.Namespace,
-    load: Callable[[], Any],
-    tokenizer: Any,
-    prompts: Iterable[Prompt],
-    journal: Journal,
-    take: Callable[[list[list[Request]], str], Iterable[list[Request]]] = queue_of,
+    args: argparse.Namespace, load: Callable[[], Any], tokenizer: Any, prompts: Iterable[Prompt], journal: Journal
 ) -> None:
-    """Generates what the journal lacks and adds each row as it ends; returns when all processes are done.
-
-    Args:
-        load: returns the model; called only if a completion is missing.
-        take: gives this process its parts of the setup of that name, the next one when it is asked for.
-    """
+    """Generates what the journal lacks and adds each row as it ends; returns when all processes are done."""
     # The longest prompts come first: batches need little padding, and one that does not fit fails at once.
-    every = [(prompt, sample) for prompt in prompts for sample in range(args.num_samples)]
-    every.sort(key=lambda request: -len(request[0].ids))
+    every = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     size = part_size(args)
-    parts = [every[start : start + size] for start in range(0, len(every), size)]
-    done = journal.read({(prompt.index, sample) for prompt, sample in every})
+    wanted = {prompt.index for prompt in every}
+    done = journal.read().keys() & wanted
     wait_for_all()  # nobody writes before everybody has read
     if done and journal.rank == 0:
         logger.info("Resuming: %d of %d completions are there", len(done), len(every))
-    parts = [part for part in parts if any((prompt.index, sample) not in done for prompt, sample in part)]
+    parts = [every[start : start + size] for start in range(0, len(every), size)]
+    parts = [part for part in parts if any(prompt.index not in done for prompt in part)]
     if parts:
         model = load()
-        check_room(model.config, max(len(prompt.ids) for part in parts for prompt, _ in part), args.gen_length)
+        check_room(model.config, len(parts[0][0].ids), args.gen_length)
         ends = torch.tensor(end_ids(tokenizer), device=model.device)
-        generated, passes, rows, started = 0, 0, 0, time.perf_counter()
-        mine = take(parts, journal.setup)
+        mine = queue_of(parts, journal.setup)
         bar = {"total": len(every) - len(done), "desc": journal.setup, "unit": "problem", "disable": journal.rank != 0}
         with tqdm(**bar) as progress:
-            for requests in [chain.from_iterable(mine)] if in_fp32(args) else mine:
-                for _, entry in generate_rows(args, model, tokenizer, requests, ends, args.batch_size):
-                    generated, passes, rows = generated + entry["tokens"], passes + entry["forward_passes"], rows + 1
-                    if (entry["index"], entry["sample"]) in done:
-                        continue
-                    journal.append(entry)
-                    progress.update(STORE[0].add(f"{journal.setup} done", 1) - progress.n if STORE else 1)
-                    speed = f"{generated / (time.perf_counter() - started):.0f} tokens/s"
-                    progress.set_postfix_str(f"{speed}, {passes / rows:.1f} forward passes each", refresh=False)
+            for asked in [chain.from_iterable(mine)] if in_fp32(args) else mine:
+                for _, entry in generate_rows(args, model, tokenizer, asked, ends, args.batch_size):
+                    if entry["index"] not in done:
+                        journal.append(entry)
+                        progress.update(STORE[0].add(f"{journal.setup} done", 1) - progress.n if STORE else 1)
     wait_for_all()
 
 
@@ -142,7 +120,6 @@ def load_model_for(args: argparse.Namespace) -> Any:
         args.dtype,
         adapter=args.checkpoint_path or None,
         attn_implementation=args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
     )
 
 
@@ -150,26 +127,26 @@ def generate_rows(
     args: argparse.Namespace,
     model: Any,
     tokenizer: Any,
-    requests: Iterable[Request],
+    prompts: Iterable[Prompt],
     ends: torch.Tensor,
     batch_size: int,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each request's number and journal entry, as its row ends; the next request is taken when there is room for it.
+    """Each prompt's number and journal entry, as its row ends; the next prompt is taken when there is room for it.
 
     Entries hold, under the names of the generation files, texts, `tokens` generated before the end, `forward_passes`,
     `forward_tokens` that these fed through the model, and `seconds` since rows ended before, shared by those that ended
     together: over all rows they add up to the time that it took.
     """
-    asked: dict[int, Request] = {}
+    asked: dict[int, Prompt] = {}
 
-    def prompts() -> Iterator[tuple[list[int], torch.Generator]]:
-        for number, (prompt, sample) in enumerate(requests):
-            asked[number] = prompt, sample
-            yield prompt.ids, keyed_generator(args.seed, prompt.index, sample)
+    def rows() -> Iterator[tuple[list[int], torch.Generator]]:
+        for number, prompt in enumerate(prompts):
+            asked[number] = prompt
+            yield prompt.ids, keyed_generator(args.seed, prompt.index, prompt.sample)
 
     stream = rollout_stream(
         model,
-        prompts(),
+        rows(),
         sampling_settings(vars(args), model.config),
         batch_size=batch_size,
         mask_token_id=tokenizer.mask_token_id,
@@ -183,10 +160,8 @@ def generate_rows(
         for number, row, length, passes, fed in zip(
             numbers, output.tolist(), lengths, sampled.passes.tolist(), sampled.forward_tokens.tolist(), strict=True
         ):
-            prompt, sample = asked.pop(number)
             entry = {
-                "index": prompt.index,
-                "sample": sample,
+                "index": asked.pop(number).index,
                 "generations": tokenizer.decode(row),
                 "text": tokenizer.decode(row[:length], skip_special_tokens=True),
                 "tokens": length,

@@ -20,35 +20,22 @@ from d1.masking import keyed_generator
 from d1.models.kinds import block_size
 from d1.sampling import SamplingSettings, rollout_steps
 from d1.scoring import Views, score
-from d1.scoring.elbo import espo_views
 from d1.scoring.rollouts import rotation
-from d1.scoring.views import views_of_canvas
 
 Pair = tuple[list[int], list[int]]  # the ids of a prompt and of an answer
 
 
-def llada_views(length: int, draws: int, generator: Generator, antithetic: bool) -> Views:
+def llada_views(length: int, draws: int, generator: Generator) -> Views:
     """The masks of one answer of `length` tokens, on a canvas of as many: (1, views, length) each.
 
     The counts l of the draws are spread evenly, as in LLaDA's code. Equal masks are one view, their weights added.
-
-    Args:
-        antithetic: half as many draws, each with its opposite, which hides the other tokens. Their counts are ESPO's,
-            uniform on 0..L (arXiv 2512.03759): those of 1..L have no opposite for l = L.
     """
-    draws = max(draws // 2, 1) if antithetic else draws
     even = rotation(1, draws, torch.rand((), generator=generator, dtype=torch.float64))
     ranks = torch.rand(1, draws, length, generator=generator).argsort(dim=-1, stable=True).argsort(-1)
-    clean = torch.zeros(1, 1, 0, dtype=torch.bool)
-    scored = torch.ones(1, length, dtype=torch.bool)
-    if antithetic:
-        views = espo_views(clean, (even * (length + 1)).long(), ranks, scored, antithetic=True)
-    else:
-        counts = 1 + (even * length).long()
-        hidden = ranks < counts.unsqueeze(-1)
-        views = views_of_canvas(clean, hidden, scored, (length / (draws * counts)).unsqueeze(-1).float())
-    hidden, same = views.noise[0].unique(dim=0, return_inverse=True)
-    weights = torch.zeros(hidden.shape).index_add(0, same, views.weights[0])
+    counts = 1 + (even * length).long()
+    drawn = (ranks < counts.unsqueeze(-1))[0]
+    hidden, same = drawn.unique(dim=0, return_inverse=True)
+    weights = torch.zeros(hidden.shape).index_add(0, same, drawn * (length / (draws * counts)).float().T)
     return Views(hidden.unsqueeze(0), weights.unsqueeze(0))
 
 
@@ -94,23 +81,22 @@ def log_likelihoods(
     mask_token_id: int,
     pad_token_id: int,
     draws: int,
-    antithetic: bool = False,
     seed: int = 0,
     batch_size: int = 1,
 ) -> Iterator[tuple[int, float]]:
     """The estimated bound for each pair, in nats, as (place, bound), as they are computed.
 
-    In fp32 an estimate depends on `draws`, `antithetic`, `seed` and its own pair, and not on the others.
+    In fp32 an estimate depends on `draws`, `seed` and its own pair, and not on the others.
 
     Args:
         model: from `d1.models.load_model`, in eval mode.
-        draws: masks an answer; as many forward passes, or fewer where masks are equal.
+        draws: masks per answer; as many forward passes, or fewer where masks are equal.
         batch_size: sequences in a forward pass.
     """
     yield from ((i, 0.0) for i, (_, answer) in enumerate(pairs) if not answer)
     for places, ids, mask, answers in batches(pairs, batch_size, pad_token_id, model.device):
         length = answers.shape[1]
-        own = [llada_views(length, draws, keyed_generator(seed, seed_of(pairs[i])), antithetic) for i in places]
+        own = [llada_views(length, draws, keyed_generator(seed, seed_of(pairs[i]))) for i in places]
         views = joined(own, ids.shape[1])
         scores = score(
             model,

@@ -2,35 +2,26 @@
 
 Use `strict` scoring (`d1.tasks`) for anything else. Wrong here on purpose: a comma ends a number, a text without a
 box is its own answer even when it has answer tags, a problem without a ground truth counts as an error, Sudoku counts
-cells instead of solved puzzles, and mathematical answers compare as normalised strings.
+cells instead of solved puzzles, and mathematical answers compare as normalised strings. Countdown's `**` and `//` are
+refused, which the released parser evaluates.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable
 from typing import Any
 
-from d1.tasks.countdown import SIGNS, UNCOUNTABLE, calculate
+from d1.tasks.countdown import evaluate
 
 END_MARKS = ("<|eot_id|>", "<|endoftext|>")
 Score = tuple[int, int]  # right, out of: problems, or cells for Sudoku
 
 
 def score_published(task: str, text: str, row: dict[str, Any]) -> Score:
-    """Right and total of one completion under d1's released rules; `row` has `question` and `ground_truth`.
-
-    Raises:
-        ValueError: the row cannot be scored (no such task, or a Sudoku question without its 16 digits).
-    """
+    """Right and total of one completion under d1's released rules; `row` has `question` and `ground_truth`."""
     if task not in SCORERS:
         raise ValueError(f"published scoring knows {', '.join(SCORERS)}, not {task!r}: use --scoring strict")
     return SCORERS[task](text, row["question"], row["ground_truth"])
-
-
-# ---- finding the answer
 
 
 def between(text: str, opening: str, *closings: str) -> str | None:
@@ -41,8 +32,7 @@ def between(text: str, opening: str, *closings: str) -> str | None:
 
 
 def tagged_answer(text: str) -> str | None:
-    answer = between(text, "<answer>", "</answer>")
-    return None if answer is None else answer.strip()
+    return None if (answer := between(text, "<answer>", "</answer>")) is None else answer.strip()
 
 
 def boxed_answer(text: str) -> str | None:
@@ -59,9 +49,6 @@ def boxed_answer(text: str) -> str | None:
             whole = text[start : position + 1]
             return whole.removeprefix("\\boxed{")[:-1] if whole.startswith("\\boxed{") else whole
     return None
-
-
-# ---- GSM8K
 
 
 def first_float(text: str, which: int) -> float | None:
@@ -81,9 +68,6 @@ def score_gsm8k(text: str, question: str, truth: Any) -> Score:
     if answer is None and (tagged := tagged_answer(text)):
         answer = first_float(tagged, -1)
     return int(answer is not None and answer == truth), 1
-
-
-# ---- MATH
 
 
 def braced_arguments(text: str) -> str:
@@ -106,11 +90,7 @@ def braced_arguments(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """A LaTeX answer in the form in which Hendrycks et al. (MATH, arXiv 2103.03874) compare answers.
-
-    Raises:
-        ValueError: the text has no such form; d1 then compares the texts themselves.
-    """
+    """A LaTeX answer in the form in which Hendrycks et al. (MATH, arXiv 2103.03874) compare answers, or ValueError."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     for noise in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
@@ -138,30 +118,9 @@ def score_math(text: str, question: str, truth: Any) -> Score:
     if answer is None or truth is None:
         return 0, 1
     try:
-        if isinstance(truth, float):
-            return int(abs(float(answer) - truth) < 1e-6), 1
         return int(normalise(answer) == normalise(truth)), 1
     except ValueError:
         return int(answer == truth), 1
-
-
-# ---- Countdown
-
-LARGEST_BASE, LARGEST_EXPONENT = 1e6, 1e3  # of a power: `99**80**50` is refused instead of hanging
-
-
-def power(base: float, exponent: float) -> float:
-    if abs(base) > LARGEST_BASE or abs(exponent) > LARGEST_EXPONENT:
-        raise ValueError("power too large")
-    return base**exponent
-
-
-OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    **SIGNS,
-    ast.FloorDiv: operator.floordiv,
-    ast.Pow: power,
-    ast.UAdd: operator.pos,
-}
 
 
 def left_of_equals(text: str) -> str:
@@ -178,19 +137,7 @@ def score_countdown(text: str, question: str, truth: Any) -> Score:
     equation = next(found for found in (boxed_answer(text), tagged_answer(text), text) if found is not None)
     for latex, sign in (("\\div", "/"), ("\\times", "*"), ("\\cdot", "*")):
         equation = equation.replace(latex, sign)
-    equation = left_of_equals(equation)
-    used = re.findall(r"\d+", equation)
-    legal = re.fullmatch(r"[\d+\-*/().\s]+", equation) and all(len(digits) < 20 for digits in used)
-    if not legal or sorted(map(int, used)) != sorted(numbers):
-        return 0, 1
-    try:
-        value = calculate(equation, OPERATORS, operator.pos)
-        return int(abs(value - target) < 1e-5), 1
-    except UNCOUNTABLE:
-        return 0, 1
-
-
-# ---- Sudoku
+    return int(evaluate(left_of_equals(equation), numbers) == target), 1
 
 
 def sudoku_answer(text: str) -> str:

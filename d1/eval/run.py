@@ -24,18 +24,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from d1.eval.accuracy import as_table
+from d1.eval.accuracy import Row, as_table, score_setup
 from d1.eval.files import generation_file, read_setups
 from d1.eval.journal import Journal
-from d1.eval.scores import Row, score_setup
+from d1.models.kinds import check_room
 from d1.ranges import COUNT, NATURAL
 from d1.runs.entry import OneLineParser, quick_imports, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.record import run_record
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.sampling.settings import check_room
-from d1.tasks import SPLITS, TASKS, load_task
-from d1.tasks.protocols import PROTOCOLS, shots_of, under_protocol
+from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
 
 logger = logging.getLogger("eval")
 
@@ -64,9 +62,6 @@ def make_parser(prog: str | None = None) -> OneLineParser:
         seed={"help": "of sampling and of the few-shot draw (default: %(default)s)"},
     )
     sampling.add_argument(
-        "--num_samples", type=COUNT, default=1, help="completions per problem, for pass@k and majority"
-    )
-    sampling.add_argument(
         "--eos_stop", action="store_true", help="leave out the blocks after a completion's end: same answers, less work"
     )
     run = parser.add_argument_group("run")
@@ -78,15 +73,6 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     )
     run.add_argument("--output_dir", default="results/")
     run.add_argument("--suffix", default="", help="added to the model's name in the file names")
-    run.add_argument(
-        "--resume",
-        "--resume_from_checkpoint",
-        nargs="?",
-        const="true",
-        default="true",
-        choices=["true"],
-        help="as in training; an evaluation always continues where it stopped, unless --overwrite",
-    )
     run.add_argument("--overwrite", action="store_true", help="drop what is there of this setup and start again")
     run.add_argument("--dont_save", action="store_true", help="print the accuracy and leave no files")
     return parser
@@ -144,11 +130,7 @@ def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any])
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Runs the evaluation, length by length, on what this process takes from the queue of problems; rank 0 assembles
-    the files and returns their results, the others nothing.
-
-    Raises:
-        ValueError, FileNotFoundError: an argument, a file or a path makes no sense, before the model is loaded.
-    """
+    the files and returns their results, the others nothing."""
     check_output_dir(args.output_dir)
 
     # Only now: these imports take seconds, and `--help` needs none of them.
@@ -160,9 +142,9 @@ def run(args: argparse.Namespace) -> list[Row]:
     as_d1 = load_task(args.dataset)
     task = under_protocol(as_d1, args.prompt_protocol)
     args.few_shot = shots_of(task, args.few_shot)
-    for one in runs_of(args):
-        check_arguments(one)
-    config = config_of(args.model_path, args.checkpoint_path, args.trust_remote_code)
+    check_arguments(args)
+    runs_of(args)  # refuses sampling settings that make no sense
+    config = config_of(args.model_path, args.checkpoint_path)
     runs = runs_of(args, config)
     rank, _ = join_processes()
     tokenizer = load_tokenizer_for(args)
@@ -196,7 +178,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse.Namespace]:
-    """The runs that arguments ask for, one a length, with blocks and steps as files and records name them."""
+    """The runs that arguments ask for, one per length, with blocks and steps as files and records name them."""
     runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in dict.fromkeys(args.gen_length)]
     for run in runs:
         settings = sampling_settings(vars(run), model_config)
@@ -205,27 +187,14 @@ def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuses arguments that contradict each other.
-
-    Raises:
-        ValueError, FileNotFoundError: says which, and what to use instead.
-    """
-    alike = args.num_samples > 1 and not sampling_settings(vars(args)).draws
-    own_prompts = args.prompt_protocol != "d1"
-    without = f"belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
-    same_file = args.few_shot_file and args.few_shot_file == args.data_file
-    for wrong, message in (
-        (alike, "--num_samples needs a --temperature above 0 or random remasking: greedy samples are all alike"),
-        (own_prompts and args.add_reasoning, f"--add_reasoning {without}"),
-        (own_prompts and args.dont_use_box, f"--dont_use_box {without}"),
-        (args.few_shot and args.dont_use_box, "--dont_use_box does not go with --few_shot, which shows boxed answers"),
-        (
-            args.few_shot and same_file,
-            "--few_shot_file and --data_file are the same: show other problems than are asked",
-        ),
-    ):
-        if wrong:
-            raise ValueError(message)
+    """Refuses arguments that contradict each other."""
+    for flag in ("add_reasoning", "dont_use_box"):
+        if getattr(args, flag) and args.prompt_protocol != "d1":
+            raise ValueError(
+                f"--{flag} belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
+            )
+    if args.few_shot and args.dont_use_box:
+        raise ValueError("--dont_use_box does not go with --few_shot, which shows boxed answers")
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
 

@@ -13,19 +13,14 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from d1.eval.accuracy import Row, score_setup, user_tasks
 from d1.eval.files import read_setups
-from d1.eval.scores import Row, score_setup, user_tasks
 from d1.runs.entry import OneLineParser, run_script
 from d1.runs.output_dir import write_atomically
 
-TRAINED_WITH = {  # flags of eval.py: the training settings in run.json they default to
-    "dataset": "dataset",
-    "gen_length": "max_completion_length",
-    "block_length": "block_length",
-    "diffusion_steps": "diffusion_steps",
-    "prompt_protocol": "prompt_protocol",
-}
+TRAINED_WITH = ("dataset", "gen_length", "block_length", "diffusion_steps", "prompt_protocol")  # eval.py's flags
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,62 +34,51 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace, flags: list[str]) -> None:
-    """Runs the selection; `flags` are passed on to eval.py.
-
-    Raises:
-        ValueError, FileNotFoundError: no checkpoints, no task named, or other checkpoints than were chosen from.
-    """
+    """Runs the selection; `flags` are passed on to eval.py."""
     run = Path(args.run_dir)
-    checkpoints = sorted(run.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    if not checkpoints:
+    names = [path.name for path in sorted(run.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))]
+    if not names:
         raise FileNotFoundError(f"no checkpoint-* folder in {run}")
-    fill_from_run(args, run)
-    settings = {name: str(value) for name in TRAINED_WITH if (value := getattr(args, name)) is not None}
+    settings = settings_of(args, run)
     common = [part for name, value in settings.items() for part in (f"--{name}", value)] + flags
     chosen = run / "eval" / "selected.json"
-    names = [checkpoint.name for checkpoint in checkpoints]
     if not chosen.exists():
-        rows = {one.name: evaluate(one, "validation", args.validation_file, common, args) for one in checkpoints}
-        best = max(names, key=lambda name: (rows[name].accuracy or 0.0, -names.index(name)))
-        selection = {"checkpoint": best, "settings": settings}
+        rows = {name: evaluate(run / name, "validation", args.validation_file, common, settings) for name in names}
+        best = max(names, key=lambda name: rows[name].accuracy or 0.0)  # the first of equals
+        selection: dict[str, Any] = {"checkpoint": best, "settings": settings}
         selection["validation"] = {name: asdict(row) for name, row in rows.items()}
         write_atomically(chosen, json.dumps(selection, indent=1))
     selection = json.loads(chosen.read_text())
-    if list(selection["validation"]) != names:
+    if (list(selection["validation"]), selection["settings"]) != (names, settings):
         raise ValueError(
-            f"{chosen} chose from {', '.join(selection['validation'])}, now there are {', '.join(names)}: the test set "
-            f"has been used for that choice. Move {chosen.parent} away to choose anew"
-        )
-    if selection["settings"] != settings:
-        raise ValueError(
-            f"{chosen} chose with {selection['settings']}, not {settings}: move {chosen.parent} away first"
+            f"{chosen} chose from {', '.join(selection['validation'])} with {selection['settings']}, not from "
+            f"{', '.join(names)} with {settings}, and the test set has been used for that choice. Move {chosen.parent} "
+            "away to choose anew"
         )
     best = selection["checkpoint"]
-    row = evaluate(run / best, "test", args.test_file, common, args)
+    row = evaluate(run / best, "test", args.test_file, common, settings)
     write_atomically(chosen, json.dumps(selection | {"test": asdict(row)}, indent=1))
     for name, result in selection["validation"].items():
         sys.stdout.write(f"validation  {name:<20} {result['accuracy']:6.2f}{'  chosen' if name == best else ''}\n")
     sys.stdout.write(f"test        {best:<20} {row.accuracy:6.2f}  [{row.ci_low:.2f}, {row.ci_high:.2f}]  n={row.n}\n")
 
 
-def fill_from_run(args: argparse.Namespace, run: Path) -> None:
-    """Takes settings that were not given from the record of the training run, where there is one."""
+def settings_of(args: argparse.Namespace, run: Path) -> dict[str, str]:
+    """The settings given, and for the others those in the record of the training run, where there is one."""
     record = run / "run.json"
-    settings = json.loads(record.read_text())["settings"] if record.exists() else {}
-    other_length = args.gen_length is not None  # then the steps are eval.py's half of it, not those of training
-    for name, trained in TRAINED_WITH.items():
-        if getattr(args, name) is None and not (other_length and name == "diffusion_steps"):
-            setattr(args, name, settings.get(trained))
-    if args.dataset is None:
+    trained = json.loads(record.read_text())["settings"] if record.exists() else {}
+    if args.gen_length is not None:
+        trained.pop("diffusion_steps", None)  # the steps are eval.py's half of the length, not those of training
+    trained["gen_length"] = trained.get("max_completion_length")
+    both = {name: (getattr(args, name), trained.get(name)) for name in TRAINED_WITH}
+    settings = {name: str(own or found) for name, (own, found) in both.items() if own or found}
+    if "dataset" not in settings:
         raise ValueError(f"name the task with --dataset: {record} does not")
+    return settings
 
 
-def evaluate(checkpoint: Path, split: str, data_file: str | None, common: list[str], args: argparse.Namespace) -> Row:
-    """Runs eval.py on one checkpoint, with one process per GPU, and returns its strict result.
-
-    Raises:
-        ValueError: the evaluation failed, or its result is incomplete.
-    """
+def evaluate(checkpoint: Path, split: str, data_file: str | None, common: list[str], settings: dict[str, str]) -> Row:
+    """Runs eval.py on one checkpoint, with one process per GPU, and returns its strict result."""
     import torch  # takes seconds, which --help does without
 
     output_dir = checkpoint.parent / "eval" / split
@@ -106,7 +90,7 @@ def evaluate(checkpoint: Path, split: str, data_file: str | None, common: list[s
     if subprocess.run(command, check=False).returncode:
         raise ValueError(f"evaluating {checkpoint} failed (see above): {' '.join(command)}")
     setup = next(setup for setup in read_setups(output_dir) if f"_{checkpoint.name}_" in setup.name)
-    row, _ = score_setup(setup, "strict", user_tasks(args.dataset))
+    row, _ = score_setup(setup, "strict", user_tasks(settings["dataset"]))
     if not row.complete:
         raise ValueError(f"{setup.name} is incomplete: {'; '.join(row.errors)}")
     return row

@@ -21,13 +21,11 @@ from d1.models.kinds import native_config
 from d1.models.load import named_dtype
 from d1.models.tokenizer import encode_prompt, load_tokenizer, render_prompt
 from d1.sampling.flags import sampling_settings
-from d1.tasks import TASKS, few_shot_messages
-from d1.tasks.protocols import shots_of
+from d1.tasks import TASKS, few_shot_messages, shots_of
 
 BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # how the tasks' prompts ask for a boxed answer
 PART = 4  # batches per part in 16 bits where rows may end early: more of them waste less of the half-empty last one
-WHOLE_FILE = 16 << 20  # bytes up to which a weights file is hashed whole
-PIECES, PIECE = 256, 1 << 16  # larger files are hashed in pieces spread over the file
+PIECES, PIECE = 256, 1 << 16  # of a weights file: how many, and bytes of each
 
 
 @dataclass(frozen=True)
@@ -37,38 +35,25 @@ class Prompt:
     index: int
     text: str
     ids: list[int]
-    question: str
-    ground_truth: Any
-
-
-# ---- prompts
+    question: str = ""
+    ground_truth: Any = None
+    sample: int = 0  # of several completions for one prompt: which of them
 
 
 def load_tokenizer_for(args: argparse.Namespace) -> Any:
     """The tokenizer of the adapter's folder where it holds one, else the model's."""
     own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
-    return load_tokenizer(
-        args.checkpoint_path if own else args.model_path,
-        plain_chat_template=args.plain_chat_template,
-        trust_remote_code=args.trust_remote_code,
-    )
+    path = args.checkpoint_path if own else args.model_path
+    return load_tokenizer(path, plain_chat_template=args.plain_chat_template)
 
 
-def config_of(model_path: str, checkpoint_path: str, trust_remote_code: bool) -> Any:
-    """The model's config, before its weights are read; None where the model's own code may change it.
-
-    Raises:
-        ValueError, OSError: there is no such model or adapter, or its kind is not supported.
-    """
-    return None if trust_remote_code else native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
+def config_of(model_path: str, checkpoint_path: str) -> Any:
+    """The model's config, before its weights are read."""
+    return native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
 
 
 def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Prompt]:
-    """The problems to evaluate, in the order of their split.
-
-    Raises:
-        ValueError: the split has no problem, or the task's rows or examples cannot be used.
-    """
+    """The problems to evaluate, in the order of their split."""
     rows = task.load_rows(args.split, args.data_file)
     if not len(rows):
         raise ValueError(f"--dataset {args.dataset} has no rows in {args.data_file or f'its {args.split} split'}")
@@ -76,10 +61,7 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
     if args.limit is not None and args.limit < len(rows):
         chosen = sorted(random.Random(0).sample(chosen, args.limit))
     asked = rows.select(chosen)["question"]
-    try:
-        shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
-    except ConnectionError as error:  # its message names the flag for the problems asked
-        raise ConnectionError(str(error).replace("--data_file", "--few_shot_file")) from error
+    shots = few_shot_messages(task, shots_of(task, args.few_shot), args.seed, args.few_shot_file, asked)
     prompts = []
     for index in chosen:
         row = rows[index]
@@ -89,9 +71,6 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         text = render_prompt(tokenizer, messages) + ("<reasoning>" if args.add_reasoning else "")
         prompts.append(Prompt(index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"]))
     return prompts
-
-
-# ---- parts of a run
 
 
 def in_fp32(args: argparse.Namespace) -> bool:
@@ -105,9 +84,6 @@ def part_size(args: argparse.Namespace) -> int:
         return 1
     may_end_early = args.eos_stop or sampling_settings(vars(args)).rule is not None
     return args.batch_size * (PART if may_end_early else 1)
-
-
-# ---- name and identity
 
 
 def task_name(args: argparse.Namespace) -> str:
@@ -128,23 +104,18 @@ def setup_name(args: argparse.Namespace) -> str:
 def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
     """All that determines the completions: a run resumes only if all of it agrees."""
     asked = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
-    names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "num_samples")
+    base, adapters = adapter_chain(args.model_path, args.checkpoint_path or None)
+    names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "eos_stop")
+    sampling = sampling_settings(vars(args))
     identity: dict[str, Any] = {
-        "weights": fingerprints(args.model_path, args.checkpoint_path),
+        "weights": [weights_fingerprint(path) for path in (base, *adapters)],
         "problems": len(prompts),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "seed": args.seed,
         "dtype": str(named_dtype(args.dtype)),
-        **{name: getattr(args, name) for name in names},
+        **{name: getattr(args, name) for name in (*names, "sampler", "prompt_protocol")},
+        "reveal": [sampling.cache, sampling.rule, sampling.level],
     }
-    # What is off is left out, so that runs begun before there was a choice can still be resumed.
-    if args.sampler != "exact":
-        sampling = sampling_settings(vars(args))
-        identity["sampler"] = {"kv_cache": sampling.cache, "reveal": sampling.rule, "reveal_level": sampling.level}
-    if args.eos_stop:
-        identity["eos_stop"] = True
-    if args.prompt_protocol != "d1":
-        identity["prompt_protocol"] = args.prompt_protocol
     if not in_fp32(args):  # what changes the rounding of a logit, and so a token now and then
         identity |= {
             "batch_size": args.batch_size,
@@ -152,21 +123,13 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "libraries": f"torch {torch.__version__}, transformers {transformers.__version__}",
         }
-        if part_size(args) > args.batch_size:
-            identity["rows_in_turn"] = part_size(args)
     return identity
-
-
-def fingerprints(model_path: str, checkpoint_path: str) -> list[str]:
-    """The fingerprints of a model's base weights and of each adapter on them."""
-    base, adapters = adapter_chain(model_path, checkpoint_path or None)
-    return [weights_fingerprint(path) for path in (base, *adapters)]
 
 
 def weights_fingerprint(path: str) -> str:
     """A hash of the weights in a local folder, which tells a retrained model from the one before.
 
-    A hub name stands for itself. Files larger than `WHOLE_FILE` count by size and by pieces spread over them.
+    A hub name stands for itself. Files count by size and by `PIECES` pieces spread over them: whole up to 16 MiB.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -176,8 +139,7 @@ def weights_fingerprint(path: str) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with open(file, "rb") as weights:
-            starts = [0] if size <= WHOLE_FILE else [i * (size - PIECE) // (PIECES - 1) for i in range(PIECES)]
-            for start in starts:
+            for start in dict.fromkeys(i * max(size - PIECE, 0) // (PIECES - 1) for i in range(PIECES)):
                 weights.seek(start)
-                digest.update(weights.read(WHOLE_FILE if size <= WHOLE_FILE else PIECE))
+                digest.update(weights.read(PIECE))
     return digest.hexdigest()[:16]

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 from d1.lazy import lazily
 
 if TYPE_CHECKING:
-    from d1.models.load import attach_hooks as attach_hooks
     from d1.models.load import load_model as load_model
     from d1.models.load import prepare as prepare
     from d1.models.tokenizer import load_tokenizer as load_tokenizer
 
 HOMES = {
-    "attach_hooks": "load",
     "load_model": "load",
     "load_tokenizer": "tokenizer",
     "prepare": "load",

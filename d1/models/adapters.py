@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_we
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from d1.models.formats.names import rename
+from d1.models.formats.released import rename
 from d1.models.kinds import KINDS, kind_of
 
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
@@ -20,27 +19,13 @@ PREFIX = "base_model.model."  # PEFT writes it before the name of each module
 def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
     """What `--lora_target_modules` means in SFT and RL, as PEFT's `target_modules`: endings of module names.
 
-    Args:
-        asked: "attention" (its four projections), "all-linear" (also the feed-forward's), endings of module names, or
-            several of these. A single text with other characters than those of names is a regular expression for whole
-            names of modules; PEFT 0.21 would take it for endings in a mixture, so the names are written out.
-
-    Raises:
-        ValueError: nothing in the model goes by these names.
+    `asked` is "attention" (its four projections), "all-linear" (also the feed-forward's), endings of module names, or
+    several of these; ValueError where nothing in the model goes by these names.
     """
     names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora
-    modules = [module for module, _ in model.named_modules()]
-    if len(names) == 1 and names[0] not in own and re.search(r"[^\w.-]", names[0]):
-        try:
-            targets = [module for module in modules if re.fullmatch(names[0], module)]
-        except re.error as error:
-            raise ValueError(f"LoRA targets {names[0]!r} are no regular expression: {error}") from error
-        found = bool(targets)
-    else:
-        targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
-        found = any(name in own for name in names) or any(f".{m}".endswith(f".{t}") for m in modules for t in targets)
-    if not found:
-        presets = f"{', '.join(own)} stand for those of its kind" if own else "its kind has no names for them"
+    targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
+    if not any(f".{module}".endswith(f".{end}") for module, _ in model.named_modules() for end in targets):
+        presets = f"{', '.join(own)} stand for those of its kind"
         raise ValueError(f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: {presets}")
     return targets
 
@@ -52,16 +37,13 @@ def check_there(path: str) -> None:
 
 
 def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:
-    """The base model under `path`, and the adapters to put on it in order.
-
-    An adapter's folder names what it was trained on, which may again be an adapter (RL on top of SFT).
+    """The base model under `path`, and the adapters to put on it, in order: each names what it was trained on.
 
     Raises:
         ValueError, FileNotFoundError: One of them is not there or does not say what it was trained on.
     """
     check_there(path)
-    above = [adapter] if isinstance(adapter, str | Path) else list(adapter or [])
-    adapters = [str(folder) for folder in above]
+    adapters = [str(folder) for folder in ([adapter] if isinstance(adapter, str | Path) else adapter or [])]
     for folder in adapters:
         check_there(folder)
         if find_adapter_config_file(folder) is None:
@@ -72,16 +54,14 @@ def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) 
         adapters.insert(0, path)
         base = PeftConfig.from_pretrained(path).base_model_name_or_path
         if not base:
-            raise ValueError(
-                f"adapter {path} does not say which model it was trained on: load_model(base, adapter=...)"
-            )
+            raise ValueError(f"adapter {path} names no base model: load_model(base, adapter=...)")
         path = base
         check_there(path)
     return path, adapters
 
 
 def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
-    """Put the LoRA adapter in `folder` on `model`, trainable, whether its names are native or of a released format.
+    """Put the LoRA adapter in `folder` on `model`, trainable; its names are native or those of a released format.
 
     Raises:
         ValueError: A weight of the adapter has no place in the model, or one that the model expects is not in it.
@@ -119,10 +99,7 @@ def native_name(name: str, model_type: str) -> str:
 
 
 def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) -> PreTrainedModel:
-    """Fold the active adapter into the weights; the model then goes by the adapter's folder as its name.
-
-    An adapter trained next therefore records `folder` as its base, and `load_model` finds the whole chain.
-    """
+    """Fold the active adapter into the weights; an adapter trained next records `folder` as its base."""
     merged = model.merge_and_unload(progressbar=progress)
     merged.requires_grad_(True)  # PEFT froze the base's weights
     merged.name_or_path = str(Path(folder).resolve())

@@ -1,8 +1,7 @@
 """Which token sees which, and where each one stands: the only maker of masks and positions.
 
-A token's *place* is its number among the real tokens of its text, from 0. Places are the position ids, so padding
-cannot move a row. An `Attention` says by places which tokens see each other; the masks of padded batches, of packed
-rows and of two streams follow from it.
+A token's *place* is its number among the real tokens of its text, from 0. Places are the position ids. An `Attention`
+says by places which tokens see each other; the masks of padded batches, packed rows and two streams follow from it.
 
 `visible` (rows, keys) is 1 at every token that may be seen, 0 at padding. A mask "over queries" is (rows, 1, queries,
 keys), bool.
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PreTrainedModel
 
-from d1.models.kinds import attention_name, block_size, is_decoder, windowed
+from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.transformers_bridge import attention_kernel
 
 # The texts of a packed row in order: the tokens of each, and how many noised copies of its last ones follow them.
@@ -59,17 +58,13 @@ class Attention:
     Where the config has a `block_size`, texts are finished block by block, and no token may see a later block than its
     own: the exact cache of finished blocks, the two streams of training and the samplers rely on it.
 
-    Attributes:
-        sees: `sees(config, query, key)` of places that broadcast, bool: whether the token at `query` sees the one at
-            `key`. Each sees itself. None: all see all.
-        fields: the fields of the config that `sees` reads; each must be a positive whole number.
-        caches: names of the approximate caches (`d1.sampling`) that are right with it; None: all of them. They store
-            keys in another order than that of the text, so they need an attention that asks for no place.
+    `sees(config, query, key)` of places that broadcast says whether the token at `query` sees the one at `key`; each
+    sees itself. None: all see all.
     """
 
     sees: Callable[[Any, Tensor, Tensor], Tensor] | None = None
-    fields: tuple[str, ...] = ()
-    caches: tuple[str, ...] | None = ()
+    fields: tuple[str, ...] = ()  # of the config, that `sees` reads; each must be a positive whole number
+    caches: tuple[str, ...] | None = ()  # names of the approximate caches that are right with it; None: all of them
 
     def rule(self, config: Any, tokens: Tokens, queries: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The mask as a function of the numbers of row, query and key; flex attention computes with it.
@@ -103,12 +98,10 @@ class Attention:
 
     def mask_for(self, body: PreTrainedModel, tokens: Tokens, queries: int) -> Any:
         """The same as the kernel of this body takes it."""
-        kernel = attention_kernel(body.config)
-        if kernel == "flex_attention":
-            rule, (rows, keys) = self.rule(body.config, tokens, queries), tokens.place.shape
-            device = tokens.place.device
-            return create_block_mask(lambda b, h, q, k: rule(b, q, k), rows, None, queries, keys, device=device)
-        return as_taken(body, self.mask(body.config, tokens, queries))
+        if attention_kernel(body.config) != "flex_attention":
+            return as_taken(body, self.mask(body.config, tokens, queries))
+        rule, (rows, keys), device = self.rule(body.config, tokens, queries), tokens.place.shape, tokens.place.device
+        return create_block_mask(lambda b, h, q, k: rule(b, q, k), rows, None, queries, keys, device=device)
 
 
 def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -142,7 +135,7 @@ def check_attention(config: Any, name: str) -> None:
         value = getattr(config, field, None)
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: {field} must be positive and whole, got {value!r}")
-    if not is_decoder(config) or windowed(config):
+    if is_encoder(config) or windowed(config):
         raise ValueError(f"{name}: {label} attention needs a decoder without windows, not {config.model_type}")
     if kernel not in KERNELS:
         raise ValueError(f"{name}: {label} attention runs under {', '.join(KERNELS)}, not under {kernel}")
@@ -170,13 +163,8 @@ def padding_mask(visible: Tensor) -> Tensor | None:
 
 
 def takes_masks_over_queries(config: Any) -> bool:
-    """Whether Transformers forwards a mask over queries unchanged.
-
-    It asks the device in every forward pass whether a mask (rows, keys) hides anything, and nothing about a mask over
-    queries, which decoders take under sdpa unless some of their layers have a window. Where attention is not full, the
-    body makes that mask itself.
-    """
-    plain = is_decoder(config) and not windowed(config) and attention_of(config).sees is None
+    """Whether Transformers forwards a mask over queries unchanged, and so does not ask the device what it hides."""
+    plain = not is_encoder(config) and not windowed(config) and attention_of(config).sees is None
     return plain and attention_kernel(config) == "sdpa"
 
 
@@ -198,15 +186,14 @@ def as_taken(body: PreTrainedModel, mask: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
 
 
-PREPARED = "d1_prepared"  # the attribute in which `d1.models.prepare` leaves the name of a model's attention
+PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets
 
 
 def require_prepared(model: Any) -> None:
     """Called where sampling, scoring and training begin.
 
     Raises:
-        ValueError: the model was not prepared for this library, or not for the attention its config asks for, with how
-            to prepare it.
+        ValueError: the model was not prepared for this library, with how to prepare it.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(inner, PREPARED, False):
@@ -214,10 +201,4 @@ def require_prepared(model: Any) -> None:
             f"this {type(inner).__name__} was not prepared for masked diffusion: its attention may be causal, and "
             "padding would move its tokens. Load it with d1.models.load_model(path), or call "
             "d1.models.prepare(model) on one that you built"
-        )
-    asked = attention_name(inner.config)
-    if asked != "full" and getattr(inner, PREPARED) != asked:
-        raise ValueError(
-            f"the config of this {type(inner).__name__} asks for {asked} attention, but the model was prepared without "
-            "it: load it with d1.models.load_model(path), without trust_remote_code"
         )

@@ -1,22 +1,20 @@
 """How much GPU memory a stage needs, from a model's config alone, and the largest batch that fits a card.
 
-Weights, gradients and optimizer states are counted. Activations and logits are not put into formulas: one step is run
-on fake tensors, which have shapes but no data, of a model two and three layers deep at batch 1 and 2; the peak of its
-live storages grows evenly in layers and rows. Left out: fragmentation, communication beyond DeepSpeed's buckets, and
-whatever else lives on the card beyond `RESERVED`.
+Weights, gradients and optimizer states are counted. For activations and logits, one step is run on fake tensors, which
+have shapes but no data, of a model two and three layers deep at batch 1 and 2: the peak of its live storages grows
+evenly in layers and rows. Left out: fragmentation, and communication beyond DeepSpeed's buckets.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -63,7 +61,7 @@ class FitSettings:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of storages made and not yet freed under it: `live` now, `peak` at most."""
+    """Counts the bytes of storages made and not yet freed: `live` now, `peak` at most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +86,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 class Grouped(torch.autograd.Function):
-    """What a product of tokens (n, width) with their experts' weights (experts, width, out) keeps and makes."""
+    """What `grouped_mm` of tokens (n, width) and experts (experts, width, out) keeps and makes, on fakes of any dtype;
+    torch 2.13 takes fakes of one."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -99,17 +98,6 @@ class Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
         return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
-
-
-@contextmanager
-def grouped_on_fakes() -> Iterator[None]:
-    """Has `grouped_mm`, on which mixtures of experts run, take fakes of any dtype; torch 2.13 knows those of one."""
-    real = torch.nn.functional.grouped_mm
-    torch.nn.functional.grouped_mm = lambda tokens, weights, **kwargs: Grouped.apply(tokens, weights)
-    try:
-        yield
-    finally:
-        torch.nn.functional.grouped_mm = real
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
@@ -139,31 +127,26 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
     return model.train(training)
 
 
-def fill_with_fakes(model: torch.nn.Module) -> None:
-    """Replace meta tensors, for which attention would take another kernel, by the active mode's CPU fakes."""
-    made: dict[int, torch.nn.Parameter] = {}  # a tied weight stays one
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None:
-                fake = torch.nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
-                module._parameters[name] = made.setdefault(id(old), fake)
-                fake.grad = torch.zeros_like(fake) if old.requires_grad else None
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+def fill_with_fakes(model: Any) -> None:
+    """Replaces meta tensors, for which attention would take another kernel, by the active mode's CPU fakes."""
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner.tie_weights()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
 
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
     """Peak bytes of one fake step beyond weights, gradients and optimizer states.
 
-    An evaluation's is a pass over the whole row: a block-causal model, whose cache keeps every layer's keys and values,
-    needs most where the prompt leaves room for one block. Its training has a second, noised stream: the canvas in RL,
-    the row in SFT.
+    In evaluation a block-causal model's cache is the largest where the prompt leaves room for one block; in training it
+    has a second, noised stream: the canvas in RL, the row in SFT.
     """
     training, size = settings.stage != "eval", block_size(config)
     mixed = training and settings.dtype != "float32"
     model = build(with_layers(config, layers), settings)
-    with FakeTensorMode(), grouped_on_fakes():
+    grouped = patch("torch.nn.functional.grouped_mm", lambda tokens, weights, **_: Grouped.apply(tokens, weights))
+    with FakeTensorMode(), grouped:
         fill_with_fakes(model)
         ids = torch.zeros(rows, settings.length, dtype=torch.long)
         # As a batch with padding has it: attention falls back to kernels that take a mask.
@@ -189,10 +172,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
 
 
 def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[float, float]:
-    """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at 1 and 2 rows.
-
-    RL samples as many rows before it updates; a block-causal model's cache can make sampling the larger part.
-    """
+    """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at 1 and 2 rows."""
     layers = config.num_hidden_layers
     peaks = []
     for rows in (1, 2):
@@ -201,22 +181,8 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
     found = 2 * peaks[0] - peaks[1], (peaks[1] - peaks[0]) * min(settings.views, settings.views_at_once)
     if settings.stage != "rl" or not block_size(config):
         return found
-    rollout = activation_bytes(config, replace(settings, stage="eval", views=1))
+    rollout = activation_bytes(config, replace(settings, stage="eval", views=1))  # whose cache can be the larger part
     return max(found[0], rollout[0]), max(found[1], rollout[1])
-
-
-def count_parameters(config: PreTrainedConfig, settings: FitSettings) -> dict[str, int]:
-    """Parameters that are trained, that are frozen, and of the latter those in linear layers of blocks."""
-    model = build(config, settings)
-    blocks = [m for n, m in model.named_modules() if (".layers." in n or ".layer." in n) and "lora_" not in n]
-    sizes = [p.numel() for p in model.parameters()]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad and settings.stage != "eval")
-    return {
-        "trained": trained,
-        "frozen": sum(sizes) - trained,
-        "linear": sum(m.weight.numel() for m in blocks if isinstance(m, torch.nn.Linear)),
-        "largest": max(sizes),
-    }
 
 
 def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
@@ -232,27 +198,27 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     """Bytes per GPU that stay for the whole run, by part: weights, gradients, optimizer (AdamW), reference, buffers.
 
     Without ZeRO trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in `dtype`
-    and an fp32 copy with the states: stage 1 shares out the states, 2 also the gradients, 3 also the weights. Where an
-    update's views take several passes, autograd sums their gradients in a buffer in `dtype`, which is not shared out.
+    and an fp32 copy with the states: stage 1 shares out the states, 2 also the gradients, 3 also the weights.
     """
-    counts = count_parameters(config, settings)
-    size = settings.weight_dtype.itemsize
+    model, size = build(config, settings), settings.weight_dtype.itemsize
+    sizes = [p.numel() for p in model.parameters()]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad and settings.stage != "eval")
     share = [1 / settings.gpus if settings.zero >= stage else 1.0 for stage in range(4)]
     trained_size = size if settings.zero else 4
-    frozen = counts["frozen"] * float(size)
+    frozen = (sum(sizes) - trained) * float(size)
     if settings.load_in_4bit:
-        frozen += counts["linear"] * (NF4_BYTES - size)
-    states = 8 if trained_size == 4 else 12
-    buffers = min(counts["trained"], BUCKET) * size if settings.zero and counts["trained"] else 0
+        blocks = [m for n, m in model.named_modules() if (".layers." in n or ".layer." in n) and "lora_" not in n]
+        frozen += sum(m.weight.numel() for m in blocks if isinstance(m, torch.nn.Linear)) * (NF4_BYTES - size)
+    buffers = min(trained, BUCKET) * size if settings.zero else 0
     if settings.zero == 3 or settings.load_in_4bit:
-        buffers += counts["largest"] * size  # a gathered or dequantised weight
+        buffers += max(sizes) * size  # a gathered or dequantised weight
     everything = settings.stage == "rl" and settings.lora_r == 0 and settings.beta > 0
-    summed = counts["trained"] * float(size) if settings.views > settings.views_at_once else 0.0
+    summed = trained * float(size) if settings.views > settings.views_at_once else 0.0  # by autograd, over passes
     return {
-        "weights": (frozen + counts["trained"] * trained_size) * share[3],
-        "gradients": counts["trained"] * trained_size * share[2] + summed,
-        "optimizer": counts["trained"] * states * share[1],
-        "reference": counts["trained"] * size * share[3] if everything else 0.0,
+        "weights": (frozen + trained * trained_size) * share[3],
+        "gradients": trained * trained_size * share[2] + summed,
+        "optimizer": trained * (8 if trained_size == 4 else 12) * share[1],
+        "reference": trained * size * share[3] if everything else 0.0,
         "buffers": float(buffers),
     }
 

@@ -1,8 +1,7 @@
 """The head: from hidden states and targets to log-probabilities, with the logits of few positions at a time.
 
-SFT's loss, RL's scores and the memory estimate all go through `target_logps`. A decoder's last layer feeds nothing but
-the head: its keys and values are needed of all positions, its queries, attention output and feed-forward only of those
-whose logits are asked for (`narrow`).
+A decoder's last layer feeds nothing but the head: its keys and values are needed of all positions, its queries,
+attention output and feed-forward only of those whose logits are asked for (`narrow`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import rotate_half
 
 from d1.models.distribution import OWN, Distribution
-from d1.models.kinds import is_decoder, kind_of
+from d1.models.kinds import is_encoder, kind_of
 from d1.transformers_bridge import attention_kernel
 
 CHUNK_ELEMENTS = 2**24  # logits alive at once, positions x vocabulary: 67 MB in fp32
@@ -28,19 +27,16 @@ T = TypeVar("T")
 
 
 def can_narrow(model: Any) -> bool:
-    """Whether the body of `model` takes `state_positions` (rows, n) and gives the states at these alone.
-
-    Kernels other than these two read masks and windows in ways of their own, and checkpointed layers take no cache.
-    """
+    """Whether the body of `model` takes `state_positions` (rows, n) and gives the states at these alone."""
     return (
-        is_decoder(model.config)
+        not is_encoder(model.config)
         and attention_kernel(model.config) in ("sdpa", "eager")
         and not (model.training and model.is_activation_checkpointing)
     )
 
 
 class AllKeys:
-    """What `narrow` gives a layer for its cache: in place of the keys and values of its few queries, those of all."""
+    """In place of a layer's cache: the keys and values of all tokens."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -50,10 +46,7 @@ class AllKeys:
 
 
 def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of a body's last layer: only `state_positions` (rows, n), if given, go through it.
-
-    The layer's own code runs, under whatever wraps it; its keys are rebuilt here from its own modules.
-    """
+    """Forward pre-hook of a body's last layer: only `state_positions` (rows, n), if given, go through it."""
     positions = kwargs.pop("state_positions", None)
     if positions is None:
         return args, kwargs
@@ -193,8 +186,7 @@ def target_logps(
 
 
 def calls_in_step(model: Any, calls: int) -> int:
-    """How often to call a part of the model: under ZeRO-3, where every process must call it equally often, as often as
-    the one that needs it most; otherwise as often as asked, and at least once."""
+    """How often to call a part of the model, at least once: under ZeRO-3, the maximum over processes."""
     sharded = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
     if not (sharded and torch.distributed.is_initialized()):
         return max(1, calls)

@@ -21,8 +21,7 @@ def fed_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
 def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the body: gives position ids and, where attention is not full, the mask over queries.
 
-    A mask over queries is taken as it is, with the position ids that come with it. With `noised=n` the last n of the
-    tokens fed are a noised copy of the n before them, and the mask is that of the clean tokens alone.
+    With `noised=n` the last n tokens are a noised copy of the n before them, and the mask is that of the clean tokens.
     """
     check_attention(body.config, type(body).__name__)
     attention, noised, mask = attention_of(body.config), kwargs.pop("noised", 0), kwargs.get("attention_mask")
@@ -50,10 +49,8 @@ def first_position(config: Any) -> int:
 
 
 def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
-    """The index (rows, keys + noised) of the real token before each one, with a noised copy of the last keys behind.
-
-    Before a block's first noised token stands a clean one, as when blocks are sampled one after the other.
-    """
+    """`real_before` (rows, keys + noised), with a noised copy of the last keys: before a block's first noised token
+    stands a clean one."""
     before, block = real_before(visible, visible), count_positions(visible) // size
     beside = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # where the copy holds it
     return torch.cat([before, torch.where(beside, before + noised, before)[:, -noised:]], dim=1)
@@ -62,8 +59,8 @@ def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
 def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
     """The index of the real token before each of `tokens` (rows, length, ...), for models that predict the next one.
 
-    A row's first real token has none before it and takes its own place, as in Dream's published sampler. With a cache
-    the mask covers it too: the tokens of this pass are its last columns.
+    A row's first real token takes its own place, as in Dream's published sampler. With a cache the tokens of this pass
+    are the last columns of the mask.
     """
     rows, length = tokens.shape[:2]
     index = torch.arange(length, device=tokens.device).expand(rows, length)

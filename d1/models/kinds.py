@@ -8,13 +8,18 @@ of Transformers; one that Transformers does not know is first registered with it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from d1.models.formats.llada import FROM_LLADA, llada_from_llama, llada_weights, llama_fields
-from d1.models.formats.llada2 import FROM_LLADA2, glm4_moe_fields, llada2_weights, split_projections
-from d1.models.formats.llada_moe import qwen3_moe_fields
-from d1.models.formats.released import as_released, join_stacks, one_by_one, same_names
+from d1.models.formats.llada_mixtures import (
+    FROM_LLADA2,
+    glm4_moe_fields,
+    llada2_weights,
+    qwen3_moe_fields,
+    split_projections,
+)
+from d1.models.formats.released import as_released, one_by_one, same_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,51 +34,39 @@ MODERNBERT_LORA = {"attention": ("Wqkv", "attn.Wo"), "all-linear": ("Wqkv", "Wo"
 
 @dataclass(frozen=True)
 class Kind:
-    """What this library has to know about a `model_type`. The defaults are those of a Llama.
+    """What this library has to know about a `model_type`. The defaults are those of a Llama."""
 
-    Attributes:
-        becomes: the `model_type` of the Transformers class that runs it; "" is its own.
-        fields: from the released `config.json` to the fields of that class's config.
-        names: weight names of the checkpoint -> those of the class (`formats.names.key_mapping`).
-        joins: for released weights that have to be split or joined as they are read, Transformers' converters of what
-            its class does not convert already.
-        apart: the way back: name and state dict of a weight of the class -> released names and weights.
-        release: the way back: config of the class -> released `config.json`; None has no format to write.
-        code: the hub repository of the code that an `auto_map` points to.
-        encoder: a masked LM. Others are decoders: causal LMs, which also have a key-value cache.
-        attention: which tokens see which, by its name in `d1.models.attention.ATTENTION`; "full" leaves it to the
-            config (`attention_name`).
-        block_size: tokens per block of a model that finishes text block by block, where the released `config.json`
-            names none.
-        shift: the logits predict the next token, not the one at their own position.
-        mask_token_id: where the released `config.json` names no mask token.
-        head: the modules of the class that turn hidden states into logits, in order.
-        lora: name -> endings of the module names that LoRA goes on, never the head's. In a mixture PEFT 0.21 moves the
-            feed-forward's three names onto the stacks of experts: all experts get LoRA, and the dense layers and shared
-            experts of a Glm4Moe, which go by the same names, get none.
-        positions_after_padding: the table of positions begins after the row of the padding token.
-        tokenizer: the Transformers class to use where the released tokenizer names code of its own, which only wraps
-            that class.
-    """
-
-    becomes: str = ""
-    fields: Callable[[dict[str, Any]], dict[str, Any]] = dict
-    names: Mapping[str, str] | None = None
-    joins: Callable[[], list[Any]] | None = None
+    becomes: str = ""  # the `model_type` of the Transformers class that runs it; "" is its own
+    fields: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from the released config to that of the class
+    names: Mapping[str, str] | None = None  # weight names of the checkpoint -> those of the class (`key_mapping`)
+    joins: Callable[[], list[Any]] | None = None  # Transformers' converters of weights that are split or joined
+    # The way back: name and state dict of a weight of the class -> released names and weights.
     apart: Callable[[str, Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]] = same_names
+    # The way back: config of the class -> released `config.json`; None has no format to write.
     release: Callable[[Any], dict[str, Any]] | None = None
-    code: str = ""
-    encoder: bool = False
-    attention: str = "full"
-    block_size: int | None = None
-    shift: bool = False
-    mask_token_id: int | None = None
-    head: tuple[str, ...] = ("lm_head",)
+    code: str = ""  # the hub repository of the code that an `auto_map` points to
+    encoder: bool = False  # a masked LM; others are decoders: causal LMs, which also have a key-value cache
+    attention: str = "full"  # a name in `d1.models.attention.ATTENTION`; "full" leaves it to the config
+    block_size: int | None = None  # tokens per block, where the released config names none
+    shift: bool = False  # the logits predict the next token, not the one at their own position
+    mask_token_id: int | None = None  # where the released config names none
+    head: tuple[str, ...] = ("lm_head",)  # the modules of the class that turn hidden states into logits, in order
+    # Name -> endings of the module names that LoRA goes on, never the head's. In a mixture PEFT 0.21 moves the
+    # feed-forward's three names onto the stacks of experts, and off dense layers and shared experts.
     lora: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DECODER_LORA)
-    positions_after_padding: bool = False
-    tokenizer: str = "AutoTokenizer"
+    positions_after_padding: bool = False  # the table of positions begins after the row of the padding token
+    tokenizer: str = "AutoTokenizer"  # the Transformers class of a released tokenizer that names code of its own
 
 
+SDAR = Kind(
+    becomes="qwen3",
+    release=as_released,
+    code="JetLM/SDAR-1.7B-Chat",
+    attention="block-causal",
+    block_size=4,
+    mask_token_id=151669,
+    tokenizer="Qwen2Tokenizer",
+)
 KINDS: dict[str, Kind] = {
     "llada": Kind(
         becomes="llama",
@@ -90,26 +83,8 @@ KINDS: dict[str, Kind] = {
         shift=True,
         tokenizer="Qwen2Tokenizer",
     ),
-    "sdar": Kind(
-        becomes="qwen3",
-        release=as_released,
-        code="JetLM/SDAR-1.7B-Chat",
-        attention="block-causal",
-        block_size=4,
-        mask_token_id=151669,
-        tokenizer="Qwen2Tokenizer",
-    ),
-    "sdar_moe": Kind(
-        becomes="qwen3_moe",
-        joins=join_stacks,
-        apart=one_by_one,
-        release=as_released,
-        code="JetLM/SDAR-30B-A3B-Chat",
-        attention="block-causal",
-        block_size=4,
-        mask_token_id=151669,
-        tokenizer="Qwen2Tokenizer",
-    ),
+    "sdar": SDAR,
+    "sdar_moe": replace(SDAR, becomes="qwen3_moe", apart=one_by_one, code="JetLM/SDAR-30B-A3B-Chat"),
     "Fast_dLLM_Qwen": Kind(
         becomes="qwen2",
         fields=lambda raw: {("block_size" if name == "bd_size" else name): value for name, value in raw.items()},
@@ -124,7 +99,6 @@ KINDS: dict[str, Kind] = {
     "lladamoe": Kind(
         becomes="qwen3_moe",
         fields=qwen3_moe_fields,
-        joins=join_stacks,
         apart=one_by_one,
         release=as_released,
         code="inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
@@ -144,26 +118,11 @@ KINDS: dict[str, Kind] = {
         mask_token_id=156895,
         tokenizer="PreTrainedTokenizerFast",
     ),
-    "llama": Kind(),
-    "qwen2": Kind(),
-    "qwen3": Kind(),
-    "qwen3_moe": Kind(),
-    "glm4_moe": Kind(),
-    "gemma": Kind(),
-    "gemma2": Kind(),
-    "gemma3_text": Kind(),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma", "gemma2", "gemma3_text"), Kind()),
     "modernbert": Kind(encoder=True, head=("head", "decoder"), lora=MODERNBERT_LORA),
     "bert": Kind(encoder=True, head=("cls",), lora=BERT_LORA),
     "roberta": Kind(encoder=True, lora=BERT_LORA, positions_after_padding=True),
 }
-REFUSED = {  # model_type -> why this project cannot train or sample it
-    "diffusion_gemma": "it diffuses with uniform noise and has no mask token",
-    "diffusion_gemma_text": "it diffuses with uniform noise and has no mask token",
-    "llada_moe": "LLaDA's mixture-of-experts is published as model_type 'lladamoe', or 'llada'",
-    "gemma3": "it is the image and text model: take a text-only checkpoint (model_type gemma3_text)",
-    "t5": "an encoder-decoder cannot score all positions of one sequence",
-}
-OWN_CODE = Kind(lora={})  # a model that runs code from its checkpoint is taken to be split as a Llama is
 
 # Fields of a released config that speak of its files and code, not of the model.
 ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version")
@@ -172,20 +131,13 @@ ABOUT_KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implement
 
 
 def kind_of(config: Any) -> Kind:
-    """The row of a model that runs on a class of Transformers; `OWN_CODE` for one that runs code of its own."""
-    kind = KINDS.get(config.model_type, OWN_CODE)
-    return OWN_CODE if kind.becomes else kind
+    """The row of a model that is loaded, by the class of Transformers that runs it."""
+    return KINDS[config.model_type]
 
 
 def is_encoder(config: Any) -> bool:
-    """Whether this is the config of a masked LM: no key-value cache, every layer runs whole."""
+    """Whether this is the config of a masked LM, which has no key-value cache; others are causal LMs."""
     return kind_of(config).encoder
-
-
-def is_decoder(config: Any) -> bool:
-    """Whether this is the config of a causal LM of Transformers, whose attention this library turned both ways."""
-    kind = kind_of(config)
-    return kind is not OWN_CODE and not kind.encoder
 
 
 def block_size(config: Any) -> int | None:
@@ -194,10 +146,8 @@ def block_size(config: Any) -> int | None:
 
 
 def attention_name(config: Any) -> str:
-    """The name in `d1.models.attention.ATTENTION` of what a model attends with.
-
-    A config stores it as `attention_pattern`; where it stores none, a `block_size` stands for "block-causal".
-    """
+    """The name in `ATTENTION` of what a model attends with: its config's `attention_pattern`, or else by its kind; a
+    `block_size` stands for "block-causal"."""
     own = kind_of(config).attention
     implied = "block-causal" if own == "full" and getattr(config, "block_size", None) is not None else own
     return getattr(config, "attention_pattern", None) or implied
@@ -222,19 +172,23 @@ def experts(config: Any) -> int:
 def check_kind(model_type: str, name: str) -> None:
     """Raises ValueError for a kind without a row; `name` says which model it is."""
     if model_type not in KINDS:
-        reason = REFUSED.get(model_type, f"known are {', '.join(KINDS)}")
-        raise ValueError(f"{name}: model_type {model_type!r} is not supported: {reason}")
+        raise ValueError(f"{name}: model_type {model_type!r} is not supported: known are {', '.join(KINDS)}")
+
+
+def check_room(config: Any, shown: int, hidden: int, advice: str = "") -> None:
+    """Raises ValueError, which ends in `advice`, where a row of `shown` tokens of text and `hidden` ones to fill in is
+    longer than a model of this config reads."""
+    room = getattr(config, "max_position_embeddings", None)
+    if room is not None and shown + hidden > room:
+        row = f"{shown} tokens of text" + (f" and {hidden} to fill in" if hidden else "")
+        raise ValueError(f"too long: {row} exceed the model's {room} positions{advice}")
 
 
 def attend_both_ways(config: Any, name: str) -> None:
-    """Have the Transformers class of `config` attend in both directions.
+    """Have the Transformers class of `config` attend in both directions; ValueError where every layer has a window.
 
-    Decoders read `is_causal` in every forward pass, for their masks and their kernels (Transformers 5.23,
-    `masking_utils.create_causal_mask` and `utils.generic.merge_with_config_defaults`), so this also holds for a model
-    that is built already. Encoders read `is_decoder` only when they are built.
-
-    Raises:
-        ValueError: every layer attends within a window; `name` says which model it is.
+    Decoders read `is_causal` in every forward pass (Transformers 5.23, `masking_utils.create_causal_mask`), encoders
+    `is_decoder` only when they are built.
     """
     if windowed(config) and "full_attention" not in config.layer_types:
         raise ValueError(f"{name}: every layer attends to a window only, so no position could see the whole text")
@@ -246,11 +200,8 @@ def attend_both_ways(config: Any, name: str) -> None:
 
 
 def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
-    """The Transformers config of the checkpoint at `path` (folder or hub name), attention turned both ways.
-
-    Returns:
-        The config, with the `block_size` of a block-causal model and what `as_released` needs, and the checkpoint's
-        kind, which says how its weights are named.
+    """The Transformers config of the checkpoint at `path` (folder or hub name), attention turned both ways, and the
+    checkpoint's kind, which says how its weights are named.
 
     Raises:
         ValueError: the kind is not supported; the message says why.

@@ -1,8 +1,7 @@
 """Load masked diffusion language models, whose logits score the token AT each position and see the whole text.
 
-All kinds (`d1/models/kinds.py`) run on the classes in Transformers. `prepare` puts hooks (`hooks.py`) on the model
-without its head, where they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL. Windowed layers (Gemma,
-ModernBERT) keep their window, made symmetric; their full layers carry the rest.
+All kinds (`kinds.py`) run on classes of Transformers. `prepare` puts hooks (`hooks.py`) on the model without its head,
+where they work unchanged under PEFT, DDP, FSDP, DeepSpeed and TRL.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from d1.models.attention import PREPARED, attention_of, check_attention, check_r
 from d1.models.head import narrow, take_computations
 from d1.models.hooks import align_positions, align_states, attend, keep_states
 from d1.models.kinds import (
-    OWN_CODE,
     attend_both_ways,
-    attention_name,
     check_kind,
     experts,
     is_encoder,
@@ -62,13 +59,18 @@ def prepare(model: Model) -> Model:
     name, config = type(inner).__name__, inner.config
     check_kind(config.model_type, name)
     kind, body = kind_of(config), inner.base_model
-    if kind is OWN_CODE:
+    if kind.becomes:
         raise ValueError(f"{name} runs code of its own for {config.model_type!r}: load_model(path) has a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
     check_attention(config, name)
     check_rule(config, name)
-    check_two_halves(inner)
+    missing = [module for module in kind.head if not hasattr(inner, module)]
+    if missing or body is inner:
+        raise ValueError(
+            f"{name} does not split into a `base_model`, which gives hidden states, and the head "
+            f"{', '.join(kind.head)}: sampling and scoring need a causal or masked LM with these names"
+        )
     attend_both_ways(config, name)
     body.register_forward_pre_hook(place_packed, with_kwargs=True)
     body.register_forward_pre_hook(attend, with_kwargs=True)
@@ -87,22 +89,8 @@ def prepare(model: Model) -> Model:
     # nn.Embedding gives the padding row no gradient, but in these models padding is often EOS, a token to learn.
     inner.get_input_embeddings().padding_idx = None
     take_computations(inner)
-    setattr(inner, PREPARED, attention_name(config))
+    setattr(inner, PREPARED, True)
     return model
-
-
-attach_hooks = prepare  # its name in version 0.1
-
-
-def check_two_halves(model: Any) -> None:
-    """Raises ValueError for a model that does not split into body and head."""
-    head = kind_of(model.config).head
-    missing = [module for module in head if not hasattr(model, module)]
-    if missing or model.base_model is model:
-        raise ValueError(
-            f"{type(model).__name__} does not split into a `base_model`, which gives hidden states, and the head "
-            f"{', '.join(head)}, on which sampling and scoring rely: it needs a causal or masked LM with these names"
-        )
 
 
 def load_model(
@@ -112,7 +100,6 @@ def load_model(
     *,
     adapter: str | Path | Sequence[str | Path] | None = None,
     attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> PreTrainedModel | PeftModel:
     """Load a model in eval mode: `model(input_ids, attention_mask).logits[b, i]` scores the token AT position i.
@@ -127,8 +114,6 @@ def load_model(
         device: Weights go straight there; None leaves them on the CPU.
         adapter: Adapter folder(s) on top, in order of training: all but the last are merged into the weights.
         attn_implementation: "sdpa", "eager" or "flash_attention_2"; None lets Transformers choose.
-        trust_remote_code: Run the code in the checkpoint for a kind that is not native here. Such a model is returned
-            as its code builds it, with none of the promises above; it must have a `base_model` and an `lm_head`.
         quantization: "nf4" for 4-bit weights (QLoRA, arXiv 2305.14314), which needs bitsandbytes.
 
     Raises:
@@ -150,7 +135,7 @@ def load_model(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=options["dtype"],
         )
-    model = load_base(base, options, trust_remote_code)
+    model = load_base(base, options)
     for folder in adapters[:-1]:
         model = merge_adapter(add_adapter(model, folder), folder)
     return (add_adapter(model, adapters[-1]) if adapters else model).eval()
@@ -168,14 +153,8 @@ def named_dtype(name: str | None) -> torch.dtype:
     return dtype
 
 
-def load_base(path: str, options: dict[str, Any], trust_remote_code: bool) -> Any:
+def load_base(path: str, options: dict[str, Any]) -> Any:
     """The model without adapters; `options` are for `from_pretrained`."""
-    if trust_remote_code and "auto_map" in PreTrainedConfig.get_config_dict(path)[0]:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **options)
-        check_two_halves(model)
-        take_computations(model)
-        setattr(model, PREPARED, True)  # nothing here can check that its code masks as it should
-        return model
     config, kind = native_config(path)
     attention_of(config)  # an unknown name is an error before the weights are read
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -188,12 +167,9 @@ def load_base(path: str, options: dict[str, Any], trust_remote_code: bool) -> An
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
     except RuntimeError as error:
-        if "conversion of the weights" not in str(error):
+        if "conversion of the weights" not in str(error):  # of experts, say: Transformers' report names them
             raise
-        raise ValueError(
-            f"{path}: the weights do not fit the model that config.json describes: some cannot be stacked or split, as "
-            "the experts of a layer cannot if their shapes differ; Transformers' report above names them"
-        ) from error
+        raise ValueError(f"{path}: the weights do not fit the config: some cannot be stacked or split") from error
     check_loaded(path, report)
     if kind.names is not None or stacked:
         forget_renaming(model)
@@ -208,11 +184,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def check_loaded(path: str, report: dict[str, Any]) -> None:
-    """Raises ValueError with every weight that was missing, unexpected or of another shape.
-
-    Heads of BERT's pretraining that a masked LM has no use for are not an error.
-    """
-    spare = ("pooler.", "cls.seq_relationship.", "position_ids")
+    """Raises ValueError with every weight that was missing, unexpected or of another shape."""
+    spare = ("pooler.", "cls.seq_relationship.", "position_ids")  # of BERT's pretraining
     wrong: dict[str, list[Any]] = {
         "missing": sorted(report["missing_keys"]),
         "unexpected": sorted(k for k in report["unexpected_keys"] if not any(s in k for s in spare)),

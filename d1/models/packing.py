@@ -1,9 +1,8 @@
 """Rows of several texts without padding between them, of which each attends to itself alone.
 
 The body of a prepared model takes, with the ids (1, tokens) of such a row, its `segments`: the tokens of each text, and
-how many noised copies of its last ones follow them. Flex and flash attention read from a mask or from cumulative
-lengths where texts end. sdpa and eager would score every token against every other and hide most: here they run on one
-text after the other, so that a packed row costs what its texts cost alone.
+how many noised copies of its last ones follow them. Flex and flash attention read where texts end; sdpa and eager run
+on one text after the other, so that a packed row costs what its texts cost alone.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from d1.models.attention import Segments, Tokens, as_taken, attention_of, require_prepared, within_window
 from d1.models.hooks import before_in_two_streams, fed_tokens, first_position, real_before
-from d1.models.kinds import OWN_CODE, block_size, kind_of, windowed
+from d1.models.kinds import block_size, windowed
 from d1.transformers_bridge import PACKED, attention_kernel, takes_packed_rows
 
 FULL, WINDOW = "full_attention", "sliding_attention"  # as configs name what a layer attends to
@@ -50,14 +49,10 @@ def take_packed_rows(model: Any) -> None:
     """Lets the body of a prepared model (or of an adapter on one) take `segments`; all else stays as it was.
 
     Raises:
-        ValueError: the model's kernel cannot keep texts apart, or the model runs code of its own.
+        ValueError: the model's kernel cannot keep texts apart.
     """
     require_prepared(model)
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    if kind_of(inner.config) is OWN_CODE:
-        raise ValueError(
-            f"this {type(inner).__name__} runs code of its own, which cannot keep the texts of a row apart"
-        )
     kernel = attention_kernel(inner.config)
     if kernel in ("sdpa", "eager"):
         inner.set_attn_implementation(PACKED + kernel)
@@ -67,22 +62,16 @@ def take_packed_rows(model: Any) -> None:
 def check_packed(config: Any, name: str) -> None:
     """Raises ValueError for a config whose attention would ignore where the texts of a row end."""
     kernel = attention_kernel(config) or ""
-    reason = None
-    if kernel in ("sdpa", "eager"):
-        if not takes_packed_rows(config):
-            reason = "need d1.models.packing.take_packed_rows(model) first"
-    elif kernel == "flex_attention" and windowed(config):
-        reason = f"and layers with a window run under sdpa and eager, not {kernel}"
-    elif kernel != "flex_attention" and not kernel.startswith("flash_attention"):
-        reason = f"run under sdpa, eager, flex and flash attention, not {kernel}"
-    if reason is not None:
-        raise ValueError(f"{name}: rows of several texts {reason}")
+    flex = kernel == "flex_attention" and not windowed(config)
+    if not (takes_packed_rows(config) or flex or kernel.startswith("flash_attention")):
+        raise ValueError(
+            f"{name}: rows of several texts run under flash attention, flex attention without windows and, after "
+            f"d1.models.packing.take_packed_rows(model), sdpa and eager: not under {kernel}"
+        )
 
 
 def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the body, before `attend`: makes positions of `segments`, and what the kernel needs to keep
-    texts apart.
-    """
+    """Forward pre-hook of the body, before `attend`: makes positions of `segments`, and what keeps texts apart."""
     segments = kwargs.pop("segments", None)
     if segments is None:
         return args, kwargs
@@ -130,18 +119,12 @@ def one_by_one(name: str) -> Callable[..., tuple[Tensor, Any]]:
     """The kernel `name` for packed rows, as Transformers calls it: (rows, heads, tokens, size) each."""
 
     def attend(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        texts: Texts | None = None,
-        **kwargs: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, texts: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         own_eager = sys.modules[type(module).__module__]  # each model has an eager attention of its own
         kernel: Any = own_eager.eager_attention_forward if name == "eager" else AttentionInterface()[name]
         if texts is None:
-            return kernel(module, query, key, value, attention_mask, **kwargs)
+            return kernel(module, query, key, value, mask, **kwargs)
         own = texts.masks[FULL if kwargs.get("sliding_window") is None else WINDOW]
         keys, values = key.split(texts.keys, dim=2), value.split(texts.keys, dim=2)
         parts = zip(query.split(texts.queries, dim=2), keys, values, own, strict=True)

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from d1.models.adapters import adapter_chain, check_there
-from d1.models.kinds import KINDS, OWN_CODE, Kind, check_kind, released_kind
+from d1.models.kinds import KINDS, Kind, check_kind, released_kind
 from d1.transformers_bridge import has_file
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model")
@@ -24,47 +24,35 @@ PLAIN_CHAT_TEMPLATE = (
 )
 
 
-def load_tokenizer(
-    path: str | Path,
-    *,
-    mask_token: str | None = None,
-    pad_token: str | None = None,
-    eos_token: str | None = None,
-    eot_token: str | None = None,
-    plain_chat_template: bool = False,
-    trust_remote_code: bool = False,
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, padding left, with every special token this project relies on.
 
-    Tokens come from the arguments, else the tokenizer, else the ids in `config.json`; the mask also from the usual
-    names, else from the kind; the end-of-turn token (as `tokenizer.eot_token`) also from the usual names, else it is
-    EOS; padding falls back to EOS, EOS to BERT's [SEP].
-    `save_pretrained` keeps all of it. SFT, RL and eval all use this tokenizer's chat template.
+    Tokens come from the tokenizer, else from the ids in `config.json`; the mask also from the usual names, else from
+    the kind; the end-of-turn token (as `tokenizer.eot_token`) also from the usual names, else it is EOS; padding falls
+    back to EOS, EOS to BERT's [SEP]. `save_pretrained` keeps all of it.
 
     Args:
         path: A checkpoint folder, hub name or adapter folder (its own tokenizer, else that of its base).
-        plain_chat_template: Give a tokenizer without a chat template `PLAIN_CHAT_TEMPLATE`: one line
-            "role: content" a message, then "assistant: ". A template that is there is kept.
+        plain_chat_template: Give a tokenizer without a chat template `PLAIN_CHAT_TEMPLATE`.
 
     Raises:
         ValueError: No mask or EOS token can be found, an id lies outside the model's embedding, or the model or its
-            tokenizer is an unknown kind with code of its own and `trust_remote_code` is False.
+            tokenizer is an unknown kind with code of its own, which is not run.
     """
     folder = tokenizer_folder(str(path))
     try:
         raw = PreTrainedConfig.get_config_dict(folder)[0]
     except OSError:  # a tokenizer on its own
         raw = {}
-    kind = KINDS.get(released_kind(raw), OWN_CODE)
-    if "auto_map" in raw and not trust_remote_code:
+    kind = KINDS.get(released_kind(raw), Kind())
+    if "auto_map" in raw:
         check_kind(released_kind(raw), folder)
-    cls: Any = getattr(transformers, "AutoTokenizer" if trust_remote_code else kind.tokenizer)
+    cls: Any = getattr(transformers, kind.tokenizer)
     options: dict[str, Any] = {"padding_side": "left"}
     if cls is transformers.AutoTokenizer:  # unless told, it asks on the terminal
-        options["trust_remote_code"] = trust_remote_code
+        options["trust_remote_code"] = False
     tokenizer = cls.from_pretrained(folder, **options)
-    chosen = {"mask_token": mask_token, "eos_token": eos_token, "pad_token": pad_token, "eot_token": eot_token}
-    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind, chosen))
+    tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
     if tokenizer.chat_template is None and plain_chat_template:
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
@@ -76,16 +64,12 @@ def tokenizer_folder(path: str) -> str:
     folder = path if has_tokenizer(path) else adapter_chain(path, None)[0]
     if not has_tokenizer(folder):
         unknown = "" if Path(folder).is_dir() else " (it is no folder here, and the hub or its cache has no such model)"
-        raise FileNotFoundError(
-            f"{folder} holds none of {', '.join(VOCABULARIES)}: there is no tokenizer to load{unknown}"
-        )
+        raise FileNotFoundError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)}{unknown}")
     return folder
 
 
-def special_tokens(
-    tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind, chosen: dict[str, Any]
-) -> dict[str, str]:
-    """The `chosen` tokens; where one is None, the tokenizer's, that of the id in config `raw`, or a usual one."""
+def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind) -> dict[str, str]:
+    """The tokenizer's special tokens; where it has none, that of the id in config `raw`, or a usual one."""
     folder, vocab = tokenizer.name_or_path, tokenizer.get_vocab()
     rows = raw.get("embedding_size", raw.get("vocab_size", len(vocab)))
     own = [] if kind.mask_token_id is None else [tokenizer.convert_ids_to_tokens(kind.mask_token_id)]
@@ -93,8 +77,8 @@ def special_tokens(
     if raw.get("mask_token_id") is None:
         usual["mask_token"] = [*MASKS, *own]
     found: dict[str, str] = {}
-    for name, token in chosen.items():
-        token = token or getattr(tokenizer, name, None)
+    for name in ("mask_token", "eos_token", "pad_token", "eot_token"):
+        token = getattr(tokenizer, name, None)
         if token is None and isinstance(raw.get(f"{name}_id"), int):
             token = tokenizer.convert_ids_to_tokens(raw[f"{name}_id"])
         if token is None:
@@ -103,8 +87,8 @@ def special_tokens(
             token = found["eos_token"]
         if token is None:
             raise ValueError(
-                f"{folder}: neither the tokenizer nor config.json names a {name}. Name one "
-                f"(load_tokenizer(..., {name}=...)), or add a mask token with `python -m d1 a2d`"
+                f"{folder}: neither the tokenizer nor config.json names a {name}: name one in "
+                "special_tokens_map.json, or add a mask token with `python -m d1 a2d`"
             )
         if token not in vocab:
             raise ValueError(f"{folder}: {name} {token!r} is not in the tokenizer")
@@ -117,16 +101,13 @@ def special_tokens(
 def check_chat_template(
     tokenizer: PreTrainedTokenizerBase, path: str | Path, flag: str = "--plain_chat_template"
 ) -> None:
-    """Raises ValueError for a tokenizer that cannot write prompts, with the `flag` that gives it a template."""
+    """Raises ValueError for a tokenizer that cannot write prompts."""
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {path} has no chat template: {flag} gives it one")
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
-    """The text of `messages` in the tokenizer's chat template, up to where the answer begins.
-
-    Args:
-        options: further arguments of `apply_chat_template`.
+    """The text of `messages` in the chat template, up to where the answer begins; `options` are its own.
 
     Raises:
         ValueError: The template refuses them, with its reason, which says what the model reads.

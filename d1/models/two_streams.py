@@ -1,8 +1,7 @@
 """All blocks of a block-causal model noised at once: one forward pass over a clean and a noised stream.
 
-A block is sampled behind the clean text of the blocks before it. Alone, each block would need a forward pass of its
-own; here the noised tokens stand behind the whole clean text, and each sees what it would see there (BD3-LM, arXiv
-2503.09573, section 3.2; the mask is `over_blocks` in `attention.py`).
+The noised tokens stand behind the whole clean text, and each sees its own block and the clean text of earlier blocks
+(BD3-LM, arXiv 2503.09573, section 3.2; the mask is `Attention.rule`).
 """
 
 from __future__ import annotations
@@ -17,17 +16,14 @@ from d1.models.head import body_and_head
 
 
 def two_stream_states(model: Any, clean: Tensor, noised: Tensor, visible: Tensor | None) -> Tensor:
-    """States of each noised token beside its block's noised tokens and behind the clean ones of earlier blocks.
+    """States (rows, n, hidden) of each noised token, aligned to the token that each one scores.
 
     Args:
         model: a prepared block-causal model.
         clean: (rows, length) ids.
-        noised: (rows, n) ids of the last n tokens, some of them hidden. Columns of a block that `noised` holds in part
-            give states of no use.
+        noised: (rows, n) ids of the last n tokens, some of them hidden. A block that begins before them gives
+            states of no use.
         visible: (rows, length), 0 at padding; None where there is none.
-
-    Returns:
-        (rows, n, hidden), aligned to the token that each one scores.
     """
     length, count = clean.shape[1], noised.shape[1]
     own = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from d1.models.adapters import adapter_chain
-from d1.models.kinds import block_size, native_config
+from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.rl.config import DiffuGRPOConfig
 from d1.runs.record import OnResume, whole
@@ -22,6 +22,7 @@ ONLY = {  # settings of TRL's that nothing here reads, and their defaults
     "model_init_kwargs": None,
     "cast_lm_head_to_fp32": False,
     "model_revision": "main",
+    "trust_remote_code": False,
     "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_quant_storage": None,
 }
@@ -88,20 +89,14 @@ def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None
 
 
 def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
-    """Refuses what the model's config contradicts, for prompts of up to `prompt` tokens; models with their own code are
-    not checked. Returns the tokens per block of a block-causal model, which become `block_length` where none is set."""
-    if args.trust_remote_code:
-        return None
+    """Refuses what the model's config contradicts, for prompts of up to `prompt` tokens.
+
+    Returns the tokens per block of a block-causal model, which become `block_length` where none is set."""
     config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
     args.sampling_settings(config)
     if args.mask_id is not None and args.mask_id >= config.vocab_size:
         raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has only {config.vocab_size} tokens, from 0 on")
-    room = config.max_position_embeddings
-    if prompt + int(args.max_completion_length or 0) > room:
-        raise ValueError(
-            f"--max_completion_length {args.max_completion_length} and a prompt of {prompt} tokens exceed the model's "
-            f"{room} positions"
-        )
+    check_room(config, prompt, int(args.max_completion_length or 0), ": lower --max_completion_length")
     return block_size(config)
 
 

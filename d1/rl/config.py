@@ -21,13 +21,11 @@ from d1.rl.scored import SCORED
 from d1.runs.settings import setting
 from d1.sampling.blocks import check_sampler
 from d1.sampling.caches import CACHES
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
+from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
-from d1.tasks import TASKS
-from d1.tasks.protocols import PROTOCOLS
+from d1.tasks import PROTOCOLS, TASKS
 
 # Ranges of numbers that are inherited from Transformers and TRL, by range. A number that is always refused has none.
 STEPS = Range(0, 1, open_low=True, open_high=True) | COUNT  # a share of all steps, or a number of them

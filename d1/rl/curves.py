@@ -20,7 +20,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from d1.ranges import COUNT
 from d1.runs.entry import OneLineParser
 from d1.show.curves import panel_svg, panels, running_mean, save_figure
 from d1.show.film import Film
@@ -32,16 +31,15 @@ PANELS = {
     "kl": "KL to the reference",
     "completions/mean_length": "tokens to the first EOS",
 }
+SMOOTH = 5  # points averaged
 SHOWN_FILE = "shown_rollouts.json"  # which `shown_rollouts.py` writes
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="output folders of diffu_grpo_train.py")
-    parser.add_argument("--labels", nargs="+", help="one a run; the folders' names if left out")
     parser.add_argument("--output", help="the PNG to write (default: curves.png, unless a page is)")
     parser.add_argument("--html", type=Path, help="write a page: curves, settings, completions before and after")
-    parser.add_argument("--smooth", type=COUNT, default=5, help="points averaged (training curves only)")
     return parser
 
 
@@ -64,20 +62,21 @@ def series(history: list[dict[str, Any]], name: str, steps_a_rollout: float) -> 
     return [x for x, _ in points], [y for _, y in points]
 
 
-def draw(runs: list[Path], labels: list[str], output: Path, smooth: int) -> None:
+def draw(runs: list[Path], labels: list[str], output: Path) -> None:
+    """Writes a PNG of the panels."""
     figure, axes = panels(2, 2, size=(11, 7))
     for axis, name in zip(axes, PANELS, strict=True):
-        draw_panel(axis, name, runs, labels, smooth)
+        draw_panel(axis, name, runs, labels)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 4))
     save_figure(figure, output)
 
 
-def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], smooth: int, legend: bool = False) -> None:
-    """The curves of one metric, a line a run; of its validation, if there is one, dashed."""
+def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], legend: bool = False) -> None:
+    """The curves of one metric, a line per run, smoothed; of its validation, if there is one, dashed."""
     for run, label in zip(runs, labels, strict=True):
         history, steps_a_rollout = read_run(run)
         x, y = series(history, name, steps_a_rollout)
-        (line,) = axis.plot(x, running_mean(y, smooth), label=label)
+        (line,) = axis.plot(x, running_mean(y, SMOOTH), label=label)
         if name != "kl":
             axis.plot(*series(history, f"eval_{name}", steps_a_rollout), "--", color=line.get_color(), alpha=0.7)
     axis.set(title=PANELS[name], xlabel="rollouts")
@@ -85,9 +84,9 @@ def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], smoot
         axis.legend(fontsize="small")
 
 
-def report_page(runs: list[Path], labels: list[str], smooth: int = 5) -> str:
+def report_page(runs: list[Path], labels: list[str]) -> str:
     """A page on some runs: their curves, settings, and completions of the first and the last rollout."""
-    panel = partial(draw_panel, runs=runs, labels=labels, smooth=smooth, legend=len(runs) > 1)
+    panel = partial(draw_panel, runs=runs, labels=labels, legend=len(runs) > 1)
     figures = [panel_svg(partial(panel, name=name), PANELS[name], f"panel{i}") for i, name in enumerate(PANELS)]
     curves = "".join(f"<figure>{figure}</figure>" for figure in figures)
     about = "".join(map(about_run, runs, labels))
@@ -129,10 +128,8 @@ def scenes_of(run: Path, label: str) -> list[Scene]:
 
 def main(args: argparse.Namespace) -> None:
     runs = [Path(run) for run in args.runs]
-    labels = args.labels or [run.name for run in runs]
-    if len(labels) != len(runs):
-        raise ValueError(f"{len(labels)} labels for {len(runs)} runs")
+    labels = [run.name for run in runs]
     if args.html:
-        args.html.write_text(report_page(runs, labels, args.smooth), encoding="utf-8")
+        args.html.write_text(report_page(runs, labels), encoding="utf-8")
     if args.output or not args.html:
-        draw(runs, labels, Path(args.output or "curves.png"), args.smooth)
+        draw(runs, labels, Path(args.output or "curves.png"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,15 +24,10 @@ from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.shown_rollouts import ShowRollouts
 from d1.rl.state import check_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.runs.console import RunConsole
 from d1.runs.skeleton import Prepared, Stage
-from d1.tasks import load_task
-from d1.tasks.protocols import under_protocol, with_shots
+from d1.tasks import load_task, under_protocol, with_shots
 
 logger = logging.getLogger(__name__)
-
-# Settings that a model card has elsewhere, or that follow from others.
-SHOWN_ELSEWHERE = ("model_path", "dataset", "data_file", "method", "bf16", "steps_per_generation")
 
 
 def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
@@ -52,7 +46,6 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
 
 def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Prepared:
     """The problems and the plan of a run, checked."""
-    changed = changed_settings(args, model_args)
     task = under_protocol(load_task(args.dataset), args.prompt_protocol)
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)
@@ -70,7 +63,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
         if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
             logger.info("Idle, since each rollout has one optimizer step and every ratio is 1: %s", ", ".join(useless))
 
-    def start() -> tuple[DiffuGRPOTrainer, RunConsole]:
+    def start() -> DiffuGRPOTrainer:
         model = start_model(args, model_args)
         trainer = DiffuGRPOTrainer(
             model=model,
@@ -87,10 +80,9 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
             trainer.add_callback(ShowRollouts(trainer))
         if args.max_compute_tokens:
             trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
-        cycle = int(args.steps_per_generation or 1) * args.num_iterations  # micro-steps that share one rollout
-        return trainer, RunConsole(trainer.rollout_seconds, args.gradient_accumulation_steps / cycle)
+        return trainer
 
-    facts = {"plan": numbers, "idle": idle(args), "paper": find_method(args.method).paper, "changed": changed}
+    facts = {"plan": numbers, "idle": idle(args), "paper": find_method(args.method).paper}
     return facts | {"validation_problems": len(eval_rows or [])}, start
 
 
@@ -119,7 +111,6 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
         dtype=model_args.dtype if model_args.dtype != "float32" else None,
         quantization="nf4" if model_args.load_in_4bit else None,
         attn_implementation=model_args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
     )
     if isinstance(model, PeftModel):
         if model_args.load_in_4bit:
@@ -137,14 +128,6 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
     if config is not None and config.target_modules is not None:  # TRL 1.16 makes a pattern of a list of one name
         config.target_modules = set(lora_targets(model, config.target_modules))
     return config
-
-
-def changed_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """The settings of a run that differ from those of its method, for its model card."""
-    every, method = (*fields(args), *fields(model_args)), find_method(args.method)
-    defaults = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in every}
-    settings = {**args.to_dict(), **vars(model_args)}
-    return ON_RESUME.differing(settings, {**defaults, **method.scale, **method.values}, SHOWN_ELSEWHERE)
 
 
 def write_report(folder: Path) -> None:

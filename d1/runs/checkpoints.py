@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from d1.runs.console import write_metrics
-from d1.runs.output_dir import writing
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +29,6 @@ ONLY_TO_RESUME = (
     *("rollout_rank*", "reference.safetensors", "loss_sums.json"),
 )
 
-# What json, safetensors, zipfile and the reader of a file raise where its content is not what was written.
-DAMAGED = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    EOFError,
-    SafetensorError,
-    zipfile.BadZipFile,
-)
-
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")
 
 
@@ -50,7 +37,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; after, it is renamed to its place.
 
     A run killed while saving therefore leaves no half-written `checkpoint-N`, and the old ones are rotated out last.
-    Yields the folder being written. OSError where the disk is full; the message names the checkpoint.
+    Yields the folder being written.
     """
     args, state = trainer.args, trainer.state
     final, limit = Path(args.output_dir), args.save_total_limit
@@ -61,8 +48,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     trainer.accelerator.wait_for_everyone()
     args.output_dir, args.save_total_limit = str(staging), None
     try:
-        with writing(final / name):
-            yield staging / name
+        yield staging / name
     finally:
         args.output_dir, args.save_total_limit = str(final), limit
     best = final / f"checkpoint-{state.best_global_step}"
@@ -74,12 +60,8 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
         shutil.rmtree(final / name, ignore_errors=True)
         os.replace(staging / name, final / name)
         shutil.rmtree(staging)
-        rotate_checkpoints(
-            output_dir=str(final),
-            save_total_limit=limit,
-            best_model_checkpoint=state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        best_one = state.best_model_checkpoint
+        rotate_checkpoints(str(final), save_total_limit=limit, best_model_checkpoint=best_one, use_mtime=True)
     trainer.accelerator.wait_for_everyone()
 
 
@@ -130,7 +112,9 @@ def reading(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise broken(checkpoint, name, "is missing") from error
-    except DAMAGED as error:
+    except OSError:
+        raise
+    except Exception as error:  # json, safetensors, zipfile and whoever reads what they give have their own
         raise broken(checkpoint, name, f"is damaged ({error})") from error
 
 
@@ -144,12 +128,11 @@ def check_weights_file(checkpoint: Path) -> None:
     """Refuses a checkpoint whose model or adapter is missing or damaged (ValueError)."""
     if not any(path for pattern in WEIGHTS for path in checkpoint.glob(pattern)):
         raise broken(checkpoint, WEIGHTS[0], "is missing")
+    shards: set[str] = set()
     for index in checkpoint.glob("*.index.json"):
         with reading(index):
-            shards = {*json.loads(index.read_text())["weight_map"].values()}
-        for shard in sorted(shards):
-            check_content(checkpoint, checkpoint / shard)
-    for file in sorted(checkpoint.rglob("*model*.safetensors")):
+            shards |= {*json.loads(index.read_text())["weight_map"].values()}
+    for file in sorted({*checkpoint.rglob("*model*.safetensors"), *map(checkpoint.joinpath, shards)}):
         check_content(checkpoint, file)
 
 
@@ -234,7 +217,6 @@ def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
     source = checkpoint.with_name(Path(best).name) if best else checkpoint
     check_weights_file(source)
     left_out = shutil.ignore_patterns(*ONLY_TO_RESUME, "README.md")
-    with writing(output_dir):
-        shutil.copytree(source, output_dir, ignore=left_out, dirs_exist_ok=True)
-        shutil.copy(checkpoint / STATE, last)
-        write_metrics(output_dir, state.log_history)
+    shutil.copytree(source, output_dir, ignore=left_out, dirs_exist_ok=True)
+    shutil.copy(checkpoint / STATE, last)
+    write_metrics(output_dir, state.log_history)

@@ -1,4 +1,4 @@
-"""What a training run shows and logs: one progress bar, one short line a log above it, and every metric in a file."""
+"""What a training run shows and logs: one progress bar, one short line per log above it, and every metric in a file."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import json
 import logging
 import math
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from datasets import disable_progress_bars
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from d1.runs.output_dir import write_atomically, writing
+from d1.runs.output_dir import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -36,19 +34,9 @@ SHOWN = (
 )
 
 
-class LinesAboveBar(logging.Handler):
-    """Writes log messages to stderr without breaking a progress bar there."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
-
-
 def log_to_console() -> None:
-    """What scripts say through `logging` reaches stderr, as bare messages.
-
-    Where stderr is a file, the libraries' bars of loading and saving stay out of it.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LinesAboveBar()])
+    """Send the messages of `logging` to stderr; where that is a file, without bars of loading and saving."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not sys.stderr.isatty():
         disable_progress_bars()
         disable_progress_bar()
@@ -61,14 +49,13 @@ def log_without_account(folder: str | Path) -> None:
     os.environ.setdefault("WANDB_DIR", str(folder))
     if "WANDB_MODE" in os.environ:
         return
-    server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     try:
-        socket.create_connection((server.hostname, server.port or 443), timeout=5).close()
         online = wandb.login(prompt=False)
-    except OSError:
+    except wandb.Error:
         online = False
     if not online:
         os.environ["WANDB_MODE"] = "offline"
+        wandb.teardown()  # it read the variable before
 
 
 def summary(logs: Mapping[str, Any]) -> str:
@@ -81,9 +68,8 @@ def summary(logs: Mapping[str, Any]) -> str:
     parts = [
         f"{label} {known[name]:{form}}" for name, label, form in SHOWN if isinstance(known.get(name), (int, float))
     ]
-    for name, share in known.items():
-        if name.endswith("/none_share") and share:
-            parts.append(f"{name.split('/')[-2]} None {share:.0%}")
+    shares = {name.split("/")[-2]: share for name, share in known.items() if name.endswith("/none_share")}
+    parts += [f"{name} None {share:.0%}" for name, share in shares.items() if share]
     return ("evaluation: " if prefix else "") + "  ".join(parts)
 
 
@@ -105,34 +91,23 @@ class RunConsole(TrainerCallback):
     `metrics.jsonl` in the run's folder has one JSON object per log, the same as `log_history` in trainer_state.json. A
     resumed run starts it from its checkpoint's logs, so that no step is there twice.
 
-    Args:
-        rollout_seconds: of each rollout so far; the trainer appends to it.
-        rollouts_a_step: rollouts per optimizer step, on average.
-
     Attributes:
         last_step: the step at which the run will end; another function where something ends it before `max_steps`.
     """
 
-    def __init__(self, rollout_seconds: Sequence[float] = (), rollouts_a_step: float = 0.0) -> None:
-        self.rollout_seconds, self.rollouts_a_step = rollout_seconds, rollouts_a_step
+    def __init__(self) -> None:
         self.last_step: Callable[[TrainerState], int] = lambda state: state.max_steps
         self.bar: tqdm | None = None
-        self.started = self.last_log = time.perf_counter()
-        self.first_step = 0
+        self.last_log = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.started = self.last_log = time.perf_counter()
-        self.first_step = state.global_step
+        self.last_log = time.perf_counter()
         if state.is_world_process_zero:
             write_metrics(args.output_dir, state.log_history)
             self.path = Path(args.output_dir) / METRICS_FILE
             steps = {"total": self.last_step(state), "initial": state.global_step}
             often = 0.1 if sys.stderr.isatty() else 5.0  # seconds; a file keeps every state of the bar
             self.bar = tqdm(**steps, dynamic_ncols=True, disable=args.disable_tqdm, mininterval=often)
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.first_step:  # an evaluation may have come before
-            self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
@@ -144,35 +119,21 @@ class RunConsole(TrainerCallback):
     ) -> None:
         if self.bar is None:
             return
-        with writing(self.path), self.path.open("a") as file:
+        with self.path.open("a") as file:
             file.write(json_line(state.log_history[-1]))
         before, self.last_log = self.last_log, time.perf_counter()
         step = f"step {state.global_step}/{self.last_step(state)}"
-        parts = [step, summary(logs or {}), f"{self.last_log - before:.1f} s"]
-        if state.global_step > self.first_step:
-            parts.append(f"{timedelta(seconds=round(self.seconds_left(state)))} left")
-        tqdm.write("  ".join(filter(None, parts)))
+        tqdm.write("  ".join(filter(None, [step, summary(logs or {}), f"{self.last_log - before:.1f} s"])))
         sys.stdout.flush()
 
-    def seconds_left(self, state: TrainerState) -> float:
-        """Of training, in this run's own tempo. Rollouts count apart, since one may serve many steps."""
-        steps = state.global_step - self.first_step
-        spent = time.perf_counter() - self.started - sum(self.rollout_seconds)
-        rollout = sum(self.rollout_seconds) / max(len(self.rollout_seconds), 1)
-        return (self.last_step(state) - state.global_step) * (spent / steps + self.rollouts_a_step * rollout)
 
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-
-def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | Path | None) -> None:
-    """Trains, from `checkpoint` on if there is one, with `console` in place of what Transformers prints with.
+def train_with_console(trainer: Any, checkpoint: Path | None) -> None:
+    """Trains, from `checkpoint` on if there is one, with a `RunConsole` in place of what Transformers prints with.
 
     A callback that ends the run before `max_steps` says by its own `last_step` where. Where training raises, the bar is
     closed first, so that the message comes after it.
     """
+    console = RunConsole()
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     for callback in trainer.callback_handler.callbacks:
@@ -181,9 +142,10 @@ def train_with_console(trainer: Any, console: RunConsole, checkpoint: str | Path
     shown = is_progress_bar_enabled()
     disable_progress_bar()  # bars that libraries draw while saving would break the run's own
     try:
-        with writing(trainer.args.output_dir):
+        with logging_redirect_tqdm():
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
-        console.close()
+        if console.bar is not None:
+            console.bar.close()
         if shown:
             enable_progress_bar()

@@ -10,30 +10,24 @@ import os
 import re
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from d1.ranges import Range, check_ranges
 
-# (raised by, what it says, why it says nothing to a user). Each to delete with the version that no longer says it.
+# Beginnings of deprecation and other warnings that say nothing to a user. Each to delete with the version that says it.
 WARNINGS = (
-    (
-        "transformers 5.23",
-        "`gradient_checkpointing",
-        "TRL 1.16 sets and calls it by its old names, which are deprecated",
-    ),
-    ("transformers 5.23", "`is_gradient_checkpointing", "TRL 1.16 asks for it by its old name"),
-    ("peft 0.21", "Could not find a config file in", "said after an adapter was merged; no vocabulary grows here"),
+    "`gradient_checkpointing",  # Transformers 5.23: TRL 1.16 uses the old names
+    "`is_gradient_checkpointing",
+    "Could not find a config file in",  # PEFT 0.21, after an adapter was merged: no vocabulary grows here
 )
-
-# (said by, its logger, what it says, why)
-MESSAGES = (
-    ("deepspeed 0.19", "DeepSpeed", "Setting accelerator to CPU", "said at import, whether it is used or not"),
-    ("transformers 5.23", "transformers.trainer_utils", "mtime may not be reliable", "the order is right all the same"),
-)
+MESSAGES = {  # logger -> the same of its messages
+    "DeepSpeed": "Setting accelerator to CPU",  # 0.19, when it is imported, whether it is used or not
+    "transformers.trainer_utils": "mtime may not be reliable",  # 5.23: the order is right all the same
+}
 
 # Seconds that a process other than the first waits before it speaks: where the first failed, a launcher stops it.
 PATIENCE = 3.0
@@ -50,14 +44,14 @@ MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
 
 def silence() -> None:
     """Silences the warnings in the tables, without importing the libraries that raise them."""
-    for _, text, _ in WARNINGS:
+    for text in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
-    for _, logger, text, _ in MESSAGES:
-        logging.getLogger(logger).addFilter(unless(text))
+    for logger, text in MESSAGES.items():
+        logging.getLogger(logger).addFilter(partial(says_more, text))
 
 
-def unless(text: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: not record.getMessage().startswith(text)
+def says_more(text: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(text)
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -90,20 +84,18 @@ class OneLineParser(argparse.ArgumentParser):
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
     """Imports with the garbage collector off, which saves a quarter: imported objects live as long as the process."""
-    collected = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collected:
-            gc.enable()
+        gc.enable()
 
 
 def run_script(name: str, work: Callable[[], object]) -> NoReturn:
     """Runs a script's `work` and exits, with the number it returns or 0.
 
-    One of `MISTAKES` becomes the line "NAME: message" and status 1; with D1_TRACEBACK set in the environment, the whole
-    traceback. Of several processes only the first speaks, or the one that failed alone. Nothing else is caught.
+    One of `MISTAKES` becomes the line "NAME: message" and status 1. Of several processes only the first speaks, or the
+    one that failed alone. Nothing else is caught.
     """
     silence()
     try:
@@ -114,8 +106,6 @@ def run_script(name: str, work: Callable[[], object]) -> NoReturn:
     except MISTAKES as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(PATIENCE)
-        if os.environ.get("D1_TRACEBACK"):
-            traceback.print_exc()
         sys.stderr.write(f"{name}: {one_line(error)}\n")
         leave(1)
     except KeyboardInterrupt:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import platform
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,6 @@ class OnResume:
     fixed: Mapping[str, Callable[[Any], Any]]
     free: Sequence[str]
 
-    def differing(
-        self, settings: Mapping[str, Any], defaults: Mapping[str, Any], leave_out: Collection[str]
-    ) -> dict[str, Any]:
-        """The settings that differ from their defaults and are not free, save those to leave out."""
-        return {
-            name: value
-            for name, value in settings.items()
-            if value != defaults.get(name, value) and not matches(name, [*leave_out, *self.free])
-        }
-
     def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
         """The settings that a resume changes, free ones left out: {name: [before, now]}. ValueError for fixed ones."""
         before, now = past.settings, flat(settings)
@@ -68,11 +58,10 @@ class OnResume:
                 f"{folder} holds another run, of {', '.join(other)}: continue it with its own settings, or choose "
                 "another output_dir"
             )
-        return {name: values for name, values in both.items() if name in self.fixed or not matches(name, self.free)}
+        return {name: values for name, values in both.items() if name in self.fixed or not self.is_free(name)}
 
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
+    def is_free(self, name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in self.free)
 
 
 def whole(value: Any) -> Any:
@@ -80,7 +69,7 @@ def whole(value: Any) -> Any:
 
 
 def cpu_model() -> str:
-    """As the system names it: "AMD EPYC 7763 64-Core Processor"; only the kind where it gives no name."""
+    """The processor's name, such as "AMD EPYC 7763 64-Core Processor"; only its kind where the system gives none."""
     file = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*:\s*(.*\S)", file.read_text() if file.is_file() else "", re.MULTILINE)
     return named[1] if named else platform.processor() or platform.machine()
@@ -90,13 +79,9 @@ def run_record() -> dict[str, Any]:
     """Versions and hardware, to be saved with results."""
     import torch  # only now: `eval.py --help` reads this module
 
-    versions = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
     return {
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: version(name) for name in LIBRARIES if find_spec(name)},
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cpu": {"machine": platform.machine(), "model": cpu_model(), "cores": os.cpu_count()},
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
@@ -127,9 +112,9 @@ def history(checkpoint: Path | None) -> Past:
         return Past(step)
     try:
         record = json.loads(file.read_text())
-        settings, changes = flat(record["settings"]), record.get("changes", [])
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(f"{file} is damaged ({error!r}): delete it to continue without a record") from error
+    settings, changes = flat(record["settings"]), record.get("changes", [])
     for change in reversed(changes):
         if change["step"] >= step:
             settings |= {name: values[0] for name, values in change.items() if name != "step"}

@@ -72,8 +72,7 @@ class LoadExtra(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        folder, self.trainer.resumed_from = self.trainer.resumed_from, None
-        if folder is not None:
+        if folder := self.trainer.resumed_from:
             self.trainer.load_extra(folder)
 
 

@@ -15,47 +15,30 @@ from d1.models.attention import attention_of
 from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.sampling.caches import Cache
 from d1.sampling.canvas import Batch, Canvas
-from d1.sampling.order import REMASKING, best_first
 from d1.sampling.passes import Passes
 from d1.sampling.predict import Generators, predict, uniform
-from d1.sampling.reveal import RULES
+from d1.sampling.reveal import REMASKING, RULES, best_first
 from d1.sampling.settings import SamplingSettings
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward pass did to the n rows that took part in it. Nothing is copied or read back for it.
+    """What one forward pass did to the n rows that took part in it."""
 
-    Attributes:
-        rows: (n,) which rows of the batch.
-        numbers: (n,) how many passes each of them took part in before.
-        positions: (n, k) columns of the canvas: each row's places that were hidden, from left to right; rows that hid
-            fewer than another are padded with places that were not.
-        revealed: (n, k) bool, whether the pass revealed its prediction there.
-        ids, logps, entropies: (n, k) the predictions; log-probs and entropies as in `Rollout`.
-        canvas: (rows, length) ids after this pass: prompt and completion, or the text that `fill_steps` fills. Later
-            passes write to it, and to the next two.
-        passes, forward_tokens: (rows,) so far, as in `Rollout`.
-    """
-
-    rows: Tensor
-    numbers: Tensor
-    positions: Tensor
-    revealed: Tensor
-    ids: Tensor
-    logps: Tensor
-    entropies: Tensor
-    canvas: Tensor
-    passes: Tensor
-    forward_tokens: Tensor
+    rows: Tensor  # (n,) which rows of the batch
+    numbers: Tensor  # (n,) how many passes each of them took part in before
+    positions: Tensor  # (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones
+    revealed: Tensor  # (n, k) bool, whether the pass revealed its prediction there
+    ids: Tensor  # (n, k) the predictions; their log-probs and entropies as in `Rollout`
+    logps: Tensor  # (n, k)
+    entropies: Tensor  # (n, k)
+    canvas: Tensor  # (rows, length) ids after this pass; later passes write to it, and to the next two
+    passes: Tensor  # (rows,) so far, as in `Rollout`
+    forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
 
 
 def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
-    """Raises ValueError for settings that do not go with a kind of model.
-
-    Args:
-        other_blocks: a block-causal model may fill blocks of another length than its own.
-    """
+    """Raises ValueError for settings that do not go with a kind of model."""
     kind, size = config.model_type, block_size(config)
     if settings.cache is not None:
         caches = attention_of(config).caches
@@ -104,23 +87,16 @@ class Sampler:
         left, later = [state.left for state in states], [state.later for state in states]
         rows, filled, kept = batch.upload([live, [state.filled for state in states], later])
         hidden = batch.hidden[rows]
-        # Each row's hidden places, ascending; then, where it has fewer than another row, some that are revealed. After
-        # a block that is shorter than another row's come places of no use, all different: each is written once.
+        # Each row's hidden places, ascending; then, where it has fewer than another row, other places, all different.
         slots = hidden.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
         places = (filled.unsqueeze(1) + slots) % canvas.places.shape[1]
         positions, still = canvas.places[rows.unsqueeze(1), places], hidden.gather(1, slots)
         numbers = canvas.passes[rows]
         generators = [state.generator for state in states if state.generator is not None]
         own: Generators = generators if len(generators) == len(states) else batch.generator
-        found = self.states(canvas, passes, rows, positions)
+        found, options = self.states(canvas, passes, rows, positions), {"noise_dtype": self.noise_dtype}
         ids, logps, entropies, recorded = predict(
-            self.model,
-            found,
-            left,
-            self.settings,
-            mask_token_id=self.mask_token_id,
-            generator=own,
-            noise_dtype=self.noise_dtype,
+            self.model, found, left, self.settings, self.mask_token_id, own, **options
         )
         due = (still.sum(1) - kept).clamp(min=1)
         chosen = self.choose(logps, entropies, still, due, partial(uniform, logps.shape, own, logps, left))
@@ -135,8 +111,7 @@ class Sampler:
         return Step(rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *counts)
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`: with what was given and, under
-        guidance, without it."""
+        """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; with guidance, two branches."""
         branches = [canvas.ids[rows]]
         if self.settings.cfg_scale:
             branches.append(branches[0].masked_fill(canvas.given[rows], self.mask_token_id))
@@ -149,8 +124,7 @@ class Sampler:
     def choose(
         self, logps: Tensor, entropies: Tensor, hidden: Tensor, due: Tensor, draw: Callable[[], Tensor]
     ) -> Tensor:
-        """Which of the predictions (n, k) at `hidden` places are kept: those `due` (n,) by the schedule, or more by the
-        rule; bool. `draw` gives uniform numbers (n, k)."""
+        """(n, k) bool, which predictions are kept: those `due` (n,) by the schedule, or more by the rule."""
         places, scores = best_first(REMASKING[self.settings.remasking].scores(logps, entropies, draw), hidden)
         if self.settings.rule is not None:
             count = RULES[self.settings.rule].count

@@ -16,16 +16,10 @@ from d1.models.kinds import block_size
 
 @dataclass(frozen=True)
 class Cache:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        passes: makes the `Passes`, from a model and the arguments of that class.
-        together: all rows begin their blocks in the same pass. Otherwise `rollout_stream` lets each row begin its next
-            block as soon as it has filled the last one.
-    """
-
-    passes: Callable[..., Any]
-    together: bool = True
+    passes: Callable[..., Any]  # makes the `Passes`, from a model and the arguments of that class
+    together: bool = True  # in `rollout_stream`, all rows begin their blocks in the same pass
 
 
 def of(module: str, name: str, **options: Any) -> Callable[..., Any]:

@@ -21,21 +21,14 @@ def eos_cut(completion_ids: Tensor, eos_token_ids: Sequence[int] | Tensor, inclu
 
 @dataclass
 class Canvas:
-    """The rows of a text that is being filled: (rows, length); `passes` and `forward_tokens` are (rows,).
+    """The rows of a text that is being filled."""
 
-    Attributes:
-        ids: with the mask token where a token is hidden.
-        visible: 1 at real tokens.
-        given: bool, the real tokens that were there to begin with.
-        places: (rows, n) the columns to fill: one block's after the other's, and a block's from left to right.
-    """
-
-    ids: Tensor
-    visible: Tensor
-    given: Tensor
-    places: Tensor
-    passes: Tensor
-    forward_tokens: Tensor
+    ids: Tensor  # (rows, length), with the mask token where a token is hidden
+    visible: Tensor  # (rows, length), 1 at real tokens
+    given: Tensor  # (rows, length) bool, the real tokens that were there to begin with
+    places: Tensor  # (rows, n) the columns to fill: one block's after the other's, and a block's from left to right
+    passes: Tensor  # (rows,)
+    forward_tokens: Tensor  # (rows,)
 
     @classmethod
     def of(cls, ids: Tensor, visible: Tensor, given: Tensor, places: Tensor) -> Canvas:
@@ -62,28 +55,17 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
 
 @dataclass
 class Row:
-    """How far one row is.
+    """How far one row is."""
 
-    Attributes:
-        number: its prompt's place in the stream.
-        prompt: how many columns before the completion are fed: its tokens, or those and the padding.
-        inside: how many of these come after a column where a block of a block-causal model begins.
-        schedule: tokens revealed in each step of each block.
-        generator: its own; None if it draws nothing, or from the generator of the batch.
-        block, step: the current ones, from 0.
-        filled: tokens of the completion before the block.
-        left: tokens that the block still hides.
-    """
-
-    number: int
-    prompt: int
-    inside: int
-    schedule: list[list[int]]
-    generator: Generator | None = None
-    block: int = -1
+    number: int  # its prompt's place in the stream
+    prompt: int  # how many columns before the completion are fed: its tokens, or those and the padding
+    inside: int  # how many of these come after a column where a block of a block-causal model begins
+    schedule: list[list[int]]  # tokens revealed in each step of each block
+    generator: Generator | None = None  # its own; None if it draws nothing, or from the generator of the batch
+    block: int = -1  # the current ones, from 0
     step: int = 0
-    filled: int = 0
-    left: int = 0
+    filled: int = 0  # tokens of the completion before the block
+    left: int = 0  # tokens that the block still hides
 
     @property
     def size(self) -> int:

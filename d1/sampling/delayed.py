@@ -1,10 +1,8 @@
 """Caches whose passes feed the tokens that have changed, and no window around them.
 
-delayed  the first pass of each block feeds all; a later one feeds the tokens that the pass before still hid. What
-         that pass revealed is fed once more, now that it is known, and then cached too (dKV-Cache, arXiv
-         2505.15781, section 3.2)
-lasting  delayed, and kept from block to block: only a row's very first pass feeds all, and the first pass of a
-         later block feeds that block and what the pass before it revealed. Nothing else is ever renewed
+delayed  the first pass of each block feeds all; a later one feeds the tokens that the pass before still hid, so that
+         what it revealed is fed once more and then cached too (dKV-Cache, arXiv 2505.15781, section 3.2)
+lasting  delayed, and kept from block to block: only a row's very first pass feeds all
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from d1.sampling.passes import Passes, Place, join_rows, layers_of, select_rows
 
 
 class DelayedPasses(Passes):
-    """The caches "delayed" and "lasting" (`lasts`). In the latter a row that has filled its block early waits, with its
-    cache, for the next block."""
+    """The caches "delayed" and "lasting" (`lasts`), where a row that is done with its block waits, with its cache."""
 
     past: DynamicCache | None = None
     end: Tensor  # (rows, 1), the column after the row's block
@@ -97,8 +94,7 @@ class DelayedPasses(Passes):
     def feed(
         self, past: DynamicCache, ids: Tensor, visible: Tensor, positions: Tensor, columns: Tensor, fed: Tensor
     ) -> Tensor:
-        """The states at `positions` from a pass over the `columns` (rows, n), where they are `fed`; their keys and
-        values are stored anew."""
+        """The states at `positions` from a pass over the `columns` (rows, n) that are `fed` and stored anew."""
         stored = visible.scatter(1, columns, visible.gather(1, columns) * ~fed)
         number = torch.arange(columns.shape[1], device=ids.device).expand_as(columns)
         queries, keys, options = columns, [stored, fed.long()], {}
@@ -123,8 +119,7 @@ class DelayedPasses(Passes):
 
 
 def write_columns(past: DynamicCache, columns: Tensor, fresh: Tensor, length: int) -> None:
-    """Moves what a pass has put after the first `length` columns of every layer to `columns` (rows, n), where `fresh`,
-    and drops the rest."""
+    """Moves what a pass has put after the first `length` columns to `columns` (rows, n), where `fresh`."""
     at, fresh = columns[:, None, :, None], fresh[:, None, :, None]
     for layer in layers_of(past):
         for name in ("keys", "values"):

@@ -9,8 +9,7 @@ from typing import Any
 
 from d1.ranges import AMOUNT, COUNT, SEED
 from d1.sampling.caches import CACHES
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES
+from d1.sampling.reveal import REMASKING, RULES
 from d1.sampling.settings import BLOCK_LENGTH, SAMPLERS, SamplingSettings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,7 +19,6 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse'
     "dtype": {"choices": DTYPES, "help": "of the weights (default: bfloat16 on a GPU, float32 on a CPU)"},
     "attn_implementation": {"help": "sdpa, eager or flash_attention_2"},
     "plain_chat_template": {"action": "store_true", "help": "for a tokenizer without a chat template"},
-    "trust_remote_code": {"action": "store_true", "help": "run code that comes with the model"},
 }
 LEVELS = ", ".join(f"{name} {rule.level}" for name, rule in RULES.items())
 FLAGS: dict[str, dict[str, Any]] = {  # of sampling; name -> the arguments of `add_argument`
@@ -53,11 +51,7 @@ ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second nam
 def add_flags(
     table: Mapping[str, dict[str, Any]], group: Any, leave_out: Collection[str] = (), **changes: dict[str, Any]
 ) -> None:
-    """Add the flags of a table to a parser or a group.
-
-    Args:
-        changes: by the name of a flag, arguments that replace or join those in the table.
-    """
+    """Add the flags of a table to a parser or a group; `changes` are arguments of one flag in place of the table's."""
     for name in (name for name in table if name not in leave_out):
         names = [name, *(alias for alias, flag in ALIASES.items() if flag == name)]
         group.add_argument(*(f"--{one}" for one in names), **table[name] | changes.get(name, {}))
@@ -70,13 +64,8 @@ add_sampling_flags = partial(add_flags, FLAGS)
 def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:
     """The settings that parsed flags choose; steps and blocks that they leave open are filled in.
 
-    Args:
-        flags: those of `FLAGS`, but for the seed; others are ignored.
-        model_config: of the model that is to sample, whose kind must go with the sampler. None leaves that unchecked,
-            and `block_length` where it is None at d1's.
-
     Raises:
-        ValueError: they make no sense, alone, beside each other or for the kind of model.
+        ValueError: they make no sense, alone, beside each other or, with a `model_config`, for that kind of model.
     """
     steps = max(flags["gen_length"] // 2, 1) if flags["diffusion_steps"] is None else flags["diffusion_steps"]
     settings = SamplingSettings.of(SimpleNamespace(**flags, steps=steps), model_config)

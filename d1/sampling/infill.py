@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Rollout:
-    """Fills the hidden places of texts, each with one token; all other tokens stay, and are seen on both sides.
+    """Fills the hidden places of texts, from left to right, each with one token; all other tokens stay.
 
-    The loop is that of `rollout`, which is the case of a text whose end is hidden. A block-causal model sees its own
-    block of a hidden place and the blocks before it, and no text behind: it says so with a warning.
+    The loop is that of `rollout`. Text is seen on both sides, except by a block-causal model, which sees the block of a
+    hidden place and those before it; a warning says so.
 
     Args:
         model: from `d1.models.load_model`, in eval mode.
@@ -35,9 +35,6 @@ def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None 
         hidden: (rows, length) bool, which tokens to fill in. Rows may hide different numbers of them.
         attention_mask: (rows, length), 1 at real tokens, padding on any side; None has none.
         options: of `fill_steps`.
-
-    Returns:
-        The record of every column: `logps` and `entropies` are 0, and `reveal_steps` -1, where nothing was hidden.
 
     Raises:
         ValueError: the model is not prepared, or an argument makes no sense, before the first forward pass.
@@ -54,21 +51,16 @@ def fill_steps(
     mask_token_id: int,
     block_length: int | None = None,
     steps: int | None = None,
-    order: Tensor | None = None,
     generator: Generators = None,
     noise_dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Iterator[Step]:
     """`fill`, with the same arguments, as one `Step` per forward pass. The canvas is whole when the last is taken.
 
-    Rows are filled in groups, those together that hide as many tokens, in the same blocks.
-
     Args:
         block_length: hidden places filled before the next; None is 32. A block-causal model fills the hidden places of
             one of its own blocks after those of another.
         steps: forward passes per row; a row of fewer hidden tokens takes one per token. None: one per token for all.
-        order: (length,) or (rows, length) numbers: the hidden places with the lowest are the first block, and so on,
-            ties from left to right. None is left to right; `-torch.arange(length)` is right to left.
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         fields: more fields of `SamplingSettings`, but for `gen_length`. In the unconditional branch of guidance all
             text is hidden. Samplers with a cache are refused.
@@ -79,19 +71,20 @@ def fill_steps(
     require_prepared(model)
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
     seen, holes = visible.cpu(), hidden.cpu()  # all that the host asks the device about
-    check_hidden(ids, holes, seen, order)
+    check_hidden(ids, holes, seen)
     size = block_size(model.config)
     states, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
     for sizes, rows in groups_of_rows(seen, holes, size).items():
         lengths = {"block_length": block_length, "steps": steps}
-        settings = fill_settings(model.config, sum(sizes), ordered=order is not None, **lengths, **fields)
+        settings = fill_settings(model.config, sum(sizes), **lengths, **fields)
         check_generator(settings, generator, len(ids), None)
         work.append((rows, Sampler(model, settings, mask_token_id, noise_dtype)))
         for row in rows:
             states[row].schedule = settings.schedule() if size is None else schedule_of(sizes, settings.steps)
     if size is not None:
         warn_of_text_behind(model.config, seen, holes)
-    places = places_of(holes, order, [state.schedule for state in states]).to(ids.device, non_blocking=True)
+    places = holes.logical_not().byte().argsort(dim=1, stable=True)[:, : int(holes.sum(1).max())]
+    places = places.to(ids.device, non_blocking=True)
     canvas = Canvas.of(ids.masked_fill(hidden, mask_token_id), visible, visible.bool() & ~hidden, places)
     batch = Batch.of(states, canvas, generator)
     masked = not bool(seen.all())
@@ -103,16 +96,12 @@ def fill_steps(
     return chain.from_iterable(complete(*group) for group in work)
 
 
-def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor, order: Tensor | None) -> None:
+def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:
     """Raises ValueError for places that cannot be filled."""
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
         raise ValueError(
             f"ids, hidden and attention_mask must be (rows, length) and hidden of bool, got {tuple(ids.shape)}, "
             f"{tuple(hidden.shape)} of {hidden.dtype} and {tuple(visible.shape)}"
-        )
-    if order is not None and order.shape not in (hidden.shape, hidden.shape[1:]):
-        raise ValueError(
-            f"order must be (length,) or (rows, length), here {tuple(hidden.shape)}, got {tuple(order.shape)}"
         )
     if not hidden.any():
         raise ValueError("no place is hidden: there is nothing to fill")
@@ -120,11 +109,10 @@ def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor, order: Tensor | N
         raise ValueError("some hidden places are padding: attention_mask must be 1 where a token is filled in")
 
 
-def fill_settings(config: Any, count: int, *, ordered: bool = False, **fields: Any) -> SamplingSettings:
+def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
     """The settings by which a model of this `config` fills `count` hidden places.
 
     Args:
-        ordered: whether there is an `order`.
         fields: `block_length`, `steps` and the other fields that `fill_steps` takes. None is that function's default.
 
     Raises:
@@ -134,16 +122,16 @@ def fill_settings(config: Any, count: int, *, ordered: bool = False, **fields: A
     given: dict[str, Any] = {"block_length": own or BLOCK_LENGTH, "steps": count}
     given |= {name: value for name, value in fields.items() if value is not None}
     settings = SamplingSettings(gen_length=count, **given | {"steps": min(given["steps"], count)})
-    blocks = f"this {config.model_type} has blocks of {own} tokens"
-    wrong = {
-        f"the sampler {settings.sampler} keeps keys and values beside one block of columns, and hidden places may be "
-        "anywhere: use the sampler exact or parallel": settings.cache is not None,
-        f"{blocks}, whose hidden places are filled together: block_length must be {own} or left out, not "
-        f"{settings.block_length}": own not in (None, settings.block_length),
-        f"{blocks}, each of which sees those to its left: it fills from left to right alone": own and ordered,
-    }
-    for message in (message for message, is_so in wrong.items() if is_so):
-        raise ValueError(message)
+    if settings.cache is not None:
+        raise ValueError(
+            f"the sampler {settings.sampler} keeps keys and values beside one block of columns, and hidden places may "
+            "be anywhere: use the sampler exact or parallel"
+        )
+    if own not in (None, settings.block_length):
+        raise ValueError(
+            f"this {config.model_type} has blocks of {own} tokens, whose hidden places are filled together: "
+            f"block_length must be {own} or left out, not {settings.block_length}"
+        )
     return settings
 
 
@@ -161,23 +149,10 @@ def warn_of_text_behind(config: Any, visible: Tensor, hidden: Tensor) -> None:
 
 
 def groups_of_rows(visible: Tensor, hidden: Tensor, size: int | None) -> dict[tuple[int, ...], list[int]]:
-    """Rows that share a schedule, by how many tokens they hide: of a block-causal model in each of its blocks that
-    has some, of others in all. Rows that hide none are in no group."""
+    """Rows that share a schedule, by how many tokens they hide in each block; those that hide none are left out."""
     block = count_positions(visible) // size if size else torch.zeros_like(visible)
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, (own, places) in enumerate(zip(block, hidden, strict=True)):
         if places.any():
             groups.setdefault(tuple(own[places].unique(return_counts=True)[1].tolist()), []).append(row)
     return groups
-
-
-def places_of(hidden: Tensor, order: Tensor | None, schedules: list[list[list[int]]]) -> Tensor:
-    """`Canvas.places`: each row's hidden columns in rising `order`, cut into the blocks of its schedule."""
-    places = torch.zeros(len(hidden), int(hidden.sum(1).max()), dtype=torch.long)
-    ranks = torch.arange(hidden.shape[1]) if order is None else order.cpu()
-    for row, (ranks_of_row, schedule) in enumerate(zip(ranks.expand(hidden.shape), schedules, strict=True)):
-        columns = hidden[row].nonzero().flatten()
-        columns = columns[ranks_of_row[columns].argsort(stable=True)]
-        blocks = columns.split([sum(reveals) for reveals in schedule])
-        places[row, : len(columns)] = torch.cat([block.sort().values for block in blocks]) if schedule else columns
-    return places

@@ -1,10 +1,9 @@
 """The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
 
 A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled left to right; in each step the model
-predicts every masked token of the current block and keeps some of its predictions. `rollout_steps` is that loop, a step
-at a time; `rollout` runs it to the end and keeps a record. The loop is in `blocks.py`, and each part of a step has its
-file: where the model's states come from (`passes.py`, and `caches.py`, the table of caches), which tokens it predicts
-from them (`predict.py`), which of these it keeps first (`order.py`) and how many (`reveal.py`).
+predicts every masked token of the current block and keeps some of its predictions. The loop is in `blocks.py`, and each
+part of a step has its file: where the model's states come from (`passes.py`, `caches.py`), which tokens it predicts
+from them (`predict.py`), and which and how many of these it keeps (`reveal.py`).
 """
 
 from __future__ import annotations
@@ -27,28 +26,19 @@ from d1.sampling.settings import SamplingSettings
 
 @dataclass(frozen=True)
 class Rollout:
-    """What sampling gives, and what it took. In fp32 a row's values do not depend on its batch; in bf16, products round
-    differently in batches of other shapes, and a row that is sampled in another batch can get other tokens.
+    """What sampling gives, and what it took. In fp32 a row's values do not depend on its batch.
 
-    Attributes:
-        ids: (rows, prompt + gen_length), without a mask token in the completion.
-        logps: (rows, gen_length) fp32, each token's log-probability in the step that revealed it: of the sampler's own
-            logits (cached, guided) at temperature 1, normalised over the whole vocabulary, as scoring does, or of
-            the distribution `SamplingSettings.recorded`. 0 where the EOS stop filled.
-        reveal_steps: (rows, gen_length) long, the step that revealed each token: the number, from 0, of the row's own
-            forward pass. -1 where the EOS stop filled.
-        entropies: (rows, gen_length) fp32, in nats, of these logits at temperature 1. 0 where the EOS stop filled.
-        passes: (rows,) forward passes that the row took part in.
-        forward_tokens: (rows,) tokens processed by the transformer in these, in both branches with guidance, without
-            padding. A block-causal model's cache makes them fewer and leaves all else as it is, up to rounding.
+    Log-probs and entropies are of the sampler's own logits (cached, guided) at temperature 1, over the whole
+    vocabulary, in the step that revealed the token. Where the EOS stop filled they are 0, and the step is -1. With
+    `SamplingSettings.record_as_sampled`, log-probs are of the distribution that was drawn from.
     """
 
-    ids: Tensor
-    logps: Tensor
-    reveal_steps: Tensor
-    entropies: Tensor
-    passes: Tensor
-    forward_tokens: Tensor
+    ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
+    logps: Tensor  # (rows, gen_length) fp32, in nats
+    reveal_steps: Tensor  # (rows, gen_length) long, the number, from 0, of the row's own forward pass
+    entropies: Tensor  # (rows, gen_length) fp32, in nats
+    passes: Tensor  # (rows,) forward passes that the row took part in
+    forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, in both branches, without padding
 
     @classmethod
     def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
@@ -124,20 +114,16 @@ def rollout_steps(
 ) -> Iterator[Step]:
     """`rollout`, as one `Step` per forward pass. The canvas is whole when the last is taken.
 
-    A row that has filled its block under a parallel sampler waits outside the batch for the next. What the EOS stop
-    fills it fills between steps. A block-causal model completes rows whose prompts end at the same place of a block,
-    then the next such rows, since their blocks begin and end together.
+    A block-causal model completes rows whose prompts end at the same place of a block, then the next such rows.
 
     Args:
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
         noise_dtype: of the Gumbel noise, float32 or float64.
         eos_token_ids: EOS stop: a row whose finished blocks hold one of these leaves the batch, its later blocks filled
             with the first of them. Changes no token up to a row's first EOS. Random draws then need one generator per
-            row, or the rows that stay would get other numbers; so they do with a parallel sampler.
-        other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact: a pass
-            feeds those of its own blocks that the filled one has a part of.
-        recompute: have a block-causal model compute everything in each step, to compare its cache with. Others do
-            so anyway under the samplers exact and parallel.
+            row, as they do with a parallel sampler.
+        other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
+        recompute: have a block-causal model compute everything in each step, to compare its cache with.
 
     Raises:
         ValueError: as `rollout`, at the call and not with the first step.

@@ -16,16 +16,12 @@ from d1.models.head import body_and_head
 
 
 class Place(NamedTuple):
-    """Where a row fills its block, in columns of the canvas: from `start` up to `end`.
-
-    `origin` is the first column that is fed; those before it are padding. At `boundary` a block of a block-causal model
-    begins.
-    """
+    """Where a row fills its block, in columns of the canvas: from `start` up to `end`."""
 
     start: int
     end: int
-    origin: int
-    boundary: int
+    origin: int  # the first column that is fed; those before it are padding
+    boundary: int  # where a block of a block-causal model begins
 
 
 class Passes:
@@ -35,7 +31,6 @@ class Passes:
         branches: 2 under guidance, otherwise 1.
         mask_token_id: what stands at hidden places.
         masked: whether a pass needs an attention mask, because some position is invisible or, in a cache, may be.
-            Without a mask, or with one over queries, no pass waits for the device (`takes_masks_over_queries`).
         aligned: all rows fill the same columns.
     """
 
@@ -50,23 +45,15 @@ class Passes:
         self.shift = int(getattr(model.config, "predicts_next_token", False))
 
     def enter(self, places: list[Place], kept: list[int]) -> None:
-        """The next pass is the first of the rows' blocks.
-
-        Args:
-            places: one per row.
-            kept: the first rows' numbers among the rows that entered the last block; the rows after them are new.
-        """
+        """The next pass is the first of the rows' blocks, one place per row. `kept` are the first rows' numbers among
+        those that entered the last block; the rows after them are new."""
 
     def keep(self, rows: Tensor) -> None:
         """Continues with these of the last pass's rows alone, until the next block."""
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Aligned last hidden states (rows, n, hidden) at `positions` (rows, n), which lie in the rows' blocks, and
-        (rows,) how many tokens each row fed to get them; padding does not count.
-
-        Args:
-            ids, visible: (rows, length) of the canvas; `visible` is 1 at real tokens.
-        """
+        (rows,) how many real tokens each row fed; `ids` and `visible` are (rows, length)."""
         return self.feed_all(ids, visible, positions), visible.sum(-1)
 
     def feed_all(self, ids: Tensor, visible: Tensor, positions: Tensor, past: DynamicCache | None = None) -> Tensor:
@@ -79,15 +66,10 @@ class Passes:
     def feed_apart(
         self, old: int, count: int, feed: Callable[[range, Any], tuple[DynamicCache, Tensor, Tensor, Tensor]]
     ) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
-        """One pass for the first `old` of `count` rows, which have a cache, and one for the others, which have none:
-        padding the first to the prompts of the others would cost more.
+        """One pass for the first `old` of `count` rows, which have a cache, and one for the others, which have none.
 
-        Args:
-            feed: gets numbers of rows in a branch, and the index of these rows in all branches. Returns their cache,
-                a tensor (rows, columns) about its columns, and `states`.
-
-        Returns:
-            The same for all rows. Columns are padded on the left.
+        `feed` gets numbers of rows in a branch, and the index of these rows in all branches. It returns their cache, a
+        tensor (rows, columns) about its columns, and `states`; this returns the same for all rows.
         """
         groups = [group for group in (range(old), range(old, count)) if group]
         if len(groups) == 1:

@@ -17,10 +17,8 @@ Generators = Generator | Sequence[Generator] | None
 
 
 def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Uniform numbers in [0, 1) of `like`'s dtype on its device; a list of generators gives each row its own.
-
-    `counts` says for how many of its positions each row draws; the rest hold 0.5.
-    """
+    """Uniform numbers in [0, 1) of `like`'s dtype on its device; with one generator per row, `counts` says for how many
+    of its positions each row draws, and the rest hold 0.5."""
     if generator is None or isinstance(generator, Generator):
         device = like.device if generator is None else generator.device
         return torch.rand(*shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
@@ -40,11 +38,8 @@ def draw_ids(
 ) -> Tensor:
     """argmax(logits + temperature * Gumbel noise): a draw from softmax(logits / temperature); argmax at 0.
 
-    Args:
-        logits: (rows, positions, vocab).
-        counts: with one generator a row, how many of its positions each row draws for; by default all.
-        noise_dtype: float32 or float64. Lower precision truncates the noise's tail and sharpens the distribution
-            (arXiv 2409.02908), so it is refused.
+    `logits` are (rows, positions, vocab), `counts` as in `uniform`. Noise in lower precision than float32 is refused:
+    it loses its tail and sharpens the distribution (arXiv 2409.02908).
     """
     if noise_dtype not in (torch.float32, torch.float64):
         raise ValueError(f"Gumbel noise must be drawn in float32 or float64, got {noise_dtype}")
@@ -58,18 +53,8 @@ def draw_ids(
     return exponential.log_().mul_(-temperature).add_(logits).max(-1).indices
 
 
-def guided(logits: Tensor, branches: int, scale: float) -> Tensor:
-    """fp32 logits whose rows are those of the conditional branch, or of it and then the unconditional one:
-    un + (scale + 1) (cond - un)."""
-    logits = logits.float().unflatten(0, (branches, -1))
-    return logits[0] if branches == 1 else logits[1] + (scale + 1) * (logits[0] - logits[1])
-
-
 def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
-    """Entropies in nats (rows, n) of logits (rows, n, vocab) whose logsumexp is known.
-
-    A few positions at a time: all at once would hold two tensors more of the logits' size.
-    """
+    """Entropies in nats (rows, n) of logits (rows, n, vocab) whose logsumexp is known, a few positions at a time."""
     at_once = max(1, head.CHUNK_ELEMENTS // 16 // logits.shape[-1])
     found = []
     for some, normaliser in zip(
@@ -85,7 +70,6 @@ def predict(
     states: Tensor,
     counts: Sequence[int],
     settings: SamplingSettings,
-    *,
     mask_token_id: int,
     generator: Generators,
     noise_dtype: torch.dtype,
@@ -93,8 +77,8 @@ def predict(
     """A token for each position, its log-probability, the entropy there, and the log-probability to record: (rows, n)
     each. The last is the first under `settings.recorded`.
 
-    The head runs at a bounded number of positions at a time. Chunks hold whole rows, or parts of one row that depend on
-    nothing else, so that a row's random numbers do not depend on its batch.
+    The head runs at a bounded number of positions at a time: whole rows, or parts of one row, so that a row's random
+    numbers do not depend on its batch.
 
     Args:
         states: (branches, rows, n, hidden): the conditional branch and, with guidance, the unconditional one.
@@ -114,7 +98,8 @@ def predict(
         generators = generator[some] if isinstance(generator, Sequence) else generator
         for start in range(0, n, at_once):
             part = some, slice(start, start + at_once)
-            logits = guided(run_head(states[:, *part].flatten(0, 1)), len(states), settings.cfg_scale)
+            logits = run_head(states[:, *part].flatten(0, 1)).float().unflatten(0, (len(states), -1))
+            logits = logits[0] if len(states) == 1 else logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
             if settings.temperature == 0 and not plain:
                 ids[part], logps[part], entropies[part] = head.most_likely(logits, mask_token_id)
                 recorded[part] = logps[part]

@@ -1,11 +1,12 @@
-"""How many tokens a step reveals: as scheduled, or by the confidence of each row, the rules of parallel decoding.
+"""Which of a step's predictions are kept first, called remasking, and how many: as scheduled, or by a rule.
 
-A new rule is a function here, or anywhere, and a line in the table: `RULES["mine"] = Rule(f, level)`. Needs no torch to
-be imported.
+A new order or rule is a function here, or anywhere, and a line in its table: `REMASKING["mine"] = Order(f)`,
+`RULES["mine"] = Rule(f, level)`. Needs no torch to be imported.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,12 +26,8 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
     """Tokens revealed in each step of each block: one list a block, summing to the block's length.
 
     Raises:
-        ValueError: a length is not positive, there are fewer steps than blocks, or more steps than tokens.
+        ValueError: there are fewer steps than blocks, or more steps than tokens.
     """
-    if min(gen_length, block_length, steps) < 1:
-        raise ValueError(
-            f"gen_length, block_length and steps must be positive, got {gen_length}, {block_length} and {steps}"
-        )
     num_blocks = -(-gen_length // block_length)
     if not num_blocks <= steps <= gen_length:
         raise ValueError(
@@ -82,17 +79,13 @@ def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
 class Rule:
     """A row of the table.
 
-    Attributes:
-        count: gets (rows, n) log-probabilities, the most confident first, the entropies at the same places, and the
-            level. Returns (rows,) how many tokens to reveal.
-        level: the level if none is given.
-        plain_entropies: gets entropies from whole rows of logits, not from a faster way that rounds differently. This
-            only preserves old results; a new rule needs no such entropies.
+    `count` gets (rows, n) log-probabilities, the most confident first, the entropies at the same places, and the level;
+    it returns (rows,) how many tokens to reveal.
     """
 
     count: Callable[[Tensor, Tensor, float], Tensor]
-    level: float
-    plain_entropies: bool = False
+    level: float  # if none is given
+    plain_entropies: bool = False  # computed in a slower way; only preserves old results
 
 
 RULES: dict[str, Rule] = {
@@ -100,3 +93,45 @@ RULES: dict[str, Rule] = {
     "factor": Rule(factor, 1.0),
     "entropy": Rule(entropy_bound, 0.1, plain_entropies=True),
 }
+
+
+def low_confidence(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
+    """The most likely first; the least likely stay hidden (LLaDA, arXiv 2502.09992, section 2.4)."""
+    return logps
+
+
+def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
+    """All places with equal chance (LLaDA, arXiv 2502.09992, section 2.4)."""
+    return uniform()
+
+
+def low_entropy(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
+    """The predictions of the lowest entropy first (Dream, DiffuCoder, arXiv 2506.20639)."""
+    return -entropies
+
+
+@dataclass(frozen=True)
+class Order:
+    """A row of the table.
+
+    `scores` gets the log-probabilities and the entropies (rows, n) of the predictions, from left to right, and a
+    function that draws uniform numbers (rows, n); it returns scores (rows, n), of which the highest are kept.
+    """
+
+    scores: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor]
+    draws: bool = False  # calls that function
+    by_confidence: bool = False  # the scores are the log-probabilities themselves, which reveal rules need
+
+
+REMASKING: dict[str, Order] = {
+    "low_confidence": Order(low_confidence, by_confidence=True),
+    "random": Order(at_random, draws=True),
+    "entropy": Order(low_entropy),
+}
+
+
+def best_first(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The places (rows, n) in falling order of `scores`, those not `hidden` last, and the scores so ordered."""
+    scores = scores.masked_fill(~hidden, -math.inf)
+    places = scores.argsort(dim=-1, descending=True, stable=True)  # ties, as of saturated confidences, to the left
+    return places, scores.gather(1, places)

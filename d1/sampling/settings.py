@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import block_size
 from d1.sampling.caches import CACHES
-from d1.sampling.order import REMASKING
-from d1.sampling.reveal import RULES, aligned_schedule, reveal_schedule
+from d1.sampling.reveal import REMASKING, RULES, aligned_schedule, reveal_schedule
 
 BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
@@ -22,41 +20,26 @@ SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
 class SamplingSettings:
     """How completions are sampled.
 
-    Attributes:
-        gen_length: tokens to generate. Blocks and steps that do not divide it are spread evenly, none dropped. In a
-            block-causal model blocks end where the model's do, so the first and the last may be shorter.
-        block_length: the longest a block may be; `gen_length` gives pure diffusion.
-        steps: forward passes a row (over twice as many sequences with guidance). A parallel sampler takes fewer where
-            its rule reveals more than the schedule, and never more: a row that falls behind reveals what is due.
-        temperature: of the Gumbel noise; 0 is greedy.
-        cfg_scale: classifier-free guidance; 0 turns it off.
-        remasking: which predictions a step keeps, a name in `REMASKING`.
-        sampler: a name in `SAMPLERS`. "exact" is the published algorithm; "cached" reads keys and values from a cache,
-            "parallel" reveals as many tokens as a rule allows. Both trade accuracy for speed. A block-causal model's
-            own cache, which costs no accuracy, is in use whatever the sampler.
-        kv_cache: for a cached sampler, a name in `CACHES`; None is "dual".
-        reveal: for a parallel sampler, a name in `RULES`; None is "threshold".
-        reveal_level: the level of that rule; None is the rule's own.
-        top_k, top_p: what is drawn from (`d1.models.distribution`).
-        record_as_sampled: a rollout records log-probabilities of what was drawn from, not of the model itself.
-
     Raises:
         ValueError: a setting that makes no sense, alone or beside the others, or one that would be ignored.
     """
 
-    gen_length: int
-    block_length: int
-    steps: int
-    temperature: float = 0.0
-    cfg_scale: float = 0.0
-    remasking: str = "low_confidence"
+    gen_length: int  # tokens to generate; blocks and steps that do not divide it are spread evenly, none dropped
+    block_length: int  # the longest a block may be; `gen_length` gives pure diffusion
+    steps: int  # forward passes per row, with guidance over twice as many sequences; a parallel sampler takes fewer
+    temperature: float = 0.0  # of the Gumbel noise; 0 is greedy
+    cfg_scale: float = 0.0  # classifier-free guidance; 0 turns it off
+    remasking: str = "low_confidence"  # which predictions a step keeps, a name in `REMASKING`
+    # "exact" is the published algorithm; "cached" reads keys and values from a cache, "parallel" reveals as many tokens
+    # as a rule allows: both trade accuracy for speed. A block-causal model's own cache, which costs no accuracy, is in
+    # use whatever the sampler.
     sampler: str = "exact"
-    kv_cache: str | None = None
-    reveal: str | None = None
-    reveal_level: float | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    record_as_sampled: bool = False
+    kv_cache: str | None = None  # for a cached sampler, a name in `CACHES`; None is "dual"
+    reveal: str | None = None  # for a parallel sampler, a name in `RULES`; None is "threshold"
+    reveal_level: float | None = None  # the level of that rule; None is the rule's own
+    top_k: int = 0  # draw among so many most likely tokens; 0: all
+    top_p: float = 1.0  # draw among the most likely tokens that have this probability together
+    record_as_sampled: bool = False  # record log-probabilities of what is drawn from, not of the model itself
 
     def __post_init__(self) -> None:
         for name in ("gen_length", "block_length", "steps"):
@@ -67,12 +50,11 @@ class SamplingSettings:
             value = 0 if name == "reveal_level" and self.reveal_level is None else getattr(self, name)
             if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
-        tables: dict[str, Collection[str]] = {"remasking": REMASKING, "sampler": SAMPLERS}
-        optional: dict[str, Collection[str]] = {"kv_cache": CACHES, "reveal": RULES}
-        for name, known in (tables | optional).items():
-            value = getattr(self, name)
-            if value not in known and not (value is None and name in optional):
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        tables = {"remasking": REMASKING, "sampler": SAMPLERS, "kv_cache": (None, *CACHES), "reveal": (None, *RULES)}
+        for name, known in tables.items():
+            if getattr(self, name) not in known:
+                choices = ", ".join(filter(None, known))
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         orders = " or ".join(name for name, order in REMASKING.items() if order.by_confidence)
         ignored = f"would be ignored by the sampler {self.sampler}: choose a"
         of_rules = self.reveal is not None or self.reveal_level is not None
@@ -92,8 +74,8 @@ class SamplingSettings:
                 self.rule is not None and not REMASKING[self.remasking].by_confidence
             ),
         }
-        for message in (message for message, is_so in wrong.items() if is_so):
-            raise ValueError(message)
+        if any(wrong.values()):
+            raise ValueError(next(message for message, is_so in wrong.items() if is_so))
         self.schedule()
 
     def _is(self, part: str) -> bool:
@@ -101,13 +83,8 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
-        """The settings that `source` holds as attributes, such as parsed flags or a config.
-
-        Args:
-            model_config: of the model that is to sample; its blocks stand in for a `block_length` of None. Without
-                blocks, or a model, that is 32.
-            called: what `source` calls a field, where its name there is another: `steps="diffusion_steps"`.
-        """
+        """The settings that `source` holds as attributes, where a field may be `called` otherwise; for a `block_length`
+        of None, the blocks of the model with this config, or 32."""
         names = {field.name: called.get(field.name, field.name) for field in fields(cls)}
         values = {own: getattr(source, name) for own, name in names.items() if hasattr(source, name)}
         if values["block_length"] is None:
@@ -147,20 +124,7 @@ class SamplingSettings:
         return self.temperature > 0 or REMASKING[self.remasking].draws
 
     def schedule(self, filled: int | None = None) -> list[list[int]]:
-        """Tokens revealed in each step of each block, where no rule reveals more: one list a block.
-
-        Args:
-            filled: of a block-causal model, how many tokens the prompt has of the block that it ends in.
-        """
+        """Tokens revealed in each step of each block, where no rule reveals more: one list per block. In a block-causal
+        model, the prompt has `filled` tokens of the block that it ends in."""
         lengths = self.gen_length, self.block_length, self.steps
         return reveal_schedule(*lengths) if filled is None else aligned_schedule(*lengths, filled)
-
-
-def check_room(model_config: Any, shown: int, hidden: int, advice: str = "") -> None:
-    """Raises ValueError, which ends in `advice`, where so many tokens, shown and to fill in, are longer than a model
-    of this config reads."""
-    room = getattr(model_config, "max_position_embeddings", None)
-    if room is not None and shown + hidden > room:
-        raise ValueError(
-            f"too long: {shown} tokens of text and {hidden} to fill in exceed the model's {room} positions{advice}"
-        )

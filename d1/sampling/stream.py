@@ -1,7 +1,6 @@
 """Sampling from a stream of prompts: a row that is finished makes room for the next prompt, and the batch stays full.
 
-The rows of the batch work on different blocks of their canvases, and each one gets what `rollout` gives it. Steps and
-caches are those of `rollout`; only which rows take part, and at which places, is decided here.
+Steps and caches are those of `rollout`; only which rows take part, and at which places, is decided here.
 """
 
 from __future__ import annotations
@@ -40,23 +39,20 @@ def rollout_stream(
 
     A row leaves when its last block is filled or, with the EOS stop, the block that holds its first end; then the next
     prompt is taken from `prompts`, and no sooner, so that several processes may take from one queue. Without a cache a
-    row begins its next block as soon as its block is full. A cache is filled at the start of a block, so there the
-    rows begin their blocks together, and one that is full early waits outside the batch, as it does in `rollout`.
+    row begins its next block as soon as its block is full; with one, the rows begin their blocks together.
 
     Rows are those of `rollout` with one generator per row: in fp32 they depend neither on the batch nor on the order of
-    the prompts. In 16 bits rounding differs in batches of other shapes, and a token now and then.
+    the prompts.
 
     Args:
-        prompts: (ids, generator) each; the generator may be None where nothing is drawn. They are taken in their order,
-            and the batch is as wide as its longest prompt: prompts sorted by length, the longest first, need the least
-            padding, and one that does not fit fails at once.
-        batch_size: rows at a time. A forward pass holds as much as one of `rollout` with so many rows, with guidance
-            twice as many; a block-causal model's cache holds the finished blocks of these rows.
+        prompts: (ids, generator) each; the generator may be None where nothing is drawn. The batch is as wide as its
+            longest prompt: prompts sorted by length, the longest first, need the least padding.
+        batch_size: rows at a time.
         eos_token_ids: the EOS stop, as in `rollout`.
 
     Yields:
         (numbers, rollout): the rows that ended in one step, by their prompts' place in the stream, and what `rollout`
-        gives for them. The longest prompt among them, and the batch, decide the padding on the left, of mask tokens.
+        gives for them, padded on the left with mask tokens.
 
     Raises:
         ValueError: the model is not prepared or an argument makes no sense, at the call; or a prompt comes without a

@@ -1,16 +1,12 @@
 """Caches whose passes feed a window of the canvas and read the keys and values of other columns.
 
 Where attention is full, the cache is Fast-dLLM's (arXiv 2505.22618, section 3.2), an approximation. The first pass of
-each block feeds the whole canvas and keeps every layer's keys and values; the block's later passes feed a window and
-read the rest as it was then.
+each block feeds the whole canvas; later passes feed a window and read the rest as it was then.
     prefix   the window is the block and all columns after it
     dual     the window is the block alone
 
 Where attention is block-causal, the cache is exact: nothing before a block sees it (BD3-LM, arXiv 2503.09573, section
-3.1).
-
-Keys carry their rotary position, and the mask says which are seen, so a window's keys may follow the cached ones in any
-order.
+3.1). Keys carry their rotary position, so a window's keys may follow the cached ones in any order.
 """
 
 from __future__ import annotations
@@ -29,21 +25,13 @@ from d1.sampling.passes import Passes, Place, layers_of, same_layers, select_row
 
 @dataclass
 class Window:
-    """What passes feed, and what they read: (rows, ...) each.
-
-    Attributes:
-        past: keys and values.
-        stored: (rows, cached) 1 where a query sees them.
-        columns: (rows, n) of the canvas, consecutive; they may lie outside it where nothing is fed.
-        fed: (rows, n) 1 at the columns that the row feeds.
-        positions: (rows, n) position ids.
-    """
+    """What passes feed, and what they read."""
 
     past: DynamicCache
-    stored: Tensor
-    columns: Tensor
-    fed: Tensor
-    positions: Tensor
+    stored: Tensor  # (rows, cached) 1 where a query sees the keys and values of `past`
+    columns: Tensor  # (rows, n) of the canvas, consecutive; they may lie outside it where nothing is fed
+    fed: Tensor  # (rows, n) 1 at the columns that the row feeds
+    positions: Tensor  # (rows, n) position ids
 
     @classmethod
     def of(cls, past: DynamicCache, stored: Tensor, visible: Tensor, first: Tensor, end: Tensor, width: int) -> Window:
@@ -95,10 +83,7 @@ class WindowPasses(Passes):
 
 
 class Windows(WindowPasses):
-    """The caches "prefix" (`to_end`) and "dual".
-
-    The keys of a window's columns leave the cache where all rows have the same window; otherwise a mask hides them.
-    """
+    """The caches "prefix" (`to_end`) and "dual"."""
 
     def __init__(self, model: Any, *, to_end: bool, **options: Any) -> None:
         super().__init__(model, **options)
@@ -133,9 +118,7 @@ class FinishedBlocks(WindowPasses):
     """The exact cache of a block-causal model's finished blocks.
 
     A pass feeds the model's blocks that the filled block touches. The first of these passes also feeds what is not
-    stored yet: the block before, which is complete only now, or the prompt of a new row. So a block of the model's size
-    costs at most (steps + 1) times its tokens, and no pass is made only to store it. The last block is not stored,
-    because nothing reads it.
+    stored yet: the block before, which is complete only now, or the prompt of a new row. The last block is not stored.
     """
 
     finished: DynamicCache  # of all rows that entered the block; the window's has those that still work on it

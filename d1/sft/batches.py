@@ -16,7 +16,6 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from d1.masking import draw_noise, keyed_generator
 
@@ -37,18 +36,16 @@ class Slot(NamedTuple):
 class dLLMSFTDataset(torch.utils.data.Dataset):
     """Token rows for completion-only training.
 
-    An item has `input_ids`, `answer` (bool a token: trained on), `key` (of the generator that its noise comes from) and
-    `t` (a fixed diffusion time, or None). The index is a `Slot`; an int is that row in epoch 0. With `eval`, the index
-    is an int and every row appears `eval_draws` times; the times of all draws lie on an even grid over [0, 1], and rows
-    are sorted by length, so that batches need little padding.
+    An item has `input_ids`, `answer` (bool per token: trained on), `key` (of its random generator) and `t` (a fixed
+    diffusion time, or None). The index is a `Slot`, or an int: that row in epoch 0. With `eval`, every row appears
+    `eval_draws` times, sorted by length; the times of all draws lie on an even grid over [0, 1].
 
     Args:
-        rows: a data set made by `sft_data.preprocess_dataset`.
+        rows: a data set made by `preprocess_dataset`.
         max_length: tokens of a row at most, after filling.
-        eos_padding: how far EOS fills a complete answer; the filling is trained on like any other token. An int N: to
-            at least N answer tokens, the answer's own EOS included. "batch": to the longest row of the global batch;
-            evaluation rows then keep their own EOS only, because their loss must not depend on a batch. "max": to
-            `max_length`, as in d1.
+        eos_padding: how far EOS fills a complete answer, which is trained on like any other token. An int N: to at
+            least N answer tokens, EOS included. "batch": to the longest row of the global batch; evaluation rows keep
+            their own EOS only, because their loss must not depend on a batch. "max": to `max_length`, as in d1.
     """
 
     def __init__(
@@ -120,7 +117,6 @@ class GlobalBatchSampler(Sampler[Slot]):
         batch_size: rows of an optimizer step: per device x accumulation x processes.
         multiple: per device x processes; empty slots bring the epoch to a multiple of it, so that no row counts twice.
         epoch: returns the epoch; called when the epoch begins.
-        group_by_length: batches of rows of similar length.
         fill: rows are filled to the longest of their batch.
     """
 
@@ -129,7 +125,6 @@ class GlobalBatchSampler(Sampler[Slot]):
     multiple: int
     seed: int
     epoch: Callable[[], int]
-    group_by_length: bool = False
     fill: bool = False
 
     def __len__(self) -> int:
@@ -137,11 +132,7 @@ class GlobalBatchSampler(Sampler[Slot]):
 
     def __iter__(self) -> Iterator[Slot]:
         epoch = self.epoch()
-        generator = keyed_generator(self.seed, ORDER, epoch)
-        if self.group_by_length:
-            order = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
-        else:
-            order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        order = torch.randperm(len(self.lengths), generator=keyed_generator(self.seed, ORDER, epoch)).tolist()
         for first in range(0, len(order), self.batch_size):
             rows = order[first : first + self.batch_size]
             length = max(self.lengths[row] for row in rows) if self.fill else 0

@@ -32,10 +32,6 @@ class SFTConfig:
     debugging: bool = setting(False, "turn experiment logging (Weights & Biases) off")
 
     # Data
-    prompt_column: str | None = setting(
-        None, "column with the prompt; with --completion_column, any data of two text columns"
-    )
-    completion_column: str | None = setting(None)
     template: tuple[str, str] | None = setting(
         None,
         "two format strings with {column} fields, e.g. '{instruction} {input}' '{output}' ($'...' for newlines)",
@@ -46,7 +42,6 @@ class SFTConfig:
         None, "turns a row into messages, or prompt and completion", metavar="FILE.py:FUNCTION"
     )
     plain_chat_template: bool = setting(False, "give a plain chat template to a tokenizer that has none")
-    train_on: str = setting("last", "the last assistant turn, or all of them", choices=("last", "all"))
     overlong: str = setting("truncate", "rows over --max_length", choices=("truncate", "drop", "refuse"))
     bad_rows: str = setting("error", "rows that cannot be trained on", choices=("error", "skip"))
     test_split: Annotated[float, BELOW_ONE] = setting(0.01, "share of the rows held out for the evaluation loss")
@@ -57,7 +52,6 @@ class SFTConfig:
         "row of the global batch; or to --max_length, as d1 does",
         metavar="N|batch|max",
     )
-    group_by_length: bool = setting(False, "batches of rows of similar length: less padding")
     packing: bool = setting(
         False, "concatenate the rows of a micro-batch; each row attends only to itself, and there is no padding"
     )
@@ -73,7 +67,7 @@ class SFTConfig:
     lora_dropout: Annotated[float, BELOW_ONE] = setting(0.05)
     lora_target_modules: list[str] = setting(
         ["q_proj", "k_proj", "v_proj"],
-        "names of modules, a regular expression, or 'attention' or 'all-linear' for those of the kind of model",
+        "names of modules, or 'attention' or 'all-linear' for those of the kind of model",
         nargs="+",
     )
     load_in_4bit: bool = setting(False, "QLoRA: frozen weights in 4-bit NF4 (needs bitsandbytes)")
@@ -91,9 +85,6 @@ class SFTConfig:
     warmup_steps: Annotated[float, AMOUNT] = setting(0, "steps, or a share of all if below 1")
     eval_steps: Annotated[int, COUNT] = setting(100, "steps between evaluations, each followed by a checkpoint")
     eval_draws: Annotated[int, COUNT] = setting(4, "times and masks that each held-out row is evaluated with")
-    early_stop: Annotated[int | None, COUNT | None] = setting(
-        None, "stop after this number of evaluations without a better loss"
-    )
     logging_steps: Annotated[int, COUNT] = setting(10)
     resume: str | None = setting(
         None,
@@ -103,17 +94,10 @@ class SFTConfig:
         const="true",
         metavar="true|false|FOLDER",
     )
-    push_to_hub: bool = setting(False, "upload the model at the end")
-    hub_model_id: str | None = setting(None, "its name on the hub (default: JOB_NAME, under your account)")
-    hub_private_repo: bool = setting(False, "whether the repository on the hub is private")
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if bool(self.prompt_column) != bool(self.completion_column):
-            raise ValueError("--prompt_column and --completion_column need each other")
-        if sum(map(bool, (self.prompt_column, self.template, self.data_function))) > 1:
-            raise ValueError("use one of --prompt_column/--completion_column, --template and --data_function")
+        if self.template and self.data_function:
+            raise ValueError("use one of --template and --data_function")
         if self.full_finetuning and (self.merge_at_end or self.load_in_4bit):
             raise ValueError("--merge_at_end and --load_in_4bit are for LoRA: leave --full_finetuning out")
-        if self.early_stop and not self.test_split:
-            raise ValueError("--early_stop watches the evaluation loss: hold rows out with --test_split")

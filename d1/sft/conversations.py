@@ -30,7 +30,8 @@ FEATURES = Features(
 def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> list[Message]:
     """A row as chat messages that end with an assistant's turn.
 
-    The first that applies: the user's function, the user's template, s1K's columns, `messages`, `prompt`/`completion`.
+    The first that applies: the user's function, the user's template, s1K's columns in the form that every task's prompt
+    asks for, `messages`, `prompt` and `completion`.
 
     Raises:
         ValueError: the row is not usable; says why.
@@ -42,7 +43,13 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
         cells = {name: value for name, value in row.items() if value is not None}
         row = dict(zip(("prompt", "completion"), (part.format_map(cells) for part in template), strict=True))
     elif row.keys() >= S1K:
-        row = from_s1k(row)
+        if not isinstance(row["thinking_trajectories"], list) or not row["thinking_trajectories"]:
+            raise ValueError("thinking_trajectories is not a list with a trajectory in it")
+        parts = (row["question"], row["thinking_trajectories"][0], row["attempt"])
+        for part, name in zip(parts, ("question", "thinking_trajectories[0]", "attempt"), strict=True):
+            require_text(part, name)
+        completion = f"<reasoning>{parts[1]}</reasoning>\n<answer>{parts[2]}</answer>"
+        row = {"prompt": ask(parts[0], "Solve the problem.", "the answer"), "completion": completion}
     if "messages" in row:
         messages = row["messages"]
     else:
@@ -60,18 +67,6 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def from_s1k(row: Row) -> Row:
-    """s1K's columns as prompt and completion, in the form that every task's prompt asks for."""
-    question, trajectories, attempt = row["question"], row["thinking_trajectories"], row["attempt"]
-    require_text(question, "question")
-    require_text(attempt, "attempt")
-    if not isinstance(trajectories, list) or not trajectories:
-        raise ValueError("thinking_trajectories is not a list with a trajectory in it")
-    require_text(trajectories[0], "thinking_trajectories[0]")
-    completion = f"<reasoning>{trajectories[0]}</reasoning>\n<answer>{attempt}</answer>"
-    return {"prompt": ask(question, "Solve the problem.", "the answer"), "completion": completion}
-
-
 def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
     if not isinstance(value, str):
         raise ValueError(f"{name} is {type(value).__name__}, not text (--template makes text of numbers)")
@@ -86,78 +81,34 @@ def as_messages(row: Row, name: str, role: str) -> list[Message]:
     return [{"role": role, "content": row[name]}]
 
 
-def conversation_segments(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, train_on: str
-) -> list[tuple[str, bool]]:
-    """The text of a conversation, cut where answers begin and end: (text, is an answer), which add up to the whole.
+def prompt_and_answer(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The text of a conversation up to its last turn, and that turn: the answer.
 
     An answer begins where the template's generation prompt ends: where a model that is asked for it starts to write.
     """
-
-    def render(turns: list[Message], ask_for_answer: bool) -> str:
-        return render_prompt(tokenizer, turns, add_generation_prompt=ask_for_answer)
-
-    last = len(messages) - 1
-    first = 1 if train_on == "all" else last  # a greeting before any question answers nothing
-    segments: list[tuple[str, bool]] = []
-    text = ""
-    for turn in range(first, last + 1):
-        if messages[turn]["role"] != "assistant":
-            continue
-        prompt, content = render(messages[:turn], True), messages[turn]["content"]
-        if not prompt.startswith(text):
-            raise ValueError("the chat template rewrites earlier turns when later ones follow: use --train_on last")
-        whole = render(messages[: turn + 1], False)
-        if whole.startswith(prompt):
-            answer = whole[len(prompt) :]
-            if whole == render(messages[: turn + 1], True):
-                answer = first_turn(answer, content, tokenizer)
-        elif turn == last:  # a template whose generation prompt is not in the finished conversation
-            answer = content
-        else:
-            raise ValueError("the chat template's generation prompt is not in the conversation: use --train_on last")
-        if turn == last:  # what a template puts between turns (a newline) has no place before the EOS
-            end = end_of(content, answer)
-            answer = answer[:end] + answer[end:].rstrip()
-        segments += [(prompt[len(text) :], False), (answer, True)]
-        text = prompt + answer
-    return segments
+    prompt, answer = render_prompt(tokenizer, messages[:-1], add_generation_prompt=True), messages[-1]["content"]
+    whole = render_prompt(tokenizer, messages, add_generation_prompt=False)
+    end = len(answer)
+    if whole.startswith(prompt):  # not where the finished conversation has no generation prompt
+        content, answer = answer, whole[len(prompt) :]
+        end = answer.find(content) + len(content) if content in answer else 0
+        if whole == render_prompt(tokenizer, messages, add_generation_prompt=True):
+            # Templates that do not ask whether an answer is wanted, such as LLaDA's, may add the next answer's header.
+            marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
+            ends = [answer.index(mark, end) + len(mark) for mark in marks if mark in answer[end:]]
+            answer = answer[: min(ends, default=len(answer))]
+    return prompt, answer[:end] + answer[end:].rstrip()  # what stands between turns has no place before the EOS
 
 
-def end_of(content: str, answer: str) -> int:
-    return answer.find(content) + len(content) if content in answer else 0
+def tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Ids of both together, and the number of those before the answer.
 
-
-def first_turn(answer: str, content: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """`answer` up to the token that ends its turn.
-
-    Templates that do not ask whether an answer is wanted, such as LLaDA's, may add the header of the next answer.
+    These are the ids of the prompt alone, as when a model is asked for the answer. Where the ids of the whole text
+    begin with them, the answer has the rest; where a token would straddle the boundary, it is tokenised by itself.
     """
-    after = end_of(content, answer)
-    marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
-    ends = [answer.index(mark, after) + len(mark) for mark in marks if mark in answer[after:]]
-    return answer[: min(ends, default=len(answer))]
-
-
-def tokenize_segments(
-    segments: list[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], list[bool]]:
-    """Ids of the whole text and, for each, whether it belongs to an answer.
-
-    The ids before an answer are those of the text before it alone, as when a model is asked for the answer. Where the
-    ids of the whole text begin with them, the answer has the rest; where a token would straddle the boundary, the
-    answer is tokenised by itself.
-    """
-
-    text = ""
-    ids: list[int] = []
-    answer: list[bool] = []
-    for piece, is_answer in segments:
-        text += piece
-        whole = encode_prompt(tokenizer, text)
-        new = whole[len(ids) :] if whole[: len(ids)] == ids else encode_prompt(tokenizer, piece)
-        ids, answer = ids + new, answer + [is_answer] * len(new)
-    return ids, answer
+    ids, whole = encode_prompt(tokenizer, prompt), encode_prompt(tokenizer, prompt + answer)
+    new = whole[len(ids) :] if whole[: len(ids)] == ids else encode_prompt(tokenizer, answer)
+    return ids + new, len(ids)
 
 
 def tokenize_row(
@@ -165,7 +116,6 @@ def tokenize_row(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     overlong: str,
-    train_on: str,
     function: Callable[[Row], Any] | None,
     template: tuple[str, str] | None,
 ) -> Row:
@@ -173,26 +123,25 @@ def tokenize_row(
     none = {"input_ids": [], "answer": [], "length": 0, "start": 0, "problem": ""}
     try:
         messages = to_messages(row, function, template)
-        ids, answer = tokenize_segments(conversation_segments(messages, tokenizer, train_on), tokenizer)
+        ids, start = tokenize(*prompt_and_answer(messages, tokenizer), tokenizer)
         if tokenizer.mask_token_id in ids:
             raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
-        if not any(answer):
+        if start == len(ids):
             raise ValueError("the answer has no tokens")
         if ids[-1] != tokenizer.eos_token_id:
-            ids, answer = [*ids, tokenizer.eos_token_id], [*answer, True]
-        start = len(answer) - answer[::-1].index(False) if False in answer else 0
+            ids = [*ids, tokenizer.eos_token_id]
         status = "ok"
         if len(ids) > max_length:
             if overlong == "refuse":
                 raise ValueError(f"{len(ids)} tokens are more than --max_length {max_length}")
             if overlong == "drop":
                 return none | {"status": "dropped"}
-            if not any(answer[:max_length]):
-                prompt = answer.index(True)
-                raise ValueError(f"no answer tokens left: the prompt has {prompt}, --max_length is {max_length}")
-            ids, answer, status = ids[:max_length], answer[:max_length], "truncated"
+            if start >= max_length:
+                raise ValueError(f"no answer tokens left: the prompt has {start}, --max_length is {max_length}")
+            ids, status = ids[:max_length], "truncated"
     except Exception as error:  # templates and users' functions may raise anything; the row is what is wrong
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         kind = "there is no " if isinstance(error, KeyError) else kind
         return none | {"status": "bad", "problem": f"{kind}{error}"}
+    answer = [place >= start for place in range(len(ids))]
     return none | {"input_ids": ids, "answer": answer, "length": len(ids), "start": start, "status": status}

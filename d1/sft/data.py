@@ -51,15 +51,6 @@ def load_rows(train_data: str) -> Dataset:
     return rows
 
 
-def choose_columns(data: Dataset, prompt: str, completion: str) -> Dataset:
-    """The two columns, named `prompt` and `completion`."""
-    missing = [name for name in (prompt, completion) if name not in data.column_names]
-    if missing:
-        raise ValueError(f"no column {', '.join(missing)} in the data, which has {', '.join(data.column_names)}")
-    names = {prompt: "prompt", completion: "completion"}
-    return data.select_columns(list(names)).rename_columns({old: new for old, new in names.items() if old != new})
-
-
 def load_function(spec: str) -> Callable[[Row], Any]:
     """The function of `path/to/file.py:name`."""
     file, _, name = spec.rpartition(":")
@@ -79,7 +70,6 @@ def preprocess_dataset(
     *,
     overlong: str = "truncate",
     bad_rows: str = "error",
-    train_on: str = "last",
     function: Callable[[Row], Any] | None = None,
     template: tuple[str, str] | None = None,
     num_proc: int | None = None,
@@ -94,14 +84,13 @@ def preprocess_dataset(
         test_split: share of the rows held out, rounded up.
         overlong: what happens to longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
         bad_rows: what happens to rows that cannot be trained on: "error", or "skip" them and say how many and which.
-        train_on: "last", the last assistant's turn, or "all" of them.
         function: row -> messages, or a row that has `messages` or `prompt` and `completion`.
         template: two format strings with {columns}, the prompt's and the completion's.
         num_proc: processes that tokenise; the result is cached by `datasets`.
 
     Returns:
-        Two data sets with the columns `input_ids`, `answer` (which of them to train on), `length`, `start` (of the
-        last answer) and `status` ("ok" or "truncated").
+        Two data sets with the columns `input_ids`, `answer` (which of them to train on: the last turn), `length`,
+        `start` (of the answer) and `status` ("ok" or "truncated").
 
     Raises:
         ValueError: columns that are not understood, bad rows, or nothing left to train on.
@@ -111,14 +100,13 @@ def preprocess_dataset(
     if function is None and template is None and not understood:
         raise ValueError(
             f"the data has the columns {', '.join(sorted(columns))}; understood are question + thinking_trajectories + "
-            "attempt, messages, or prompt + completion. Name yours with --prompt_column and --completion_column, build "
-            "both with --template, or convert each row with --data_function FILE.py:FUNCTION"
+            "attempt, messages, or prompt + completion. Build the last two with --template '{question}' '{answer}', or "
+            "convert each row with --data_function FILE.py:FUNCTION"
         )
     options = {
         "tokenizer": tokenizer,
         "max_length": max_length,
         "overlong": overlong,
-        "train_on": train_on,
         "function": function,
         "template": template,
     }

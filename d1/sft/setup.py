@@ -10,39 +10,34 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from transformers import EarlyStoppingCallback, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
 from d1.models import load_model, load_tokenizer
 from d1.models.adapters import adapter_chain, lora_targets, merge_adapter
 from d1.models.convert import merge
-from d1.models.kinds import block_size, native_config
+from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
-from d1.runs.checkpoints import read_state
-from d1.runs.console import RunConsole
-from d1.runs.output_dir import writing
 from d1.runs.record import OnResume, whole
 from d1.runs.skeleton import Stage
 from d1.sft.config import SFTConfig
-from d1.sft.data import choose_columns, load_function, load_rows, preprocess_dataset
+from d1.sft.data import load_function, load_rows, preprocess_dataset
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
-from d1.show.curves import panels, save_figure
 
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
 
 # Settings that Transformers' `TrainingArguments` and `preprocess_dataset` know by the same name
 SAME_IN_TRAINER = (
     *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
-    *("eval_steps", "logging_steps", "push_to_hub", "hub_model_id"),
+    *("eval_steps", "logging_steps"),
 )
-SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "train_on", "template", "num_proc", "seed")
+SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
 
 ON_RESUME = OnResume(
     fixed=dict.fromkeys(
         (
             # The rows, their order, and the noise
-            *("train_data", "prompt_column", "completion_column", "template", "data_function", "plain_chat_template"),
-            *("train_on", "overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws"),
-            *("group_by_length", "seed", ROWS_PER_STEP),
+            *("train_data", "template", "data_function", "plain_chat_template"),
+            *("overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws", "seed", ROWS_PER_STEP),
             # The weights in the checkpoint
             *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
             # The state of its optimizer and scheduler, which a new value would not reach
@@ -51,7 +46,7 @@ ON_RESUME = OnResume(
         whole,
     ),
     free=(
-        *("output_dir", "job_name", "debugging", "resume", "num_proc", "logging_steps", "push_to_hub", "hub_*"),
+        *("output_dir", "job_name", "debugging", "resume", "num_proc", "logging_steps"),
         *("gradient_checkpointing", "merge_at_end"),
     ),
 )
@@ -62,64 +57,44 @@ def stage(args: SFTConfig) -> Stage:
     check_device(args)
     training = training_arguments(args)
     rows = args.batch_size * args.grad_accum_steps * training.world_size
-    facts = {"changed": ON_RESUME.differing(vars(args), vars(SFTConfig()), leave_out=("model_name", "train_data"))}
     return Stage(
         training=training,
         settings=lambda: {**vars(args), ROWS_PER_STEP: rows},
         on_resume=ON_RESUME,
-        ended=lambda checkpoint: is_out_of_patience(checkpoint, args.early_stop),
-        check=lambda checkpoint: None,
-        prepare=lambda: (facts, prepare(args, training)),
+        prepare=lambda: ({}, prepare(args, training)),
         conclude=lambda: conclude(args, Path(args.output_dir) / args.job_name),
     )
 
 
-def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], tuple[dLLMTrainer, RunConsole]]:
+def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTrainer]:
     """The rows of a run, checked; returns what loads the model and makes the trainer."""
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
-    check_room(args, [rows for rows in (train_dataset, eval_dataset) if rows is not None])
+    check_lengths(args, [rows for rows in (train_dataset, eval_dataset) if rows is not None])
 
-    def start() -> tuple[dLLMTrainer, RunConsole]:
+    def start() -> dLLMTrainer:
         set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
         model = prepare_model(args)
         options: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
         collator = dLLMDataCollator(tokenizer, block_size=block_size(model.config), **options)
-        trainer = dLLMTrainer(
+        return dLLMTrainer(
             model=model,
             args=training,
             data_collator=collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[EarlyStoppingCallback(args.early_stop)] if args.early_stop else None,
-            group_by_length=args.group_by_length,
         )
-        return trainer, RunConsole()
 
     return start
 
 
 def conclude(args: SFTConfig, folder: Path) -> None:
-    """Plots the losses of a finished run and, if asked for, merges its adapter."""
-    plot_losses(read_state(folder).log_history, folder / "losses.png")
+    """Merges the adapter of a finished run, if asked for."""
     if args.merge_at_end:
         shutil.rmtree(folder / "merged", ignore_errors=True)
-        with writing(folder / "merged"):
-            merge(args.model_name, [str(folder)], str(folder / "merged"))
-
-
-def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
-    """Training and evaluation loss, and the latter's bands of t, against optimizer steps."""
-    figure, (axes,) = panels(1, 1, (8, 5))
-    for name in sorted({key for entry in history for key in entry if key == "loss" or key.startswith("eval_loss")}):
-        points = [(entry["step"], entry[name]) for entry in history if name in entry]
-        label = {"loss": "training", "eval_loss": "evaluation"}.get(name, name.replace("eval_loss_t", "evaluation, t "))
-        axes.plot(*zip(*points, strict=True), label=label, lw=2 if name in ("loss", "eval_loss") else 1, marker=".")
-    axes.set(xlabel="optimizer step", ylabel="cross-entropy / t', nats per answer token", title="Masked SFT")
-    axes.legend()
-    save_figure(figure, path, dpi=150)
+        merge(args.model_name, [str(folder)], str(folder / "merged"))
 
 
 def on_gpu() -> bool:
@@ -158,23 +133,14 @@ def training_arguments(args: SFTConfig) -> TrainingArguments:
         metric_for_best_model="eval_loss" if evaluate else None,
         greater_is_better=False if evaluate else None,
         logging_nan_inf_filter=False,  # it would wait for the device to look for what ends the run anyway
-        restore_callback_states_from_checkpoint=args.early_stop is not None,
         report_to="none" if args.debugging else "wandb",
         ddp_find_unused_parameters=False,
         # Without a GPU, Accelerate gives DeepSpeed no backend and every process then thinks it is alone.
         ddp_backend="gloo" if deepspeed and not on_gpu() else None,
         dataloader_pin_memory=on_gpu(),
         remove_unused_columns=False,
-        hub_private_repo=args.hub_private_repo or None,  # None: as the account has it
         **{name: getattr(args, name) for name in SAME_IN_TRAINER},
     )
-
-
-def is_out_of_patience(checkpoint: Path, patience: int | None) -> bool:
-    """Whether a run stopped early at `checkpoint`."""
-    stopping: Any = read_state(checkpoint).stateful_callbacks or {}
-    counter = stopping.get("EarlyStoppingCallback", {}).get("attributes", {}).get("early_stopping_patience_counter", 0)
-    return patience is not None and counter >= patience
 
 
 def load_data(
@@ -183,8 +149,6 @@ def load_data(
     """The training and the evaluation rows; the first process prepares them, the others read its cache."""
     with training.main_process_first(local=False, desc="tokenising"):
         data = load_rows(args.train_data)
-        if args.prompt_column and args.completion_column:
-            data = choose_columns(data, args.prompt_column, args.completion_column)
         function = load_function(args.data_function) if args.data_function else None
         options: dict[str, Any] = {name: getattr(args, name) for name in SAME_IN_DATA}
         train, held_out = preprocess_dataset(data, tokenizer, function=function, **options)
@@ -195,15 +159,12 @@ def load_data(
     return train_dataset, dLLMSFTDataset(held_out, tokenizer, args.max_length, eval=True, **shared)
 
 
-def check_room(args: SFTConfig, datasets: Sequence[dLLMSFTDataset]) -> None:
+def check_lengths(args: SFTConfig, datasets: Sequence[dLLMSFTDataset]) -> None:
     """Refuses rows that have more tokens than the model has positions (ValueError); a row's filling with EOS counts."""
     config, _ = native_config(adapter_chain(args.model_name, None)[0])
-    room, longest = config.max_position_embeddings, max(max(rows.lengths) for rows in datasets)
-    text = max(max(rows.rows["length"]) for rows in datasets)
-    if longest > room:
-        cause = f"--eos_padding {args.eos_padding} fills a row to" if text <= room else "a row has"
-        remedy = "--eos_padding or --max_length" if text <= room else "--max_length"
-        raise ValueError(f"{cause} {longest} tokens and {args.model_name} has {room} positions: lower {remedy}")
+    filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
+    check_room(config, max(max(rows.rows["length"]) for rows in datasets), 0, ": lower --max_length")
+    check_room(config, max(max(rows.lengths) for rows in datasets), 0, filling)
 
 
 def prepare_model(args: SFTConfig) -> Any:

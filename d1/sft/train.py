@@ -4,7 +4,7 @@
         --grad_accum_steps 4 --batch_size 1 --num_epochs 20
 
 The fine-tuned model (or its LoRA adapter) is saved to OUTPUT_DIR/JOB_NAME, which diffu_grpo_train.py and eval.py take
-as a model path; so are the checkpoints, the logged losses and a plot of them.
+as a model path; so are the checkpoints and the logged losses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_parser(prog: str | None = None) -> ConfigParser:
 
 
 def main(args: SFTConfig) -> dLLMTrainer | None:
-    """Trains, and saves the model, the Trainer's state and the plot of the losses.
+    """Trains, and saves the model and the Trainer's state.
 
     Returns the trainer, or None where the run was finished already.
 

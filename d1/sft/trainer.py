@@ -44,7 +44,6 @@ class dLLMTrainer(RunTrainer, Trainer):
     - `log`: adds the share of padding and the speed.
 
     Args:
-        group_by_length: batches of rows of similar length.
         **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`, `data_collator` a
             `dLLMDataCollator`.
 
@@ -57,7 +56,7 @@ class dLLMTrainer(RunTrainer, Trainer):
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the answer tokens of the whole step
 
-    def __init__(self, *, group_by_length: bool = False, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(compute_metrics=band_losses, **kwargs)
         require_prepared(self.model)
         model: Any = self.model
@@ -71,10 +70,7 @@ class dLLMTrainer(RunTrainer, Trainer):
             take_packed_rows(model)
         if self.args.n_gpu > 1:
             raise ValueError("one process trains on one GPU: use `accelerate launch`, or set CUDA_VISIBLE_DEVICES")
-        if not self.args.average_tokens_across_devices:
-            raise ValueError("the loss is over all processes: leave average_tokens_across_devices on")
         self.count_labels_of_step(shifted=False)
-        self.group_by_length = group_by_length
         self.start_counting()
 
     def train_sampler(self, dataset: Any) -> Sampler:
@@ -85,7 +81,6 @@ class dLLMTrainer(RunTrainer, Trainer):
             multiple,
             self.args.seed,
             lambda: int(self.state.epoch or 0),
-            group_by_length=self.group_by_length,
             fill=dataset.eos_padding == "batch",
         )
 
@@ -121,31 +116,26 @@ class dLLMTrainer(RunTrainer, Trainer):
             loss = row_losses.sum() / answers.sum()
         else:
             loss = row_losses.sum() / num_items_in_batch * self.accelerator.num_processes
-        self.check_finite(loss, row_losses, inputs)
+        self.require_finite_rows(loss, row_losses, inputs)
         visible = inputs["attention_mask"]
         self.counts += torch.stack([answers.sum(), visible.sum(), torch.ones_like(visible).sum()])
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
 
-    def check_finite(self, loss: Tensor, row_losses: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Ends the run where the loss is not finite."""
-        self.require_finite(loss, lambda: self.rows_to_blame(row_losses, inputs))
+    def require_finite_rows(self, loss: Tensor, row_losses: Tensor, inputs: dict[str, Tensor]) -> None:
+        """Ends the run where the loss is not finite; a file then has text, time and loss of the rows to blame."""
 
-    def rows_to_blame(self, row_losses: Tensor, inputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Text, answer, noise and loss of each row whose loss is not finite; of all rows if only their sum is not."""
-        tokenizer: Any = self.processing_class
-        read = list if tokenizer is None else tokenizer.decode
-        model: Any = self.model
-        size, all_finite, rows = block_size(model.config), bool(torch.isfinite(row_losses).all()), []
-        columns = (by_row(inputs, name) for name in ("input_ids", "labels", "attention_mask", "t"))
-        for loss, noised, labels, shown, t in zip(row_losses, *columns, strict=True):
-            if all_finite or not torch.isfinite(loss):
-                answers, visible = labels != IGNORED, shown.bool()
-                row = {"text": read(torch.where(answers, labels, noised)[visible].tolist())}
-                row["answer"] = read(labels[answers].tolist())
-                row["hidden_tokens"] = int((noised != labels)[answers].sum())
-                row["t"] = (t if size is None else t[visible][::size]).tolist()
-                rows.append(row | {"loss": loss.item()})
-        return rows
+        def rows_to_blame() -> list[dict[str, Any]]:
+            tokenizer: Any = self.processing_class
+            columns = (by_row(inputs, name) for name in ("input_ids", "labels", "attention_mask", "t"))
+            rows = []
+            for row_loss, noised, labels, shown, t in zip(row_losses, *columns, strict=True):
+                if not torch.isfinite(row_loss):
+                    clean = torch.where(labels == IGNORED, noised, labels)[shown.bool()].tolist()
+                    text = clean if tokenizer is None else tokenizer.decode(clean)
+                    rows.append({"text": text, "t": t.tolist(), "loss": row_loss.item()})
+            return rows
+
+        self.require_finite(loss, rows_to_blame)
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -154,7 +144,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         inputs = self.on_device(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.row_losses(model, inputs)
-        self.check_finite(losses.sum(), losses, inputs)
+        self.require_finite_rows(losses.sum(), losses, inputs)
         answers = torch.stack([(labels != IGNORED).sum() for labels in by_row(inputs, "labels")])
         times = torch.stack([t.flatten()[0] for t in by_row(inputs, "t")])
         return None, torch.stack([losses.double(), answers.double()], dim=1), times
@@ -177,8 +167,7 @@ class dLLMTrainer(RunTrainer, Trainer):
             (folder / LOSS_SUMS).write_text(json.dumps(sums))
 
     def load_extra(self, folder: Path) -> None:
-        if (folder / LOSS_SUMS).exists():  # version 0.1 wrote none
-            self.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
+        self.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
 
 
 def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""One module a task: prompt, data, answer extraction, rewards and metric, used by SFT, RL and evaluation alike.
+"""One module per task: prompt, data, answer extraction, rewards and metric, used by SFT, RL and evaluation alike.
 
 A task module has
 - `load_rows(split, data_file=None)` -> `datasets.Dataset` with the columns `prompt` (chat messages), `question`
@@ -8,7 +8,13 @@ A task module has
 - `score(text, row)` -> strict metrics in [0, 1], the first being the accuracy; of the row it needs only `question`
   and `ground_truth`;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
-- optionally `PROTOCOLS`: other ways to ask and to read the same problems (`d1/tasks/protocols.py`).
+- optionally `PROTOCOLS`: other ways to ask and to read the same problems. Its rows say what changes: `QUESTION`, the
+  user's message with {question} in it; `SHOTS`, how many solved training problems come before it as turns of their own
+  (0 if left out); `demonstrate`, `extract`, `score`, `REWARDS` as above.
+
+The protocol "d1" (arXiv 2504.12216) is the module as it is: instructions, a format with <reasoning> and <answer>, no
+examples. "llada" is how LLaDA-8B-Instruct was evaluated (arXiv 2502.09992, table 2, and its released OpenCompass
+settings): the question alone, after four solved examples for GSM8K and none for MATH, and no format beyond that.
 """
 
 from __future__ import annotations
@@ -19,9 +25,12 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from d1.lazy import module_in
+
+if TYPE_CHECKING:  # it takes a second to import, and parsers need the names alone
+    from datasets import Dataset
 
 TASKS = {
     "gsm8k": "d1.tasks.gsm8k",
@@ -31,6 +40,8 @@ TASKS = {
     "pocket_countdown": "d1.tasks.pocket_countdown",
     "arithmetic": "d1.tasks.arithmetic",
 }
+PROTOCOLS = ("d1", "llada")  # those that tasks here know; a task file may have others
+SHOT_SEED = 0  # of the examples in RL; it is the default seed of eval.py, which then shows the same
 SPLITS = ("train", "validation", "test")
 MAX_TEXT = 50_000  # characters of a completion that are looked at, from its end
 
@@ -67,9 +78,58 @@ def load_task(name_or_path: str) -> ModuleType:
     return module
 
 
+def under_protocol(task: ModuleType, name: str) -> ModuleType:
+    """The task as `name` asks and reads it; the module itself for "d1"."""
+    if name == "d1":
+        return task
+    own: dict[str, dict[str, Any]] = getattr(task, "PROTOCOLS", {})
+    if name not in own:
+        raise ValueError(f"task {task.__name__} has no prompt protocol {name!r}: use one of {', '.join(('d1', *own))}")
+    changes = dict(own[name])
+    question = changes.pop("QUESTION")
+
+    def load_rows(split: str, data_file: str | None = None) -> Dataset:
+        rows = task.load_rows(split, data_file)
+        prompts = [[{"role": "user", "content": question.format(question=text)}] for text in rows["question"]]
+        return _with_prompts(rows, prompts)
+
+    changed = ModuleType(task.__name__, task.__doc__)
+    vars(changed).update({**vars(task), **changes, "load_rows": load_rows})
+    return changed
+
+
+def _with_prompts(rows: Dataset, prompts: list[list[Message]]) -> Dataset:
+    from datasets import Dataset
+
+    return Dataset.from_dict({**rows.to_dict(), "prompt": prompts}, features=rows.features)
+
+
 def ask(question: str, instructions: str, answer: str) -> list[Message]:
     """The chat prompt of a question: instructions, the format wanted, and the question at the very end."""
     return [{"role": "user", "content": f"{instructions} {_FORMAT.format(answer=answer)}\n\n{question}"}]
+
+
+def shots_of(task: ModuleType, asked_for: int | None = None) -> int:
+    """How many solved problems a prompt shows: as `asked_for`, else as the task's protocol has it."""
+    return int(getattr(task, "SHOTS", 0)) if asked_for is None else asked_for
+
+
+def with_shots(
+    task: ModuleType, train: Dataset, data_file: str | None, asked: Dataset | None
+) -> tuple[Dataset, Dataset | None]:
+    """Training rows and the rows `asked` in validation, each after the examples that the task's protocol shows.
+
+    The problems shown are left out of the training rows.
+    """
+    shots = few_shot_messages(task, shots_of(task), SHOT_SEED, data_file, [] if asked is None else asked["question"])
+    if not shots:
+        return train, asked
+    shown = [message["content"] for message in shots if message["role"] == "user"]
+    train = train.filter(lambda row: row["prompt"][-1]["content"] not in shown)
+    train, asked = (
+        rows and _with_prompts(rows, [shots + prompt for prompt in rows["prompt"]]) for rows in (train, asked)
+    )
+    return train, asked
 
 
 def few_shot_messages(
@@ -79,9 +139,6 @@ def few_shot_messages(
 
     They are drawn with `seed` from the task's training split (or from `data_file`, which then holds training
     problems), never from the questions `asked`.
-
-    Raises:
-        ValueError: the task has no `demonstrate`, or fewer than `count` training rows.
     """
     if count == 0:
         return []
@@ -148,19 +205,7 @@ def final_answer(text: str) -> str | None:
     return boxed or block or None
 
 
-def judged(
-    completions: Sequence[Completion],
-    columns: dict[str, Any],
-    value: Callable[..., float],
-    needs: Sequence[str] = ("ground_truth",),
-) -> list[float]:
-    """`value(text, *cells)` of each completion, with what its row holds in the columns `needs`.
-
-    Raises:
-        KeyError: a column is missing; lists those that were passed.
-    """
-    for name in needs:
-        if name not in columns:
-            raise KeyError(f"the reward needs the column {name!r}; the rows have {', '.join(sorted(columns))}")
-    rows = zip(completions, *(columns[name] for name in needs), strict=True)
+def judged(completions: Sequence[Completion], value: Callable[..., float], *columns: Sequence[Any]) -> list[float]:
+    """`value(text, *cells)` of each completion, with what its row holds in the columns."""
+    rows = zip(completions, *columns, strict=True)
     return [value(text_of(completion), *cells) for completion, *cells in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +55,16 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
         else:
             raise ValueError("not a .json, .jsonl, .csv or .parquet file")
     except Exception as error:  # the readers raise many kinds; all of them mean that this file cannot be used
-        if no_rows(error):
+        cause = error.__cause__ or error  # the readers of `datasets` 4 have several ways to say "no rows"
+        if isinstance(cause, StopIteration) or "corresponds to no data" in str(cause):
             raise ValueError(f"{path} has no rows") from error
-        raise ValueError(f"cannot read {path}: {error.__cause__ or error}") from error
+        raise ValueError(f"cannot read {path}: {cause}") from error
     check_columns(rows, path, *schemas)
     return rows
 
 
-def no_rows(error: Exception) -> bool:
-    """Whether a reader of `datasets` 4 failed because its file has no rows; it has several ways to say so."""
-    cause = error.__cause__ or error
-    return isinstance(cause, StopIteration) or "corresponds to no data" in str(cause)
-
-
 def read_csv(path: str, **options: Any) -> Dataset:
-    """The rows of a csv file with a header, every cell as the text it is: "007", "None" and "" stay what they are.
-
-    Raises:
-        ValueError: a row has more or fewer cells than the header.
-    """
+    """The rows of a csv file with a header, every cell as the text it is: "007", "None" and "" stay what they are."""
     csv.field_size_limit(1 << 30)
     with open(path, newline="", encoding="utf-8-sig") as lines:
         rows = csv.reader(lines)
@@ -94,7 +85,7 @@ def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str])
     except Exception as error:  # offline, missing, gated, broken cache: the way out is the same
         raise ConnectionError(
             f"cannot load {name} from the hub ({type(error).__name__}: {error}). To use a local .json, .jsonl, .csv or "
-            f".parquet file of the same columns ({_describe(schemas)}), pass --data_file FILE"
+            ".parquet file of the same columns, pass --data_file FILE (--few_shot_file FILE for eval.py's examples)"
         ) from error
     check_columns(rows, name, *schemas)
     return rows
@@ -134,28 +125,32 @@ def hold_out(rows: Dataset, split: str) -> Dataset:
 
 def check_columns(rows: Dataset, source: str, *schemas: Iterable[str]) -> None:
     if not any(set(schema) <= set(rows.column_names) for schema in schemas):
-        missing = [name for name in next(iter(schemas)) if name not in rows.column_names]
+        missing = [name for name in schemas[0] if name not in rows.column_names]
         raise ValueError(
             f"{source} lacks the columns {', '.join(missing)}; it has {', '.join(rows.column_names)}, "
-            f"and needs {_describe(schemas)}"
+            f"and needs {' or '.join(map(', '.join, schemas))}"
         )
     if not len(rows):
         raise ValueError(f"{source} has no rows")
 
 
-def task_rows(rows: Iterable[dict[str, Any]], ground_truth: Any) -> Dataset:
-    """Rows with `prompt`, `question`, `ground_truth` (and perhaps `solution`, all text) as a Dataset.
+def task_rows(
+    source: str, rows: Iterable[dict[str, Any]], task_row: Callable[[dict[str, Any]], dict[str, Any]], ground_truth: Any
+) -> Dataset:
+    """What `task_row` makes of each row: `prompt`, `question`, `ground_truth` and perhaps `solution`, all text.
 
     Args:
+        source: where the rows come from; its name and the row's number precede the message of a ValueError.
         ground_truth: the feature of that column, e.g. `Value("string")`.
     """
-    rows = list(rows)
+    made = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            made.append(task_row(row))
+        except ValueError as error:
+            raise ValueError(f"{source}, row {number}: {error}") from None
     message = {"role": Value("string"), "content": Value("string")}
     features = {"prompt": List(message), "question": Value("string"), "ground_truth": ground_truth}
-    if rows and "solution" in rows[0]:
+    if made and "solution" in made[0]:
         features["solution"] = Value("string")
-    return Dataset.from_list(rows, features=Features(features))
-
-
-def _describe(schemas: Iterable[Iterable[str]]) -> str:
-    return " or ".join(", ".join(schema) for schema in schemas)
+    return Dataset.from_list(made, features=Features(features))

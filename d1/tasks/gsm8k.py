@@ -33,15 +33,14 @@ _NUMBER = re.compile(
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
     """GSM8K from the hub, or every row of `data_file`, which has the same columns (`data.read_problems`)."""
     hub = ("openai/gsm8k", "main")
-    source, rows = read_problems(split, data_file, hub, hub, COLUMNS)
-    return task_rows((_task_row(source, i, row) for i, row in enumerate(rows, start=1)), NUMBER)
+    return task_rows(*read_problems(split, data_file, hub, hub, COLUMNS), _task_row, NUMBER)
 
 
-def _task_row(source: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
+def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     solution, mark, gold = str(row["answer"]).rpartition("####")
     value = number_in(gold)
     if not mark or value is None:
-        raise ValueError(f"{source}, row {number}: answer must end with '#### number', got {gold[-80:]!r}")
+        raise ValueError(f"answer must end with '#### number', got {gold[-80:]!r}")
     return {
         "prompt": ask(row["question"], INSTRUCTIONS, ANSWER),
         "question": row["question"],
@@ -101,7 +100,7 @@ def tag_count_reward(completions: Sequence[Completion], **columns: Any) -> list[
         trailing = text.rpartition("</answer>")[2].strip() if "</answer>" in text else ""
         return max(0.0, sum(0.125 for tag in TAGS if text.count(tag) == 1) - 0.001 * len(trailing))
 
-    return [reward(text_of(completion)) for completion in completions]
+    return judged(completions, reward)
 
 
 def soft_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
@@ -120,9 +119,9 @@ def integer_reward(completions: Sequence[Completion], **columns: Any) -> list[fl
     return [0.5 if _INTEGER.fullmatch(answer) else 0.0 for answer in answers]
 
 
-def correct_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:
     """2.0 if the answer is the ground truth."""
-    return judged(completions, columns, lambda text, gold: 2.0 * _is_right(extract(text), gold))
+    return judged(completions, lambda text, gold: 2.0 * _is_right(extract(text), gold), ground_truth)
 
 
 REWARDS = [tag_count_reward, soft_format_reward, strict_format_reward, integer_reward, correct_reward]
@@ -139,9 +138,9 @@ def last_number(text: str) -> float | None:
     return _value(numbers[-1]) if numbers else None
 
 
-def last_number_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+def last_number_reward(completions: Sequence[Completion], ground_truth: Sequence[float], **columns: Any) -> list[float]:
     """2.0 if the last number is the ground truth."""
-    return judged(completions, columns, lambda text, gold: 2.0 * _is_right(last_number(text), gold))
+    return judged(completions, lambda text, gold: 2.0 * _is_right(last_number(text), gold), ground_truth)
 
 
 PROTOCOLS = {

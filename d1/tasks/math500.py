@@ -23,16 +23,15 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     """MATH from the hub, or every row of `data_file`: `problem` with `answer`, or with a `solution` that boxes it
     (`data.read_problems`)."""
     train, test = ("ankner/math-500", None), ("HuggingFaceH4/MATH-500", None)
-    source, rows = read_problems(split, data_file, train, test, *SCHEMAS)
-    return task_rows((_task_row(source, i, row) for i, row in enumerate(rows, start=1)), TEXT)
+    return task_rows(*read_problems(split, data_file, train, test, *SCHEMAS), _task_row, TEXT)
 
 
-def _task_row(source: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
+def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     solution = str(row.get("solution") or "")
     answer = row.get("answer")
     gold = str(last_boxed(solution) or "" if answer in (None, "") else answer).strip()
     if not gold:
-        raise ValueError(rf"{source}, row {number}: neither an answer nor a \boxed{{}} in the solution")
+        raise ValueError(r"neither an answer nor a \boxed{} in the solution")
     return {
         "prompt": ask(row["problem"], INSTRUCTIONS, ANSWER),
         "question": row["problem"],
@@ -59,9 +58,9 @@ def _is_correct(text: str, gold: str) -> bool:
     return answer is not None and equivalent(answer, gold)
 
 
-def correct_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+def correct_reward(completions: Sequence[Completion], ground_truth: Sequence[str], **columns: Any) -> list[float]:
     """2.0 if the answer is equivalent to the ground truth."""
-    return judged(completions, columns, lambda text, gold: 2.0 * _is_correct(text, gold))
+    return judged(completions, lambda text, gold: 2.0 * _is_correct(text, gold), ground_truth)
 
 
 def boxed_in_answer_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
@@ -72,7 +71,7 @@ def boxed_in_answer_reward(completions: Sequence[Completion], **columns: Any) ->
         boxed = last_boxed(text if block is None else block) is not None
         return 0.5 * ((block is not None) + (1.0 if boxed else 0.5))
 
-    return [reward(text_of(completion)) for completion in completions]
+    return judged(completions, reward)
 
 
 REWARDS = [correct_reward, boxed_in_answer_reward]

@@ -11,12 +11,12 @@ import json
 import logging
 import os
 import re
-import selectors
 import subprocess
 import sys
 import threading
 from fractions import Fraction
 from functools import lru_cache
+from multiprocessing.connection import wait
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ def equivalent(answer: str, gold: str) -> bool:
     """
     if len(answer) > MAX_ANSWER:
         return False
-    with _lock:
-        _start()  # its imports take half a second: begin them with the first answer, wait only when they are needed
     a, b = normalize(answer), normalize(gold)
     if a == b:
         return True
@@ -84,36 +82,30 @@ def _exact(text: str) -> Fraction | None:
     return -value if sign else value
 
 
-# The helper process. One a process that asks; a fork starts its own, since it must not share the pipe.
 _lock = threading.Lock()
 helper_process: subprocess.Popen[bytes] | None = None
-_helper_owner = -1
-_helper_ready = False
 
 
-def _start() -> subprocess.Popen[bytes]:
-    global helper_process, _helper_owner, _helper_ready
-    if helper_process is None or _helper_owner != os.getpid() or helper_process.poll() is not None:
-        helper_process = subprocess.Popen(
-            [sys.executable, "-P", __file__],  # by path: `d1` need not be importable there
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        _helper_owner, _helper_ready = os.getpid(), False
-    return helper_process
+def _forget() -> None:
+    global helper_process
+    helper_process = None
+
+
+os.register_at_fork(after_in_child=_forget)  # a fork starts its own, since it must not share the pipe
 
 
 def _verify(answer: str, gold: str) -> bool:
-    global helper_process, _helper_ready
+    global helper_process
     with _lock:
-        helper = _start()
-        assert helper.stdin is not None
-        if not _helper_ready:
+        if helper_process is None or helper_process.poll() is not None:
+            command = [sys.executable, "-P", __file__]  # by path: `d1` need not be importable there
+            pipe = subprocess.PIPE
+            helper = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
             if _reply(helper, _START_LIMIT) is None:
                 raise RuntimeError(f"math-verify does not start: try `{sys.executable} -c 'import math_verify'`")
-            _helper_ready = True
+            helper_process = helper
+        helper = helper_process
+        assert helper.stdin is not None
         try:
             helper.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
             reply = _reply(helper, HARD_LIMIT)
@@ -123,17 +115,13 @@ def _verify(answer: str, gold: str) -> bool:
             logger.warning("math-verify gave up on the answer %.80r (gold %.80r)", answer, gold)
             helper.kill()
             helper.wait()
-            helper_process = None
-            _start()
         return reply == b"1"
 
 
 def _reply(helper: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     """The helper's next answer of one byte, or None if it ended or takes longer than `seconds`."""
     assert helper.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(helper.stdout, selectors.EVENT_READ)
-        return (helper.stdout.read(1) or None) if selector.select(seconds) else None
+    return (helper.stdout.read(1) or None) if wait([helper.stdout.fileno()], seconds) else None
 
 
 class _OutOfTime(BaseException):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from datasets import Dataset
 
 from d1.tasks import countdown
-from d1.tasks.countdown import REWARDS, demonstrate, extract, score
+from d1.tasks.countdown import REWARDS, extract, score
 from d1.tasks.data import file_of
 
-__all__ = ["REWARDS", "Chain", "chains", "demonstrate", "extract", "load_rows", "score"]
+__all__ = ["REWARDS", "Chain", "chains", "extract", "load_rows", "score"]
 
 LARGEST_NUMBER = 20  # of the three given
 SIGNS = "+-*"  # without division, which makes a sixth of the problems and which a model of this size did not learn

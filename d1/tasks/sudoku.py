@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from itertools import permutations
@@ -12,8 +11,6 @@ from datasets import Dataset
 
 from d1.tasks import Completion, ask, final_answer, format_completion, judged
 from d1.tasks.data import TEXT, file_of, read_file, task_rows
-
-logger = logging.getLogger(__name__)
 
 INSTRUCTIONS = (
     "The string below is a 4x4 Sudoku read row by row, with 0 for each empty cell. Fill the empty cells so that "
@@ -33,22 +30,19 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     """Puzzles of `dataset/sudoku_{split}.csv`, whose splits share no solution grid, or of `data_file`.
 
     The columns are d1's: `Puzzle`, `Solution`.
-
-    Raises:
-        ValueError: a puzzle or solution is not 16 digits, does not obey the rules, or they disagree.
     """
     path = file_of(split, data_file, "sudoku_{}.csv")
-    rows = []
-    for number, row in enumerate(read_file(path, ("Puzzle", "Solution")), start=1):
-        puzzle, solution = str(row["Puzzle"]), str(row["Solution"])
-        where = f"{path}, row {number}"
-        if not _PUZZLE.fullmatch(puzzle) or "0" not in puzzle:
-            raise ValueError(f"{where}: Puzzle must be 16 digits 0-4 with an empty cell (0), got {puzzle!r}")
-        if not _solves(solution, puzzle):
-            raise ValueError(f"{where}: Solution {solution!r} does not solve {puzzle!r}")
-        question = f"Solve the following Sudoku puzzle: {puzzle}\n"
-        rows.append({"prompt": ask(question, INSTRUCTIONS, ANSWER), "question": question, "ground_truth": solution})
-    return task_rows(rows, TEXT)
+    return task_rows(path, read_file(path, ("Puzzle", "Solution")), _task_row, TEXT)
+
+
+def _task_row(row: dict[str, Any]) -> dict[str, Any]:
+    puzzle, solution = str(row["Puzzle"]), str(row["Solution"])
+    if not _PUZZLE.fullmatch(puzzle) or "0" not in puzzle:
+        raise ValueError(f"Puzzle must be 16 digits 0-4 with an empty cell (0), got {puzzle!r}")
+    if not _solves(solution, puzzle):
+        raise ValueError(f"Solution {solution!r} does not solve {puzzle!r}")
+    question = f"Solve the following Sudoku puzzle: {puzzle}\n"
+    return {"prompt": ask(question, INSTRUCTIONS, ANSWER), "question": question, "ground_truth": solution}
 
 
 def extract(text: str) -> str | None:
@@ -61,20 +55,20 @@ def score(text: str, row: dict[str, Any]) -> dict[str, float]:
 
     A complete grid that keeps the givens and obeys the rules is right even where it differs from the stored solution.
     """
-    puzzle, grid = puzzle_of(row["question"]), extract(text)
-    exact, cells = _grade(grid, puzzle, row["ground_truth"])
-    if exact and grid != row["ground_truth"]:
-        logger.warning("puzzle %s has another solution than its stored one: %s", puzzle, grid)
+    exact, cells = _grade(extract(text), puzzle_of(row["question"]), row["ground_truth"])
     return {"accuracy": float(exact), "cells": cells}
 
 
-def cells_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
+def cells_reward(
+    completions: Sequence[Completion], question: Sequence[str], ground_truth: Sequence[str], **columns: Any
+) -> list[float]:
     """Share of the originally empty cells that are right (d1's Sudoku reward)."""
-
-    def reward(text: str, question: str, truth: str) -> float:
-        return _grade(extract(text), puzzle_of(question), truth)[1]
-
-    return judged(completions, columns, reward, ("question", "ground_truth"))
+    return judged(
+        completions,
+        lambda text, asked, truth: _grade(extract(text), puzzle_of(asked), truth)[1],
+        question,
+        ground_truth,
+    )
 
 
 REWARDS = [cells_reward]
@@ -97,7 +91,9 @@ def solution_grids() -> list[str]:
     """All 288 solved grids as 16 digits, row by row, in lexicographic order."""
     rows, grids = ["".join(row) for row in permutations("1234")], [""]
     for _ in range(4):
-        grids = [grid + row for grid in grids for row in rows if _repeats_no_digit(grid + row)]
+        grids = [grid + row for grid in grids for row in rows]
+        filled = [[i for i in unit if i < len(grids[0])] for unit in _UNITS]
+        grids = [grid for grid in grids if all(len({grid[i] for i in unit}) == len(unit) for unit in filled)]
     return grids
 
 
@@ -117,12 +113,6 @@ def _grade(grid: str | None, puzzle: str, solution: str) -> tuple[bool, float]:
     empty = [i for i, digit in enumerate(puzzle) if digit == "0"]
     right = sum(i < len(grid) and grid[i] == solution[i] for i in empty)
     return False, right / len(empty) if empty else 0.0
-
-
-def _repeats_no_digit(grid: str) -> bool:
-    """Whether the first rows of a grid hold no digit twice in any unit."""
-    seen = ([grid[i] for i in unit if i < len(grid)] for unit in _UNITS)
-    return all(len(set(digits)) == len(digits) for digits in seen)
 
 
 def _solves(grid: str, puzzle: str) -> bool:

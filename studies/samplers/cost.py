@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.machine import check_counts, describe, race
-from benchmarks.results import write_report
+from benchmarks.machine import describe, race, write_report
 from d1.models import load_model, load_tokenizer
-from d1.runs.entry import run_script
+from d1.ranges import COUNT
+from d1.runs.entry import OneLineParser, run_script
 from d1.sampling import Rollout, rollout
 from d1.tasks import load_task
 from pocket.recipes import RECIPES
@@ -154,13 +154,13 @@ def measure(
 
 
 def make_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", "--model_name", required=True, help="a pocket model, e.g. of `make demo`")
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--gen_length", type=int, default=32)
     parser.add_argument("--problems", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=125, help="problems sampled at once")
-    parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
+    parser.add_argument("--batch", type=COUNT, default=125, help="problems sampled at once")
+    parser.add_argument("--repeats", type=COUNT, default=3, help="timed rounds")
     parser.add_argument("--seed", type=int, default=0, help="of the problems")
     parser.add_argument("--output_dir", default="benchmark_results")
     return parser
@@ -176,7 +176,6 @@ def write_comparison(args: argparse.Namespace, name: str, settings: Callable[...
         raise ValueError(
             f"need at least 2 problems and a gen_length in blocks of 8, got {args.problems} and {args.gen_length}"
         )
-    check_counts(args, "batch", "repeats")
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(args.model_path, device=device), load_tokenizer(args.model_path)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.machine import check_counts
+from d1.ranges import COUNT
 from d1.runs.entry import run_script
 from d1.sampling.caches import CACHES
 from d1.show.curves import panels, save_figure
@@ -148,12 +148,11 @@ def report_name(args: argparse.Namespace) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = cost.make_parser(__doc__)
-    parser.add_argument("--validation", type=int, help="search on so many validation problems (default: all)")
+    parser.add_argument("--validation", type=COUNT, help="search on so many validation problems (default: all)")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    check_counts(args, *(["validation"] if args.validation is not None else []))
     cost.write_comparison(args, report_name(args), found)
 
 

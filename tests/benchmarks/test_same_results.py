@@ -15,12 +15,12 @@ from tests.commands import ROOT, check_script
 
 STAGE = """import json, sys
 from pathlib import Path
-import torch
-from safetensors.torch import save_file
+import numpy
+from safetensors.numpy import save_file
 from d1 import VALUE
 folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
 folder.mkdir(exist_ok=False)
-save_file({"weight": torch.tensor([1.0, VALUE])}, folder / "model.safetensors")
+save_file({"weight": numpy.array([1.0, VALUE], "float32")}, folder / "model.safetensors")
 problems = {"generations": [{"generations": f"text {VALUE > 3}"}]}
 (folder / "task_generations.json").write_text(json.dumps(problems))
 """

@@ -39,7 +39,7 @@ ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
         ("all-linear", ATTENTION | {"mlp.experts", "mlp.experts.base_layer"}),
         ("attention", ATTENTION),
         ("q_proj", {"self_attn.q_proj"}),
-        (r".*\.layers\.[01]\..*(k|v)_proj", {"self_attn.k_proj", "self_attn.v_proj"}),
+        ("layers.1.self_attn.q_proj", {"self_attn.q_proj"}),
     ],
 )
 def test_both_stages_put_adapters_on_the_same_modules(tiny_model_dir, tmp_path, asked, endings):
@@ -52,6 +52,6 @@ def test_both_stages_put_adapters_on_the_same_modules(tiny_model_dir, tmp_path, 
     sft.main(sft.make_parser().parse_args(words_of({**flags, "debugging": ""})))
     flags = {**RL, **lora, "model_path": model, "output_dir": tmp_path / "rl"}
     rl.main(*rl.make_parser().parse_args_and_config(words_of(flags)))
-    layers = (0, 1) if "layers" in asked else range(3)
+    layers = (1,) if "layers" in asked else range(3)
     assert adapted(tmp_path / "job") == {f"model.layers.{layer}.{ending}" for layer in layers for ending in endings}
     assert adapted(tmp_path / "rl") == adapted(tmp_path / "job")

@@ -145,11 +145,10 @@ REQUIRED = {  # of the tools
     "fit": ["--model_path", "none", "--stage", "rl"],
     "methods": [],
     "chat": ["none"],
-    "card": ["none"],
     "watch": ["--model_path", "none", "--prompt", "a"],
     "fill": ["none", "[MASK]"],
 }
-WITHOUT_NUMBERS = {"merge", "export", "methods", "card"}
+WITHOUT_NUMBERS = {"merge", "export", "methods", "curves"}
 
 
 def tool(name: str) -> Command:

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -197,37 +196,13 @@ def test_base_is_small_bidirectional_and_loads_exactly(name):
     assert blocks is None or torch.equal(first_token(last + 1), first_token())
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BASES)
 def test_base_solves_what_its_card_says(name, at):
     base, recipe = ROOT / "pocket" / name, BASES[name]
     rate = make_base.solve_rate(load_model(str(base)), load_tokenizer(str(base)), recipe.task, recipe.lengths[at])
     row = next(line for line in (base / "README.md").read_text().splitlines() if "(this model)" in line)
     assert rate == pytest.approx(float(row.split("|")[2 + at]), abs=0.01)  # another CPU may turn a tie or two
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_card_is_what_the_script_writes(name):
-    """But for what was measured, which is read off the card; figures of another run replace these and nothing else."""
-    base, task = ROOT / "pocket" / name, next(task for task, recipe in SHIPPED.items() if recipe is BASES[name])
-    recipe, text, model = BASES[name], (base / "README.md").read_text(), load_model(str(base))
-    spent = re.search(r"([\d.]+)M tokens in (\d+) minutes", text)
-    rates = [list(map(float, row)) for row in re.findall(r"\| after stage .* \| ([\d.]+) \| ([\d.]+) \|", text)]
-    measured = float(spent[1]) * 1e6, 60 * int(spent[2]), [dict(zip(recipe.lengths, row, strict=True)) for row in rates]
-    count = len(load_task(recipe.task).load_rows("validation"))
-    made = make_base.model_card(
-        task, model.num_parameters(), count, *measured, recipe.steps, 0, block_size(model.config)
-    )
-    assert made == text
-    other = make_base.model_card(task, 1234, 99, 2e6, 660, [{5: 0.125, 6: 0.25}, {5: 0.5, 6: 0.75}], (7, 8), 3, 4)
-    changed = [line for line in other.splitlines() if line not in text.splitlines()]
-    for figure in ("1,234 parameters", "`block_size: 4`", "--seed 3 --block_size 4 ", "2.0M tokens in 11 minutes"):
-        assert sum(figure in line for line in changed) == 1
-    assert "99 validation" in other
-    assert other.count("| length 5 | length 6 |") == 1
-    assert "stage 1, 7 steps on careful answers | 0.125 | 0.250 |" in other
-    assert "stage 2, 8 steps on mixed answers (this model) | 0.500 | 0.750 |" in other
-    assert len(changed) <= 6
 
 
 @pytest.mark.parametrize("task", RECIPES)
@@ -237,8 +212,7 @@ def test_make_base_in_miniature_is_deterministic(task, monkeypatch):
     monkeypatch.setattr(make_base, "solve_rate", lambda *_: 0.0)
 
     def weights(seed: int) -> torch.Tensor:
-        model, measured = make_base.pretrain(recipe, draw, (2, 3), seed)
-        assert 5 * 8 * (recipe.prompt_tokens + min(recipe.completion_tokens)) <= measured.tokens
+        model, _ = make_base.pretrain(recipe, draw, (2, 3), seed)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     whole = weights(5)

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from d1.eval import run as evaluation_script
-from d1.eval.setup import setup_name as eval_setup_name
 from d1.rl import train as diffu_grpo_train
 from d1.sft import train as sft_train
 from pocket import report as pocket_report
@@ -51,20 +50,20 @@ def miniature(tmp_path_factory):
 
 def test_every_arm_is_evaluated_at_both_lengths(miniature):
     table = json.loads((miniature / "table.json").read_text())
-    assert set(table) == {job_of(miniature).setup(arm, length) for arm in ARMS for length in LENGTHS}
+    names = ["base", *(arm for arm in ARMS if arm != "base")]
+    assert set(table) == {f"sudoku_{name}_{length}_{length // 2}" for name in names for length in LENGTHS}
+    assert job_of(miniature).arms == [*ARMS]
     for row in table.values():
         assert row["n"] == row["expected"] == 16
         assert row["ci_low"] <= row["accuracy"] <= row["ci_high"]
 
 
-def test_the_report_has_the_table_the_curves_ten_problems_and_the_seconds(miniature):
+def test_the_report_has_the_table_the_curves_and_the_seconds(miniature):
     report = (miniature / "report.md").read_text()
     for title in ARMS.values():
         assert f"| {title} |" in report
     for name in ("sft", "grpo", "sft_grpo", "shuffled", "sft_grpo_evaluated"):
         assert f"| {name} |" in report
-    puzzles = [line for line in report.splitlines() if re.match(r"\| Solve .* \d{16} \|", line)]
-    assert len(puzzles) == 10
     assert (miniature / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -84,14 +83,14 @@ def test_the_report_links_pages_that_play(miniature):
 def test_the_tables_over_seeds_have_each_arm_and_pair(miniature, capsys):
     pocket_report.main(pocket_report.make_parser().parse_args([str(miniature)]))
     means, seeds, paired = capsys.readouterr().out.split("\n\n")
-    table, job = json.loads((miniature / "table.json").read_text()), job_of(miniature)
+    table = json.loads((miniature / "table.json").read_text())
     for length in LENGTHS:
-        cells = " | ".join(f"{table[job.setup(arm, length)]['accuracy']:.1f} ± 0.0" for arm in FOUR_ARMS)
+        cells = " | ".join(
+            f"{table[f'sudoku_{arm}_{length}_{length // 2}']['accuracy']:.1f} ± 0.0" for arm in FOUR_ARMS
+        )
         assert f"| sudoku, length {length} | {cells} | 1 |" in means
-    tokens = {"32": "800", "40": "1160"}  # 16 steps of 18 + 32 tokens, 20 of 18 + 40
     rows = [row.strip("| ").split(" | ") for row in seeds.splitlines()[2:]]
-    assert [row[:2] for row in rows] == [[title, length] for title in ARMS.values() for length in tokens]
-    assert all(row[-1] == tokens[row[1]] for row in rows)
+    assert [row[:2] for row in rows] == [[title, str(length)] for title in ARMS.values() for length in LENGTHS]
     assert all("| seed3 |" in table for table in (seeds, paired))
     assert "| sft_grpo - sft | 32 |" in paired
     gains = re.findall(r"\| \w+ - \w+ \| \d+ \| ([+-][\d.]+) \| ([+-][\d.]+) \[", paired)
@@ -104,21 +103,25 @@ def test_the_block_model_goes_through_the_same_phases(tmp_path, monkeypatch):
     assert [phase.name for phase in block] == [phase.name for phase in full]
     for phase, other in zip(full, block, strict=True):
         assert [str(word).replace("pocket/base", "pocket/block_base") for word in phase.command] == other.command
-    monkeypatch.chdir(ROOT / "eval")
-    command = next(phase.command for phase in block if phase.name == "base_evaluated")
-    runs = evaluation_script.runs_of(evaluation_script.make_parser().parse_args(command[2:]))
+
+
+@pytest.mark.parametrize("base", ["base", "block_base"])
+def test_a_job_is_known_by_its_generations(base, tmp_path):
     (tmp_path / "generations").mkdir()
-    for run in runs:
-        (tmp_path / "generations" / f"{eval_setup_name(run)}_0_generations.json").touch()
+    for path in (ROOT / "eval" / "eval_baselines").glob("*.json"):
+        name = path.name.replace("sudoku_base_", f"sudoku_{base}_")
+        (tmp_path / "generations" / name).write_bytes(path.read_bytes())
     job = job_of(tmp_path)
-    assert (job.base, job.arms) == ("block_base", ["base"])
-    assert [eval_setup_name(run) for run in runs] == [job.setup("base", length) for length in LENGTHS]
+    assert (job.task, job.base, job.arms) == ("sudoku", base, [*FOUR_ARMS])
+    assert f"{job.row('sft_grpo', 32).accuracy:.1f}" == "76.2"  # docs/results.md
+    (tmp_path / "generations" / f"sudoku_{base}_32_16_0_generations.json").write_text("{")
+    with pytest.raises(ValueError, match=f"sudoku_{base}_32_16 is not complete: .*cut off"):
+        job_of(tmp_path)
 
 
 def test_the_block_model_is_refused_where_it_has_no_base():
-    for flags in (["--task", "countdown"], ["--split", "validation"]):
-        with pytest.raises(ValueError, match="for Sudoku's test problems alone"):
-            demo(demo_parser().parse_args(["--model", "block", *flags]))
+    with pytest.raises(ValueError, match="for Sudoku alone"):
+        demo(demo_parser().parse_args(["--model", "block", "--task", "countdown"]))
 
 
 @pytest.mark.parametrize("task", GRPO)
@@ -142,6 +145,7 @@ def test_each_arm_of_a_task_is_trained_and_judged_on_that_task(task, tmp_path, m
         assert Path(asked.model_path).resolve() == model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [task for task in GRPO if task != "sudoku"])
 def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(task, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "seed1"
@@ -150,18 +154,14 @@ def test_another_task_in_miniature_gives_its_report_and_the_table_over_tasks(tas
         [*command, "--output_dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    report, job = (folder / "report.md").read_text(), job_of(folder)
-    problems = job.answers("base", RECIPES[task].lengths[-1])[:10]
-    assert all(f"| {problem['question'].strip().replace(chr(10), ' ')} |" in report for problem in problems)
-    assert all(
-        f"]({arm}/report.html)" in report and (folder / arm / "report.html").exists() for arm in ("grpo", "sft_grpo")
-    )
-    assert "](watch.svg)" in report
+    report = (folder / "report.md").read_text()
+    for arm in ("grpo", "sft_grpo"):
+        assert f"]({arm}/report.html)" in report
+        assert (folder / arm / "report.html").exists()
     assert len(json.loads((folder / "table.json").read_text())) == len(arms_of(task)) * 2
     monkeypatch.setattr(pocket_report, "demo_folder", lambda name: tmp_path / ("" if name == task else name))
-    pocket_report.main(pocket_report.make_parser().parse_args(["--figure", str(tmp_path / "tasks.png")]))
+    pocket_report.main(pocket_report.make_parser().parse_args([]))
     assert f"| {task}, length {RECIPES[task].lengths[0]} | " in capsys.readouterr().out
-    assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):

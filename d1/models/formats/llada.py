@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from d1.models.formats.names import key_mapping, rename
+from d1.models.formats.released import key_mapping, rename
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,16 +90,15 @@ def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 def llada_from_llama(config: Any) -> dict[str, Any]:
     """The LLaDA `config.json` of a Llama config; the code it points to is LLaDA's own repository."""
-    if config.model_type != "llama":
-        raise ValueError(f"only a Llama can be written as LLaDA; this is a {config.model_type!r}")
-    rope = config.rope_parameters
-    if config.attention_bias or config.mlp_bias or rope["rope_type"] != "default":
-        raise ValueError(
-            f"only a Llama without biases or scaled rotary positions can be written as LLaDA; this one has "
-            f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, rope_parameters={rope}"
-        )
-    if config.head_dim * config.num_attention_heads != config.hidden_size or config.hidden_act != "silu":
-        raise ValueError("LLaDA's heads divide hidden_size evenly and its activation is silu; this Llama differs")
+    plain = {"model_type": "llama", "attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+    odd = {name: getattr(config, name, None) for name, value in plain.items() if getattr(config, name, None) != value}
+    rope, heads = getattr(config, "rope_parameters", None) or {}, getattr(config, "head_dim", None)
+    if rope.get("rope_type") != "default":
+        odd["rope_parameters"] = rope
+    if heads != config.hidden_size / config.num_attention_heads:
+        odd["head_dim"] = heads
+    if odd:
+        raise ValueError(f"only a Llama without biases, whose heads divide hidden_size, can be written as LLaDA: {odd}")
     raw = {old: getattr(config, new, None) for old, new in LLADA_FIELDS.items()}
     code = "GSAI-ML/LLaDA-8B-Base--"
     return {

@@ -1,4 +1,4 @@
-"""What several released formats have in common: the way back to their config, and their experts.
+"""What several released formats have in common: tables of names, the way back to their config, and their experts.
 
 Transformers keeps the experts of a layer as two stacks, `experts.gate_up_proj` (experts, 2 x width, hidden), gate above
 up, and `experts.down_proj` (experts, hidden, width). It stacks files that list each expert's weights by name.
@@ -6,7 +6,8 @@ up, and `experts.down_proj` (experts, hidden, width). It stacks files that list 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,6 +41,23 @@ SAME_IN_MIXTURES = {
 }
 
 
+def key_mapping(table: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The table (name, name it becomes) of modules or weights, where {} is the number of the block, as
+    {regular expression: replacement}, the form that `from_pretrained` and `rename` take."""
+    return {
+        "^" + re.escape(old).replace(r"\{\}", r"(\d+)") + r"(?![^.])": new.replace("{}", r"\1") for old, new in table
+    }
+
+
+def rename(name: str, mapping: Mapping[str, str]) -> str:
+    """`name` after the one rule of `mapping` that matches its start; unchanged where none does."""
+    for pattern, replacement in mapping.items():
+        renamed, count = re.subn(pattern, replacement, name)
+        if count:
+            return renamed
+    return name
+
+
 def check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], name: str) -> None:
     """Raises ValueError where a field of a released config has another value than those that `fixed` allows it."""
     odd = {field: raw[field] for field, allowed in fixed.items() if field in raw and raw[field] not in allowed}
@@ -48,11 +66,7 @@ def check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], na
 
 
 def renamed_fields(raw: Mapping[str, Any], table: Mapping[str, str], name: str) -> dict[str, Any]:
-    """The fields of `table` (released name -> name here) that a released config has.
-
-    Raises:
-        ValueError: a size is missing, for which the class would silently take its own default.
-    """
+    """The fields of `table` (released name -> name here) that a released config has; ValueError for missing sizes."""
     sizes = [field for field in table if field.endswith(("_size", "_heads", "_layers", "_experts", "_per_tok", "_eps"))]
     if absent := [field for field in sizes if raw.get(field) is None]:
         raise ValueError(f"this {name} config.json lacks {', '.join(absent)}")
@@ -92,11 +106,3 @@ def one_by_one(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
     for expert, weight in enumerate(state[name]):
         for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
             yield f"{prefix}.{expert}.{part}.weight", rows
-
-
-def join_stacks() -> list[Any]:
-    """For files of training frameworks, which stack gate and up each on its own."""
-    from transformers.core_model_loading import Concatenate, WeightConverter
-
-    stacks = ["mlp.experts.gate_proj", "mlp.experts.up_proj"]
-    return [WeightConverter(stacks, "mlp.experts.gate_up_proj", [Concatenate(dim=1)])]

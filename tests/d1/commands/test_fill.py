@@ -29,7 +29,7 @@ def printed(capsys, *words):
     ("words", "options"),
     [
         ("", {}),
-        ("--steps 2 --temperature 0.9 --seed 4 --order right", {"steps": 2, "temperature": 0.9, "right": True}),
+        ("--steps 2 --temperature 0.9 --seed 4", {"steps": 2, "temperature": 0.9}),
         ("--sampler parallel --reveal entropy --reveal_level 2 --cfg_scale 0.5", {"reveal": "entropy"}),
     ],
 )
@@ -40,8 +40,6 @@ def test_what_is_printed_is_the_library_s_filling(capsys, words, options):
     )
     mask = tokenizer.mask_token_id
     ids = torch.tensor([[*before, mask, mask, mask, *between, mask, *behind]])
-    if options.pop("right", False):
-        options["order"] = -torch.arange(ids.shape[1])
     if "reveal" in options:
         options |= {"sampler": "parallel", "reveal_level": 2, "cfg_scale": 0.5}
     generator = [keyed_generator(4 if "seed" in words else 0)]

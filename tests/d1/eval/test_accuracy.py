@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import json
 import subprocess
@@ -54,19 +53,20 @@ def test_json_rows(folder):
     assert first["metrics"]["cells"] == pytest.approx(25)
 
 
-def test_the_other_formats_say_the_same(folder):
-    lines = run(folder, "--format", "csv").stdout
-    rows = list(csv.DictReader(io.StringIO(lines)))
-    assert [(row["setup"], float(row["accuracy"])) for row in rows[:2]] == [
-        ("sudoku_base_32_16", 25),
-        ("sudoku_base_40_16", 37.5),
+def test_the_table_has_a_line_per_setup(folder):
+    header, *lines = run(folder).stdout.splitlines()
+    assert header.split("  ")[0].strip() == "setup"
+    (line,) = (line for line in lines if "sudoku_my_tuned_40_16" in line)
+    assert line.split() == [
+        "sudoku_my_tuned_40_16",
+        "87.50",
+        *["[52.91,", "97.76]"],
+        "8/8",
+        "36.0",
+        "16.0",
+        "cells",
+        "87.50",
     ]
-    table, markdown = run(folder).stdout, run(folder, "--format", "markdown").stdout
-    for text in (table, markdown):
-        line = next(line for line in text.splitlines() if "sudoku_my_tuned_40_16" in line)
-        assert "87.50" in line
-        assert "8/8" in line
-    assert markdown.splitlines()[1] == "| " + " | ".join(["---"] * 7) + " |"
 
 
 def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
@@ -85,10 +85,10 @@ def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
     assert "ERROR sudoku_base_32_16: 12 problems where 8 are expected" in done.stderr
 
 
-def test_missing_ranks_are_named_in_one_short_line(tmp_path, write_sudoku):
+def test_missing_ranks_are_said_in_one_short_line(tmp_path, write_sudoku):
     for rank in (2, 6, 9999):
         write_sudoku(tmp_path / f"sudoku_base_32_16_{rank}_generations.json", 2, of=5)
-    assert "ERROR sudoku_base_32_16: no file of rank 0-1, 3-5, 7-9998\n" in run(tmp_path).stderr
+    assert "ERROR sudoku_base_32_16: no file of rank 0 and 9996 others\n" in run(tmp_path).stderr
 
 
 def test_help_needs_no_torch():
@@ -107,7 +107,7 @@ def test_details_hold_every_problem(folder, tmp_path):
     assert len(details) == 32
     assert sum(detail["accuracy"] for detail in details) == 2 + 3 + 6 + 7
     assert details[0]["where"] == "sudoku_base_32_16_0_generations.json, item 0"
-    assert details[0]["answers"] == [details[0]["ground_truth"]]
+    assert details[0]["answer"] == details[0]["ground_truth"]
 
 
 def test_comparison(folder):
@@ -116,17 +116,10 @@ def test_comparison(folder):
     assert (done.returncode, result["shared"], result["difference"]) == (0, 8, 50)
     assert (result["b_better"], result["a_better"]) == (4, 0)
     assert result["p_value"] == pytest.approx(2 / 2**4)
-    assert "p = 0.125" in run(folder, "--compare", "sudoku_base_32_16", "sudoku_my_tuned_32_16").stdout
+    assert "p_value     0.125" in run(folder, "--compare", "sudoku_base_32_16", "sudoku_my_tuned_32_16").stdout
     missing = run(folder, "--compare", "sudoku_base_32_16", "nothing")
     assert missing.returncode == 1
     assert "no setup 'nothing'" in missing.stderr
-
-
-def test_plot_is_a_png_of_some_size(folder, tmp_path):
-    assert run(folder, "--plot", tmp_path / "accuracy.png").returncode == 0
-    content = (tmp_path / "accuracy.png").read_bytes()
-    assert content.startswith(b"\x89PNG")
-    assert len(content) > 10_000
 
 
 def test_published_scoring_counts_cells(folder):

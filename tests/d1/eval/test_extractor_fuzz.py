@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d1.eval.files import read_sample
+from d1.eval.files import read_problem
 from d1.eval.published_scoring import SCORERS, score_published
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -52,12 +52,14 @@ JSON: st.SearchStrategy = (
 )
 
 
+FIELDS = ["question", "generations", "text", "tokens", "forward_passes", "index", "ground_truth"]
+
+
 @settings(max_examples=1_000, deadline=None)
-@given(sample=st.dictionaries(st.sampled_from(["generations", "text", "tokens", "forward_passes"]), JSON))
-def test_samples_of_any_shape_are_read_or_refused(sample):
+@given(item=st.dictionaries(st.sampled_from(FIELDS), JSON) | JSON)
+def test_items_of_any_shape_are_read_or_refused(item):
     try:
-        read = read_sample(sample)
+        read = read_problem("file, item 0", item)
     except TypeError:
         return
-    assert isinstance(read.raw, str)
-    assert isinstance(read.text, str)
+    assert all(isinstance(text, str) for text in (read.question, read.raw, read.text, read.key))

@@ -15,7 +15,6 @@ import pytest
 
 from d1.eval.journal import Journal
 
-IDENTITY = {"seed": 0, "dtype": "torch.bfloat16", "batch_size": 4, "device": "cpu"}
 WRITER = """
 import json, sys
 from d1.eval.journal import Journal
@@ -31,7 +30,7 @@ sys.stdin.read()
 
 def completion(index: int, text: str = "x", **fields: Any) -> dict[str, Any]:
     counts = {"tokens": 1, "forward_passes": 2, "forward_tokens": 3, "seconds": 0.5}
-    return {"index": index, "sample": 0, "generations": text, "text": text, **counts, **fields}
+    return {"index": index, "generations": text, "text": text, **counts, **fields}
 
 
 @contextmanager
@@ -53,11 +52,11 @@ def test_lines_cut_off_by_a_kill_do_not_count(tmp_path):
     journal.append(completion(0, "line\nbreak \u2028"))
     with open(journal.folder / "rank_0.jsonl", "ab") as file:
         file.write(json.dumps(completion(1)).encode()[:40])
-    assert set(journal.read()) == {(0, 0)}
+    assert set(journal.read()) == {0}
     journal.lines = None  # which closes it, as a kill does
     journal.append(completion(2))
     journal.append(completion(1))
-    assert set(journal.read()) == {(0, 0), (1, 0), (2, 0)}
+    assert set(journal.read()) == {0, 1, 2}
     second = Journal(tmp_path, "s", 0)
     with pytest.raises(ValueError, match="another process"):
         second.prepare({"seed": 0}, overwrite=False)
@@ -70,11 +69,11 @@ def test_a_living_run_is_left_alone_whichever_of_its_processes_lives(tmp_path, o
         for process in (first, second):
             with pytest.raises(ValueError, match="another process is evaluating into"):
                 journal.prepare({"seed": 0}, overwrite)
-            assert set(journal.read()) == {(0, 0), (1, 0)}
+            assert set(journal.read()) == {0, 1}
             process.kill()
             process.wait()
     assert journal.prepare({"seed": 0}, overwrite)  # the lock of a killed run blocks no other
-    assert set(journal.read()) == (set() if overwrite else {(0, 0), (1, 0)})
+    assert set(journal.read()) == (set() if overwrite else {0, 1})
     journal.finish({}, {"identity": {"seed": 0}})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s_0_generations.json", "s_record.json"]
 
@@ -94,68 +93,54 @@ def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):
     journal = Journal(tmp_path, "s", 0)
     assert journal.prepare({"seed": 0}, overwrite=False)
     entries = [completion(index) for index in range(10)]
-    with files_of_at_most(500):
+    with files_of_at_most(409):
         for entry in entries[:3]:
             journal.append(entry)
         with pytest.raises(OSError, match=r"could not write .*: 3 completions are safe in .*same command again"):
             journal.append(entries[3])
-    lines = (journal.folder / "rank_0.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{**entry, "setup": "s"} for entry in entries[:3]]
+    assert list(journal.read().values()) == entries[:3]  # without what there was room for of the fourth
     for entry in entries[3:]:
         journal.append(entry)
-    with files_of_at_most(500), pytest.raises(OSError, match="10 completions are safe"):
+    with files_of_at_most(409), pytest.raises(OSError, match="10 completions are safe"):
         journal.finish({"generations": entries}, {"identity": {"seed": 0}})
     assert list(journal.read().values()) == entries
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.lock", "s.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.partial"]
     journal.finish({"generations": entries}, {"identity": {"seed": 0}})
     assert json.loads(journal.results.read_text()) == {"generations": entries}
 
 
-def test_what_an_older_version_did_not_write_down_is_no_difference(tmp_path):
-    old = {"seed": 0, "dtype": "torch.bfloat16"}
-    (tmp_path / "s.partial").mkdir()
-    (tmp_path / "s.partial" / "identity.json").write_text(json.dumps(old))
-    (tmp_path / "s.partial" / "lock").touch()
+@pytest.mark.parametrize("complete", [False, True])
+def test_another_run_is_refused_and_the_difference_named(tmp_path, complete):
+    identity = {"seed": 0, "batch_size": 4}
     journal = Journal(tmp_path, "s", 0)
-    assert journal.prepare(IDENTITY, overwrite=False)
-    journal.finish({}, {"identity": IDENTITY})
-    assert not journal.prepare(IDENTITY, overwrite=False)
-    for changed in ({"batch_size": 8}, {"device": "NVIDIA H200"}):
-        with pytest.raises(ValueError, match=f"{next(iter(changed))}: .* there, .* now"):
-            journal.prepare(IDENTITY | changed, overwrite=False)
-    with pytest.raises(ValueError, match="batch_size: 4 there, None now"):
-        journal.prepare(old, overwrite=False)
+    assert journal.prepare(identity, overwrite=False)
+    if complete:
+        journal.finish({}, {"identity": identity})
+    for other, message in ({"seed": 0, "batch_size": 8}, "4 there, 8 now"), ({"seed": 0}, "4 there, None now"):
+        with pytest.raises(ValueError, match=f"different run .batch_size: {message}"):
+            journal.prepare(other, overwrite=False)
+    assert journal.prepare(identity, overwrite=False) != complete
 
 
-FOREIGN = {  # lines that are valid JSON, or nearly, and none of the completions of this run
+FOREIGN = {  # lines that are valid JSON, or nearly, and no completions
     "not an entry": b'{"reward": 1.0}',
     "not an object": b"[1, 2]",
     "without its time": json.dumps({k: v for k, v in completion(1).items() if k != "seconds"}).encode(),
     "of another type": json.dumps(completion(1, tokens="3")).encode(),
-    "of another setup": json.dumps(completion(1, setup="other")).encode(),
-    "of another problem": json.dumps(completion(99)).encode(),
-    "of another sample": json.dumps(completion(1, sample=7)).encode(),
     "damaged": b"\x00\xff\x00",
     "deep": b"[" * 100_000,
 }
 
 
 @pytest.mark.parametrize("line", FOREIGN.values(), ids=FOREIGN)
-def test_a_foreign_line_is_skipped_named_and_counted_and_finished_work_is_kept(tmp_path, caplog, line):
+def test_a_foreign_line_is_left_out_and_finished_work_is_kept(tmp_path, line):
     journal = Journal(tmp_path, "s", 0)
     assert journal.prepare({"seed": 0}, overwrite=False)
-    path = journal.folder / "rank_1.jsonl"
-    before_there_were_setups = json.dumps(completion(2)).encode()
-    path.write_bytes(before_there_were_setups + b"\n" + line + b"\n\n" + line + b"\n")
+    (journal.folder / "rank_1.jsonl").write_bytes(json.dumps(completion(2)).encode() + b"\n" + line + b"\n\n" + line)
     journal.append(completion(0))
-    wanted = {(index, 0) for index in range(3)}
-    assert journal.read(wanted) == {(0, 0): completion(0), (2, 0): completion(2)}
-    assert f"{path}: 2 line(s) skipped (first: line 2)" in caplog.text
-    caplog.clear()
-    assert Journal(tmp_path, "s", 1).read(wanted).keys() == {(0, 0), (2, 0)}
-    assert not caplog.text  # one process says it
+    assert journal.read() == {0: completion(0), 2: completion(2)}
     journal.append(completion(1))
-    assert journal.read(wanted).keys() == wanted
+    assert journal.read().keys() == {0, 1, 2}
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"identity": '])

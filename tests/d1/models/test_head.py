@@ -14,7 +14,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.models.adapters import lora_targets
 from d1.models.head import body_and_head, most_likely
-from d1.models.kinds import is_decoder
+from d1.models.kinds import is_encoder
 
 LENGTH = 14
 POSITIONS = torch.tensor([[13, 5, 9, 6], [4, 12, 4, 7], [8, 9, 10, 11]])  # of each row, in no order, one twice
@@ -74,7 +74,7 @@ def test_states_and_gradients_are_those_of_the_whole_layer(kind_dirs, kind, atte
 
 def test_the_last_feed_forward_sees_the_positions_asked_for_and_no_others(kind_dirs, kind):
     model = build(kind_dirs[kind], "eager")
-    if not is_decoder(model.config):
+    if is_encoder(model.config):
         pytest.skip("encoders run whole")
     seen, ids = last_mlp(model), batch(False)[0]
     body, _ = body_and_head(model)

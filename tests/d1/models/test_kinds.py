@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 
 from d1.models import load_model, load_tokenizer, prepare
 from d1.models.adapters import lora_targets
-from d1.models.formats.names import key_mapping, rename
-from d1.models.kinds import KINDS, Kind, is_decoder, is_encoder
+from d1.models.formats.released import key_mapping, rename
+from d1.models.kinds import KINDS, Kind, is_encoder
 from d1.sampling import generate
 from d1.scoring import mean_field_logps
 
@@ -118,7 +118,7 @@ def test_a_class_of_ones_own_is_registered_and_one_row(kind_dirs, tmp_path, monk
     assert (type(model), model.config.model_type) == (OwnForCausalLM, "own_toy")
     assert torch.equal(logits_of(model), logits_of(load_model(kind_dirs["qwen3"])))
     assert lora_targets(model, "attention") == ["q_proj"]
-    assert is_decoder(model.config)
+    assert not is_encoder(model.config)
 
     monkeypatch.setitem(KINDS, "own_toy", Kind(shift=True))
     built = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -136,12 +136,6 @@ def test_the_row_names_the_modules_of_the_head(kind_dirs, kind):
             states = getattr(model, name)(states)
     expected = logits_of(model)
     torch.testing.assert_close(states if cap is None else torch.tanh(states / cap) * cap, expected, atol=1e-6, rtol=0)
-
-
-def test_a_model_is_either_a_decoder_or_an_encoder(kind_dirs, kind):
-    config = load_model(kind_dirs[kind]).config
-    assert is_encoder(config) == (kind in ("bert", "roberta", "modernbert"))
-    assert is_decoder(config) != is_encoder(config)
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention", "no_such_kernel"])

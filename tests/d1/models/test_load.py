@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,16 +156,6 @@ def test_compiled_forward_is_the_forward(kind_dirs, name):
     torch.testing.assert_close(logits_of(compiled, ids, mask), logits_of(model, ids, mask), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llada", "Dream", "modernbert"])
-def test_inductor_forward_is_the_forward(kind_dirs, name):
-    model = load_model(kind_dirs[name])
-    ids, mask = pad(rows(9, 12), [3, 0], 12)
-    torch.testing.assert_close(
-        logits_of(torch.compile(model), ids, mask), logits_of(model, ids, mask), atol=1e-5, rtol=0
-    )
-
-
 def test_copies_keep_the_convention(kind_dirs, kind):
     model = load_model(kind_dirs[kind])
     ids, mask = pad(rows(9, 12), [3, 0], 12)
@@ -188,17 +177,9 @@ def test_trl_fused_head_scores_unshifted_positions(kind_dirs, name):
     torch.testing.assert_close(fused[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
 
 
-REFUSALS = {
-    "diffusion_gemma": "no mask token",
-    "llada_moe": "mixture-of-experts",
-    "gpt2": "known are llada, Dream",
-}
-
-
-@pytest.mark.parametrize("model_type", REFUSALS)
-def test_an_unsupported_kind_is_refused_by_name(tmp_path, model_type):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(ValueError, match=f"'{model_type}' is not supported: .*{REFUSALS[model_type]}"):
+def test_an_unsupported_kind_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="'gpt2' is not supported: known are llada, Dream"):
         load_model(tmp_path)
 
 
@@ -253,22 +234,6 @@ def test_weights_that_do_not_fit_are_all_listed(tmp_path, llada_writer):
         "[('model.norm.weight', (31,), (32,))]",
     ):
         assert part in str(error.value)
-
-
-def test_remote_code_runs_only_when_asked_for(tmp_path, kind_dirs):
-    (tmp_path / "modeling_own.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
-        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
-    )
-    config = json.loads((kind_dirs["llama"] / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.OwnConfig"}}
-    config["auto_map"]["AutoModelForCausalLM"] = "modeling_own.OwnModel"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").symlink_to(Path(kind_dirs["llama"], "model.safetensors"))
-    with pytest.raises(ValueError, match="'own' is not supported"):
-        load_model(tmp_path)
-    assert type(load_model(tmp_path, trust_remote_code=True)).__name__ == "OwnModel"
 
 
 @pytest.mark.gpu

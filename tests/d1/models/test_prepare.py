@@ -21,7 +21,7 @@ from transformers import (
     LlamaModel,
 )
 
-from d1.models import attach_hooks, load_model, prepare
+from d1.models import load_model, prepare
 from d1.models.adapters import lora_targets
 from d1.models.attention import require_prepared
 
@@ -67,8 +67,7 @@ def test_a_plain_model_is_refused_and_equals_load_models_once_prepared(kind_dirs
 def test_preparing_twice_is_preparing_once(kind_dirs, name, tmp_path):
     """Two shifts would move Dream's logits by two positions."""
     plain = build_plain(tmp_path, kind_dirs[name], name)
-    for prepared in (prepare(prepare(plain)), attach_hooks(plain)):
-        assert torch.equal(logits_of(prepared), logits_of(load_model(kind_dirs[name])))
+    assert torch.equal(logits_of(prepare(prepare(plain))), logits_of(load_model(kind_dirs[name])))
     loaded = load_model(kind_dirs[name])
     assert torch.equal(logits_of(prepare(loaded)), logits_of(plain))
 
@@ -119,33 +118,3 @@ def test_what_cannot_be_prepared_is_refused(kind_dirs):
             prepare(model)
         with pytest.raises(ValueError, match="was not prepared"):
             require_prepared(model)
-
-
-OWN = """
-from transformers import LlamaConfig, LlamaForCausalLM
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-class OwnModel(LlamaForCausalLM):
-    config_class = OwnConfig
-    def __init__(self, config):
-        super().__init__(config)
-        if config.headless:
-            self.output = self.lm_head
-            del self.lm_head
-"""
-
-
-@pytest.mark.parametrize("headless", [False, True])
-def test_a_model_with_code_of_its_own_counts_as_prepared_where_it_can_be_split(kind_dirs, tmp_path, headless):
-    (tmp_path / "modeling_own.py").write_text(OWN)
-    config = json.loads((kind_dirs["llama"] / "config.json").read_text()) | {"headless": headless}
-    auto = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": auto}))
-    (tmp_path / "model.safetensors").symlink_to(kind_dirs["llama"] / "model.safetensors")
-    if headless:
-        with pytest.raises(ValueError, match=r"OwnModel does not split into a `base_model`.* and the head lm_head"):
-            load_model(tmp_path, trust_remote_code=True)
-        return
-    model = load_model(tmp_path, trust_remote_code=True)
-    assert type(model).__name__ == "OwnModel"
-    require_prepared(model)

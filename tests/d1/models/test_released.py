@@ -168,18 +168,16 @@ def test_a_format_is_written_from_its_own_models_only(kind_dirs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("released", MIXTURES)
-def test_experts_that_come_stacked(kind_dirs, tmp_path, released, fused):
-    """As Transformers stacks them, gate above up, and as others do, each on its own."""
+def test_experts_that_come_stacked(kind_dirs, tmp_path, released):
+    """As Transformers stacks them, gate above up."""
     weights, stacks = read_files(kind_dirs[released]), {}
     for name in [name for name in weights if ".experts.0." in name]:
         parts = (weights.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(8) if e < count(released))
         stacks[name.replace(".experts.0.", ".experts.").removesuffix(".weight")] = torch.stack(list(parts))
-    if fused:
-        for name in [name for name in stacks if name.endswith("gate_proj")]:
-            both = stacks.pop(name), stacks.pop(name.replace("gate_proj", "up_proj"))
-            stacks[name.replace("gate_proj", "gate_up_proj")] = torch.cat(both, dim=1)
+    for name in [name for name in stacks if name.endswith("gate_proj")]:
+        both = stacks.pop(name), stacks.pop(name.replace("gate_proj", "up_proj"))
+        stacks[name.replace("gate_proj", "gate_up_proj")] = torch.cat(both, dim=1)
     config = json.loads((kind_dirs[released] / "config.json").read_text())
     folder = write_files(tmp_path / "stacked", config, weights | stacks)
     assert torch.equal(logits_of(load_model(folder)), logits_of(load_model(kind_dirs[released])))
@@ -198,7 +196,7 @@ def test_an_expert_that_is_missing_or_of_another_width_is_an_error(kind_dirs, tm
     with pytest.raises(ValueError, match=r"do not fit(.|\n)*model\.layers\.1\.mlp\.experts"):
         load_model(write_files(tmp_path / "lost", config, lost))
     wide = weights | {"model.layers.2.mlp.experts.3.up_proj.weight": torch.zeros(17, 32)}
-    with pytest.raises(ValueError, match=r"do not fit .* cannot be stacked"):
+    with pytest.raises(ValueError, match=r"do not fit the config: some cannot be stacked"):
         load_model(write_files(tmp_path / "wide", config, wide))
 
 
@@ -247,12 +245,11 @@ def test_illada_is_a_llada_with_fewer_key_heads_and_a_tied_head(tmp_path, llada_
         ("lladamoe", {"num_experts": None}, "lacks num_experts"),
         ("llada2_moe", {"use_bias": True}, "use_bias"),
         ("llada2_moe", {"num_shared_experts": 0}, "no shared expert"),
-        ("llada2_moe", {"edit_threshold": 0.9}, "edits tokens that are revealed already .edit_threshold: 0.9"),
-        ("llada2_moe", {"edit_threshold": 0.9}, "Without this field the model loads"),
-        ("llada2_moe", {"enable_insertion": True}, "inserts tokens .enable_insertion.* with or without this field"),
-        ("llada2_moe", {"delete_token_id": 156930}, "deletes tokens .delete_token_id.* with or without this field"),
-        ("llada2_moe", {"split_token_id": 156931}, "inserts tokens .split_token_id.* with or without this field"),
-        ("llada2_moe", {"expert_capacity": 48}, "experts .* of a block .expert_capacity: 48.*LLaDA2.0 and 2.1 load"),
+        ("llada2_moe", {"edit_threshold": 0.9}, "edit_threshold 0.9: its model edits .* Without this field the model"),
+        ("llada2_moe", {"enable_insertion": True}, "enable_insertion True: its model inserts .* with or without this"),
+        ("llada2_moe", {"delete_token_id": 156930}, "delete_token_id 156930: .* deletes .* with or without this field"),
+        ("llada2_moe", {"split_token_id": 156931}, "split_token_id 156931: its model inserts .* with or without this"),
+        ("llada2_moe", {"expert_capacity": 48}, "expert_capacity 48: .*shares the experts .*LLaDA2.0 and 2.1 load"),
     ],
 )
 def test_what_no_class_here_has_is_refused_by_name(tmp_path, released, fields, message):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from d1.models import load_tokenizer
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
@@ -25,6 +25,7 @@ def write(folder: Path, config: dict[str, Any] | None, words: list[str] = WORDS,
     return folder
 
 
+LLAMA = {"model_type": "llama", "vocab_size": 12}
 LLADA = {"model_type": "llada", "auto_map": {"AutoConfig": "x.Y"}, "vocab_size": 12, "mask_token_id": 2}
 
 
@@ -37,19 +38,6 @@ def test_llada_names_its_mask_in_the_config_only(tmp_path):
     assert tokenizer.padding_side == "left"
     assert tokenizer("a <|mdm_mask|> b").input_ids == [5, 2, 6]
     assert tokenizer.decode([5, 2, 0], skip_special_tokens=True) == "a"
-
-
-def test_every_token_can_be_chosen_and_is_saved(tmp_path):
-    source = write(tmp_path / "a", LLADA, eos_token="<|endoftext|>")
-    chosen: dict[str, Any] = {
-        "mask_token": "b",
-        "pad_token": "<pad>",
-        "eos_token": "<|startoftext|>",
-        "eot_token": "<|im_end|>",
-    }
-    load_tokenizer(source, **chosen).save_pretrained(tmp_path / "b")
-    for tokenizer in (load_tokenizer(tmp_path / "b"), AutoTokenizer.from_pretrained(tmp_path / "b")):
-        assert {name: getattr(tokenizer, name) for name in chosen} == chosen
 
 
 def test_the_tokenizer_comes_before_the_config(tmp_path):
@@ -134,28 +122,15 @@ def test_the_mixtures_of_llada_bring_fast_files(tmp_path, config):
 @pytest.mark.parametrize(
     ("config", "tokens", "message"),
     [
-        (
-            {"model_type": "llama", "vocab_size": 12},
-            {"eos_token": "b"},
-            "neither the tokenizer nor config.json names a mask",
-        ),
-        ({"model_type": "llama", "vocab_size": 12}, {"mask_token": "b"}, "names a eos_token"),
-        (
-            {"model_type": "llama", "vocab_size": 6},
-            {"mask_token": "b", "eos_token": "a"},
-            "id 6, outside the model's embed",
-        ),
+        (LLAMA, {"eos_token": "b"}, "neither the tokenizer nor config.json names a mask"),
+        (LLAMA, {"mask_token": "b"}, "names a eos_token"),
+        (LLAMA | {"vocab_size": 6}, {"mask_token": "b", "eos_token": "a"}, "id 6, outside the model's embed"),
         ({**LLADA, "mask_token_id": 11}, {"eos_token": "a"}, "names a mask_token"),
     ],
 )
 def test_tokens_that_cannot_be_are_refused(tmp_path, config, tokens, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(write(tmp_path, config, **tokens))
-
-
-def test_a_chosen_token_outside_the_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="mask_token '<nobody>' is not in the tokenizer"):
-        load_tokenizer(write(tmp_path, LLADA, eos_token="a"), mask_token="<nobody>")
 
 
 def test_the_plain_chat_template_comes_on_request_only(tmp_path):

@@ -122,10 +122,6 @@ def test_what_a_user_can_mend_is_one_line_and_status_1(raised: str, line: str) -
     code = f"from d1.runs.entry import *\ndef work():\n    raise {raised}\nrun_script('name', work)"
     done = python(code)
     assert (done.returncode, done.stderr.splitlines()) == (1, [line])
-    whole = python(code, D1_TRACEBACK="1")
-    assert whole.returncode == 1
-    assert "Traceback" in whole.stderr
-    assert line in whole.stderr.splitlines()
 
 
 @pytest.mark.parametrize("raised", ["KeyError('x')", "RuntimeError('shapes')", "AssertionError()", "TypeError('x')"])
@@ -141,16 +137,11 @@ def test_a_number_returned_is_the_status_and_anything_else_is_success() -> None:
         assert python(f"from d1.runs.entry import *\nrun_script('name', lambda: {returned})").returncode == status
 
 
-@pytest.mark.parametrize("collected", [True, False])
-def test_imports_are_not_searched_for_garbage_and_what_was_set_is_put_back(collected: bool) -> None:
-    try:
-        gc.enable() if collected else gc.disable()
-        with contextlib.suppress(ImportError), quick_imports():
-            assert not gc.isenabled()
-            raise ImportError
-        assert gc.isenabled() is collected
-    finally:
-        gc.enable()
+def test_imports_are_not_searched_for_garbage() -> None:
+    with contextlib.suppress(ImportError), quick_imports():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
 
 
 def test_the_shutdown_searches_nothing_for_garbage() -> None:
@@ -233,10 +224,7 @@ def test_both_dialects_are_understood() -> None:
             args, _ = rl_parser().parse_args_and_config([*start, *typed])
             assert (args.resume_from_checkpoint, args.model_path) == (value or "true", "m")
     assert sft_train.make_parser().parse_args([]).resume is None
-    for words in ([], ["--resume"], ["--resume_from_checkpoint", "true"]):  # an evaluation always continues
-        typed = ["--model_name", "m", "--dataset", "sudoku", *words]
-        found = evaluation.make_parser().parse_args(typed)
-        assert (found.model_path, found.resume) == ("m", "true")
+    assert evaluation.make_parser().parse_args(["--model_name", "m", "--dataset", "sudoku"]).model_path == "m"
 
 
 def test_a_yaml_may_use_either_name_but_not_both(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
-"""Folders that cannot be written are refused at the start; a full disk is named while saving."""
+"""Folders that cannot be written are refused at the start; where a run continues."""
 
 from __future__ import annotations
 
 import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +10,7 @@ from typing import Any
 import pytest
 
 from d1.runs.checkpoints import checkpoint_to_resume, staged_checkpoint
-from d1.runs.output_dir import check_output_dir, writing
+from d1.runs.output_dir import check_output_dir
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,57 +39,18 @@ def stub(folder: Path) -> Any:
     return SimpleNamespace(args=args, state=state, accelerator=SimpleNamespace(wait_for_everyone=lambda: None))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
-        Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_full_disk_names_the_checkpoint_and_leaves_the_old_ones(tmp_path: Path, error: Exception) -> None:
+def test_a_full_disk_leaves_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     trainer = stub(tmp_path)
 
     def save() -> None:
         with staged_checkpoint(trainer) as folder:
             folder.mkdir(parents=True)
-            raise error
+            raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match=r"could not write .*checkpoint-7: the disk .* is full") as caught:
+    with pytest.raises(OSError, match="No space left"):
         save()
-    assert caught.value.__cause__ is error
     assert not (tmp_path / "checkpoint-7").exists()
     assert trainer.args.output_dir == str(tmp_path)
-
-
-def test_other_errors_pass_unchanged(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="shapes differ"), writing(tmp_path):
-        raise RuntimeError("shapes differ")
-
-
-def limited() -> None:
-    """No file of the process may be longer than this, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
-
-
-def test_a_run_that_runs_out_of_room_says_so_in_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1+1=?", "thinking_trajectories": ["add"], "attempt": "2"}\n' * 8)
-    flags = ["--model_path", str(tiny_model_dir), "--train_data", str(rows), "--test_split", "0", "--debugging"]
-    flags += ["--max_steps", "2", "--grad_accum_steps", "1", "--full_finetuning", "--output_dir", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "sft_train.py", *flags, "--num_proc", "1"],
-        cwd=ROOT / "SFT",
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf")},
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=limited,
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith(f"sft_train.py: could not write {tmp_path}/out/llada-s1/checkpoint-2: the disk")
 
 
 def test_where_a_run_continues(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from d1.rl.train import main as rl_main
 from d1.rl.train import make_parser as rl_parser
 from d1.runs.checkpoints import check_checkpoint
-from d1.runs.model_card import write_card
 from d1.sft.train import main as sft_main
 from d1.sft.train import make_parser as sft_parser
 
@@ -130,9 +129,6 @@ def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
     run(folder, *resume, "4e-4")
     assert changes() == [{"step": 2, "learning_rate": [1e-3, 4e-4], "max_steps": [2, 4]}]
     assert logged()[2:] == pytest.approx([rates["4e-4"] * (1 - step / 4) for step in (2, 3)], rel=1e-12)
-    table = write_card(folder).read_text()
-    assert "| --learning_rate | `0.001` | `0.0004` | 2 |" in table
-
     first = changes()
     resume[1:1] = [str(folder / "checkpoint-3")]
     run(folder, *resume, "1e-3")  # from step 3 on the first rate again

@@ -39,7 +39,7 @@ def test_a_command_leaves_flags_out_and_changes_others():
 
 def test_commands_share_the_flags_of_a_model():
     parser = argparse.ArgumentParser()
-    add_model_flags(parser, leave_out=("trust_remote_code",), checkpoint_path={"default": ""})
+    add_model_flags(parser, checkpoint_path={"default": ""})
     flags = vars(parser.parse_args(["--model_name", "m", "--plain_chat_template"]))
     unset = {"dtype": None, "attn_implementation": None}
     assert flags == {"model_path": "m", "checkpoint_path": "", "plain_chat_template": True, **unset}

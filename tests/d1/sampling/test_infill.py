@@ -23,10 +23,10 @@ def model(request, kind_dirs):
     return loaded if request.param == "modernbert" else sharper(loaded)
 
 
-def slow_fill(model, ids, hidden, order, block_length, steps, temperature, cfg_scale, remasking, level, generator):
+def slow_fill(model, ids, hidden, block_length, steps, temperature, cfg_scale, remasking, level, generator):
     """One row without padding: id, log-prob, entropy and step of each hidden place, in Python's own numbers."""
     ids, size = list(ids), getattr(model.config, "block_size", None)
-    places = sorted((i for i, is_hidden in enumerate(hidden) if is_hidden), key=lambda i: (order[i], i))
+    places = [i for i, is_hidden in enumerate(hidden) if is_hidden]
     given = [i for i in range(len(ids)) if i not in places]
     steps = min(steps, len(places))
     if size:
@@ -84,7 +84,6 @@ def cases(draw):
     level = draw(st.sampled_from([None, 0.4]))
     return {
         "rows": [draw(st.lists(st.booleans(), min_size=length, max_size=length)) for length in lengths],
-        "order": draw(st.sampled_from(["left", "right", "mixed"])),
         "block_length": block_length,
         "steps": draw(st.integers(-(-14 // block_length), 15)),
         "temperature": draw(st.sampled_from([0.0, 0.8])),
@@ -107,13 +106,9 @@ def test_hidden_places_are_filled_as_by_a_plain_loop_and_no_others(model, case):
     hidden = torch.zeros_like(mask, dtype=torch.bool)
     for row, places in enumerate(rows):
         hidden[row, width - len(places) :] = torch.tensor(places)
-    ranks = torch.arange(width)
-    ranks = {"left": ranks, "right": -ranks, "mixed": ranks * 5 % 7}["left" if size else case["order"]]
     generators = [keyed_generator(seed, row) for row in range(len(rows))]
     names = ("steps", "temperature", "cfg_scale", "remasking")
     options = {name: case[name] for name in names} | {"block_length": size or case["block_length"]}
-    if size is None:
-        options["order"] = ranks
     if case["level"]:
         options |= {"sampler": "parallel", "reveal_level": case["level"]}
     got = fill(model, ids, hidden, mask, mask_token_id=MASK, generator=generators, **options)
@@ -123,7 +118,7 @@ def test_hidden_places_are_filled_as_by_a_plain_loop_and_no_others(model, case):
     for row, places in enumerate(rows):
         at, twin = width - len(places), keyed_generator(seed, row)
         own = [case[name] for name in ("block_length", *names, "level")]
-        expected, taken = slow_fill(model, ids[row, at:].tolist(), places, ranks[at:].tolist(), *own, twin)
+        expected, taken = slow_fill(model, ids[row, at:].tolist(), places, *own, twin)
         for place, (token, logp, entropy, step) in expected.items():
             column = row, at + place
             assert (got.ids[column].item(), got.reveal_steps[column].item()) == (token, step)
@@ -167,12 +162,8 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
     caplog.clear()
     fill(model, ids[:, :8], hidden[:, :8], mask_token_id=MASK)
     assert not caplog.text  # the rest is of its own block
-    for change, message in (
-        ({"order": torch.arange(10)}, "it fills from left to right alone"),
-        ({"block_length": 3}, "block_length must be 4 or left out, not 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            fill(model, ids, hidden, mask_token_id=MASK, **change)
+    with pytest.raises(ValueError, match="block_length must be 4 or left out, not 3"):
+        fill(model, ids, hidden, mask_token_id=MASK, block_length=3)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +173,6 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
         ({"hidden": torch.ones(1, 6)}, "hidden of bool"),
         ({"hidden": torch.ones(1, 5).bool()}, r"must be \(rows, length\)"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, "are padding"),
-        ({"order": torch.arange(5)}, r"order must be .*got \(5,\)"),
         ({"steps": 0}, "steps must be positive"),
         ({"steps": 1}, "between 2 and 6 steps, got 1"),
         ({"block_length": 0}, "block_length must be positive"),

@@ -15,9 +15,8 @@ from d1.models import load_model
 from d1.models.distribution import OWN, Distribution
 from d1.sampling import SamplingSettings, rollout, rollout_stream
 from d1.sampling.caches import CACHES, Cache
-from d1.sampling.order import REMASKING, Order
 from d1.sampling.passes import Passes
-from d1.sampling.reveal import RULES, Rule
+from d1.sampling.reveal import REMASKING, RULES, Order, Rule
 from d1.sampling.settings import SAMPLERS
 from tests.d1.sampling.reference import MASK, make_prompts
 

@@ -168,7 +168,7 @@ def test_the_draws_of_version_0_1() -> None:
         assert [row.nonzero().flatten().tolist() for row in batch["input_ids"] == 0] == hidden
 
 
-@pytest.mark.parametrize("options", [{}, {"group_by_length": True}, {"fill": True}])
+@pytest.mark.parametrize("options", [{}, {"fill": True}])
 def test_global_batches_are_the_same_for_every_split(options: dict[str, Any]) -> None:
     lengths = [3 + (7 * i) % 11 for i in range(20)]
     whole = sample(lengths, multiple=8, **options)
@@ -182,16 +182,6 @@ def test_global_batches_are_the_same_for_every_split(options: dict[str, Any]) ->
         for start in range(0, 20, 8):
             batch = [slot for slot in whole[start : start + 8] if slot.row >= 0]
             assert {slot.length for slot in batch} == {max(lengths[slot.row] for slot in batch)}
-
-
-def test_length_grouping_cuts_padding() -> None:
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(2, 200, (400,), generator=generator).tolist()
-
-    def cells(slots: list[Slot]) -> int:
-        return sum(4 * max(lengths[slot.row] for slot in slots[i : i + 4]) for i in range(0, 400, 4))
-
-    assert cells(sample(lengths, multiple=4, group_by_length=True)) < 0.7 * cells(sample(lengths, multiple=4))
 
 
 def test_evaluation_is_a_fixed_even_grid_of_times() -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from d1.models import load_tokenizer
 from d1.sft import data as sft_data
 from d1.sft.conversations import tokenize_row
-from d1.sft.data import choose_columns, load_function, load_rows, preprocess_dataset
+from d1.sft.data import load_function, load_rows, preprocess_dataset
 
 TEMPLATES = {
     "chatml": (
@@ -105,7 +105,7 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
     for text in texts[:-1]:
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
     messages += [{"role": "user", "content": texts[-1]}, {"role": "assistant", "content": answer}]
-    row = tokenize_row({"messages": messages}, tokenizer, 10_000, "truncate", "last", None, None)
+    row = tokenize_row({"messages": messages}, tokenizer, 10_000, "truncate", None, None)
     assert row["status"] == "ok", row["problem"]
     prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -174,10 +174,9 @@ def test_schemas() -> None:
     assert prepare(text).to_list() == prepare(chat).to_list() == prepare(conversation).to_list()
 
 
-def test_columns_template_and_function(tmp_path: Path) -> None:
+def test_template_and_function(tmp_path: Path) -> None:
     expected = prepare(PAIR).to_list()
     other = Dataset.from_list([{"prompt": "not this", "q": "ab", "a": "cd"}])
-    assert prepare(choose_columns(other, "q", "a")).to_list() == expected
     assert prepare(other, template=("{q}", "{a}")).to_list() == expected
     file = tmp_path / "mine.py"
     file.write_text(
@@ -187,31 +186,20 @@ def test_columns_template_and_function(tmp_path: Path) -> None:
     assert prepare(other, function=load_function(f"{file}:convert")).to_list() == expected
     many = Dataset.from_list([{"q": f"q{i}", "a": "cd"} for i in range(1000)])  # the function goes to other processes
     parallel = prepare(many, function=load_function(f"{file}:convert"), num_proc=2)
-    assert parallel.to_list() == prepare(choose_columns(many, "q", "a"), num_proc=1).to_list()
-    with pytest.raises(ValueError, match="no column x in the data, which has prompt, q, a"):
-        choose_columns(other, "q", "x")
+    assert parallel.to_list() == prepare(many, template=("{q}", "{a}"), num_proc=1).to_list()
     with pytest.raises(ValueError, match="defines no function 'absent'"):
         load_function(f"{file}:absent")
     with pytest.raises(ValueError, match=r"FILE.py:FUNCTION with a file that exists"):
         load_function("absent.py:convert")
 
 
-def test_last_turn_or_all_turns() -> None:
+def test_the_last_turn_of_the_assistant_is_trained_on() -> None:
     tokenizer = TOKENIZERS["chatml"]
     turns = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "thanks")]
     rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
-    (last,), (every,) = prepare(rows), prepare(rows, train_on="all")
-    assert [text for text, answer in parts(last, tokenizer) if answer] == ["d<|im_end|><eos>"]
-    assert [text for text, answer in parts(every, tokenizer) if answer] == ["b<|im_end|>\n", "d<|im_end|><eos>"]
-    assert every["input_ids"] == last["input_ids"]
-    assert every["start"] == last["start"]
-    greeted = [{"messages": [{"role": "assistant", "content": "hi"}, *rows[0]["messages"]]}]
-    answers = [text for text, answer in parts(prepare(greeted, train_on="all")[0], tokenizer) if answer]
-    assert answers == ["b<|im_end|>\n", "d<|im_end|><eos>"]
-    (unasked,) = prepare(rows, TOKENIZERS["unasked"], train_on="all")
-    assert [text for text, answer in parts(unasked, tokenizer) if answer] == ["b<|im_end|>", "d<|im_end|><eos>"]
-    with pytest.raises(ValueError, match="use --train_on last"):
-        prepare(rows, TOKENIZERS["thinking"], train_on="all")
+    for name in ("chatml", "unasked"):
+        (row,) = prepare(rows, TOKENIZERS[name])
+        assert [text for text, answer in parts(row, tokenizer) if answer] == ["d<|im_end|><eos>"]
 
 
 def test_rows_that_the_model_cannot_read_say_what_it_reads() -> None:

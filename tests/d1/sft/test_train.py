@@ -101,31 +101,21 @@ def logits(folder: Path) -> torch.Tensor:
         return load_model(str(folder))(input_ids=torch.arange(8, 40)[None]).logits
 
 
-def test_twenty_steps_lower_the_loss(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
-    """As a user without an account types it: Weights & Biases logs to files."""
-    training = ["--full_finetuning", "--learning_rate", "3e-3", "--max_steps", "20", "--eval_steps", "10"]
-    home = tmp_path / "home"
+def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
+    """SIGKILL in the middle of the second epoch; dropout, noise, order and optimizer continue bit for bit.
+
+    The first run is as a user without an account types it: Weights & Biases logs to files.
+    """
+    training = ["--lora_dropout", "0.3", "--learning_rate", "1e-3", "--max_steps", "36", "--eval_steps", "5"]
+    training += ["--grad_accum_steps", "1", "--logging_steps", "5"]
+    whole, killed, home = tmp_path / "whole", tmp_path / "killed", tmp_path / "home"
     home.mkdir()
     environment: dict[str, Any] = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": str(home)}
-    finish(start(ALONE, [*flags, *training, "--eos_padding", "40"], tmp_path, **environment), tmp_path)
-    losses = history(tmp_path, "eval_loss")
-    assert losses[-1] < 0.8 * losses[0]
-    before, after = weights(tiny_model_dir), weights(tmp_path / "job")
-    assert before.keys() == after.keys()
-    assert all(not torch.equal(before[name], after[name]) for name in before)
-    assert list((tmp_path / "job/wandb").glob("offline-run-*"))
-    assert (tmp_path / "job/losses.png").stat().st_size > 5000
+    finish(start(ALONE, [*flags, *training], whole, **environment), whole)
+    assert list((whole / "job/wandb").glob("offline-run-*"))
     names = {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"}
-    assert names <= history_names(tmp_path)
-
-
-def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
-    """SIGKILL in the middle of the second epoch; dropout, noise, order and optimizer go on bit for bit."""
-    training = ["--lora_dropout", "0.3", "--learning_rate", "1e-3", "--max_steps", "36", "--eval_steps", "5"]
-    training += ["--grad_accum_steps", "1", "--logging_steps", "5", "--group_by_length", "--debugging"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(start([], [*flags, *training], whole), whole)
-    process = start([], [*flags, *training], killed)
+    assert names <= history_names(whole)
+    process = start([], [*flags, *training, "--debugging"], killed)
     deadline = time.monotonic() + 900
     while not (killed / "job/checkpoint-10").exists():
         assert process.poll() is None, (killed / "log").read_text()[-4000:]
@@ -135,7 +125,7 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     process.wait()
     assert not (killed / "job/trainer_state.json").exists()
     assert (killed / "job/metrics.jsonl").exists()
-    finish(start([], [*flags, *training, "--resume"], killed), killed)
+    finish(start([], [*flags, *training, "--debugging", "--resume"], killed), killed)
     for name in ("loss", "grad_norm", "learning_rate"):
         assert history(killed, name) == history(whole, name)
     logs = [json.loads(line) for line in (killed / "job/metrics.jsonl").read_text().splitlines()]
@@ -145,32 +135,37 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "kind"), [(DDP, "MULTI_CPU"), pytest.param(ZERO2, "DEEPSPEED", marks=pytest.mark.slow)]
-)
-def test_two_processes(flags: list[str], tmp_path: Path, launcher: list[str], kind: str) -> None:
-    """The shipped configurations, told to stay off a GPU; d1's compiles DeepSpeed's CPU Adam, which takes minutes."""
+@pytest.mark.slow
+def test_two_processes_of_d1s_configuration(flags: list[str], tmp_path: Path) -> None:
+    """Told to stay off a GPU; it compiles DeepSpeed's CPU Adam, which takes minutes."""
     odd = [*flags, "--test_split", "0.13", "--eval_draws", "3"]  # 18 draws, which batches of 8 do not divide
     training = ["--max_steps", "3", "--learning_rate", "1e-3", "--merge_at_end", "--debugging"]
-    on_cpu = {"ACCELERATE_USE_CPU": "true"} if kind == "MULTI_CPU" else {"CUDA_VISIBLE_DEVICES": ""}
-    finish(start(launcher, [*odd, *training], tmp_path, **on_cpu), tmp_path)
-    settings = json.loads((tmp_path / "job/run.json").read_text())["settings"]
-    assert (settings["world_size"], settings["distributed_type"]) == (2, kind)
+    finish(start(ZERO2, [*odd, *training], tmp_path, CUDA_VISIBLE_DEVICES=""), tmp_path)
+    assert_two_processes(tmp_path, "DEEPSPEED")
     run([*odd, "--max_steps", "1"], tmp_path / "alone")
     first = history(tmp_path, "eval_loss")[0]
     assert first == pytest.approx(history(tmp_path / "alone", "eval_loss")[0], rel=1e-5)
-    torch.testing.assert_close(logits(tmp_path / "job"), logits(tmp_path / "job/merged"), rtol=0, atol=1e-4)
+
+
+def assert_two_processes(folder: Path, kind: str) -> None:
+    """Two processes made a run, and merged its adapter."""
+    settings = json.loads((folder / "job/run.json").read_text())["settings"]
+    assert (settings["world_size"], settings["distributed_type"]) == (2, kind)
+    torch.testing.assert_close(logits(folder / "job"), logits(folder / "job/merged"), rtol=0, atol=1e-4)
 
 
 def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: list[str], tmp_path: Path) -> None:
     """Steps and rates are those of the same batches unpacked; resumed in the middle of an epoch, by one process too
-    where two had begun, if the steps keep their rows."""
+    where two had begun, if the steps keep their rows. Batches of 4 do not divide the 18 evaluation draws."""
     step = ["--learning_rate", "1e-3", "--grad_accum_steps", "2", "--logging_steps", "1", "--eos_padding", "1"]
     step += ["--eval_steps", "3", "--lora_dropout", "0", "--debugging", "--max_steps", "5"]
+    step += ["--test_split", "0.13", "--eval_draws", "3"]
     plain, packed, two = tmp_path / "plain", tmp_path / "packed", tmp_path / "two"
     run([*flags, *step], plain)
     run([*flags, *step, "--packing"], packed)
-    finish(start(DDP, [*flags, *step, "--packing", "--batch_size", "2"], two, ACCELERATE_USE_CPU="true"), two)
+    shared = [*flags, *step, "--packing", "--batch_size", "2", "--merge_at_end"]
+    finish(start(DDP, shared, two, ACCELERATE_USE_CPU="true"), two)
+    assert_two_processes(two, "MULTI_CPU")
     for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_loss_t0.0-0.2"):
         expected = history(plain, name)
         assert len(expected) >= 2
@@ -225,9 +220,17 @@ def test_a_model_made_block_causal_learns(
     assert load_model(str(tmp_path / "job")).config.block_size == 4
 
 
-def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
+def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path
+) -> None:
     """A model that has learned something is ruined by weight decay: the first evaluation is the best."""
-    run([*flags, "--max_steps", "20", "--learning_rate", "1e-2", "--full_finetuning"], tmp_path / "good")
+    learning = ["--max_steps", "20", "--eval_steps", "10", "--learning_rate", "3e-3", "--eos_padding", "40"]
+    run([*flags, *learning, "--full_finetuning"], tmp_path / "good")
+    losses = history(tmp_path / "good", "eval_loss")
+    assert losses[-1] < 0.8 * losses[0]
+    before, after = weights(tiny_model_dir), weights(tmp_path / "good/job")
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
     ruin = ["--max_steps", "12", "--eval_steps", "2", "--learning_rate", "1e-3", "--weight_decay", "100"]
     trainer = run([*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin], tmp_path)
     losses = history(tmp_path, "eval_loss")[1:]
@@ -239,31 +242,21 @@ def test_best_checkpoint_is_kept(flags: list[str], tmp_path: Path) -> None:
     assert any(not torch.equal(final[name], last[name]) for name in best)
 
 
-def test_a_hub_out_of_reach_costs_nothing_and_an_adapter_gets_a_card(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_adapter_gets_a_card_which_a_finished_run_keeps(
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """PEFT's own card names folders of this machine."""
-    push = ["--max_steps", "2", "--eval_steps", "2", "--push_to_hub", "--hub_model_id", "me/sft", "--lora_r", "2"]
-    run(flags, tmp_path, *push)
-    weights(tmp_path / "job")
+    short = ["--max_steps", "2", "--eval_steps", "2", "--lora_r", "2"]
+    run(flags, tmp_path, *short)
     card = (tmp_path / "job" / "README.md").read_text()
-    assert "| --lora_r | `2` |" in card
-    assert f'load_model("{tiny_model_dir.name}", adapter="me/sft")' in card
+    assert f'load_model("{tiny_model_dir.name}", adapter="job")' in card
     assert not [path for path in (tmp_path, tiny_model_dir) if str(path) in card]
     (tmp_path / "job" / "README.md").write_text(f"{card}With results that were added since.\n")
-    run(flags, tmp_path, *push, "--resume")
+    run(flags, tmp_path, *short, "--resume")
     assert (tmp_path / "job" / "README.md").read_text().endswith("added since.\n")
-    failed = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert len(failed) == 2
-    assert all("is complete, but was not uploaded to me/sft: " in message for message in failed)
 
 
-def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
-    still = [*flags, "--learning_rate", "0", "--eval_steps", "1", "--grad_accum_steps", "1", "--full_finetuning"]
-    assert run([*still, "--max_steps", "2", "--early_stop", "2"], tmp_path).state.global_step == 2
-    with_patience = [*still, "--max_steps", "9", "--early_stop", "2", "--resume"]
-    assert run(with_patience, tmp_path).state.global_step == 3  # the patience that was left
-    assert run(with_patience, tmp_path) is None
+def test_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
     moving = [*flags, "--learning_rate", "1e-3", "--max_steps", "2", "--full_finetuning"]
     run(moving, tmp_path / "done")
     expected = weights(tmp_path / "done/job")
@@ -279,10 +272,8 @@ def test_early_stop_and_resume_of_a_finished_run(flags: list[str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--prompt_column", "question"], "need each other"),
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
         (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
-        (["--early_stop", "1", "--test_split", "0"], "hold rows out"),
         (["--max_length", "-5"], "--max_length -5 "),
         (["--grad_accum_steps", "0"], "--grad_accum_steps 0 "),
         (["--num_epochs", "0"], "--num_epochs 0.0 "),
@@ -314,11 +305,13 @@ def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir
 
 def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], tmp_path: Path) -> None:
     for padding in ("max", "9999"):
-        expected = rf"--eos_padding {padding} fills a row to 4096 tokens and .* has 512 positions: lower --eos_padding"
+        expected = (
+            rf"4096 tokens of text exceed the model's 512 positions: --eos_padding {padding} fills rows; lower it"
+        )
         with pytest.raises(ValueError, match=expected):
             run(flags, tmp_path, "--eos_padding", padding)
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * 600, "completion": "b"}) + "\n")
-    with pytest.raises(ValueError, match=r"a row has 60\d tokens and .* has 512 positions: lower --max_length"):
+    with pytest.raises(ValueError, match=r"60\d tokens of text exceed the model's 512 positions: lower --max_length"):
         run(flags, tmp_path, "--train_data", str(tmp_path / "long.jsonl"), "--test_split", "0")
     for name, content in (("a.jsonl", ""), ("b.jsonl", "\n\n"), ("c.json", "[]"), ("d.csv", "prompt,completion\n")):
         (tmp_path / name).write_text(content)

@@ -8,7 +8,6 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
-from PIL import Image
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from d1.models import load_model, load_tokenizer
 from d1.sampling import SamplingSettings, rollout, rollout_steps
 from d1.show.film import COLOURS, FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
-from d1.show.flow import COLUMNS, film_gif, film_svg, flow
+from d1.show.flow import COLUMNS, film_svg, flow
 from d1.show.page import film_data, film_page
 from d1.show.terminal import play
 
@@ -160,21 +159,6 @@ def test_a_picture_shows_each_token_in_its_step_and_colour_and_text_as_text():
     assert starts == sorted(starts)
     assert starts[0] > 0
     assert not re.search(r"<script|href|url\(|@import|<foreignObject|\son\w+=|\x1b", text)
-
-
-def test_a_gif_has_a_frame_a_step_and_shows_what_was_revealed():
-    image = Image.open(io.BytesIO(film_gif([evil_film()])))
-    assert image.n_frames == 4
-    assert image.info["loop"] == 0
-    shades = []
-    for frame in range(4):
-        image.seek(frame)
-        seen = image.convert("RGB").getcolors(1 << 16)
-        sure = tuple(bytes.fromhex(colour(0.0)[1:]))
-        shades.append(
-            sum(count for count, shade in seen if max(abs(a - b) for a, b in zip(shade, sure, strict=True)) < 9)
-        )
-    assert shades[0] < shades[1] < shades[2] == shades[3]  # the last token is half sure
 
 
 def partial_films(film: Film):

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from d1.tasks import TASKS, load_task
-from d1.tasks.protocols import PROTOCOLS, shots_of, under_protocol, with_shots
+from d1.tasks import PROTOCOLS, TASKS, load_task, shots_of, under_protocol, with_shots
 
 ROWS = {
     "gsm8k": [{"question": f"{i} {{+}} 1?", "answer": f"{i} + 1 = <<1>>{i + 1}\n#### {i + 1}"} for i in range(9)],

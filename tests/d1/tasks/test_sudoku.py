@@ -1,7 +1,5 @@
 """Sudoku: extraction from every way to write a grid, cell share, exact solves, and other valid grids."""
 
-import logging
-
 import pytest
 
 from d1.tasks import sudoku
@@ -62,14 +60,11 @@ def test_a_changed_given_is_not_a_solve():
     assert scores["accuracy"] == 0.0
 
 
-def test_another_grid_that_obeys_the_rules_is_a_solve_and_is_logged(caplog):
+def test_another_grid_that_obeys_the_rules_is_a_solve():
     puzzle = "1234341200000000"
     row = {"question": f"Solve the following Sudoku puzzle: {puzzle}\n", "ground_truth": "1234341221434321"}
-    with caplog.at_level(logging.WARNING):
-        assert sudoku.score("<answer>1234341221434321</answer>", row) == {"accuracy": 1.0, "cells": 1.0}
-        assert not caplog.records
-        assert sudoku.score("<answer>1234341243212143</answer>", row) == {"accuracy": 1.0, "cells": 1.0}
-    assert "another solution" in caplog.text
+    for grid in ("1234341221434321", "1234341243212143"):
+        assert sudoku.score(f"<answer>{grid}</answer>", row) == {"accuracy": 1.0, "cells": 1.0}
     assert sudoku.score("<answer>1234341221432143</answer>", row)["accuracy"] == 0.0
 
 

@@ -1,22 +1,60 @@
-"""LLaDA2's released format (arXiv 2512.15745): Glm4's mixture of experts under other names, with fused projections."""
+"""The released formats of LLaDA's mixtures of experts.
+
+LLaDA-MoE (arXiv 2509.24389) is Qwen3's mixture under other fields; LLaDA2 (arXiv 2512.15745) is Glm4's under other
+names, with fused projections.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from d1.models.formats.names import key_mapping, rename
 from d1.models.formats.released import (
     SAME_IN_MIXTURES,
     check_fixed,
     head_sizes,
-    join_stacks,
+    key_mapping,
     one_by_one,
+    rename,
     renamed_fields,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+LLADA_MOE_FIELDS = {  # LLaDA-MoE's config field -> Qwen3Moe's
+    **SAME_IN_MIXTURES,
+    "dense_intermediate_size": "intermediate_size",  # no layer is dense, but the class wants a number
+    "expert_intermediate_size": "moe_intermediate_size",
+    "num_experts": "num_experts",
+}
+LLADA_MOE_FIXED = {  # the one architecture that was published; -1 and -2 are its code's words for "not set"
+    "shared_expert_intermediate_size": (None, 0, -1),
+    "num_shared_experts": (None, 0),
+    "moe_router_enable_expert_bias": (None, False),
+    "moe_router_score_function": (None, "softmax"),
+    "routed_scaling_factor": (None, 1),
+    "partial_rotary_factor": (None, 1, -1),
+    "rope_scaling": (None,),
+    "clip_qkv": (None,),
+    "attention_bias": (None, False),
+    "qk_layernorm": (None, True),
+}
+
+
+def qwen3_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the Qwen3Moe config that a LLaDA-MoE `config.json` describes."""
+    check_fixed(raw, LLADA_MOE_FIXED, "LLaDA-MoE")
+    if any(frequency != 1 for frequency in raw.get("moe_layer_freq") or ()):
+        raise ValueError(f"this LLaDA-MoE config asks for dense layers: moe_layer_freq {raw['moe_layer_freq']}")
+    raw = raw | head_sizes(raw)  # Qwen3Moe would take a missing head_dim to be 128
+    raw["norm_topk_prob"] = bool(raw.get("norm_topk_prob"))
+    raw["dense_intermediate_size"] = raw.get("dense_intermediate_size") or raw.get("expert_intermediate_size")
+    if raw.get("rope_theta") is None:
+        raise ValueError("this LLaDA-MoE config.json lacks rope_theta")
+    fields = renamed_fields(raw, LLADA_MOE_FIELDS, "LLaDA-MoE")
+    return fields | {"rope_parameters": {"rope_type": "default", "rope_theta": raw["rope_theta"]}}
+
 
 LLADA2_KEYS = (  # LLaDA2's name -> Glm4Moe's; {} is the number of the layer
     ("model.word_embeddings", "model.embed_tokens"),
@@ -52,18 +90,12 @@ LLADA2_FIXED = {  # the one architecture that was published
 }
 DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
 DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # where the file names none; LLaDA2.0's values
-FILLS = "samplers and training here fill masks, and a revealed token stays. Without this field the model loads"
+EDITS = "edits revealed tokens, and here a revealed token stays. Without this field the model loads"
 ROUTES = (
-    "LLaDA2.2 routes the tokens of a block together, and here each token chooses its experts alone: logits would be "
-    "wrong, with or without this field. LLaDA2.0 and 2.1 load"
+    "inserts and deletes tokens and shares the experts of a block among its tokens (LLaDA2.2). Here each token chooses "
+    "alone: logits would be wrong, with or without this field. LLaDA2.0 and 2.1 load"
 )
-BEYOND = {  # the start of a word in a field's name -> what it asks for, and what to do
-    "edit": ("edits tokens that are revealed already", FILLS),  # LLaDA2.1
-    "insert": ("inserts tokens", ROUTES),
-    "split": ("inserts tokens", ROUTES),
-    "delet": ("deletes tokens", ROUTES),
-    "capacity": ("shares a number of experts among the tokens of a block", ROUTES),
-}
+BEYOND = {"edit": EDITS, **dict.fromkeys(("insert", "split", "delet", "capacity"), ROUTES)}  # by the start of a word
 
 
 def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
@@ -81,12 +113,11 @@ def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_fills_masks(raw: Mapping[str, Any]) -> None:
-    """Raises ValueError for a config that asks for more than filling masks, and names what it asks for."""
+    """Raises ValueError for a config that asks for more than filling masks."""
     for field, value in raw.items():
-        found = [row for start, row in BEYOND.items() if any(word.startswith(start) for word in field.split("_"))]
+        found = [does for start, does in BEYOND.items() if any(word.startswith(start) for word in field.split("_"))]
         if found and value not in (None, False, 0):
-            does, advice = found[0]
-            raise ValueError(f"this LLaDA2 config is of a model that {does} ({field}: {value}): {advice}")
+            raise ValueError(f"this LLaDA2 config has {field} {value}: its model {found[0]}")
 
 
 FROM_LLADA2 = key_mapping(LLADA2_KEYS)
@@ -99,7 +130,7 @@ def split_projections() -> list[Any]:
     from transformers.core_model_loading import Split, WeightConverter
 
     split = [f"self_attn.{name}.weight" for name in FUSED]
-    return [WeightConverter("self_attn.query_key_value.weight", split, [Split(dim=0)]), *join_stacks()]
+    return [WeightConverter("self_attn.query_key_value.weight", split, [Split(dim=0)])]
 
 
 def llada2_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

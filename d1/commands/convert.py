@@ -1,0 +1,51 @@
+"""`d1 a2d`, `d1 merge` and `d1 export`: one model folder is made from another."""
+
+from __future__ import annotations
+
+import argparse
+
+from d1.models.kinds import KINDS
+from d1.ranges import COUNT
+
+FORMATS = [kind for kind, row in KINDS.items() if row.release is not None]
+
+
+def add_a2d(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--mask_token", default="<|mask|>", help="a spare token of the tokenizer, or a new name")
+    parser.add_argument("--keep_shift", action="store_true", help="go on predicting the next position, as Dream does")
+    parser.add_argument("--block_size", type=COUNT, help="attend to the token's own block and those before it alone")
+    parser.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer that has none")
+
+
+def a2d(args: argparse.Namespace) -> None:
+    from d1.models.convert import a2d
+
+    a2d(args.source, args.out, args.mask_token, args.keep_shift, args.plain_chat_template, args.block_size)
+
+
+def add_merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("base", metavar="BASE")
+    parser.add_argument("adapters", metavar="ADAPTER", nargs="+", help="in order of training")
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--dtype", default="auto", help="of the merged weights (default: that of BASE)")
+    parser.add_argument("--device", help="where to compute, e.g. cuda")
+
+
+def merge(args: argparse.Namespace) -> None:
+    from d1.models.convert import merge
+
+    merge(args.base, args.adapters, args.out, args.dtype, args.device)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="the model_type of its config.json")
+
+
+def export(args: argparse.Namespace) -> None:
+    from d1.models.convert import export
+
+    export(args.source, args.out, args.format)
