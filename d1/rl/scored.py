@@ -3,12 +3,14 @@ behind the first EOS. A new way is a function and a row of `SCORED`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from d1.rl.updates import Batch, Everyone, fitted
 
 
 class Sampled(NamedTuple):
@@ -54,3 +56,20 @@ SCORED: dict[str, Scored] = {
     "steps": Scored(to_the_last_text, behind_the_end=True),
     "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), behind_the_end=True),
 }
+
+
+def score_more(batch: Batch, name: str, end_ids: Sequence[int], pad_id: int | None, everyone: Everyone) -> None:
+    """Makes the tokens that `SCORED[name]` names the completions of a batch; rows that are out of the loss stay so."""
+    ids, mask = batch["canvas_ids"], batch["completion_mask"]
+    scored = SCORED[name].of(
+        Sampled(
+            ids=ids,
+            ended=fitted(mask, ids.shape[1]).bool(),
+            steps=batch["reveal_steps"],
+            is_end=torch.isin(ids, torch.tensor(end_ids, device=ids.device)),
+            is_padding=ids == (-1 if pad_id is None else pad_id),
+        )
+    )
+    batch["completion_ids"] = ids
+    batch["completion_mask"] = (scored & mask.any(-1, keepdim=True)).to(mask.dtype)
+    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()

@@ -29,7 +29,7 @@ from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_ma
 from d1.rl.objectives import OBJECTIVES, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
-from d1.rl.scored import SCORED
+from d1.rl.scored import SCORED, score_more
 from d1.rl.state import load_rollout, save_rollout
 from d1.rl.state_rewards import compare_states
 from d1.rl.updates import (
@@ -44,7 +44,6 @@ from d1.rl.updates import (
     reshaped,
     sampled_rows,
     score_batch,
-    score_more,
     score_updates,
     texts_of,
     updates_are_alike,

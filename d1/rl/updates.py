@@ -25,7 +25,6 @@ from d1.models.head import run_inside
 from d1.models.kinds import block_size
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.rows import LossInputs
-from d1.rl.scored import SCORED, Sampled
 from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of, within_blocks
@@ -72,23 +71,6 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
         places = places[torch.randperm(len(places), generator=generator)]
         turn[row, places] = (torch.arange(len(places)) + before[row]) % updates
     return [Views(views.noise, views.weights * (turn == update).unsqueeze(-1)) for update in range(updates)]
-
-
-def score_more(batch: Batch, name: str, end_ids: Sequence[int], pad_id: int | None, everyone: Everyone) -> None:
-    """Makes the tokens that `SCORED[name]` names the completions of a batch; rows that are out of the loss stay so."""
-    ids, mask = batch["canvas_ids"], batch["completion_mask"]
-    scored = SCORED[name].of(
-        Sampled(
-            ids=ids,
-            ended=fitted(mask, ids.shape[1]).bool(),
-            steps=batch["reveal_steps"],
-            is_end=torch.isin(ids, torch.tensor(end_ids, device=ids.device)),
-            is_padding=ids == (-1 if pad_id is None else pad_id),
-        )
-    )
-    batch["completion_ids"] = ids
-    batch["completion_mask"] = (scored & mask.any(-1, keepdim=True)).to(mask.dtype)
-    batch["num_items_in_batch"] = everyone.gather(batch["completion_mask"].sum()).sum()
 
 
 def count(batch: Batch, everyone: Everyone) -> Batch:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from d1.sampling.reveal import REMASKING
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ import d1.models.head
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout
+from d1.sampling.reveal import REMASKING
 from tests.d1.sampling import reference
 from tests.d1.sampling.reference import MASK, SAMPLERS, VOCAB, make_prompts, sharper
 
