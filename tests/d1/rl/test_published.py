@@ -17,6 +17,7 @@ import torch
 
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
+from d1.scoring import Scores
 from tests.tiny_grpo import by_letter, make_method
 
 ENDS, G, BATCHES = (2, 25, 28, 32), 8, 4
@@ -39,7 +40,7 @@ class Recorder(DiffuGRPOTrainer):
         shape = scores.view_logps.shape[1:]
         moved = 0.4 * torch.stack([torch.randn(shape, generator=one, dtype=torch.float64) for one in noise])
         self.leaf = ((scores.view_logps.detach() + moved) * (views.weights != 0)).requires_grad_()
-        return scores._replace(view_logps=self.leaf, logps=(views.weights * self.leaf).sum(1))
+        return Scores((views.weights * self.leaf).sum(1), self.leaf, scores.compute, scores.entropies)
 
     def compare_rows(self, model):
         self.after_updates = True
