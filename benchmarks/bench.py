@@ -137,6 +137,7 @@ def published_score(
 ) -> Scores:
     """Full logits of all positions in the place of `d1.scoring.score`. Entropies, which d1 does not compute, are 0."""
     noise = views.noise[:, :, : prompt_ids.shape[1]]  # after the prompt everything is hidden
+    options.pop("distribution", None)  # the model's own
     logps = published.score(model, prompt_ids, attention_mask, completion_ids, noise, **options)
     summed = (views.weights * logps).sum(1)
     return Scores(summed, logps, torch.tensor(0), torch.zeros_like(summed) if with_entropies else None)

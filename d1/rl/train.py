@@ -51,6 +51,7 @@ class Parser(TrlParser):
     """
 
     named: Method | None
+    canvas: dict[str, Any]  # the flags of `CANVAS`
 
     def error(self, message: str) -> NoReturn:
         refuse_flags(self, message)
@@ -61,12 +62,15 @@ class Parser(TrlParser):
         if args[-1:] == ["--config"]:
             self.error("argument --config: expected the path of a yaml file")
         from d1.rl.choose_method import find_method
+        from d1.rl.methods import CANVAS
 
         # As this parser reads it, abbreviated or not; None unless it is there.
-        name = self.parse_known_args(args, argparse.Namespace(method=None))[0].method
-        self.named = None if name is None else find_method(name)
+        blank = argparse.Namespace(method=None, **dict.fromkeys(CANVAS))
+        found = vars(self.parse_known_args(args, blank)[0])
+        self.named = None if found["method"] is None else find_method(found["method"])
+        self.canvas = {name: found[name] for name in CANVAS if found[name] is not None}
         if self.named:
-            self.set_defaults(**self.named.scale, **self.named.values)
+            self.set_defaults(**self.named.under(self.canvas))
         try:
             return super().parse_args_and_config(args, *more, **kwargs)
         except yaml.YAMLError as error:
@@ -89,12 +93,12 @@ class Parser(TrlParser):
                         raise ValueError(f"{other} and {action.dest} in the --config file are one setting: keep one")
                     config[action.dest] = config.pop(other)
         if self.named:  # on the command line, hence above the file
-            config = self.named.under(config)
+            config = self.named.under(self.canvas | config)
         elif "method" in config:
             from d1.rl.choose_method import find_method
 
             method = find_method(config["method"])
-            config = method.under(config) | config
+            config = method.under(self.canvas | config) | config
         return super().set_defaults_with_config(**config)
 
 

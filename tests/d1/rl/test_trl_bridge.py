@@ -75,6 +75,9 @@ def tensors() -> tuple[Scores, dict[str, Any]]:
         "old_view_logps": old.transpose(0, 1).unsqueeze(2),
         "ref_view_logps": reference.transpose(0, 1).unsqueeze(2),
         "rollout_logps": logps,
+        "reveal_steps": torch.zeros(4, 8, dtype=torch.long),
+        "scoring_views": torch.full((4, 2), 4),
+        "active_rows": torch.full((4,), 4),
         "view_noise": torch.zeros(4, 2, 1, 11, dtype=torch.bool),
         "view_weights": torch.ones(4, 2, 1, 8),
     }
