@@ -2,7 +2,11 @@
 
 import ast
 import importlib
+import os
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -46,15 +50,20 @@ def test_the_readmes_python_samples(monkeypatch, capsys):
     assert re.search(r"<answer>.*</answer>", capsys.readouterr().out)
 
 
-def test_the_readmes_own_method_is_the_file_that_trains():
-    (example,) = (text for text in fences("README.md", "python") if "METHOD" in text)
+def test_the_documents_own_method_is_the_file_that_trains():
+    (example,) = (text for text in fences("CONTRIBUTING.md", "python") if "METHOD =" in text)
     assert example == (ROOT / "tests" / "my_method.py").read_text()  # tests/test_bring_your_own.py trains with it
 
 
-def test_the_readme_is_short_and_its_tree_names_what_exists_and_every_room():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+def test_the_readme_is_short_and_opens_with_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 900
     assert re.fullmatch("make demo .*\nmake test .*\n", fences("README.md", "bash")[0])
-    (tree,) = (text for text in fences("README.md", "") if text.startswith("d1/"))
+
+
+def test_the_tree_names_what_exists_and_every_room():
+    (tree,) = (text for text in fences("CONTRIBUTING.md", "") if text.startswith("d1/"))
     found = set()
     for line in tree.splitlines():  # a room a line, those of d1 indented below it; files named after a room are in it
         first, _, rest = line.strip().partition(" ")
@@ -63,3 +72,26 @@ def test_the_readme_is_short_and_its_tree_names_what_exists_and_every_room():
     assert not [path for path in found if not (ROOT / path).exists()]
     rooms = {f"{path.parent.relative_to(ROOT)}/" for path in (ROOT / "d1").glob("*/__init__.py")}
     assert found >= rooms | {f"{room}/" for room in ROOMS}
+
+
+@pytest.mark.slow
+def test_the_readmes_installation_and_every_command_for_any_machine_run_in_a_fresh_environment(tmp_path):
+    """In a copy of the checkout: the installation, then the blocks that need neither a GPU nor a hub, in order."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    for name in filter(None, tracked):
+        (tmp_path / "d1" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "d1" / name)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    path = f"{tmp_path}/venv/bin{os.pathsep}{os.environ['PATH']}"
+    options = {"cwd": tmp_path / "d1", "env": kept | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}}
+    _, install, pocket, _, tools = fences("README.md", "bash")
+    local = "".join(line for line in tools.splitlines(keepends=True) if "GSAI-ML" not in line)
+    for commands in (install, pocket, local):
+        subprocess.run(["bash", "-euo", "pipefail", "-c", commands], check=True, **options)
+    assert "sudoku" in (tmp_path / "d1" / "watch.html").read_text()
+    subprocess.run(
+        [tmp_path / "venv" / "bin" / "python", "-c", fences("README.md", "python")[0]], check=True, **options
+    )
