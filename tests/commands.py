@@ -26,7 +26,7 @@ from d1.lazy import module_in
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHED = ("SFT", "diffu-grpo", "eval")  # folders of scripts a user starts; all they do is in d1
 PACKAGES = ("d1", "pocket", "studies", "benchmarks", "dataset", "examples")
-ROOMS = (*PACKAGES, *LAUNCHED, "launch", "docs", "tests")
+ROOMS = (*PACKAGES, *LAUNCHED, "launch", "recipes", "docs", "tests")
 OUTPUTS = {"runs", "results"}
 # Stands in for python, torchrun, accelerate, srun and scontrol: notes a launch, answers a question, passes on.
 FAKE = """#!/bin/bash

@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help="DeepSpeed ZeRO stage; 0 is plain DDP")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--lora_r", type=NATURAL, default=128, help="0: all weights are trained (default: %(default)s)")
-    parser.add_argument("--lora_targets", default="attention", help="attention or all-linear (default: %(default)s)")
+    targets = "attention, all-linear or names of modules (default: attention)"
+    parser.add_argument("--lora_targets", nargs="+", default=["attention"], help=targets)
     parser.add_argument("--load_in_4bit", action="store_true", help="frozen weights in NF4")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     rl = parser.add_argument_group("RL, named and set as in training")

@@ -1,7 +1,7 @@
 """How much GPU memory a stage needs, from a model's config alone, and the largest batch that fits a card.
 
 Weights, gradients and optimizer states are counted. For activations and logits, one step is run on fake tensors, which
-have shapes but no data, of a model two and three layers deep at batch 1 and 2: the peak of its live storages grows
+have shapes but no data, of a model two and three layers deep at three batch sizes: the peak of its live storages grows
 evenly in layers and rows. Left out: fragmentation, and communication beyond DeepSpeed's buckets.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,7 @@ from d1.models.two_streams import two_stream_states
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
 RESERVED = 1.2 * GB  # CUDA context, kernels and libraries
+ROWS = 32  # rows of a fake step whose activations are its peak, for any vocabulary
 BUCKET = 5 * 10**8  # elements of DeepSpeed's default reduction bucket
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, an fp32 a 256 of these (QLoRA, section 3)
 
@@ -45,7 +47,7 @@ class FitSettings:
     zero: int = 0  # DeepSpeed's ZeRO stage, 0 to 3; 0 is plain DDP
     dtype: str = "bfloat16"
     lora_r: int = 128  # 0: all weights are trained
-    lora_targets: str = "attention"
+    lora_targets: str | Sequence[str] = "attention"
     load_in_4bit: bool = False
     gradient_checkpointing: bool = False
     beta: float = 0.04
@@ -172,13 +174,17 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
 
 
 def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[float, float]:
-    """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at 1 and 2 rows."""
-    layers = config.num_hidden_layers
-    peaks = []
-    for rows in (1, 2):
+    """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at three batch sizes.
+
+    The slope is that of many rows: with few, the gradient of the embeddings can exceed the activations of these layers.
+    """
+    views, peaks = min(settings.views, settings.views_at_once), {}
+    asked = settings.batch * views
+    for rows in (asked, ROWS, 2 * ROWS):
         two, three = (step_peak(config, settings, depth, rows) for depth in (2, 3))
-        peaks.append(two + (three - two) * (layers - 2))
-    found = 2 * peaks[0] - peaks[1], (peaks[1] - peaks[0]) * min(settings.views, settings.views_at_once)
+        peaks[rows] = two + (three - two) * (config.num_hidden_layers - 2)
+    one_row = (peaks[2 * ROWS] - peaks[ROWS]) / ROWS
+    found = max(peaks[rows] - one_row * rows for rows in (asked, ROWS)), one_row * views
     if settings.stage != "rl" or not block_size(config):
         return found
     rollout = activation_bytes(config, replace(settings, stage="eval", views=1))  # whose cache can be the larger part

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import MISSING, field, fields
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
+
+import yaml
 
 from d1.ranges import check_ranges, ranges_of
 from d1.runs.entry import OneLineParser
@@ -37,13 +41,15 @@ def check_settings(config: Any) -> None:
 
 class ConfigParser(OneLineParser):
     """A parser with one flag per field of a dataclass; `parse_args` returns an instance. Switches are off by default.
+    `--config FILE` reads flags from a yaml file; the command line wins.
 
-    Transformers' HfArgumentParser does the same, but takes seconds to import.
+    Transformers' HfArgumentParser and TRL's TrlParser do the same, but take seconds to import.
     """
 
     def __init__(self, config: type, prog: str | None = None, **options: Any) -> None:
         super().__init__(prog, **options)
         self.config = config
+        self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags win over it")
         hints, ranges = get_type_hints(config), ranges_of(config)
         for one in fields(config):
             more = dict(one.metadata)
@@ -56,4 +62,42 @@ class ConfigParser(OneLineParser):
             self.add_argument(*names, **more)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        return self.config(**vars(super().parse_args(args, namespace)))
+        words = sys.argv[1:] if args is None else list(args)
+        found = vars(super().parse_args(words, namespace))
+        if file := found.pop("config"):
+            found = vars(super().parse_args([*self.words_of(file), *words], namespace))
+            del found["config"]
+        return self.config(**found)
+
+    def words_of(self, file: str) -> list[str]:
+        """The command line that a yaml file of settings stands for. `null` leaves the default.
+
+        Raises:
+            ValueError: the file is no yaml mapping, or names no setting, or the same setting twice.
+            OSError: it cannot be read.
+        """
+        try:
+            settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"--config {file} is no yaml: {error}") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"--config {file} must have lines NAME: VALUE, got {settings!r}")
+        flags = {flag: action for action in self._actions for flag in action.option_strings if action.dest != "config"}
+        words: list[str] = []
+        seen: dict[str, str] = {}
+        for name, value in settings.items():
+            action = flags.get(f"--{name}")
+            if action is None or action.dest == "help":
+                raise ValueError(f"--config {file}: there is no such setting: {name} (--help lists them)")
+            if action.dest in seen:
+                raise ValueError(f"--config {file}: {seen[action.dest]} and {name} are one setting: keep one")
+            seen[action.dest] = name
+            if action.nargs == 0:  # a switch
+                if not isinstance(value, bool):
+                    raise ValueError(f"--config {file}: {name} must be true or false, got {value!r}")
+                words += [f"--{name}"] if value else []
+            elif isinstance(value, list):
+                words += [f"--{name}", *map(str, value)]
+            elif value is not None:
+                words += [f"--{name}={str(value).lower() if isinstance(value, bool) else value}"]
+        return words

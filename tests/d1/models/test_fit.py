@@ -21,6 +21,7 @@ from d1.models.fit import (
     activation_bytes,
     fit_table,
     resident_bytes,
+    step_peak,
     total_and_active,
     with_layers,
 )
@@ -197,6 +198,19 @@ def test_activations_grow_with_length_and_shrink_with_checkpointing():
     wide = CONFIG_MAPPING["qwen3"](**TINY, head_dim=64, num_key_value_heads=4, use_cache=False, block_size=32)
     deep, light = with_layers(wide, 60), replace(CPU, stage="rl", lora_r=8, gradient_checkpointing=True)
     assert activation_bytes(deep, light)[1] == activation_bytes(deep, replace(light, stage="eval"))[1]  # its cache
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_small_models_with_many_tokens_are_extrapolated_to_their_depth(batch, checkpointing):
+    """With all weights trained, the gradient of the embeddings is larger than the activations of a few layers."""
+    sizes: dict[str, Any] = dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
+    config = LlamaConfig(**sizes, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
+    config.use_cache = False
+    settings = FitSettings("sft", batch=batch, length=1024, lora_r=0, gradient_checkpointing=checkpointing)
+    constant, per_row = activation_bytes(config, settings)
+    whole = step_peak(config, settings, 24, batch)
+    assert 0.9 * whole <= constant + per_row * batch <= 1.4 * whole
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():

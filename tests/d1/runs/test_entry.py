@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,39 @@ def test_a_yaml_may_use_either_name_but_not_both(tmp_path: Path) -> None:
     config.write_text("model_name: m\nmodel_path: n\n")
     with pytest.raises(ValueError, match="model_name and model_path in the --config file are one setting"):
         rl_parser().parse_args_and_config(["--config", str(config)])
+
+
+def test_sft_reads_its_flags_from_a_yaml_and_the_command_line_wins(tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text(
+        "model_path: m\nlearning_rate: 2e-4\nwarmup_steps: 0.1\nmax_steps: -1\nnum_proc: null\neos_padding: 40\n"
+        "packing: true\nload_in_4bit: false\nlora_target_modules: [attention, up_proj]\nresume: true\n"
+    )
+    parser = sft_train.make_parser()
+    typed = "--model_name m --learning_rate 2e-4 --warmup_steps 0.1 --max_steps -1 --eos_padding 40 --packing --resume"
+    expected = parser.parse_args([*typed.split(), "--lora_target_modules", "attention", "up_proj"])
+    assert parser.parse_args(["--config", str(config)]) == expected
+    found = parser.parse_args(["--learning_rate", "1e-3", f"--config={config}", "--lora_target_modules", "q_proj"])
+    assert found == replace(expected, learning_rate=1e-3, lora_target_modules=["q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("nonsense: 3", "there is no such setting: nonsense "),
+        ("batch: 3", "there is no such setting: batch "),  # an abbreviation, which a command line may have
+        ("config: a.yaml", "there is no such setting: config "),
+        ("model_name: m\nmodel_path: n", "model_name and model_path are one setting: keep one"),
+        ("packing: 1", "packing must be true or false, got 1"),
+        ("batch_size: 0", "--batch_size 0 "),
+        ("- batch_size", "must have lines NAME: VALUE"),
+        ("a: b: c", "is no yaml"),
+    ],
+)
+def test_a_yaml_that_sft_cannot_use_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        sft_train.make_parser().parse_args(["--config", str(config)])
+    with pytest.raises(FileNotFoundError):
+        sft_train.make_parser().parse_args(["--config", str(tmp_path / "gone.yaml")])

@@ -1,0 +1,213 @@
+"""Every recipe is accepted by its stage's parser, and its head says what the run needs, as `d1 fit` computes it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import launch_command_parser
+
+from d1.__main__ import main, make_parser
+from d1.models.fit import CARDS, total_and_active
+from d1.models.kinds import native_config
+from d1.rl.train import make_parser as rl_parser
+from d1.sft.config import SFTConfig
+from d1.sft.train import make_parser as sft_parser
+from tests.commands import ROOT, check_script
+from tests.d1.conftest import LLADA_CONFIG
+from tests.d1.released import config_of
+
+FOLDER = ROOT / "recipes"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+# On a machine without a GPU, bf16 would be refused.
+HERE = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
+
+
+def shape(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any) -> dict[str, Any]:
+    """Fields of a config.json, in the names of Qwen."""
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": mlp, "vocab_size": vocab}
+    return sizes | heads_of | {"max_position_embeddings": 32768} | more
+
+
+LLADA = LLADA_CONFIG | {"n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12288}
+LLADA |= {"embedding_size": 126464, "vocab_size": 126464, "max_sequence_length": 4096}
+MOE = {"num_experts": 64, "expert_intermediate_size": 1024, "dense_intermediate_size": 8192}
+MOE |= {"num_experts_per_tok": 8, "moe_layer_freq": [1] * 16}
+LLADA2 = {"head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+LLADA2 |= {"n_group": 8, "topk_group": 4, "block_size": None, "mask_token_id": None}
+QWEN = {"model_type": "qwen2", "mask_token_id": 151665, "tie_word_embeddings": True}
+SMALL = QWEN | shape(24, 896, 14, 2, 4864, 151936)
+CONFIGS = {  # path of the model -> its config.json
+    "GSAI-ML/LLaDA-8B-Instruct": LLADA,
+    "GSAI-ML/LLaDA-1.5": LLADA,
+    "Dream-org/Dream-v0-Instruct-7B": QWEN
+    | shape(28, 3584, 28, 4, 18944, 152064, model_type="Dream", mask_token_id=151666, tie_word_embeddings=False),
+    "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": config_of("lladamoe", **shape(16, 2048, 16, 16, 8192, 157184, **MOE)),
+    "JetLM/SDAR-1.7B-Chat": config_of(
+        "sdar", **shape(28, 2048, 16, 8, 6144, 151936, head_dim=128, tie_word_embeddings=True)
+    ),
+    "JetLM/SDAR-8B-Chat": config_of("sdar", **shape(36, 4096, 32, 8, 12288, 151936, head_dim=128)),
+    "inclusionAI/LLaDA2.0-mini": config_of("llada2_moe", **shape(20, 2048, 16, 4, 5120, 157184, **LLADA2)),
+    "Efficient-Large-Model/Fast_dLLM_v2_7B": config_of(
+        "Fast_dLLM_Qwen", **shape(28, 3584, 28, 4, 18944, 152064, bd_size=32)
+    ),
+    "runs/qwen2.5-0.5b-a2d": SMALL,
+    "runs/qwen2.5-0.5b-sft": SMALL,
+}
+DOCUMENTED = {  # row of docs/models.md -> path
+    "LLaDA-8B, LLaDA-1.5": "GSAI-ML/LLaDA-8B-Instruct",
+    "Dream-7B, DreamOn-7B": "Dream-org/Dream-v0-Instruct-7B",
+    "SDAR-1.7B": "JetLM/SDAR-1.7B-Chat",
+    "SDAR-8B": "JetLM/SDAR-8B-Chat",
+    "Fast-dLLM v2 7B": "Efficient-Large-Model/Fast_dLLM_v2_7B",
+    "LLaDA-MoE-7B-A1B": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+    "LLaDA2 mini": "inclusionAI/LLaDA2.0-mini",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which each model's path leads to its config.json, so that nothing asks the hub."""
+    root = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").write_text(json.dumps(config))
+    return root
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A file of recipes/, and what its head says."""
+
+    path: Path
+
+    @property
+    def stage(self) -> str:
+        return self.path.stem.rpartition("-")[2]
+
+    @cached_property
+    def text(self) -> str:
+        return re.sub(r" *\\\n# *", " ", self.path.read_text())  # commands on one line
+
+    def found(self, pattern: str) -> tuple[str, ...]:
+        """The groups of the one match of a pattern."""
+        (match,) = re.finditer(pattern, self.text, re.MULTILINE)
+        return match.groups()
+
+    @property
+    def hardware(self) -> tuple[int, int]:
+        """GPUs, and the memory of each in GB."""
+        gpus, size = self.found(r"^# Hardware: (\d+) GPUs? with (\d+) GB(?: each)? \(.+\)$")
+        return int(gpus), int(size)
+
+    @property
+    def memory(self) -> float:
+        return float(self.found(r"^# Memory: ([\d.]+) GB per GPU, computed by$")[0])
+
+    @property
+    def fit(self) -> str:
+        return self.found(r"^#   (python -m d1 fit .*)$")[0]
+
+    @property
+    def launch(self) -> Any:
+        """Accelerate's arguments, those of its config file included."""
+        words = shlex.split(self.found(r"^#   (accelerate .*)$")[0])
+        given = launch_command_parser().parse_args(words[2:])
+        config = yaml.safe_load((ROOT / given.config_file).read_text())
+        given.num_processes = given.num_processes or config["num_processes"]
+        given.zero_stage = config.get("deepspeed_config", {}).get("zero_stage", 0)
+        return given
+
+    def settings(self) -> Any:
+        """What the stage's own parser makes of the file: SFTConfig, or RL's config and the model's."""
+        if self.stage == "sft":
+            return sft_parser().parse_args(["--config", str(self.path)])
+        return rl_parser().parse_args_and_config(["--config", str(self.path), *HERE])
+
+
+def expected_fit(recipe: Recipe) -> dict[str, Any]:
+    """The flags of `d1 fit` that describe the run, from its settings and its launch line."""
+    gpus, zero = recipe.launch.num_processes, recipe.launch.zero_stage
+    found = {"stage": recipe.stage, "gpus": gpus, "zero": zero, "dtype": "bfloat16"}
+    if recipe.stage == "sft":
+        args = model = recipe.settings()
+        found["batch"] = args.batch_size * (2 if args.complementary_masks else 1)
+        found |= {"model_path": args.model_name, "length": args.max_length}
+        full = args.full_finetuning
+        assert gpus * args.batch_size * args.grad_accum_steps == (256 if full else 8)
+    else:
+        args, model = recipe.settings()
+        found |= {"model_path": args.model_path, "batch": args.per_device_train_batch_size}
+        found |= {"length": args.max_prompt_length + args.max_completion_length, "method": args.method, "beta": None}
+        names = ("max_completion_length", "diffusion_steps", "steps_per_generation", "views_at_once")
+        found |= {name: getattr(args, name) for name in names}
+        full = not model.use_peft
+        assert gpus * args.per_device_train_batch_size * args.gradient_accumulation_steps == 96
+        assert args.rollout_batch_size == args.per_device_train_batch_size  # else a rollout samples more rows at once
+    found |= {"load_in_4bit": model.load_in_4bit, "gradient_checkpointing": bool(args.gradient_checkpointing)}
+    targets = model.lora_target_modules  # TRL makes a text of a list of one name
+    lora = {"lora_r": model.lora_r, "lora_targets": [targets] if isinstance(targets, str) else targets}
+    return found | ({"lora_r": 0} if full else lora)
+
+
+@pytest.mark.parametrize("recipe", map(Recipe, RECIPES), ids=lambda recipe: recipe.path.stem)
+def test_the_head_names_the_memory_that_fit_computes_for_the_recipe(
+    recipe: Recipe, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in re.findall(r"^#   (.*)$", recipe.text, re.MULTILINE):
+        check_script(command)
+    assert recipe.launch.training_script_args == ["--config", f"recipes/{recipe.path.name}"]
+    args, expected = make_parser().parse_args(shlex.split(recipe.fit)[3:]), expected_fit(recipe)
+    assert {name: getattr(args, name) for name in expected} == expected
+    monkeypatch.chdir(models)
+    main(args)
+    total = float(re.search(r"^total at batch \d+ +([\d.]+) GB$", capsys.readouterr().out, re.MULTILINE)[1])
+    assert recipe.memory == pytest.approx(total, rel=0.02)
+    gpus, card = recipe.hardware
+    assert (gpus, card in CARDS) == (recipe.launch.num_processes, True)
+    assert total <= 0.95 * card  # the rest is for what the estimate leaves out
+
+
+def test_the_table_lists_every_recipe_and_every_model_has_one_of_each_stage() -> None:
+    page = (FOLDER / "README.md").read_text()
+    rows = re.findall(r"^\| .* \| (\w+) \| .* \| \[(.+?)\]\(\2\) \| (.*) \| ([\d.]+) \|$", page, re.MULTILINE)
+    heads = {
+        (one.stage.upper(), one.path.name, one.found(r"^# Hardware: (.*)$")[0], f"{one.memory:.1f}")
+        for one in map(Recipe, RECIPES)
+    }
+    assert {*rows} == heads
+    assert len(rows) == len(heads) == 18
+    names = [path.stem.rpartition("-") for path in RECIPES]
+    assert {(name, stage) for name, _, stage in names} == {(name, s) for name, *_ in names for s in ("sft", "rl")}
+    used = {re.search(r"--model_path (\S+)", Recipe(path).fit)[1] for path in RECIPES}
+    assert used == {*CONFIGS}
+
+
+def test_the_configs_of_this_test_have_the_published_sizes(models: Path) -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    for row, name in DOCUMENTED.items():
+        billions, active = re.search(rf"^\| {row} \| ([\d.]+) \| ([\d.]*) \|", page, re.MULTILINE).groups()
+        total, used = total_and_active(native_config(str(models / name))[0])
+        assert (f"{total / 1e9:.2f}", f"{used / 1e9:.2f}") == (billions, active or billions), row
+    total, _ = total_and_active(native_config(str(models / "runs/qwen2.5-0.5b-a2d"))[0])
+    layer = 2 * 896 * 896 + 2 * 896 * 128 + 896 + 2 * 128 + 3 * 896 * 4864 + 2 * 896  # q, o, k, v, biases, mlp, norms
+    assert total == 151936 * 896 + 24 * layer + 896
+
+
+def test_the_recipes_of_llada_8b_are_d1s_runs() -> None:
+    sft = vars(Recipe(FOLDER / "llada-8b-instruct-sft.yaml").settings())
+    assert sft == vars(SFTConfig(job_name="llada-8b-instruct-sft", merge_at_end=True))
+    rl, model = Recipe(FOLDER / "llada-8b-instruct-rl.yaml").settings()
+    words = ["--config", str(ROOT / "diffu-grpo" / "slurm_scripts" / "train.yaml"), *HERE]
+    words += ["--model_path", rl.model_path, "--output_dir", rl.output_dir, "--dataset", rl.dataset]
+    released, released_model = rl_parser().parse_args_and_config(words)
+    assert (rl.to_dict(), vars(model)) == (released.to_dict(), vars(released_model))
