@@ -136,7 +136,8 @@ class Recorded(DiffuGRPOTrainer):
 def train_a_little(model_dir, folder, method, **changes):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second.
     "d1+weights" is d1 with `sampling_weight_cap`, under which most tokens have a weight of their own. "+accumulated" is
-    a rollout of 12 micro-batches of one row, which the processes share out: 1 x 12, 2 x 6 or 4 x 3."""
+    a rollout of 12 micro-batches of one row, which the processes share out: 1 x 12, 2 x 6 or 4 x 3. "+falling" has a rate
+    that falls with the compute that all processes have spent."""
     method, _, variant = method.partition("+")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     options = {"per_device_train_batch_size": 12 // processes, "max_steps": 3, "learning_rate": 0.01}
@@ -144,6 +145,7 @@ def train_a_little(model_dir, folder, method, **changes):
         options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12 // processes}
     options |= {"ddp_backend": "gloo"} if processes > 1 else {}
     options |= {"sampling_weight_cap": 1.5} if variant == "weights" else {}
+    options |= {"lr_scheduler_type": "linear", "max_compute_tokens": 10_000} if variant == "falling" else {}
     trainer = make_method(model_dir, folder, method, Recorded, **(options | changes), **same_mean(method))
     trainer.train()
     return trainer
