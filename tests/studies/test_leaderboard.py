@@ -307,7 +307,7 @@ from dataclasses import replace
 from studies.leaderboard.plan import QUICK
 from studies.leaderboard.run import work
 if __name__ == "__main__":
-    small = replace(QUICK, methods=("d1", "just-grpo"), budgets=(70_000,), limit=8, curve=8)
+    small = replace(QUICK, methods=("reinforce", "just-grpo"), budgets=(70_000,), limit=8, curve=8)
     sys.exit(len(work(small, Path(sys.argv[1]), Path(sys.argv[2]), 1, None, Console())))
 """
 
@@ -334,7 +334,7 @@ def test_a_miniature_that_is_killed_continues_and_its_lines_say_what_they_are(tm
         assert (data / name).read_bytes().startswith(text)
 
     results = read_results(data)
-    assert len(results) == len(read_lines(data / "tuning.jsonl")) + len(read_lines(data / "final.jsonl")) == 6
+    assert len(results) == len(read_lines(data / "tuning.jsonl")) + len(read_lines(data / "final.jsonl")) == 5
     assert not list(folder.glob("*_seed*"))  # models are removed
     for line in read_lines(data / "final.jsonl"):
         assert str(ROOT) not in json.dumps(line)
@@ -354,7 +354,7 @@ def test_a_miniature_that_is_killed_continues_and_its_lines_say_what_they_are(tm
     table = pandas.read_json(data / "final.jsonl", lines=True)
     assert 'pandas.read_json("studies/leaderboard/data/final.jsonl", lines=True)' in (BOARD / "README.md").read_text()
     assert table["sealed"].str["exact"].str.len().tolist() == [8, 8, 8]
-    assert table["method"].tolist() == [START, "d1", "just-grpo"]
+    assert table["method"].tolist() == [START, "reinforce", "just-grpo"]
 
     again = subprocess.run(command, **options, timeout=100, check=False)  # there is nothing left to do
     assert (again.returncode, again.stdout) == (0, "")
