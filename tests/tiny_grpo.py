@@ -136,8 +136,8 @@ class Recorded(DiffuGRPOTrainer):
 def train_a_little(model_dir, folder, method, **changes):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second.
     "d1+weights" is d1 with `sampling_weight_cap`, under which most tokens have a weight of their own. "+accumulated" is
-    a rollout of 12 micro-batches of one row, which the processes share out: 1 x 12, 2 x 6 or 4 x 3. "+falling" has a rate
-    that falls with the compute that all processes have spent."""
+    a rollout of 12 micro-batches of one row, which the processes share out: 1 x 12, 2 x 6 or 4 x 3. "+falling" has
+    a rate that falls with the compute that all processes have spent."""
     method, _, variant = method.partition("+")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     options = {"per_device_train_batch_size": 12 // processes, "max_steps": 3, "learning_rate": 0.01}

@@ -2,7 +2,7 @@
 
 What counts is what `compute_tokens` logs: 1 per token of a forward pass and 2 for its backward pass
 (`d1.scoring.views.Scores.compute`), of rollouts, scoring and updates, over all processes; an evaluation is not counted.
-It survives a resume. The learning rate is constant, or linear: then it falls to 0 with the budget, not with `max_steps`.
+It survives a resume. The learning rate is constant or linear; a linear one falls to 0 with the budget.
 """
 
 from __future__ import annotations
