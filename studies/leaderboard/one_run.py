@@ -153,7 +153,7 @@ def measured(run: Run, folder: Path, start: Path, protocol: Protocol) -> dict[st
     """Trains and evaluates: all of the line that is the run's result."""
     if run.method == START:
         return judged(run, start, folder, protocol)
-    with_curve = run.stage == "final" and run.seed < protocol.few
+    with_curve = run.stage == "final" and run.seed < protocol.few and run.budget == protocol.budgets[-1]
     flags = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), *run.settings()]
     flags += ["--model_path", str(start), "--output_dir", str(folder)]
     flags += ["--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", "1"]

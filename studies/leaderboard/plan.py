@@ -115,7 +115,7 @@ class Protocol:
         far, near: differences of accuracy. A mu that is more than `far` behind is not extended; a method that is more
             than `far` behind gets `few` seeds.
         limit: problems of tuning and of the final table; 0: all.
-        curve: validation problems at each quarter of the budget, for the first `few` seeds.
+        curve: validation problems at each quarter of the last budget, for the first `few` seeds.
     """
 
     methods: tuple[str, ...] = (*METHODS,)
