@@ -6,6 +6,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 
 from d1.models import load_model, load_tokenizer
+from d1.rl.budget import StopAtCompute
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -145,8 +146,10 @@ def train_a_little(model_dir, folder, method, **changes):
         options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12 // processes}
     options |= {"ddp_backend": "gloo"} if processes > 1 else {}
     options |= {"sampling_weight_cap": 1.5} if variant == "weights" else {}
-    options |= {"lr_scheduler_type": "linear", "max_compute_tokens": 10_000} if variant == "falling" else {}
+    options |= {"lr_scheduler_type": "linear", "max_compute_tokens": 20_000} if variant == "falling" else {}
     trainer = make_method(model_dir, folder, method, Recorded, **(options | changes), **same_mean(method))
+    if variant == "falling":
+        trainer.add_callback(StopAtCompute(trainer, 20_000))
     trainer.train()
     return trainer
 

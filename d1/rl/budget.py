@@ -34,11 +34,6 @@ def is_spent(checkpoint: str | None, budget: int | None) -> bool:
     return sum(read_counters(Path(checkpoint), rank).get("compute", 0) for rank in ranks) >= budget
 
 
-def unspent(trainer: Any) -> float:
-    """The share of `max_compute_tokens` that is left, 0 to 1: of the peak learning rate, what the next step takes."""
-    return max(0.0, 1 - total_compute(trainer) / trainer.args.max_compute_tokens)
-
-
 def saved_at(output_dir: str | Path, share: float) -> Path:
     """The folder of the model at a share of the budget."""
     return Path(output_dir) / f"at_{share:g}"
@@ -46,14 +41,22 @@ def saved_at(output_dir: str | Path, share: float) -> Path:
 
 class StopAtCompute(TrainerCallback):
     """Saves the model at the first step that reaches each of some `shares` of the budget (`saved_at`), and a checkpoint
-    at the first that reaches all of it, which is the last. Comes after `LoadExtra`, which says what was spent."""
+    at the first that reaches all of it, which is the last. A linear learning rate falls with the budget: the rate of a
+    step is that of what was spent before it. Comes after `LoadExtra`, which says what was spent."""
 
     def __init__(self, trainer: Any, budget: int, shares: Sequence[float] = ()) -> None:
         self.trainer, self.budget, self.shares = trainer, budget, shares
         self.spent = 0
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
         self.spent = total_compute(self.trainer)
+        if args.lr_scheduler_type.value == "linear":
+            scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # Accelerate wraps it
+            scheduler.lr_lambdas = [lambda step: self.unspent()] * len(scheduler.lr_lambdas)
+
+    def unspent(self) -> float:
+        """The share of the budget that is left: of the peak learning rate, what the next step takes."""
+        return max(0.0, 1 - total_compute(self.trainer) / self.budget)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         before, self.spent = self.spent, total_compute(self.trainer)

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 from trl.trainer.utils import pad
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.models.kinds import block_size
 from d1.rl.bridge import CanvasGRPOTrainer, reference_from, rollout_buffer
-from d1.rl.budget import total_compute, unspent
+from d1.rl.budget import total_compute
 from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
@@ -107,7 +106,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
-        self.unspent = partial(unspent, self)  # of this trainer also in a copy, which DeepSpeed makes schedules with
 
     @property
     def mode(self) -> str:
@@ -281,14 +279,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         groups = everyone[order].view(-1, self.num_generations)
         for batch in rollout_buffer(self):
             batch["log_ratios"] = groups[batch["group"]]
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Transformers'; with a budget of compute, a linear rate falls to 0 with the budget."""
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if self.args.max_compute_tokens and self.args.lr_scheduler_type.value == "linear":
-            assert isinstance(scheduler, LambdaLR)
-            scheduler.lr_lambdas = [lambda step: self.unspent()] * len(scheduler.lr_lambdas)
-        return scheduler
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started, processor, rollouts = time.perf_counter(), time.process_time(), len(self.rollout_seconds)
