@@ -71,8 +71,8 @@ def evaluate(name: str, model: Path, folder: Path, flags: Sequence[object] = ())
 def logs_of(folder: Path) -> dict[str, Any]:
     """What a run spent, by its `metrics.jsonl`: a line per optimizer step. Seconds are of training alone."""
     file = folder / "metrics.jsonl"
-    entries = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    logs = [entry for entry in entries if "loss" in entry]
+    lines = file.read_text().splitlines() if file.exists() else []
+    logs = [entry for entry in map(json.loads, lines) if "loss" in entry]
 
     def total(*names: str) -> float:
         return round(sum(entry.get(name, 0.0) for entry in logs for name in names), 1)
@@ -85,7 +85,6 @@ def logs_of(folder: Path) -> dict[str, Any]:
         "rollouts": sum("seconds/rollout" in entry for entry in logs),
         "seconds": total("seconds/rollout", "seconds/reward", "seconds/scoring", "seconds/update"),
         "processor_seconds": total("seconds/processor"),
-        "peak_memory_gb": round(max((entry.get("peak_memory_gb", 0.0) for entry in entries), default=0.0), 2),
     }
 
 
@@ -123,12 +122,12 @@ def judged(run: Run, model: Path | None, folder: Path, protocol: Protocol) -> di
     """The outcomes of a run's last model, on validation problems in the search and on sealed ones in the end, by the
     judge ("exact") and in the end also by the sampler of the run's own rollouts ("own"). A run that did not stay finite
     has no model and has solved nothing."""
-    field = "validation" if run.stage == "tuning" else "sealed"
+    field = "sealed" if run.stage == "final" and protocol.sealed else "validation"
     flags: list[object] = ["--split", "validation"] if field == "validation" else sealed_flags(run.task)
     flags += ["--limit", protocol.limit] if protocol.limit else []
     exact = evaluate(run.task, model or start_model(folder.parent, run.setup, run.seed), folder / "exact", flags)
     outcomes = {"exact": exact["right"]}
-    if field == "sealed" and run.method != START:
+    if run.stage == "final" and run.method != START:
         own = own_sampler(run.method, TASKS[run.task].length)
         outcomes["own"] = (
             evaluate(run.task, model, folder / "own", [*flags, *own])["right"] if own and model else exact["right"]
@@ -173,7 +172,10 @@ def commit() -> str | None:
     try:
         options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
         head = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no", "--", "d1"], **options).stdout
+        code = ["d1", "pocket", "studies/leaderboard/*.py"]
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", *code], **options
+        ).stdout
         return head + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -113,9 +113,10 @@ class Protocol:
         tuning_seeds: the first runs every cell of the grid, the others those that are `near` its best.
         rates: of the grid, before it is extended within `lowest` and `highest`.
         far, near: differences of accuracy. A mu that is more than `far` behind is not extended; a method that is more
-            than `far` behind gets `few` seeds.
+            than `far` behind, or not among the `most` best of its setup, gets `few` seeds.
         limit: problems of tuning and of the final table; 0: all.
         curve: validation problems at each quarter of the last budget, for the first `few` seeds.
+        sealed: final runs are judged on sealed problems, else on validation problems.
     """
 
     methods: tuple[str, ...] = (*METHODS,)
@@ -129,8 +130,10 @@ class Protocol:
     few: int = 3
     far: float = 0.08
     near: float = 0.04
+    most: int = 10
     limit: int = 0
     curve: int = 256
+    sealed: bool = True
 
     def missing(self, results: Mapping[Run, Mapping[str, Any]]) -> list[Run]:
         """The runs that can start now, the most urgent first; none: the board is complete."""
@@ -193,9 +196,10 @@ class Protocol:
             here = {method: choice for (of, method), choice in chosen.items() if of == setup}
             if seed >= self.few and len(here) < len(self.methods):
                 continue
-            best = max((choice.accuracy for choice in here.values()), default=0.0)
+            ranked = sorted(here, key=lambda method: -here[method].accuracy)
+            ahead = [one for one in ranked[: self.most] if here[one].accuracy >= here[ranked[0]].accuracy - self.far]
             for budget, (method, choice) in product(self.budgets, here.items()):
-                if seed < self.few or choice.accuracy >= best - self.far:
+                if seed < self.few or method in ahead:
                     yield Run("final", *setup, method, seed, choice.learning_rate, choice.num_iterations, budget)
 
 
@@ -220,6 +224,7 @@ QUICK = Protocol(
     seeds=1,
     limit=128,
     curve=64,
+    sealed=False,
 )
 
 

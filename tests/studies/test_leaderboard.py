@@ -91,10 +91,11 @@ def test_sealed_problems_are_those_of_the_protocol_and_in_no_other_split(task, t
 
 def test_one_module_alone_reads_sealed_problems():
     mentions = {path.name for path in (ROOT / "studies").rglob("*.py") if "sealed" in path.read_text().lower()}
-    assert mentions <= {"one_run.py", "plan.py", "results.py"}  # the last two say what they leave out
-    for name in ("plan.py", "results.py"):
-        lines = [line for line in (BOARD / name).read_text().splitlines() if "sealed" in line.lower()]
-        assert all("pop(" in line or '"sealed"' not in line for line in lines)
+    assert mentions == {"one_run.py", "plan.py", "results.py"}
+    assert "SEALED" not in (BOARD / "plan.py").read_text() + (BOARD / "results.py").read_text()
+    assert '"sealed"' not in (BOARD / "plan.py").read_text()
+    fields = [line.strip() for line in (BOARD / "results.py").read_text().splitlines() if '"sealed"' in line]
+    assert fields == ['line.pop("sealed", None)']
 
 
 # --- What a run is ----------------------------------------------------------------------------------------------------
@@ -243,6 +244,12 @@ def test_final_runs_go_seed_by_seed_and_those_far_behind_have_three():
         assert starts == ([*range(8)] if setup.start == "sft" else [0])
 
 
+def test_at_most_ten_methods_have_every_seed():
+    runs = list(replace(PAIR, most=1).final(chosen(d1=0.7, just=0.71, wd1=0.69)))
+    assert {run.method for run in runs if run.seed > 2} - {START} == {"just-grpo"}
+    assert FULL.most == 10
+
+
 def test_seeds_beyond_the_third_wait_for_the_search_of_every_method():
     runs = list(PAIR.final(chosen(d1=0.7, wd1=0.3)))
     assert {run.seed for run in runs if run.method != START} == {0, 1, 2}
@@ -287,13 +294,13 @@ def test_the_estimators_study_reads_validation_accuracies_of_the_largest_budget(
 def test_what_a_run_spent_is_the_sum_of_its_logs(tmp_path):
     entries = [
         {"step": 1, "loss": 0.1, "compute_tokens": 10, "seconds/rollout": 2.0, "seconds/update": 0.5}
-        | {"seconds/processor": 1.0, "peak_memory_gb": 0.5},
+        | {"seconds/processor": 1.0},
         {"step": 2, "loss": 0.2, "compute_tokens": 16, "seconds/update": 1.0, "seconds/processor": 2.0},
-        {"step": 2, "train_loss": 0.1, "peak_memory_gb": 0.8, "compute_tokens": 16},
+        {"step": 2, "train_loss": 0.1, "compute_tokens": 16},
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, entries)) + "\n")
     expected = {"compute": 16, "last_step": 6, "steps": 2, "rollouts": 1, "seconds": 3.5}
-    assert logs_of(tmp_path) == expected | {"processor_seconds": 3.0, "peak_memory_gb": 0.8}
+    assert logs_of(tmp_path) == expected | {"processor_seconds": 3.0}
     assert logs_of(tmp_path / "none")["compute"] == 0
 
 
@@ -307,7 +314,7 @@ from dataclasses import replace
 from studies.leaderboard.plan import QUICK
 from studies.leaderboard.run import work
 if __name__ == "__main__":
-    small = replace(QUICK, methods=("reinforce", "just-grpo"), budgets=(70_000,), limit=8, curve=8)
+    small = replace(QUICK, methods=("reinforce", "just-grpo"), budgets=(70_000,), limit=8, curve=8, sealed=True)
     sys.exit(len(work(small, Path(sys.argv[1]), Path(sys.argv[2]), 1, None, Console())))
 """
 
