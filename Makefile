@@ -1,7 +1,7 @@
 # make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues;
 #                      TASK=countdown is another task than Sudoku
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
-# make leaderboard     every RL method at the same compute, five hours; ARGS=--quick: seven minutes
+# make leaderboard     every RL method at the same compute, fifteen hours; ARGS="--hours 8": runs that start within eight
 # make bench           the benchmarks, as the tables of benchmarks/RESULTS.md; thirteen minutes
 # make lint            ruff and mypy
 # make clean           remove the environment and what tools left behind; never runs/ or results

@@ -6,6 +6,8 @@ Countdown: three numbers from 1 to 99 and a target from 1 to 99 that they reach,
 of numbers belongs to one split only.
 Pocket Countdown: the 364 sets of three numbers from 1 to 12 are split first; of each, every target that the pocket
 model's two steps reach. Arithmetic: word problems of three steps; a start and its three operands belong to one split.
+
+With --sealed it writes the problems that only the final table of studies/leaderboard/ is judged on.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ SUDOKU_PUZZLES = {"train": 4000, "validation": 512, "test": 512}
 COUNTDOWN_PROBLEMS = {"train": 2000, "validation": 256, "test": 256}
 POCKET_COUNTDOWN_SETS = {"train": 1400, "validation": 70, "test": 70}
 ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
+SEALED = 1024
 
 
 def sudoku_puzzles(solutions: list[str], count: int, grids: list[str], rng: random.Random) -> list[tuple[str, str]]:
@@ -111,6 +114,24 @@ def arithmetic_row(start: int, *operands: int, rng: np.random.Generator) -> dict
     return {"question": problem.question, "answer": "\n".join([*lines, f"#### {amount}"])}
 
 
+def sealed_problems(seed: int) -> dict[str, list[dict[str, str]]]:
+    """Task -> 1,024 problems that no split has, but for Pocket Countdown.
+
+    Arithmetic: further starts with their operands. Sudoku: the splits use all 288 solution grids, so these are other
+    puzzles on the grids of the test split, which no model is trained or tuned on. Pocket Countdown: the splits use all
+    sets of numbers, and of each set all targets, so these are the 475 problems of the test split.
+    """
+    rng, grids, folder = random.Random(seed), solution_grids(), Path(__file__).parent
+    shares = rng.sample(grids, len(grids))  # as `main` draws them
+    drawn = sudoku_puzzles(shares[-SUDOKU_GRIDS["test"] :], 2 * SEALED, grids, random.Random(seed + 1))
+    asked = (folder / "sudoku_test.csv").read_text()
+    return {
+        "sudoku": [{"Puzzle": puzzle, "Solution": grid} for puzzle, grid in drawn if puzzle not in asked][:SEALED],
+        "pocket_countdown": pocket_countdown_problems(POCKET_COUNTDOWN_SETS, random.Random(seed))["test"],
+        "arithmetic": arithmetic_problems(ARITHMETIC_PROBLEMS | {"sealed": SEALED}, seed)["sealed"],
+    }
+
+
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), newline="\n")
 
@@ -119,11 +140,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).resolve().parent)
+    parser.add_argument("--sealed", action="store_true", help="write the sealed problems alone")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    if args.sealed:
+        for task, rows in sealed_problems(args.seed).items():
+            write_rows(args.output_dir / f"{task}.jsonl", rows)
+        return
     grids = solution_grids()
     rng = random.Random(args.seed)
     shuffled = rng.sample(grids, len(grids))

@@ -6,6 +6,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 
 from d1.models import load_model, load_tokenizer
+from d1.rl.budget import StopAtCompute
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.methods import METHODS
 from d1.rl.trainer import DiffuGRPOTrainer
@@ -136,7 +137,8 @@ class Recorded(DiffuGRPOTrainer):
 def train_a_little(model_dir, folder, method, **changes):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second.
     "d1+weights" is d1 with `sampling_weight_cap`, under which most tokens have a weight of their own. "+accumulated" is
-    a rollout of 12 micro-batches of one row, which the processes share out: 1 x 12, 2 x 6 or 4 x 3."""
+    a rollout of 12 micro-batches of one row, which the processes share out: 1 x 12, 2 x 6 or 4 x 3. "+falling" has
+    a rate that falls with the compute that all processes have spent."""
     method, _, variant = method.partition("+")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     options = {"per_device_train_batch_size": 12 // processes, "max_steps": 3, "learning_rate": 0.01}
@@ -144,7 +146,10 @@ def train_a_little(model_dir, folder, method, **changes):
         options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12 // processes}
     options |= {"ddp_backend": "gloo"} if processes > 1 else {}
     options |= {"sampling_weight_cap": 1.5} if variant == "weights" else {}
+    options |= {"lr_scheduler_type": "linear", "max_compute_tokens": 20_000} if variant == "falling" else {}
     trainer = make_method(model_dir, folder, method, Recorded, **(options | changes), **same_mean(method))
+    if variant == "falling":
+        trainer.add_callback(StopAtCompute(trainer, 20_000))
     trainer.train()
     return trainer
 

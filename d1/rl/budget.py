@@ -1,8 +1,8 @@
 """Ends a run when it has processed so many tokens, so that methods are compared at equal compute.
 
-What counts is what `compute_tokens` logs: tokens processed by the transformer, forward once and backward twice, of
-rollouts, scoring and updates, over all processes; an evaluation is not counted. It survives a resume. The learning rate
-must be constant (`combinations.py`): then the policy at a share of the budget is that of a run with so small a budget.
+What counts is what `compute_tokens` logs: 1 per token of a forward pass and 2 for its backward pass
+(`d1.scoring.views.Scores.compute`), of rollouts, scoring and updates, over all processes; an evaluation is not counted.
+It survives a resume. The learning rate is constant or linear; a linear one falls to 0 with the budget.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ import torch
 from transformers import TrainerCallback
 
 from d1.rl.state import read_counters
-
-QUARTER = "quarter"  # folder of the model at a quarter of the budget
 
 
 def total_compute(trainer: Any) -> int:
@@ -35,21 +34,35 @@ def is_spent(checkpoint: str | None, budget: int | None) -> bool:
     return sum(read_counters(Path(checkpoint), rank).get("compute", 0) for rank in ranks) >= budget
 
 
-class StopAtCompute(TrainerCallback):
-    """Saves the model at the first step that reaches a quarter of the budget, in `output_dir/quarter`, and a checkpoint
-    at the first that reaches all of it, which is the last. Comes after `LoadExtra`, which says what was spent."""
+def saved_at(output_dir: str | Path, share: float) -> Path:
+    """The folder of the model at a share of the budget."""
+    return Path(output_dir) / f"at_{share:g}"
 
-    def __init__(self, trainer: Any, budget: int) -> None:
-        self.trainer, self.budget = trainer, budget
+
+class StopAtCompute(TrainerCallback):
+    """Saves the model at the first step that reaches each of some `shares` of the budget (`saved_at`), and a checkpoint
+    at the first that reaches all of it, which is the last. A linear learning rate falls with the budget: the rate of a
+    step is that of what was spent before it. Comes after `LoadExtra`, which says what was spent."""
+
+    def __init__(self, trainer: Any, budget: int, shares: Sequence[float] = ()) -> None:
+        self.trainer, self.budget, self.shares = trainer, budget, shares
         self.spent = 0
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
         self.spent = total_compute(self.trainer)
+        if args.lr_scheduler_type.value == "linear":
+            scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # Accelerate wraps it
+            scheduler.lr_lambdas = [lambda step: self.unspent()] * len(scheduler.lr_lambdas)
+
+    def unspent(self) -> float:
+        """The share of the budget that is left: of the peak learning rate, what the next step takes."""
+        return max(0.0, 1 - total_compute(self.trainer) / self.budget)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         before, self.spent = self.spent, total_compute(self.trainer)
-        if before < self.budget / 4 <= self.spent:  # known to every process alike, as what lies on a disk is not
-            save_aside(self.trainer, Path(args.output_dir) / QUARTER)
+        for share in self.shares:
+            if before < share * self.budget <= self.spent:  # known to every process alike, as what is on a disk is not
+                save_aside(self.trainer, saved_at(args.output_dir, share))
         if self.spent >= self.budget:
             control.should_log = control.should_save = control.should_training_stop = True
 

@@ -116,8 +116,15 @@ def contradictions(s: Any) -> Iterator[str]:
         yield f"the penalty {s.kl} is averaged as loss_type says, and {s.loss_type} is none of {', '.join(MEANS)}"
     if s.use_bias_correction_kl and not s.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
-    if s.max_compute_tokens is not None and str(s.lr_scheduler_type.value) not in CONSTANT:
-        yield "a rate that falls over max_steps would fall too little: set --lr_scheduler_type constant"
+    if s.max_compute_tokens is not None:
+        kind = str(s.lr_scheduler_type.value)
+        if kind not in (*CONSTANT, "linear"):
+            yield (
+                f"lr_scheduler_type {kind} changes the rate over max_steps, and max_compute_tokens ends the run: take "
+                "constant, or linear, which falls to 0 with the budget"
+            )
+        if kind == "linear" and s.warmup_steps:
+            yield "warmup_steps: a linear rate with max_compute_tokens falls from the first step on; set 0"
     if s.router_aux_loss_coef:
         yield f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, which are not computed: set 0"
     if ADVANTAGES[s.advantage].centred:
@@ -145,6 +152,8 @@ def unread(s: Any) -> Iterator[tuple[str, str]]:
         yield "mean_step", "the steps of highest entropy are not drawn, so they have no chance to be divided by"
     if s.sampling_settings().drawn_from == OWN:
         yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"
+    if s.max_compute_tokens is None:
+        yield "save_at_compute", "its shares are of max_compute_tokens, which is not set"
     if s.num_iterations == 1:
         yield "split_views", "there is one update on each rollout, num_iterations 1"
     penalties = [PENALTIES[s.kl]] if s.beta and not s.has_trls_kl else []

@@ -84,7 +84,12 @@ class DiffuGRPOConfig(GRPOConfig):
         const="true",
     )
     report: bool = setting(False, "Write report.html at the end: curves, and completions before and after.")
-    max_compute_tokens: OptionalCount = setting(None, "End the run when compute_tokens reaches this number.")
+    max_compute_tokens: OptionalCount = setting(
+        None, "End the run when compute_tokens reaches this number; a linear rate then falls to 0 with it."
+    )
+    save_at_compute: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
+        None, "Save the model also at these shares of max_compute_tokens, in at_SHARE."
+    )
 
     # Rollout
     max_prompt_length: Count = setting(200, "Maximum prompt length in tokens; longer ones are refused.")

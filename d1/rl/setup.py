@@ -79,7 +79,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
         if args.report:
             trainer.add_callback(ShowRollouts(trainer))
         if args.max_compute_tokens:
-            trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens))
+            trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens, args.save_at_compute or ()))
         return trainer
 
     facts = {"plan": numbers, "idle": idle(args), "paper": find_method(args.method).paper}

@@ -105,7 +105,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].behind_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
-        self.compute: Any = 0  # tokens fed through the body, each twice more for a backward pass: a sum on the device
+        self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
 
     @property
     def mode(self) -> str:

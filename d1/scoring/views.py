@@ -91,8 +91,10 @@ class Scores(NamedTuple):
         logps: (rows, tokens) fp32, the weighted sum of log-probabilities; 0 where every weight is 0. Differentiable.
         view_logps: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored.
             Differentiable.
-        compute: scalar, tokens processed by the transformer; times 3 with gradients, for the backward pass to come, or
-            times 4 where it computes them again.
+        compute: scalar, what the scores cost, in tokens: 1 per token of a forward pass and 2 for its backward pass, so
+            3 with gradients. Padding is no token. Not charged: computing a pass again for its backward pass
+            (`views_at_once`), and a pass that scores nothing and only keeps processes in step. The sampler counts in
+            the same way, 1 per token of a forward pass (`Rollout.forward_tokens`).
         entropies: (rows, tokens), the same sum of the entropies in nats of the model's own distributions, without
             gradients; None unless asked for.
     """
@@ -118,8 +120,8 @@ def score(
 ) -> Scores:
     """Log-probabilities of completions, summed over views with their weights.
 
-    Only views that score something are computed. With gradients and several passes, the backward pass computes each
-    pass again, so that memory does not grow with the number of views (except for one more copy of all gradients).
+    A view of a row that scores nothing is not computed. With gradients and several passes, the backward pass computes
+    each pass again, so that memory does not grow with the number of views (except for one more copy of all gradients).
 
     Args:
         model: from `d1.models.load_model`.
@@ -178,10 +180,11 @@ def score(
 
     view_logps = by_view(logps)
     summed = (views.weights * by_view(entropies)).sum(1) if with_entropies else None
-    each = 4 if recompute else 3 if torch.is_grad_enabled() else 1
-    fed = visible[pairs[:, 0]].sum()
+    each = 3 if torch.is_grad_enabled() else 1
+    paid = pairs[:, 0] if scored.any() else pairs[:0, 0]
+    fed = visible[paid].sum()
     if again := noised_tokens(model, gen_length):
-        fed = fed + visible[pairs[:, 0], -again:].sum()
+        fed = fed + visible[paid, -again:].sum()
     return Scores((views.weights * view_logps).sum(1), view_logps, each * fed, summed)
 
 
@@ -208,6 +211,6 @@ def hidden_states(
 
 def pairs_to_score(scored: Tensor) -> Tensor:
     """The (row, view) pairs (n, 2) that a forward pass is made for: those that score something, of `scored` (rows,
-    views, tokens); of a single view all rows. At least one, since every loss needs a way to the weights."""
-    pairs = (scored.any(-1) | (scored.shape[1] == 1)).nonzero()
+    views, tokens). At least one, since every loss needs a path to the weights."""
+    pairs = scored.any(-1).nonzero()
     return pairs if len(pairs) else pairs.new_zeros(1, 2)

@@ -9,7 +9,7 @@ from typing import Any
 from d1.show.curves import panels, save_figure
 from d1.show.tables import markdown_table
 from studies.estimators.measures import CHOICES
-from studies.leaderboard.reasons import correlation
+from studies.leaderboard.statistics import correlation
 from studies.pages import reading
 
 Line = dict[str, Any]

@@ -29,10 +29,8 @@ from studies.estimators.completions import sample_rows, texts_of
 from studies.estimators.measures import CHOICES, Case, Target, long_run, measure
 from studies.estimators.report import write_report
 from studies.json_lines import append_line, read_lines
-from studies.leaderboard import run as leaderboard
-from studies.leaderboard.plan import ROOT, TASKS
-from studies.leaderboard.reasons import ends_of
-from studies.leaderboard.results import Setup
+from studies.leaderboard.plan import ROOT, TASKS, Setup
+from studies.leaderboard.results import DATA, at_the_end, read_results
 
 RESULTS = "results.jsonl"
 DOCUMENT = ROOT / "docs" / "estimators.md"
@@ -49,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gradient_draws", type=int, default=8, help="of 32 views each, for the bound's gradient")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "estimators")
     parser.add_argument("--document", type=Path, help="default: docs/estimators.md; with --models in the output folder")
-    parser.add_argument("--board", type=Path, default=ROOT / "runs" / "leaderboard", help="whose places to predict")
+    parser.add_argument("--board", type=Path, default=DATA, help="folder of the leaderboard's data")
     parser.add_argument("--only_report", action="store_true", help="measure nothing, write what is there")
     return parser
 
@@ -130,11 +128,9 @@ def study(args: argparse.Namespace, task: str, name: str, path: Path, console: C
 
 
 def accuracies(board: Path) -> dict[str, dict[str, float]]:
-    """Task -> method -> the leaderboard's accuracy at the end, from SFT, as far as it is there."""
-    results = leaderboard.board(
-        leaderboard.with_defaults(leaderboard.make_parser().parse_args(["--output_dir", str(board)]))
-    ).results
-    return {task: ends_of(results, Setup(task, "sft")) for task in TASKS}
+    """Task -> method -> the accuracy at the end on validation problems, from SFT, as far as it is there."""
+    results = read_results(board)
+    return {task: at_the_end(results, Setup(task, "sft")) for task in TASKS}
 
 
 def main(args: argparse.Namespace) -> None:

@@ -1,48 +1,36 @@
-"""One run of the leaderboard: trains, evaluates at a quarter of the compute and at the end, and appends its result.
+"""One run of the leaderboard: trains, evaluates, and appends its line to the data. `run.py` calls `complete`.
 
-    python -m studies.leaderboard.one_run --output_dir runs/board --task sudoku --start base --method d1 \
-        --seed 0 --split test --learning_rate 1e-4 --num_iterations 4 --budget 1000000
-
-`run.py` starts these. The result is one JSON line of `results.jsonl`. Killed, even with -9, and started again,
-it continues: training from its last checkpoint, an evaluation from its last batch. All of it is one process, which
-saves the seconds of importing what each stage needs.
+A run that is killed leaves no line, and starts again from its beginning, so results do not depend on kills. This is the
+only module that reads the sealed problems and writes their outcomes.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import hashlib
 import json
 import logging
 import shutil
-import time
+import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from d1.runs.entry import OneLineParser, run_script
+from d1.rl.budget import saved_at
 from d1.runs.record import run_record
 from d1.tasks import load_task
+from pocket.demo import sft
+from pocket.recipes import ROOT
 from studies.json_lines import append_line
-from studies.leaderboard.plan import START, TASKS, Run
-from studies.leaderboard.results import RESULTS, read_results, results_of
+from studies.leaderboard.plan import START, TASKS, Protocol, Run, Setup, accuracy, own_sampler, sft_folder, start_model
+from studies.leaderboard.results import file_of, values_of
 
 logger = logging.getLogger(__name__)
 
-QUARTER = "quarter"  # diffu_grpo_train.py's folder of the model at a quarter of the compute
+SEALED = ROOT / "studies" / "leaderboard" / "sealed"
+QUARTERS = (0.25, 0.5, 0.75)
 KL_PROMPTS = 64
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, required=True, help="the board's folder")
-    for field in fields(Run):
-        kind = {"int": int, "float": float, "str": str}[str(field.type)]
-        parser.add_argument(f"--{field.name}", type=kind, required=field.name in ("task", "start", "method", "seed"))
-    parser.set_defaults(split="test", learning_rate=0.0, num_iterations=0, budget=0, limit=0, change="")
-    return parser
 
 
 def train(name: str, flags: list[str], callbacks: list[Any] | None = None) -> str | None:
@@ -58,15 +46,21 @@ def train(name: str, flags: list[str], callbacks: list[Any] | None = None) -> st
     return None
 
 
-def evaluate(run: Run, model: Path, folder: Path, more_flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Whether each problem was solved, as "0110...", in the order of the split; `more_flags` are eval.py's."""
+def evaluate(name: str, model: Path, folder: Path, flags: Sequence[object] = ()) -> dict[str, str]:
+    """Whether each problem of a task was solved, as "0110...", in the order of its file, and a hash of the questions.
+
+    The judge: greedy, the exact sampler, blocks of 8, two tokens per step. `flags` are of eval.py and win.
+    """
     from d1.eval import run as evaluation
 
-    evaluation.main(evaluation.make_parser().parse_args([*run.evaluation(model, folder), *more_flags]))
+    task = TASKS[name]
+    own: list[object] = ["--model_path", model, "--dataset", task.dataset, "--gen_length", task.length]
+    own += ["--block_length", 8, "--batch_size", 128, "--eos_stop", "--output_dir", folder]
+    evaluation.main(evaluation.make_parser().parse_args([*map(str, (*own, *flags))]))
     (file,) = folder.glob("*_generations.json")
     problems = sorted(json.loads(file.read_text())["generations"], key=lambda problem: problem["index"])
-    task = load_task(TASKS[run.task].dataset)
-    right = [next(iter(task.score(problem["text"], problem).values())) for problem in problems]
+    score = load_task(task.dataset).score
+    right = [next(iter(score(problem["text"], problem).values())) for problem in problems]
     asked = "\n".join(problem["question"] for problem in problems)
     return {
         "right": "".join(str(round(value)) for value in right),
@@ -75,73 +69,127 @@ def evaluate(run: Run, model: Path, folder: Path, more_flags: Sequence[str] = ()
 
 
 def logs_of(folder: Path) -> dict[str, Any]:
-    """Of a run's `metrics.jsonl`: what it spent, and its rollouts' accuracy against compute. A log is a rollout with
-    the updates on it, over which some of its values are means."""
+    """What a run spent, by its `metrics.jsonl`: a line per optimizer step. Seconds are of training alone."""
     file = folder / "metrics.jsonl"
-    entries = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    logs = [entry for entry in entries if "loss" in entry]
-    steps = [entry["step"] for entry in logs]
-    updates = [step - before for step, before in zip(steps, [0, *steps], strict=False)]
+    lines = file.read_text().splitlines() if file.exists() else []
+    logs = [entry for entry in map(json.loads, lines) if "loss" in entry]
 
-    def total(name: str) -> float:
-        means = name in ("seconds/update", "seconds/processor")
-        return sum(entry.get(name, 0.0) * (count if means else 1) for entry, count in zip(logs, updates, strict=True))
+    def total(*names: str) -> float:
+        return round(sum(entry.get(name, 0.0) for entry in logs for name in names), 1)
 
-    clocks = ("seconds/rollout", "seconds/reward", "seconds/scoring", "seconds/update")
+    spent = [0, *(entry["compute_tokens"] for entry in logs)]
     return {
-        "compute_tokens": logs[-1]["compute_tokens"] if logs else 0,
+        "compute": spent[-1],
+        "last_step": spent[-1] - spent[-2] if logs else 0,
+        "steps": len(logs),
         "rollouts": sum("seconds/rollout" in entry for entry in logs),
-        "updates": sum(updates),
-        "seconds": round(sum(map(total, clocks)), 1),
-        "processor_seconds": round(total("seconds/processor"), 1),
-        "peak_memory_gb": max((entry["peak_memory_gb"] for entry in entries if "peak_memory_gb" in entry), default=0.0),
-        "curve": [
-            [entry["compute_tokens"], round(entry["rewards/accuracy/mean"], 4)]
-            for entry in logs
-            if "rewards/accuracy/mean" in entry
-        ],
+        "seconds": total("seconds/rollout", "seconds/reward", "seconds/scoring", "seconds/update"),
+        "processor_seconds": total("seconds/processor"),
     }
 
 
-def kl_to_start(run: Run, model: Path, start: Path) -> float:
+def make_start(folder: Path, setup: Setup, seed: int) -> Path:
+    """The model that a run begins from; SFT is run where it is not there yet."""
+    if setup.start == "sft":
+        from d1.sft import train as sft_train
+
+        own = sft_folder(folder, setup.task, seed)
+        own.mkdir(parents=True, exist_ok=True)
+        with (own / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (own / "done").exists():
+                command = sft(own, seed, miniature=False, task=setup.task).command
+                sft_train.main(sft_train.make_parser().parse_args([*map(str, command[2:])]))
+                (own / "done").touch()
+    return start_model(folder, setup, seed)
+
+
+def kl_to_start(task: str, model: Path, start: Path) -> float:
     from d1.models import load_model, load_tokenizer
     from studies.estimators.completions import divergence
 
-    task = TASKS[run.task]
-    prompts = load_task(task.dataset).load_rows("validation")["prompt"][:KL_PROMPTS]
+    prompts = load_task(TASKS[task].dataset).load_rows("validation")["prompt"][:KL_PROMPTS]
     both = load_model(str(model)), load_model(str(start))
-    return divergence(*both, load_tokenizer(str(start)), prompts, task.length)
+    return divergence(*both, load_tokenizer(str(start)), prompts, TASKS[task].length)
 
 
-def result_of(run: Run, board: Path, folder: Path) -> dict[str, Any]:
-    start = run.start_model(board)
+def sealed_flags(task: str) -> list[object]:
+    (file,) = SEALED.glob(f"{TASKS[task].dataset}.*")
+    return ["--data_file", file]
+
+
+def judged(run: Run, model: Path | None, folder: Path, protocol: Protocol) -> dict[str, Any]:
+    """The outcomes of a run's last model, on validation problems in the search and on sealed ones in the end, by the
+    judge ("exact") and in the end also by the sampler of the run's own rollouts ("own"). A run that did not stay finite
+    has no model and has solved nothing."""
+    field = "sealed" if run.stage == "final" and protocol.sealed else "validation"
+    flags: list[object] = ["--split", "validation"] if field == "validation" else sealed_flags(run.task)
+    flags += ["--limit", protocol.limit] if protocol.limit else []
+    exact = evaluate(run.task, model or start_model(folder.parent, run.setup, run.seed), folder / "exact", flags)
+    outcomes = {"exact": exact["right"]}
+    if run.stage == "final" and run.method != START:
+        own = own_sampler(run.method, TASKS[run.task].length)
+        outcomes["own"] = (
+            evaluate(run.task, model, folder / "own", [*flags, *own])["right"] if own and model else exact["right"]
+        )
+    if model is None:
+        outcomes = {name: "0" * len(right) for name, right in outcomes.items()}
+    return {field: outcomes, "problems": exact["problems"]}
+
+
+def curve(run: Run, folder: Path, protocol: Protocol, finite: bool) -> list[list[float]]:
+    """[share of the budget, accuracy on validation problems], for each model that is there."""
+    models = {share: saved_at(folder, share) for share in QUARTERS} | ({1: folder} if finite else {})
+    flags = ["--split", "validation", "--limit", protocol.curve]
+    there = {share: model for share, model in models.items() if (model / "model.safetensors").exists()}
+    return [
+        [share, round(accuracy(evaluate(run.task, model, folder / f"curve_{share}", flags)["right"]), 4)]
+        for share, model in there.items()
+    ]
+
+
+def measured(run: Run, folder: Path, start: Path, protocol: Protocol) -> dict[str, Any]:
+    """Trains and evaluates: all of the line that is the run's result."""
     if run.method == START:
-        return {"points": {"end": evaluate(run, start, folder / "end")}}
-    finite = train(run.name, run.settings(board, folder)) is None
-    found: dict[str, Any] = {"diverged": not finite} | logs_of(folder)
-    points = {"quarter": folder / QUARTER, "end": folder} if run.split == "test" else {"end": folder}
-    models = {name: model for name, model in points.items() if finite or (name != "end" and model.exists())}
-    found["points"] = {name: evaluate(run, model, folder / f"at_{name}") for name, model in models.items()}
-    found["kl"] = round(kl_to_start(run, folder, start), 5) if finite and run.split == "test" else None
+        return judged(run, start, folder, protocol)
+    with_curve = run.stage == "final" and run.seed < protocol.few and run.budget == protocol.budgets[-1]
+    flags = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), *run.settings()]
+    flags += ["--model_path", str(start), "--output_dir", str(folder)]
+    flags += ["--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", "1"]
+    flags += ["--save_at_compute", *map(str, QUARTERS)] if with_curve else []
+    finite = train(run.name, flags) is None
+    found: dict[str, Any] = {"diverged": not finite, **logs_of(folder)}
+    found["overshoot"] = max(0, found["compute"] - run.budget)
+    found |= judged(run, folder if finite else None, folder, protocol)
+    if run.stage == "final":
+        found["curve"] = curve(run, folder, protocol, finite) if with_curve else []
+        found["kl"] = round(kl_to_start(run.task, folder, start), 5) if finite else None
     return found
 
 
-def main(args: argparse.Namespace) -> None:
-    board = args.output_dir.resolve()
-    run = Run(**{field.name: getattr(args, field.name) for field in fields(Run)})
-    folder = board / run.name
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if results_of(read_results(board), [run]):
-            return
-        started = time.perf_counter()
-        line = {"run": asdict(run), **result_of(run, board, folder)}
-        line |= {"wall_seconds_of_the_last_start": round(time.perf_counter() - started, 1), "record": run_record()}
-        append_line(board / RESULTS, line)
-        for checkpoint in folder.glob("checkpoint-*"):
-            shutil.rmtree(checkpoint)
+def commit() -> str | None:
+    """The commit of this checkout, with "+" where files differ from it."""
+    try:
+        options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
+        head = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
+        code = ["d1", "pocket", "studies/leaderboard/*.py"]
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", *code], **options
+        ).stdout
+        return head + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
-if __name__ == "__main__":
-    run_script("studies.leaderboard.one_run", lambda: main(make_parser().parse_args()))
+def complete(run: Run, folder: Path, data: Path, protocol: Protocol) -> dict[str, Any]:
+    """Does a run in its own folder of `folder`, which is removed at the end, and appends its line; returns the line."""
+    own = folder / run.name
+    shutil.rmtree(own, ignore_errors=True)  # of a run that was killed
+    start = make_start(folder, run.setup, run.seed)
+    own.mkdir(parents=True)
+    settings = run.settings() if run.method != START else []
+    line = {**asdict(run), "values": values_of(run.method), "settings": settings, **measured(run, own, start, protocol)}
+    line["start_weights"] = hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()[:12]
+    append_line(file_of(data, run), line | {"commit": commit(), **run_record()})
+    shutil.rmtree(own)
+    return line

@@ -1,51 +1,22 @@
-"""What the leaderboard runs: methods x tasks x starts x seeds at one compute, after a search of each method's rate.
-
-Compute is `compute_tokens` of diffu-GRPO: tokens through the body, forward once and backward twice, rollouts included.
-"""
+"""What the leaderboard runs, as PROTOCOL.md has it: which runs are still missing, given the results that are there."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from d1.rl.methods import METHODS
-from pocket.phases import Phase
 from pocket.recipes import RECIPES, ROOT
 
-# Tokens of a run, fixed before any, so that the board takes about five hours on two cores. On one of a Xeon's a run
-# trains for 65 s on Sudoku, 110 s on Countdown and 105 s on word problems, whose models are wider; 14 to 23 s go around
-# it: two evaluations of 512 problems, the KL, and saving. So the board, 90 runs on Sudoku and 45 on each of the others,
-# takes 18,500 s of a core; the search, 72 runs of half the length on each of two tasks, 8,500 s; d1 with one choice
-# changed, 18 runs on each of two tasks, 3,700 s. That is 4.3 hours on two cores.
-BUDGET = 5_000_000
-QUICK_BUDGET = 3_500_000  # of --quick: 15 runs of 51 s of a core are seven minutes on two
-TOKENS_A_SECOND = 58_000  # for a job's progress, as is the next
-SECONDS_AROUND = 16
-
-# The search, the same for each method: its rate, and mu for methods that make several updates on a rollout.
-RATES = (3e-5, 1e-4, 3e-4)
-MUS = (1, 4)
-UNTUNED_RATE = 1e-4  # where nothing is searched: --quick
-MOST_UPDATES = 4  # there, as in pocket.yaml: papers that make 8 or 12 train models of eight billion weights
-SEEDS = (0, 1, 2)
-START = "none"  # the method of a start itself
-COMPLETIONS = 64  # a rollout, in groups of eight
-
-# What makes d1 and the others differ, one choice at a time: d1 at its own rate and mu with this choice of theirs.
-CHANGED = "d1"
-CHANGES: dict[str, tuple[object, ...]] = {
-    "the prompt in sight": ("--p_mask_prompt", 0),
-    "random masks": ("--estimator", "random_masks", "--objective", "clipped_views", "--p_mask_prompt", 0),
-    "replay, eight steps a view": ("--estimator", "replay", "--segment_steps", 8, "--p_mask_prompt", 0),
-    "advantages over their spread": ("--scale_rewards", "group"),
-    "prompts partly solved": ("--right_share", 0.2, 0.8),
-    "a rate of 1e-4": ("--learning_rate", 1e-4),
-}
-CHANGE_TASKS = ("sudoku", "arithmetic")  # on Countdown methods differ too little for a choice to show
+START = "none"  # in the place of a method: the model that runs begin from
+LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # rates, by factors of about 3
+# What a method's row says about its sampler, and what the judge has in its place.
+JUDGE = {"sampler": "exact", "remasking": "low_confidence", "block_length": 8}
+OWN = (*JUDGE, "kv_cache", "reveal", "reveal_level", "diffusion_steps")
 
 
 @dataclass(frozen=True)
@@ -56,157 +27,233 @@ class BoardTask:
         dataset: its name in d1's `TASKS`.
         base: the model's folder in pocket/.
         length: tokens of a completion, in training and evaluation.
-        starts: what runs begin from.
-        flags: of diffu_grpo_train.py, beyond those of pocket.yaml.
+        flags: of RL, beyond those of pocket.yaml.
     """
 
     dataset: str
     base: str
     length: int
-    starts: tuple[str, ...]
     flags: tuple[object, ...]
 
 
-def board_task(task: str, starts: tuple[str, ...] = ("sft",)) -> BoardTask:
+def board_task(task: str) -> BoardTask:
     """A task of `RECIPES` at the shorter of its lengths."""
     recipe = RECIPES[task]
     length = recipe.lengths[0]
     flags = ("--max_prompt_length", recipe.prompt_tokens, "--max_completion_length", length)
-    return BoardTask(recipe.task, recipe.base, length, starts, flags)
+    return BoardTask(recipe.task, recipe.base, length, flags)
 
 
-TASKS = {
-    "sudoku": board_task("sudoku", starts=("sft", "base")),
-    "countdown": board_task("countdown"),
-    "arithmetic": board_task("arithmetic"),
-}
-TUNING_TASKS = (*TASKS,)[:2]
+TASKS = {name: board_task(name) for name in ("sudoku", "countdown", "arithmetic")}
+
+
+class Setup(NamedTuple):
+    """Where methods meet: a task, and the model that runs begin from, "sft" or "base"."""
+
+    task: str
+    start: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.task}-{self.start}"
+
+
+SETUPS = {s.label: s for s in (Setup("sudoku", "sft"), Setup("sudoku", "base"))}
+SETUPS |= {s.label: s for s in (Setup("countdown", "sft"), Setup("arithmetic", "sft"))}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training with its evaluations, or the evaluation of a start alone."""
+    """One training with its evaluations, or, of the method `START`, the evaluation of a start.
 
+    Attributes:
+        stage: "tuning", judged on validation problems, or "final", judged on sealed ones.
+        budget: in compute tokens.
+    """
+
+    stage: str
     task: str
     start: str
     method: str
     seed: int
-    split: str  # of the problems it is judged on
     learning_rate: float = 0.0
     num_iterations: int = 0
-    budget: int = 0  # compute_tokens
-    limit: int = 0  # problems; 0: all
-    change: str = ""  # one of `CHANGES`
+    budget: int = 0
 
     @property
     def name(self) -> str:
-        method = "_".join([self.method, *self.change.replace(",", "").split()])
-        parts: list[object] = [self.split, self.task, self.start, method, f"seed{self.seed}"]
+        parts = [self.stage, self.task, self.start, self.method, f"seed{self.seed}"]
         if self.method != START:
-            parts += [f"rate{self.learning_rate:g}", f"mu{self.num_iterations}", self.budget]
-        return "_".join(map(str, [*parts, *([f"first{self.limit}"] if self.limit else [])]))
+            parts += [f"rate{self.learning_rate:g}", f"mu{self.num_iterations}", str(self.budget)]
+        return "_".join(parts)
 
-    def start_model(self, folder: Path) -> Path:
-        base = ROOT / "pocket" / TASKS[self.task].base
-        return base if self.start == "base" else sft_folder(folder, self.task, self.seed) / "sft"
+    @property
+    def setup(self) -> Setup:
+        return Setup(self.task, self.start)
 
-    def settings(self, folder: Path, output_dir: Path) -> list[str]:
-        """Flags of diffu_grpo_train.py. Logs are one a rollout."""
-        task = TASKS[self.task]
-        flags: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--method", self.method]
-        flags += ["--dataset", task.dataset]
-        flags += [*task.flags, "--model_path", self.start_model(folder), "--output_dir", output_dir]
+    def settings(self) -> list[str]:
+        """Flags of RL that define the run, without folders."""
+        task, values = TASKS[self.task], METHODS[self.method].values
+        flags: list[object] = ["--method", self.method, "--dataset", task.dataset, *task.flags]
         flags += ["--seed", self.seed, "--num_generations", 8, "--num_iterations", self.num_iterations]
-        flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "constant"]
-        # Two tokens a step, but for methods that bring their own way of sampling.
-        if "diffusion_steps" not in METHODS[self.method].values:
+        flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "linear", "--warmup_steps", 0]
+        # Two tokens per step, but for methods that bring their own way of sampling.
+        if "diffusion_steps" not in values:
             flags += ["--diffusion_steps", task.length // 2]
-        # Each step takes a token at the least, so the budget ends the run and never max_steps.
-        flags += ["--max_compute_tokens", self.budget, "--max_steps", self.budget]
-        flags += CHANGES[self.change] if self.change else []
-        flags += ["--resume_from_checkpoint", "true", "--eval_strategy", "no"]
-        return [*map(str, flags), "--logging_steps", str(self.num_iterations), "--save_steps", "40"]
+        # Each step takes a token at least, so the budget ends the run and never max_steps.
+        flags += ["--max_compute_tokens", self.budget, "--max_steps", self.budget, "--lr_scheduler_kwargs", "{}"]
+        return [*map(str, flags), "--views_at_once", "64"]  # all views of any method: nothing is computed twice
 
-    def phase(self, folder: Path) -> Phase:
-        values = {name: str(value) for name, value in asdict(self).items()}
-        flags = [part for name, value in values.items() for part in (f"--{name}", value)]
-        command = [sys.executable, "-m", "studies.leaderboard.one_run", "--output_dir", str(folder), *flags]
-        needs = () if self.start == "base" else (sft_name(self.task, self.seed),)
-        return Phase(self.name, command, ROOT, weight=SECONDS_AROUND + self.budget / TOKENS_A_SECOND, needs=needs)
 
-    def evaluation(self, model: Path, output_dir: Path) -> list[str]:
-        """Flags of eval.py for greedy completions of the problems the run is judged on."""
-        task = TASKS[self.task]
-        # Relative, so that the generation files name no machine's folders.
-        flags: list[object] = ["--model_path", os.path.relpath(model), "--dataset", task.dataset]
-        flags += ["--split", self.split, "--gen_length", task.length, "--block_length", 8, "--batch_size", 128]
-        flags += ["--limit", self.limit] if self.limit else []
-        return [*map(str, flags), "--output_dir", str(output_dir)]
+@dataclass(frozen=True)
+class Protocol:
+    """The numbers of PROTOCOL.md; `QUICK` and tests have smaller ones.
+
+    Attributes:
+        tuning_seeds: the first runs every cell of the grid, the others those that are `near` its best.
+        rates: of the grid, before it is extended within `lowest` and `highest`.
+        far, near: differences of accuracy. A mu that is more than `far` behind is not extended; a method that is more
+            than `far` behind, or not among the `most` best of its setup, gets `few` seeds.
+        limit: problems of tuning and of the final table; 0: all.
+        curve: validation problems at each quarter of the last budget, for the first `few` seeds.
+        sealed: final runs are judged on sealed problems, else on validation problems.
+    """
+
+    methods: tuple[str, ...] = (*METHODS,)
+    setups: tuple[Setup, ...] = (*SETUPS.values(),)
+    budgets: tuple[int, ...] = (1_500_000, 5_000_000)
+    tuning_seeds: tuple[int, ...] = (100, 101)
+    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
+    lowest: float = LADDER[0]
+    highest: float = LADDER[-1]
+    seeds: int = 8
+    few: int = 3
+    far: float = 0.08
+    near: float = 0.04
+    most: int = 10
+    limit: int = 0
+    curve: int = 256
+    sealed: bool = True
+
+    def missing(self, results: Mapping[Run, Mapping[str, Any]]) -> list[Run]:
+        """The runs that can start now, the most urgent first; none: the board is complete."""
+        chosen: dict[tuple[Setup, str], Choice] = {}
+        found: list[Run] = []
+        for setup, method in product(self.setups, self.methods):
+            runs, choice = self.tuning(results, setup, method)
+            found += runs
+            if choice:
+                chosen[setup, method] = choice
+        return [*found, *(run for run in self.final(chosen) if run not in results)]
+
+    def tuning(
+        self, results: Mapping[Run, Mapping[str, Any]], setup: Setup, method: str
+    ) -> tuple[list[Run], Choice | None]:
+        """The runs that a method's search needs next in a setup, or, when there are none, what it chose."""
+        first, *others = self.tuning_seeds
+        mus = updates_of(method)
+
+        def run_of(rate: float, mu: int, seed: int) -> Run:
+            return Run("tuning", *setup, method, seed, rate, mu, self.budgets[0])
+
+        scores: dict[tuple[float, int], list[float]] = {}
+        for rate, mu in product(LADDER, mus):
+            lines = [results.get(run_of(rate, mu, seed)) for seed in self.tuning_seeds]
+            if lines[0] or rate in self.rates:
+                scores[rate, mu] = [accuracy(line["validation"]["exact"]) for line in lines if line]
+        if untried := [run_of(*cell, first) for cell, found in scores.items() if not found]:
+            return untried, None
+        best = max(found[0] for found in scores.values())
+        edges = []
+        for mu in mus:
+            own = {rate: found[0] for (rate, of), found in scores.items() if of == mu}
+            top = min(own, key=lambda rate: (-own[rate], rate))
+            if own[top] >= best - self.far:
+                edges += [run_of(rate, mu, first) for rate in self.beyond(top, own)]
+        if edges:
+            return edges, None
+        near = {cell: found for cell, found in scores.items() if found[0] >= best - self.near}
+        again = [run_of(*cell, seed) for cell in near for seed in others if run_of(*cell, seed) not in results]
+        if again:
+            return again, None
+        rate, mu = min(near, key=lambda cell: (-fmean(near[cell]), cell))
+        if more := self.beyond(rate, [other for other, of in scores if of == mu]):
+            return [run_of(other, mu, first) for other in more], None
+        return [], Choice(rate, mu, fmean(near[rate, mu]))
+
+    def beyond(self, rate: float, tried: Collection[float]) -> list[float]:
+        """The rates next to `rate` that extend the grid, where it lies at an edge of what was tried."""
+        place = LADDER.index(rate)
+        around = LADDER[max(0, place - 1) : place + 2]
+        return [other for other in around if other not in tried and self.lowest <= other <= self.highest]
+
+    def final(self, chosen: Mapping[tuple[Setup, str], Choice]) -> Iterator[Run]:
+        """Seed by seed, so that a board cut short has all methods. A seed beyond the first `few` waits for the search
+        of all methods of its setup, which says who is too far behind for it."""
+        for seed, setup in product(range(self.seeds), self.setups):
+            if setup.start == "sft" or seed == 0:
+                yield Run("final", *setup, START, seed)
+            here = {method: choice for (of, method), choice in chosen.items() if of == setup}
+            if seed >= self.few and len(here) < len(self.methods):
+                continue
+            ranked = sorted(here, key=lambda method: -here[method].accuracy)
+            ahead = [one for one in ranked[: self.most] if here[one].accuracy >= here[ranked[0]].accuracy - self.far]
+            for budget, (method, choice) in product(self.budgets, here.items()):
+                if seed < self.few or method in ahead:
+                    yield Run("final", *setup, method, seed, choice.learning_rate, choice.num_iterations, budget)
+
+
+class Choice(NamedTuple):
+    """What the search chose, and its mean accuracy over the tuning seeds."""
+
+    learning_rate: float
+    num_iterations: int
+    accuracy: float
+
+
+FULL = Protocol()
+# A few minutes: two methods and one rate, which is therefore not searched.
+QUICK = Protocol(
+    methods=("d1", "tracerl"),
+    setups=(SETUPS["sudoku-base"],),
+    budgets=(500_000,),
+    tuning_seeds=(100,),
+    rates=(3e-4,),
+    lowest=3e-4,
+    highest=3e-4,
+    seeds=1,
+    limit=128,
+    curve=64,
+    sealed=False,
+)
+
+
+def accuracy(outcomes: str) -> float:
+    """The share of "0110..." that is 1."""
+    return outcomes.count("1") / len(outcomes)
+
+
+def updates_of(method: str) -> tuple[int, ...]:
+    """The values of num_iterations that are searched."""
+    values = METHODS[method].values
+    if values["num_iterations"] == 1:
+        return (1,)
+    return (2, 4) if values["split_views"] else (1, 4)
+
+
+def own_sampler(method: str, length: int) -> list[str] | None:
+    """Flags of evaluation for the sampler of a method's own rollouts, at temperature 0; None: it is the judge's."""
+    values = METHODS[method].values
+    own = {name: values[name] for name in OWN if values.get(name, JUDGE.get(name)) != JUDGE.get(name)}
+    if "diffusion_steps" in values:
+        own["diffusion_steps"] = values["diffusion_steps"] or length
+    return [part for name, value in own.items() for part in (f"--{name}", str(value))] or None
 
 
 def sft_folder(folder: Path, task: str, seed: int) -> Path:
     return folder / f"{task}_sft{seed}"
 
 
-def sft_name(task: str, seed: int) -> str:
-    return f"{task}_sft{seed}"
-
-
-def updates_of(method: str) -> list[int]:
-    """The values of mu that are searched: the paper's, where that is one update."""
-    paper = METHODS[method].values["num_iterations"]
-    return [1] if paper == 1 else [*MUS]
-
-
-def tuning_runs(methods: Sequence[str], budget: int, limit: int = 0) -> list[Run]:
-    """Half the budget on validation problems, from SFT, seed 0, for each rate and mu."""
-    return [
-        Run(task, "sft", method, 0, "validation", rate, mu, budget // 2, limit)
-        for task in TUNING_TASKS
-        for method in methods
-        for rate, mu in product(RATES, updates_of(method))
-    ]
-
-
-def board_runs(
-    methods: Sequence[str],
-    settings: Mapping[str, tuple[float, int]],
-    budget: int,
-    seeds: Sequence[int] = SEEDS,
-    starts: Sequence[str] = ("sft", "base"),
-    tasks: Sequence[str] = (*TASKS,),
-    limit: int = 0,
-) -> list[Run]:
-    """Every method whose (rate, mu) is known, seed by seed, so that a board cut short has all methods."""
-    return [
-        Run(task, start, method, seed, "test", *settings[method], budget, limit)
-        for seed in seeds
-        for task in tasks
-        for start in TASKS[task].starts
-        if start in starts
-        for method in methods
-        if method in settings
-    ]
-
-
-def change_runs(settings: Mapping[str, tuple[float, int]], budget: int, seeds: Sequence[int] = SEEDS) -> list[Run]:
-    """d1 with one of `CHANGES`, from SFT, once d1's own (rate, mu) is known."""
-    return [
-        Run(task, "sft", CHANGED, seed, "test", *settings[CHANGED], budget, change=change)
-        for seed in seeds
-        for task in CHANGE_TASKS
-        for change in CHANGES
-        if CHANGED in settings
-    ]
-
-
-def start_runs(runs: Sequence[Run]) -> list[Run]:
-    """The evaluations of what `runs` begin from; the base model is the same for all seeds."""
-    starts = [(run.task, run.start, START, 0 if run.start == "base" else run.seed, run.split) for run in runs]
-    limit = runs[0].limit if runs else 0
-    return [Run(*start, limit=limit) for start in dict.fromkeys(starts)]
-
-
-def untuned(methods: Sequence[str]) -> dict[str, tuple[float, int]]:
-    """One rate for all, and the paper's mu, but for a cap."""
-    return {name: (UNTUNED_RATE, min(METHODS[name].values["num_iterations"], MOST_UPDATES)) for name in methods}
+def start_model(folder: Path, setup: Setup, seed: int) -> Path:
+    base = ROOT / "pocket" / TASKS[setup.task].base
+    return base if setup.start == "base" else sft_folder(folder, setup.task, seed) / "sft"

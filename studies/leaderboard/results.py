@@ -1,122 +1,51 @@
-"""How the leaderboard's results are read: from JSON lines to tables of scores (seeds, problems), paired by both."""
+"""The leaderboard's data: one JSON line per run in `data/`, read without what the final table alone may read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from pocket.uncertainty import Mean, mean_of
+from d1.rl.methods import METHODS
+from pocket.recipes import ROOT
 from studies.json_lines import read_lines
-from studies.leaderboard.plan import START, TUNING_TASKS, Run
-from studies.leaderboard.statistics import pooled_seeds
+from studies.leaderboard.plan import START, Run, Setup
 
-RESULTS = "results.jsonl"
+DATA = ROOT / "studies" / "leaderboard" / "data"
 Line = dict[str, Any]
 
 
-class Setup(NamedTuple):
-    """Where methods meet: a task and what they start from."""
-
-    task: str
-    start: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.task} from {self.start}"
+def file_of(data: Path, run: Run) -> Path:
+    return data / f"{run.stage}.jsonl"
 
 
-def read_results(folder: Path) -> list[Line]:
-    """The results of a board, the last of each run."""
-    return [*{json.dumps(line["run"], sort_keys=True): line for line in read_lines(folder / RESULTS)}.values()]
+def read_results(data: Path = DATA) -> dict[Run, Line]:
+    """The line of each run, without its outcomes on sealed problems; the last, of a run with several.
 
-
-def results_of(lines: Iterable[Line], runs: Sequence[Run]) -> dict[Run, Line]:
-    """The lines of these runs alone, of those that are done."""
-    by_run = {Run(**line["run"]): line for line in lines}
-    return {run: by_run[run] for run in runs if run in by_run}
-
-
-def scores_at(results: Mapping[Run, Line], setup: Setup, method: str, point: str) -> dict[int, np.ndarray]:
-    """Seed -> (problems,) 1 where solved. A run whose loss or weights were no longer finite at that point has no model
-    to ask, and has solved nothing. The base model, without a seed of its own, stands for every seed."""
+    The lines of a method whose row of `METHODS` has changed since do not count.
+    """
     found = {}
-    for run, line in results.items():
-        if (run.task, run.start, run.method) == (*setup, method):
-            at = line["points"].get("end" if method == START else point)
-            count = len(at["right"]) if at else problems_of(results, setup)
-            found[run.seed] = np.array([*map(int, at["right"])], dtype=float) if at else np.zeros(count)
+    for file in sorted(data.glob("*.jsonl")):
+        for line in read_lines(file):
+            line.pop("sealed", None)
+            if line["values"] == values_of(line["method"]):
+                found[Run(**{field.name: line[field.name] for field in fields(Run)})] = line
     return found
 
 
-def problems_of(results: Mapping[Run, Line], setup: Setup) -> int:
-    """How many problems a setup has, by a run of it that was evaluated."""
+def values_of(method: str) -> dict[str, Any] | None:
+    """A method's row, as JSON has it; None for a start or a method that is no longer there."""
+    return json.loads(json.dumps(METHODS[method].values)) if method in METHODS else None
+
+
+def at_the_end(results: Mapping[Run, Line], setup: Setup) -> dict[str, float]:
+    """Method -> the mean over seeds of the accuracy on validation problems at the end of the largest budget."""
+    most = max((run.budget for run in results), default=0)
+    found: dict[str, list[float]] = {}
     for run, line in results.items():
-        if (run.task, run.start) == setup and line["points"]:
-            return len(next(iter(line["points"].values()))["right"])
-    raise ValueError(f"no run on {setup.label} has been evaluated yet")
-
-
-def check_problems(results: Mapping[Run, Line]) -> None:
-    """Raises ValueError where runs of a task were judged on different problems."""
-    seen: dict[tuple[str, str], str] = {}
-    for run, line in results.items():
-        for point in line["points"].values():
-            if seen.setdefault((run.task, run.split), point["problems"]) != point["problems"]:
-                raise ValueError(
-                    f"{run.name} was judged on other problems than runs before it: the files in dataset/ have changed "
-                    "since; begin a new board with another --output_dir"
-                )
-
-
-def table(scores: Mapping[int, np.ndarray]) -> np.ndarray:
-    """(seeds, problems), by seed."""
-    return np.stack([scores[seed] for seed in sorted(scores)])
-
-
-def differences(a: Mapping[int, np.ndarray], b: Mapping[int, np.ndarray]) -> np.ndarray | None:
-    """(seeds, problems) b - a, of the seeds that both have; None if there are none."""
-    shared = sorted(a.keys() & b.keys())
-    return np.stack([b[seed] - a[seed] for seed in shared]) if shared else None
-
-
-def gains(reference: Mapping[int, np.ndarray], others: Mapping[str, Mapping[int, np.ndarray]]) -> dict[str, Mean]:
-    """Each of `others` less the reference, paired by seed and problem; how far seeds vary is estimated from all."""
-    of_seeds = pooled_seeds([reference, *others.values()])
-    tables = {name: differences(reference, scores) for name, scores in others.items()}
-    return {name: mean_of(found, of_seeds) for name, found in tables.items() if found is not None}
-
-
-def methods_of(results: Mapping[Run, Line], setup: Setup) -> list[str]:
-    here = [run.method for run in results if (run.task, run.start) == setup and run.method != START]
-    return [*dict.fromkeys(here)]
-
-
-def lines_of(results: Mapping[Run, Line], setup: Setup, method: str) -> list[Line]:
-    return [line for run, line in results.items() if (run.task, run.start, run.method) == (*setup, method)]
-
-
-def grid(results: Mapping[Run, Line], method: str) -> dict[tuple[float, int], dict[str, float]]:
-    """(rate, mu) -> task -> share of validation problems solved; a run that did not stay finite solved none."""
-    found: dict[tuple[float, int], dict[str, float]] = {}
-    for run, line in results.items():
-        if run.method == method:
-            at = line["points"].get("end")
-            share = fmean(map(int, at["right"])) if at else 0.0
-            found.setdefault((run.learning_rate, run.num_iterations), {})[run.task] = share
-    return found
-
-
-def tuned(results: Mapping[Run, Line], runs: Sequence[Run]) -> dict[str, tuple[float, int]]:
-    """The (rate, mu) of each method whose search is complete: the best mean over the tasks searched on; of equals the
-    lower rate, then the smaller mu, as less is changed by them."""
-    chosen = {}
-    for method in dict.fromkeys(run.method for run in runs):
-        if all(run in results for run in runs if run.method == method):
-            found = grid(results, method)
-            chosen[method] = min(found, key=lambda at: (-fmean(found[at][task] for task in TUNING_TASKS), at))
-    return chosen
+        if (run.stage, run.task, run.start, run.budget) == ("final", *setup, most) and run.method != START:
+            found.setdefault(run.method, []).extend(value for share, value in line["curve"] if share == 1)
+    return {method: fmean(values) for method, values in found.items() if values}

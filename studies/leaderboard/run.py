@@ -1,145 +1,126 @@
-"""Which RL method is best at the same compute? Every method of `d1/rl/methods.py` on every pocket task.
+"""Which RL method is best at the same compute? Does the runs of PROTOCOL.md that are not in data/ yet.
 
-    make leaderboard                                   # about five hours on two cores; docs/leaderboard.md
-    python -m studies.leaderboard.run --quick          # seven minutes: one task, one seed, nothing searched
-    python -m studies.leaderboard.run --only_report    # the tables of what is there
+    python -m studies.leaderboard.run --jobs 2 --hours 8    # as many runs as start within eight hours
+    python -m studies.leaderboard.run --setups sudoku-sft   # of one setup alone
+    python -m studies.leaderboard.run --quick               # a few minutes, in runs/leaderboard_quick
 
-Four stages: SFT; the search of each method's rate and mu on validation problems; the board on test problems; d1 with
-one of its choices changed at a time. Results are lines of `results.jsonl` in the output folder. Killed, even with -9?
-The same command continues.
+First the search of each method's rate and number of updates, then the final runs, seed by seed. Killed, even with -9?
+The same command continues. A run in progress is lost and starts again.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import multiprocessing
 import os
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 
 from rich.console import Console
 
-from d1.ranges import COUNT
-from d1.rl.methods import METHODS
+from d1.ranges import COUNT, POSITIVE
 from d1.runs.entry import OneLineParser, RunError, run_script
-from pocket.demo import sft
-from pocket.phases import Phase, PhaseError, run_phases
-from studies.leaderboard.plan import (
-    BUDGET,
-    QUICK_BUDGET,
-    ROOT,
-    SEEDS,
-    TASKS,
-    Run,
-    board_runs,
-    change_runs,
-    sft_folder,
-    sft_name,
-    start_runs,
-    tuning_runs,
-    untuned,
-)
-from studies.leaderboard.report import Board, write_report
-from studies.leaderboard.results import check_problems, read_results, results_of, tuned
+from pocket.phases import ENVIRONMENT
+from pocket.recipes import ROOT
+from studies.leaderboard.plan import FULL, QUICK, SETUPS, Protocol, Run
+from studies.leaderboard.results import DATA, read_results
 
-DOCUMENT = ROOT / "docs" / "leaderboard.md"
+RUNS_PER_PROCESS = 25  # then a new one takes its place, so that no leak lasts
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed from SFT on Sudoku, one rate for all")
-    parser.add_argument("--only_report", action="store_true", help="run nothing, write what is there")
-    parser.add_argument("--methods", nargs="+", default=[*METHODS], choices=[*METHODS], metavar="METHOD")
-    parser.add_argument("--starts", nargs="+", default=["sft", "base"], choices=["sft", "base"])
-    parser.add_argument("--seeds", type=int, nargs="+", help=f"default: {' '.join(map(str, SEEDS))}; quick: 0")
-    parser.add_argument("--budget", type=int, help=f"compute_tokens of a run; default: {BUDGET}; quick: {QUICK_BUDGET}")
-    parser.add_argument("--limit", type=int, default=0, help="judge on so many problems; default: all")
-    parser.add_argument("--output_dir", type=Path, help="default: runs/leaderboard, or runs/leaderboard_quick")
-    parser.add_argument("--document", type=Path, help="default: docs/leaderboard.md; quick: in the output folder")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs side by side")
+    parser.add_argument("--jobs", type=COUNT, default=min(2, os.cpu_count() or 1), help="runs side by side")
+    parser.add_argument("--hours", type=POSITIVE, help="start no run later than this; default: until all are done")
+    parser.add_argument("--setups", nargs="+", choices=[*SETUPS], metavar="SETUP", help=f"default: {' '.join(SETUPS)}")
+    parser.add_argument("--quick", action="store_true", help="two methods, one setup, one seed, one rate")
+    parser.add_argument("--output_dir", type=Path, help="of models at work; default: runs/leaderboard")
     return parser
 
 
-def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Fills in what --quick decides.
+def begin(folder: Path) -> None:
+    """Starts a process of the pool: it writes to a log of its own, and ends with the runner, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    log = (folder / f"{multiprocessing.current_process().name}.log").open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+
+
+def do(run: Run, folder: Path, data: Path, protocol: Protocol) -> str:
+    """Does a run in a process of the pool; what to say of it."""
+    from studies.leaderboard.one_run import complete  # only there: it imports torch
+
+    started = time.monotonic()
+    line = complete(run, folder, data, protocol)
+    return f"{time.monotonic() - started:.0f} s" + ", diverged" * line.get("diverged", False)
+
+
+def work(protocol: Protocol, folder: Path, data: Path, jobs: int, hours: float | None, console: Console) -> list[Run]:
+    """Does what is missing; returns the runs that failed, which a second call tries again.
 
     Raises:
-        ValueError: a number out of its range.
+        RunError: a process of the pool was killed, or another runner is at work in `folder`.
     """
-    args.seeds = args.seeds or ([0] if args.quick else [*SEEDS])
-    args.budget = args.budget or (QUICK_BUDGET if args.quick else BUDGET)
-    args.output_dir = (args.output_dir or ROOT / "runs" / f"leaderboard{'_quick' * args.quick}").resolve()
-    args.document = (args.document or (args.output_dir / "leaderboard.md" if args.quick else DOCUMENT)).resolve()
-    args.tasks = [next(iter(TASKS))] if args.quick else [*TASKS]
-    args.starts = ["sft"] if args.quick and len(args.starts) > 1 else args.starts
-    for name in ("budget", "jobs"):
-        if getattr(args, name) not in COUNT:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.limit < 0 or min(args.seeds) < 0:
-        raise ValueError("--limit and --seeds must not be negative")
-    return args
-
-
-def searched(args: argparse.Namespace) -> list[Run]:
-    return [] if args.quick else tuning_runs(args.methods, args.budget, args.limit)
-
-
-def board(args: argparse.Namespace) -> Board:
-    """What is to be run and what is there of it. Without its search a method is not on the board yet."""
-    lines, search = read_results(args.output_dir), searched(args)
-    settings = untuned(args.methods) if args.quick else tuned(results_of(lines, search), search)
-    runs = board_runs(args.methods, settings, args.budget, args.seeds, args.starts, args.tasks, args.limit)
-    starts = start_runs(runs)
-    with_changes = not args.quick and not args.limit and "sft" in args.starts
-    changed = change_runs(settings, args.budget, args.seeds) if with_changes else []
-    results = results_of(lines, [*runs, *starts])
-    check_problems(results)
-    planned = len(args.methods) * len(args.seeds) * sum(len({*TASKS[t].starts} & {*args.starts}) for t in args.tasks)
-    return Board(
-        runs=runs,
-        starts=starts,
-        results=results,
-        search=results_of(lines, search),
-        changes=results_of(lines, changed),
-        settings=settings,
-        planned=planned,
-        budget=args.budget,
-        searched=len(search),
-        changed=changed,
-    )
-
-
-def sft_phases(runs: list[Run], folder: Path) -> list[Phase]:
-    """The SFT that runs begin from, one a task and seed."""
-    needed = dict.fromkeys((run.task, run.seed) for run in runs if run.start == "sft")
-    phases = []
-    for task, seed in needed:
-        phase = sft(sft_folder(folder, task, seed), seed, miniature=False, task=task)
-        phases.append(Phase(sft_name(task, seed), phase.command, phase.folder, phase.weight))
-    return phases
-
-
-def run_all(runs: list[Run], args: argparse.Namespace, console: Console) -> None:
-    phases = [*sft_phases(runs, args.output_dir), *(run.phase(args.output_dir) for run in runs)]
-    run_phases(phases, args.output_dir, args.jobs, console)
+    os.environ.update(ENVIRONMENT)
+    folder.mkdir(parents=True, exist_ok=True)
+    started, done = time.monotonic(), 0
+    failed: list[Run] = []
+    running: dict[Future[str], Run] = {}
+    with (folder / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"another runner is at work in {folder}: wait for it, or choose another --output_dir"
+            ) from None
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            jobs, spawn, initializer=begin, initargs=(folder,), max_tasks_per_child=RUNS_PER_PROCESS
+        ) as pool:
+            while True:
+                late = hours is not None and time.monotonic() - started > 3600 * hours
+                known = [*running.values(), *failed]
+                todo = [] if late else [run for run in protocol.missing(read_results(data)) if run not in known]
+                for run in todo[: jobs - len(running)]:
+                    running[pool.submit(do, run, folder, data, protocol)] = run
+                if not running:
+                    return failed
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    run, done = running.pop(future), done + 1
+                    try:
+                        said = future.result()
+                    except BrokenProcessPool:
+                        raise RunError(f"{run.name} was killed: the same command continues") from None
+                    except Exception as error:  # of one run, which must not end a night of them
+                        failed.append(run)
+                        said = f"failed: {type(error).__name__}: {error}"
+                    hour = (time.monotonic() - started) / 3600
+                    console.print(
+                        f"{hour:6.2f} h, {done} runs, {len(todo)} can start: {run.name}: {said}", markup=False
+                    )
 
 
 def main(args: argparse.Namespace) -> None:
-    console = Console()
-    with_defaults(args)
-    try:
-        if not args.only_report:
-            if search := searched(args):
-                console.print(f"The search of rate and mu: {len(search)} runs")
-                run_all(search, args, console)
-            found = board(args)
-            console.print(f"The board: {len(found.runs)} runs of {args.budget:,} tokens")
-            run_all([*found.starts, *found.runs], args, console)
-            if found.changed:
-                console.print(f"One choice of d1 at a time: {len(found.changed)} runs")
-                run_all([*found.changed], args, console)
-    except PhaseError as error:
-        raise RunError(f"{error} The same command continues from here.") from error
-    finally:
-        console.print(write_report(board(args), args.document), markup=False)
+    console = Console(soft_wrap=True)
+    protocol = QUICK if args.quick else FULL
+    protocol = replace(protocol, setups=tuple(SETUPS[name] for name in args.setups)) if args.setups else protocol
+    folder = (args.output_dir or ROOT / "runs" / f"leaderboard{'_quick' * args.quick}").resolve()
+    failed = work(protocol, folder, folder / "data" if args.quick else DATA, args.jobs, args.hours, console)
+    if failed:
+        raise RunError(f"{len(failed)} runs failed, the first {failed[0].name}: see {folder}/*.log")
 
 
 if __name__ == "__main__":

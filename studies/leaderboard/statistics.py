@@ -16,6 +16,11 @@ from scipy.stats import spearmanr
 from pocket.uncertainty import Mean, Square
 
 
+def table(scores: Mapping[int, np.ndarray]) -> np.ndarray:
+    """(seeds, problems), by seed."""
+    return np.stack([scores[seed] for seed in sorted(scores)])
+
+
 def pooled_seeds(methods: Sequence[Mapping[int, np.ndarray]]) -> Square | None:
     """M_s of a difference of two of these methods (seed -> scores of problems), estimated from all of them and from the
     seeds that all have; None if there are fewer than two. Of two methods it is their difference's own."""
@@ -51,6 +56,15 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> Correlation | None:
         return None
     value, p = map(float, spearmanr(a, b))
     return Correlation(value, p if 1 - value**2 > 1e-12 else 0.0)  # or p would be that of rounding
+
+
+def correlation(a: Mapping[str, float], b: Mapping[str, float], fewest: int = 5) -> str:
+    """Over the methods that both have, with its p-value; "" for fewer than `fewest`."""
+    shared = [method for method in a if method in b]
+    if len(shared) < fewest:
+        return ""
+    found = rank_correlation(np.array([a[one] for one in shared]), np.array([b[one] for one in shared]))
+    return "" if found is None else f"{found.value:+.2f} (p {found.p:.2g})"
 
 
 def percent(mean: Mean) -> str:

@@ -26,8 +26,7 @@ from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.leaderboard.plan import ROOT
-from studies.leaderboard.results import table
-from studies.leaderboard.statistics import percent, points
+from studies.leaderboard.statistics import percent, points, table
 from studies.pages import reading
 from studies.samplers.outcomes import GOAL, SECONDS, TOKENS, Line, paired, solved, solved_by_own
 from studies.samplers.runs import LASTING, NO_CURE, PREFIX, SURER, Run, check_numbers, run_missing

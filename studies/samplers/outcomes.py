@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pocket.uncertainty import Mean, Square, mean_of
-from studies.leaderboard.plan import SEEDS, START
-from studies.leaderboard.results import table
-from studies.leaderboard.statistics import pooled_seeds
-from studies.samplers.runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
+from studies.leaderboard.plan import START
+from studies.leaderboard.statistics import pooled_seeds, table
+from studies.samplers.runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS, SEEDS
 
 Line = dict[str, Any]
 EXACT = "exact"

@@ -8,11 +8,11 @@ from statistics import fmean
 
 from d1.show.curves import panels, save_figure
 from d1.show.tables import markdown_table
-from studies.leaderboard.plan import SEEDS, START
+from studies.leaderboard.plan import START
 from studies.leaderboard.statistics import percent, points
 from studies.pages import reading
 from studies.samplers.outcomes import GOAL, SECONDS, Line, Results, Setup, of_largest_budget, outcome, solved
-from studies.samplers.runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS
+from studies.samplers.runs import CURES, ESTIMATORS, NO_CURE, SAMPLERS, SEEDS
 
 STYLES = ("-", ":", "-.", "x-", "+-", "o--", "s--", "^--", "v--")  # of `CURES`
 

@@ -20,9 +20,9 @@ from rich.console import Console
 
 from d1.ranges import COUNT
 from d1.runs.entry import OneLineParser, run_script
-from studies.leaderboard.plan import ROOT, SEEDS, START, TASKS
+from studies.leaderboard.plan import ROOT, START, TASKS
 from studies.samplers.report import write_report
-from studies.samplers.runs import CURES, ESTIMATORS, NO_CURE, RATE, SAMPLERS, Run, check_numbers, run_missing
+from studies.samplers.runs import CURES, ESTIMATORS, NO_CURE, RATE, SAMPLERS, SEEDS, Run, check_numbers, run_missing
 
 DOCUMENT = ROOT / "docs" / "fast_rollouts.md"
 

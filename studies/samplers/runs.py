@@ -25,7 +25,6 @@ from pocket.phases import run_phases
 from studies.json_lines import append_line, read_lines
 from studies.leaderboard.one_run import evaluate, train
 from studies.leaderboard.plan import ROOT, START, TASKS, sft_folder
-from studies.leaderboard.plan import Run as BoardRun
 
 RESULTS = "results.jsonl"
 
@@ -88,6 +87,7 @@ CURES: dict[str, tuple[object, ...]] = {
     **{cure: () for cure in OF_BLOCKS},
 }
 RATE = 1e-4
+SEEDS = (0, 1, 2)
 KEPT = (  # of what a run logs
     *("step", "compute_tokens", "entropy", "kl", "ratio_max", "grad_norm", "rewards/accuracy/mean", "reward"),
     *("sampling/logp_difference_mean", "sampling/logp_difference_abs", "sampling/ratio_max"),
@@ -210,23 +210,23 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
     make_start(folder, run, console)
     output_dir = folder / run.name
     shutil.rmtree(output_dir, ignore_errors=True)  # of a run that was killed
-    judged = BoardRun(run.task, "sft", START, run.seed, run.split, limit=run.limit)
+    judged: list[object] = ["--split", run.split, *(["--limit", run.limit] if run.limit else [])]
     if run.sampler == START:
         found: dict[str, Any] = {
-            "points": [evaluate(judged, start_of(folder, run), output_dir / "start") | {"seconds": 0.0}]
+            "points": [evaluate(run.task, start_of(folder, run), output_dir / "start", judged) | {"seconds": 0.0}]
         }
     else:
         saver = SavePoints(output_dir / "points", run.seconds, run.points)
         reason = train(run.name, run.flags(folder, output_dir), callbacks=[saver])
         compute = {log["step"]: log["compute_tokens"] for log in saver.logs if "compute_tokens" in log}
         points = [
-            evaluate(judged, model, output_dir / f"at_{step}")
+            evaluate(run.task, model, output_dir / f"at_{step}", judged)
             | {"seconds": round(spent, 2), "step": step, "compute_tokens": compute[step]}
             for model, spent, step in saver.saved
         ]
         own = None
         if saver.saved and run.sampler != "exact":
-            own = evaluate(judged, saver.saved[-1][0], output_dir / "own", run.sampling)
+            own = evaluate(run.task, saver.saved[-1][0], output_dir / "own", [*judged, *run.sampling])
         logs = [{key: log[key] for key in KEPT if log.get(key) is not None} for log in saver.logs if "loss" in log]
         found = {"points": points, "own": own, "logs": logs, "not_finite": reason}
     shutil.rmtree(output_dir, ignore_errors=True)

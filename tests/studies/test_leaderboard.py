@@ -1,5 +1,7 @@
-"""The leaderboard: runs mean what their names say, results survive any kill, and the page says what they hold."""
+"""The leaderboard: the protocol's rules, what a run is, its data, and a miniature that is killed and continues."""
 
+import csv
+import hashlib
 import json
 import os
 import signal
@@ -9,317 +11,365 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from d1.eval.run import make_parser as eval_parser
 from d1.rl.methods import METHODS
 from d1.rl.train import make_parser
+from d1.tasks import load_task
+from dataset.make_problems import main as make_problems
+from dataset.make_problems import make_parser as problems_parser
 from pocket.recipes import RECIPES
-from pocket.uncertainty import mean_of
 from studies.json_lines import append_line, read_lines
-from studies.leaderboard import run as leaderboard
-from studies.leaderboard.one_run import logs_of
+from studies.leaderboard.one_run import SEALED, commit, logs_of
 from studies.leaderboard.plan import (
-    CHANGE_TASKS,
-    CHANGES,
-    MUS,
-    RATES,
+    FULL,
+    LADDER,
+    OWN,
+    QUICK,
+    SETUPS,
     START,
     TASKS,
+    Choice,
+    Protocol,
     Run,
-    board_runs,
-    change_runs,
-    start_runs,
-    tuning_runs,
-    untuned,
+    own_sampler,
     updates_of,
 )
-from studies.leaderboard.reasons import changes_table, correlations_table
-from studies.leaderboard.report import Board, compared, setup_table, write_report
-from studies.leaderboard.results import RESULTS, Setup, check_problems, read_results, results_of, tuned
-from studies.leaderboard.statistics import holm, pooled_seeds
+from studies.leaderboard.results import at_the_end, file_of, read_results, values_of
 
 ROOT = Path(__file__).parents[2]
-SUDOKU = Setup("sudoku", "sft")
+BOARD = ROOT / "studies" / "leaderboard"
+PROTOCOL = (BOARD / "PROTOCOL.md").read_text()
+SUDOKU = SETUPS["sudoku-sft"]
 
 
-# --- What is run ------------------------------------------------------------------------------------------------------
+# --- Sealed problems --------------------------------------------------------------------------------------------------
+
+
+def problem_key(task, row):
+    """What the splits of a task are disjoint by."""
+    if task == "sudoku":
+        return row["Solution"]
+    if task == "pocket_countdown":
+        return tuple(sorted(map(int, row["input"].split(","))))
+    lines = [line.split() for line in row["answer"].splitlines()[:3]]
+    return lines[0][0], *sorted(line[2] for line in lines)
+
+
+def rows_of(path):
+    if path.suffix == ".csv":
+        with open(path, newline="") as file:
+            return list(csv.DictReader(file))
+    return read_lines(path)
+
+
+@pytest.mark.parametrize("task", [row.dataset for row in TASKS.values()])
+def test_sealed_problems_are_those_of_the_protocol_and_in_no_other_split(task, tmp_path):
+    path = SEALED / f"{task}.jsonl"
+    assert f"`{path.name}` | {len(rows_of(path)):,} |" in PROTOCOL
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in PROTOCOL
+    sealed = rows_of(path)
+    splits = {
+        split: rows_of(next((ROOT / "dataset").glob(f"{task}_{split}.*"))) for split in ("train", "validation", "test")
+    }
+    keys = {split: {problem_key(task, row) for row in rows} for split, rows in splits.items()}
+    own = {problem_key(task, row) for row in sealed}
+    assert len({json.dumps(row) for row in sealed}) == len(sealed)
+    assert not own & (keys["train"] | keys["validation"])
+    if task == "sudoku":  # all grids belong to a split: other puzzles on those of the test split
+        assert own == keys["test"]
+        assert not {row["Puzzle"] for row in sealed} & {row["Puzzle"] for row in splits["test"]}
+    elif task == "pocket_countdown":  # all sets of numbers belong to a split: the test split itself
+        assert sealed == splits["test"]
+    else:
+        assert not own & keys["test"]
+    assert len(load_task(task).load_rows("test", str(path))) == len(sealed)
+    make_problems(problems_parser().parse_args(["--sealed", "--output_dir", str(tmp_path)]))
+    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+
+
+def test_one_module_alone_reads_sealed_problems():
+    mentions = {path.name for path in (ROOT / "studies").rglob("*.py") if "sealed" in path.read_text().lower()}
+    assert mentions == {"one_run.py", "plan.py", "results.py"}
+    assert "SEALED" not in (BOARD / "plan.py").read_text() + (BOARD / "results.py").read_text()
+    assert '"sealed"' not in (BOARD / "plan.py").read_text()
+    fields = [line.strip() for line in (BOARD / "results.py").read_text().splitlines() if '"sealed"' in line]
+    assert fields == ['line.pop("sealed", None)']
+
+
+# --- What a run is ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("method", METHODS)
-def test_each_run_is_its_method_at_the_budget_and_at_the_rate_and_mu_it_names(method, task, tmp_path):
-    row, length = RECIPES[task], TASKS[task].length
-    run = Run(task, "sft", method, 1, "test", 3e-5, 1, 5000)
-    config, _ = make_parser().parse_args_and_config(run.settings(tmp_path, tmp_path / run.name))
-    expected = METHODS[method].values | {
-        "num_iterations": 1,
-        "diffusion_steps": length if method == "just-grpo" else length // 2,
+def test_each_run_is_its_method_at_the_budget_rate_and_mu_that_it_names(method, task, tmp_path):
+    recipe, length, values = RECIPES[task], TASKS[task].length, METHODS[method].values
+    run = Run("final", task, "sft", method, 1, 3e-5, 2, 5000)
+    flags = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), *run.settings(), "--output_dir", str(tmp_path)]
+    config, _ = make_parser().parse_args_and_config([*flags, "--model_path", str(ROOT / "pocket" / recipe.base)])
+    expected = values | {
+        "num_iterations": 2,
+        "diffusion_steps": values.get("diffusion_steps", length // 2) or length,
+        "block_length": values.get("block_length", 8),
         "learning_rate": 3e-5,
+        "lr_scheduler_kwargs": {},
+        "warmup_steps": 0,
         "num_generations": 8,
         "max_compute_tokens": 5000,
         "seed": 1,
-        "dataset": row.task,
-        "model_path": str(tmp_path / f"{task}_sft1" / "sft"),
-        "max_prompt_length": row.prompt_tokens,
-        "max_completion_length": row.lengths[0],
+        "dataset": recipe.task,
+        "max_prompt_length": recipe.prompt_tokens,
+        "max_completion_length": recipe.lengths[0],
+        "weight_decay": 0.1,
+        "adam_beta2": 0.99,
     }
     assert {name: getattr(config, name) for name in expected} == expected
+    assert config.lr_scheduler_type.value == "linear"
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
-    assert config.lr_scheduler_type == "constant"
-    assert config.max_steps >= 5000  # a step takes a token at the least
-    evaluation = eval_parser().parse_args(run.evaluation(tmp_path / "m", tmp_path))
-    assert (evaluation.split, evaluation.gen_length, evaluation.temperature) == ("test", [length], 0.0)
+    assert config.max_steps >= 5000  # a step takes a token at least
+    assert str(ROOT) not in " ".join(run.settings())
 
 
-def test_the_search_is_alike_for_every_method_and_sees_no_test_problem():
-    runs = tuning_runs([*METHODS], 1000)
-    assert {run.split for run in runs} == {"validation"}
-    assert {(run.seed, run.start, run.budget) for run in runs} == {(0, "sft", 500)}
+@pytest.mark.parametrize("method", METHODS)
+def test_the_own_sampler_is_that_of_the_methods_rollouts(method):
+    values, length = METHODS[method].values, TASKS["sudoku"].length
+    flags = own_sampler(method, length)
+    common = ["--model_path", "m", "--dataset", "sudoku", "--gen_length", str(length), "--block_length", "8"]
+    judge, own = (vars(eval_parser().parse_args([*common, *more])) for more in ([], flags or []))
+    differing = {name: own[name] for name in own if own[name] != judge[name]}
+    assert (flags is None) == (not differing)
+    for name in OWN:
+        if name in values:
+            assert own[name] == (length if values[name] is None and name == "diffusion_steps" else values[name])
+    assert differing.keys() <= {*OWN}
+    assert own["temperature"] == 0
+
+
+def test_the_updates_that_are_searched_are_those_a_row_can_have():
+    assert {updates_of(method) for method in METHODS} == {(1,), (1, 4), (2, 4)}
     for method, row in METHODS.items():
-        tried = {(run.learning_rate, run.num_iterations) for run in runs if run.method == method}
-        mus = MUS if row.values["num_iterations"] > 1 else (1,)
-        assert tried == {(rate, mu) for rate in RATES for mu in mus}
-        assert updates_of(method) == [*mus]
+        assert (updates_of(method) == (1,)) == (row.values["num_iterations"] == 1)
+        assert (updates_of(method) == (2, 4)) == row.values["split_views"]
 
 
-def test_the_board_has_every_method_start_and_seed_once():
-    runs = board_runs([*METHODS], untuned([*METHODS]), 1000)
-    starts = [(task, start) for task, row in TASKS.items() for start in row.starts]
-    assert len({run.name for run in runs}) == len(runs) == len(METHODS) * len(starts) * 3
-    assert {run.split for run in runs} == {"test"}
-    own = start_runs(runs)
-    assert len(own) == sum(1 if start == "base" else 3 for _, start in starts)
-    assert {run.method for run in own} == {START}
+# --- The search -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_d1_but_for_one_choice_that_another_method_has(change, tmp_path):
-    (run,) = (one for one in change_runs({"d1": (3e-5, 4)}, 1000, [1]) if (one.task, one.change) == ("sudoku", change))
-    assert (run.split, run.seed, run.learning_rate, run.num_iterations, run.budget) == ("test", 1, 3e-5, 4, 1000)
-    changed, plain = (
-        make_parser().parse_args_and_config(one.settings(tmp_path, tmp_path / "out"))[0]
-        for one in (run, replace(run, change=""))
-    )
-    unlike = {name for name, value in vars(plain).items() if getattr(changed, name) != value} - {"distributed_state"}
-    assert unlike
-    others = [*(row.values for row in METHODS.values()), *({"learning_rate": rate} for rate in RATES)]
-    rows = [vars(plain) | other for other in others]
-    assert any(all(row[name] == getattr(changed, name) for name in unlike) for row in rows)
+def searched(score, method="d1", **changes):
+    """What the search does when (rate, mu, seed) scores `score`: the cells it tried with each seed, and its choice."""
+    protocol, results = replace(FULL, methods=(method,), setups=(SUDOKU,), **changes), {}
+    for _ in range(50):
+        runs, choice = protocol.tuning(results, SUDOKU, method)
+        assert (not runs) == (choice is not None)
+        if choice:
+            tried = {
+                seed: {(r.learning_rate, r.num_iterations) for r in results if r.seed == seed} for seed in (100, 101)
+            }
+            return tried, choice
+        for run in runs:
+            assert (run.stage, run.budget, run.start, run not in results) == ("tuning", 1_500_000, "sft", True)
+            right = round(1000 * score(run.learning_rate, run.num_iterations, run.seed))
+            results[run] = {"validation": {"exact": "1" * right + "0" * (1000 - right)}}
+    raise AssertionError("the search does not end")
 
 
-def test_changes_are_tried_from_sft_and_have_names_of_their_own():
-    runs = change_runs({"d1": (3e-5, 4)}, 1000)
-    assert len({run.name for run in runs}) == len(runs) == len(CHANGES) * len(CHANGE_TASKS) * 3
-    assert {run.start for run in runs} == {"sft"}
-    assert not {run.name for run in runs} & {run.name for run in board_runs(["d1"], {"d1": (3e-5, 4)}, 1000)}
-    assert change_runs({"espo": (3e-5, 4)}, 1000) == []
+def peak(at, slope=0.05):
+    """Falls by `slope` for each step on the ladder from `at`."""
+    return lambda rate: 0.7 - slope * abs(LADDER.index(rate) - LADDER.index(at))
 
 
-# --- Results ----------------------------------------------------------------------------------------------------------
+def test_a_peak_inside_the_grid_needs_no_other_rate():
+    tried, choice = searched(lambda rate, mu, seed: peak(3e-4)(rate) - 0.2 * (mu == 4))
+    assert tried[100] == {(rate, mu) for rate in (1e-4, 3e-4, 1e-3) for mu in (1, 4)}
+    assert tried[101] == {(3e-4, 1)}  # the others are more than 4 points behind
+    assert choice == Choice(3e-4, 1, 0.7)
 
 
-def line_of(run, right, quarter=None, **changes):
-    points = {} if right is None else {"end": {"right": right, "problems": "p"}}
-    points |= {} if quarter is None else {"quarter": {"right": quarter, "problems": "p"}}
-    found = {"run": asdict(run), "points": points, "diverged": right is None and run.method != START, "kl": 0.01}
-    found |= {"rollouts": 3, "seconds": 5.0, "processor_seconds": 4.0, "peak_memory_gb": 0.5, "curve": []}
-    found |= {"record": {"cpu": {"model": "abacus"}}}
-    return found | changes
+@pytest.mark.parametrize(("at", "last"), [(1e-5, 3e-6), (3e-3, 1e-2), (1e-6, 1e-6), (1e-2, 1e-2)])
+def test_rates_are_extended_until_the_best_is_inside_or_at_the_limits(at, last):
+    tried, choice = searched(lambda rate, mu, seed: peak(at)(rate), method="just-grpo")
+    rates = sorted(rate for rate, _ in tried[100])
+    assert choice[:2] == (at, 1)
+    assert rates == [rate for rate in LADDER if min(last, 1e-4) <= rate <= max(last, 1e-3)]
 
 
-def run_of(method, seed=0, **changes):
-    return replace(Run("sudoku", "sft", method, seed, "test", 1e-4, 4, 1000), **changes)
+def test_a_mu_is_extended_unless_it_is_far_behind():
+    def score(gap):
+        return lambda rate, mu, seed: peak(3e-4)(rate) if mu == 4 else peak(1e-5)(rate) - gap
+
+    for gap, lowest in ((0.02, 3e-6), (0.15, 1e-4)):  # of mu 1 the best of the grid is 15 or 28 points behind
+        tried, choice = searched(score(gap), far=0.2)
+        assert choice[:2] == (3e-4, 4)
+        assert min(rate for rate, mu in tried[100] if mu == 1) == lowest
 
 
-def test_a_torn_line_is_passed_over_and_the_next_is_whole(tmp_path):
-    path = tmp_path / "some" / RESULTS
-    assert read_lines(path) == []
-    append_line(path, {"a": 1})
-    with path.open("a") as file:
-        file.write('{"run": {"task"')  # killed here
-    append_line(path, {"a": 2})
-    append_line(path, {"a": 3})
-    assert [line["a"] for line in read_lines(path)] == [1, 2, 3]
+def test_two_seeds_decide_among_the_near_and_extend_once_more():
+    def score(rate, mu, seed):
+        if seed == 101 and rate == 1e-4:
+            return 0.75
+        return {1e-4: 0.68, 3e-4: 0.7, 1e-3: 0.5, 3e-5: 0.6}[rate] - 0.3 * (mu == 4)
+
+    tried, choice = searched(score)
+    assert tried[101] == {(1e-4, 1), (3e-4, 1)}
+    assert (3e-5, 1) in tried[100]  # at the edge by the mean of both seeds
+    assert choice == (1e-4, 1, pytest.approx((0.68 + 0.75) / 2))
 
 
-def test_results_of_a_run_merge_and_the_last_counts(tmp_path):
-    first, second = run_of("d1"), run_of("d1", seed=1)
-    for run, right in ((first, "0011"), (second, "1111"), (first, "0111")):
-        append_line(tmp_path / RESULTS, line_of(run, right))
-    found = results_of(read_results(tmp_path), [first, second, run_of("espo")])
-    assert {run: line["points"]["end"]["right"] for run, line in found.items()} == {first: "0111", second: "1111"}
+def test_equal_scores_choose_the_smaller_rate_then_the_smaller_mu():
+    _, choice = searched(lambda rate, mu, seed: 0.3 if rate >= 1e-5 else 0.2)
+    assert choice[:2] == (1e-5, 1)
 
 
-def test_runs_judged_on_other_problems_are_refused():
-    lines = {run_of("d1"): line_of(run_of("d1"), "01"), run_of("espo"): line_of(run_of("espo"), "01")}
-    check_problems(lines)
-    lines[run_of("espo")]["points"]["end"]["problems"] = "q"
-    with pytest.raises(ValueError, match="was judged on other problems than runs before it"):
-        check_problems(lines)
+# --- The final runs ---------------------------------------------------------------------------------------------------
+
+PAIR = Protocol(methods=("d1", "just-grpo", "wd1"), setups=(SUDOKU, SETUPS["sudoku-base"]))
 
 
-def test_a_methods_search_chooses_once_all_of_it_is_there():
-    runs = tuning_runs(["d1", "agrpo"], 1000)
-    best = (RATES[2], 4)
-    results = {
-        run: line_of(run, "1100" if (run.learning_rate, run.num_iterations) == best else "1000")
-        for run in runs
-        if run.method == "d1"
-    }
-    results |= {run: line_of(run, None) for run in runs if run.method == "agrpo"}  # all diverged: the lowest rate
-    assert tuned(results, runs) == {"d1": best, "agrpo": (RATES[0], 1)}
-    del results[runs[0]]
-    assert tuned(results, runs) == {"agrpo": (RATES[0], 1)}
+def chosen(**accuracies):
+    names = {"d1": "d1", "just": "just-grpo", "wd1": "wd1"}
+    return {(setup, names[n]): Choice(1e-4, 1, value) for setup in PAIR.setups for n, value in accuracies.items()}
 
 
-def make_board(results, planned=6):
-    return Board([*results], [], results, {}, {}, untuned(["d1", "espo", "wd1"]), planned, 1000, 0, [])
+def test_final_runs_go_seed_by_seed_and_those_far_behind_have_three():
+    runs = list(PAIR.final(chosen(d1=0.7, just=0.625, wd1=0.61)))
+    assert len(runs) == len(set(runs))
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    for setup in PAIR.setups:
+        here = [run for run in runs if run.setup == setup]
+        for budget in (1_500_000, 5_000_000):
+            seeds = {m: [r.seed for r in here if (r.method, r.budget) == (m, budget)] for m in PAIR.methods}
+            assert seeds == {"d1": [*range(8)], "just-grpo": [*range(8)], "wd1": [0, 1, 2]}
+        starts = [run.seed for run in here if run.method == START]
+        assert starts == ([*range(8)] if setup.start == "sft" else [0])
 
 
-RIGHT = {  # two seeds, eight problems; the third method diverged on its second seed
-    "d1": ["00110011", "00111011"],
-    "espo": ["11111011", "10111011"],
-    "wd1": ["00110010", None],
-}
+def test_at_most_ten_methods_have_every_seed():
+    runs = list(replace(PAIR, most=1).final(chosen(d1=0.7, just=0.71, wd1=0.69)))
+    assert {run.method for run in runs if run.seed > 2} - {START} == {"just-grpo"}
+    assert FULL.most == 10
 
 
-def small_board():
-    runs = {run_of(method, seed): right for method, both in RIGHT.items() for seed, right in enumerate(both)}
-    return make_board({run: line_of(run, right, quarter="01010101") for run, right in runs.items()})
+def test_seeds_beyond_the_third_wait_for_the_search_of_every_method():
+    runs = list(PAIR.final(chosen(d1=0.7, wd1=0.3)))
+    assert {run.seed for run in runs if run.method != START} == {0, 1, 2}
 
 
-def test_differences_are_paired_by_seed_and_problem_and_corrected_for_their_number():
-    found = compared(small_board())
-    bits = {
-        method: np.array([[int(one) for one in right or "0" * 8] for right in both], dtype=float)
-        for method, both in RIGHT.items()
-    }
-    of_seeds = pooled_seeds([dict(enumerate(rows)) for rows in bits.values()])
-    plain = {method: mean_of(bits[method] - bits["d1"], of_seeds) for method in ("espo", "wd1")}
-    assert of_seeds.freedom == 2
-    assert {setup for setup, _ in found} == {SUDOKU}
-    for (_, method), mean in found.items():
-        assert mean[:3] == plain[method][:3]
-    assert found[SUDOKU, "espo"].value == pytest.approx(5 / 16 - 1 / 16 + 1 / 16 - 1 / 16)
-    assert [mean.p for mean in found.values()] == holm([plain[method].p for _, method in found])
+def test_an_empty_board_begins_with_every_search():
+    runs = [run for run in FULL.missing({}) if run.method != START]
+    cells = sum(3 * len(updates_of(method)) for method in METHODS)
+    assert len(runs) == len(set(runs)) == 4 * cells
+    assert {(run.stage, run.seed) for run in runs} == {("tuning", 100)}
 
 
-def test_the_table_counts_divergence_and_a_diverged_run_solves_nothing():
-    board = small_board()
-    rows = [row.split(" | ") for row in setup_table(board, SUDOKU, compared(board)).splitlines()[2:]]
-    assert [row[0].removeprefix("| ") for row in rows] == ["espo", "d1", "wd1"]  # the best first
-    assert [row[5] for row in rows] == ["0 / 2", "0 / 2", "1 / 2"]
-    assert rows[2][2].startswith("18.8 ")  # three of sixteen
+# --- Data -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_says_that_it_is_partial_and_keeps_what_was_written_by_hand(tmp_path):
-    board, page = small_board(), tmp_path / "leaderboard.md"
-    assert write_report(board, page).startswith("6 of 6 runs are done")
-    assert "Partial" not in page.read_text()
-    page.write_text(page.read_text().replace("Nothing has been read out of it yet.", "ESPO is ahead."))
-    write_report(replace(board, planned=9), page)
-    text = page.read_text()
-    assert "**Partial: 6 of 9 runs are done.**" in text
-    assert text.count("ESPO is ahead.") == 1
-    assert "a core a run (abacus)" in text
-    assert (tmp_path / "leaderboard.png").exists()
-    untouched = tmp_path / "none.md"
-    assert "No run of the board" in write_report(make_board({}), untouched)
-    assert not untouched.exists()
+def line_of(run, **changes):
+    return {**asdict(run), "values": values_of(run.method), **changes}
 
 
-def test_a_change_is_compared_with_d1_by_seed_and_problem():
-    board, change = small_board(), "no KL"
-    rights = ["00111011", "11111011"]
-    changes = {run_of("d1", seed, change=change): right for seed, right in enumerate(rights)}
-    changes = {run: line_of(run, right) for run, right in changes.items()}
-    (row,) = [line.split(" | ") for line in changes_table(board.results, changes).splitlines()[2:]]
-    assert row[0] == "| no KL"
-    assert row[1].startswith("75.0 ")  # twelve of sixteen
-    assert row[2].startswith("+18.8 ")  # d1 has nine
-    assert setup_table(board, SUDOKU, compared(board)) == setup_table(
-        replace(board, changes=changes), SUDOKU, compared(board)
-    )
+def test_results_are_read_without_sealed_outcomes_and_of_rows_as_they_are_now(tmp_path):
+    first, second, other = (Run("final", *SUDOKU, "d1", seed, 1e-4, 4, 1000) for seed in (0, 1, 2))
+    append_line(file_of(tmp_path, first), line_of(first, sealed={"exact": "01"}, kl=1.0))
+    append_line(file_of(tmp_path, first), line_of(first, sealed={"exact": "01"}, kl=2.0))
+    append_line(file_of(tmp_path, second), line_of(second) | {"values": {"beta": 7}})  # of an older row
+    with file_of(tmp_path, other).open("a") as file:
+        file.write('{"stage": "final", "ta')  # killed here
+    append_line(file_of(tmp_path, other), line_of(other))
+    found = read_results(tmp_path)
+    assert found.keys() == {first, other}
+    assert found[first]["kl"] == 2.0
+    assert "sealed" not in found[first]
+    assert read_results(tmp_path / "none") == {}
 
 
-def test_correlations_are_of_ranks_over_methods():
-    methods = ["a", "b", "c", "d", "e"]
-    results = {}
-    for place, method in enumerate(methods):
-        right = "1" * (place + 1) + "0" * (7 - place)
-        results[run_of(method)] = line_of(run_of(method), right, rollouts=place**3, updates=-place, kl=None)
-        other = run_of(method, task="countdown")
-        results[other] = line_of(other, right[::-1], rollouts=5, updates=[1, 0, 2, 3, 4][place])
-    first, second = correlations_table(results, [SUDOKU, Setup("countdown", "sft")]).splitlines()[2:]
-    assert first == "| sudoku from sft |  | +1.00 (p 0) | -1.00 (p 0) |  |  | +1.00 (p 0) |"
-    assert second.startswith("| countdown from sft |  |  | +0.90 (p 0.037) |  | +1.00 (p 0) | ")
+def test_the_estimators_study_reads_validation_accuracies_of_the_largest_budget():
+    runs = [Run("final", *SUDOKU, "d1", seed, 1e-4, 4, budget) for seed in (0, 1) for budget in (1000, 9000)]
+    results = {run: {"curve": [[0.5, 0.1], [1, run.seed + run.budget]]} for run in runs}
+    assert at_the_end(results, SUDOKU) == {"d1": 9000.5}
+    assert at_the_end(results, SETUPS["sudoku-base"]) == {}
 
 
 def test_what_a_run_spent_is_the_sum_of_its_logs(tmp_path):
     entries = [
-        {"step": 4, "loss": 0.1, "compute_tokens": 10, "seconds/rollout": 2.0, "seconds/update": 0.5}
-        | {"seconds/processor": 1.0, "peak_memory_gb": 0.5, "rewards/accuracy/mean": 0.25},
-        {"step": 6, "loss": 0.2, "compute_tokens": 16, "seconds/rollout": 3.0, "seconds/update": 1.0}
-        | {"seconds/processor": 2.0, "peak_memory_gb": 0.7, "rewards/accuracy/mean": 0.5},
-        {"step": 6, "train_loss": 0.1, "peak_memory_gb": 0.8, "compute_tokens": 16},
+        {"step": 1, "loss": 0.1, "compute_tokens": 10, "seconds/rollout": 2.0, "seconds/update": 0.5}
+        | {"seconds/processor": 1.0},
+        {"step": 2, "loss": 0.2, "compute_tokens": 16, "seconds/update": 1.0, "seconds/processor": 2.0},
+        {"step": 2, "train_loss": 0.1, "compute_tokens": 16},
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, entries)) + "\n")
-    assert logs_of(tmp_path) == {
-        "compute_tokens": 16,
-        "rollouts": 2,
-        "updates": 6,
-        "seconds": 2.0 + 3.0 + 4 * 0.5 + 2 * 1.0,
-        "processor_seconds": 4 * 1.0 + 2 * 2.0,
-        "peak_memory_gb": 0.8,
-        "curve": [[10, 0.25], [16, 0.5]],
-    }
+    expected = {"compute": 16, "last_step": 6, "steps": 2, "rollouts": 1, "seconds": 3.5}
+    assert logs_of(tmp_path) == expected | {"processor_seconds": 3.0}
+    assert logs_of(tmp_path / "none")["compute"] == 0
 
 
 # --- The real thing, small --------------------------------------------------------------------------------------------
 
+MINIATURE = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from dataclasses import replace
+from studies.leaderboard.plan import QUICK
+from studies.leaderboard.run import work
+if __name__ == "__main__":
+    small = replace(QUICK, methods=("reinforce", "just-grpo"), budgets=(70_000,), limit=8, curve=8, sealed=True)
+    sys.exit(len(work(small, Path(sys.argv[1]), Path(sys.argv[2]), 1, None, Console())))
+"""
 
-def test_a_miniature_that_is_killed_and_started_again_is_whole(tmp_path):
-    """Killed with -9 while a run trains: the run, which outlives it, is waited for and not done twice."""
-    command = [
-        sys.executable,
-        "-m",
-        "studies.leaderboard.run",
-        "--quick",
-        "--methods",
-        "d1",
-        "--starts",
-        "base",
-        "--jobs",
-        "1",
-    ]
-    command += ["--budget", "240000", "--limit", "8", "--output_dir", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+
+def test_a_miniature_that_is_killed_continues_and_its_lines_say_what_they_are(tmp_path):
+    script, folder, data = tmp_path / "miniature.py", tmp_path / "work", tmp_path / "data"
+    script.write_text(MINIATURE)
+    command = [sys.executable, str(script), str(folder), str(data)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     first = subprocess.Popen(command, **options)
     deadline = time.monotonic() + 300
-    while not list(tmp_path.glob("test_*/metrics.jsonl")):
-        assert first.poll() is None, first.stderr.read()
+    while not list(folder.glob("final_*just-grpo*/metrics.jsonl")):  # the third run that trains
+        assert first.poll() is None, first.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.05)
     os.kill(first.pid, signal.SIGKILL)
-    first.communicate()
+    first.communicate()  # ends once the pool's process has ended, too
+    before = {path.name: path.read_bytes() for path in data.glob("*.jsonl")}
+    assert not any(b"just-grpo" in text for name, text in before.items() if name == "final.jsonl")
     done = subprocess.run(command, **options, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = read_lines(tmp_path / RESULTS)
-    assert sorted(line["run"]["method"] for line in lines) == ["d1", START]
-    (trained,) = (line for line in lines if line["run"]["method"] == "d1")
-    assert 240_000 <= trained["compute_tokens"] < 240_000 + 115_200  # which is a rollout with its updates
-    assert trained["points"].keys() == {"quarter", "end"}
-    assert {len(point["right"]) for point in trained["points"].values()} == {8}
-    assert trained["kl"] == pytest.approx(0, abs=0.1)
-    (metrics,) = tmp_path.glob("test_*d1*/metrics.jsonl")
-    steps = [line["step"] for line in read_lines(metrics) if "loss" in line]
-    assert steps == sorted(set(steps))  # trained once
-    page = (tmp_path / "leaderboard.md").read_text()
-    assert "Partial" not in page
-    assert "| d1 | " in page
-    before = (tmp_path / RESULTS).read_bytes()
-    leaderboard.main(leaderboard.make_parser().parse_args(command[3:]))  # there is nothing left to do
-    assert (tmp_path / RESULTS).read_bytes() == before
+    assert done.returncode == 0, done.stderr + "".join(path.read_text() for path in folder.glob("*.log"))
+    for name, text in before.items():
+        assert (data / name).read_bytes().startswith(text)
+
+    results = read_results(data)
+    assert len(results) == len(read_lines(data / "tuning.jsonl")) + len(read_lines(data / "final.jsonl")) == 5
+    assert not list(folder.glob("*_seed*"))  # models are removed
+    for line in read_lines(data / "final.jsonl"):
+        assert str(ROOT) not in json.dumps(line)
+        assert str(tmp_path) not in json.dumps(line)
+        assert {len(right) for right in line["sealed"].values()} == {8}
+        assert {"torch", "transformers", "trl"} <= line["versions"].keys()
+        assert line["cpu"]["cores"] == os.cpu_count()
+        assert line["commit"] == commit()
+        if line["method"] != START:
+            assert line["compute"] - line["budget"] == line["overshoot"]
+            assert 0 <= line["overshoot"] < line["last_step"]
+            assert [share for share, _ in line["curve"]][-1] == 1
+            assert line["sealed"].keys() == {"exact", "own"}
+            assert not line["diverged"]
+            assert line["kl"] == pytest.approx(0, abs=0.2)
+    pandas = pytest.importorskip("pandas")
+    table = pandas.read_json(data / "final.jsonl", lines=True)
+    assert 'pandas.read_json("studies/leaderboard/data/final.jsonl", lines=True)' in (BOARD / "README.md").read_text()
+    assert table["sealed"].str["exact"].str.len().tolist() == [8, 8, 8]
+    assert table["method"].tolist() == [START, "reinforce", "just-grpo"]
+
+    again = subprocess.run(command, **options, timeout=100, check=False)  # there is nothing left to do
+    assert (again.returncode, again.stdout) == (0, "")
+
+
+def test_quick_is_a_board_that_ends():
+    results = {}
+    for _ in range(3):
+        results |= {run: {"validation": {"exact": "01"}} for run in QUICK.missing(results)}
+    assert not QUICK.missing(results)
+    assert sorted(run.stage for run in results) == 3 * ["final"] + 4 * ["tuning"]

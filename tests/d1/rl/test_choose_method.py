@@ -263,7 +263,9 @@ REFUSED = [
     ({**SPG, "beta": 0.1}, "a KL of bounds means nothing: set --beta 0"),
     ({"kl": "k3_again", "loss_type": "cispo"}, "k3_again is averaged as loss_type says, and cispo is none of sum, "),
     ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
-    ({"max_compute_tokens": 100, "lr_scheduler_type": "linear"}, "a rate that falls over max_steps would fall too"),
+    ({"max_compute_tokens": 100, "lr_scheduler_type": "cosine"}, "cosine changes the rate over max_steps, .* linear"),
+    ({"max_compute_tokens": 100, "lr_scheduler_type": "linear", "warmup_steps": 3}, "warmup_steps: a linear rate .* 0"),
+    ({"save_at_compute": [0.5]}, "save_at_compute .* would do nothing: its shares are of max_compute_tokens"),
     ({"router_aux_loss_coef": 0.001}, "router_aux_loss_coef 0.001 needs the router's logits"),
     ({"advantage": "leave_one_out", "scale_rewards": "group"}, "set --scale_rewards none"),
     (

@@ -1,32 +1,39 @@
 """A run that ends at a budget: what counts, where it stops, what it leaves, also when it was killed on the way."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from d1.rl.budget import QUARTER, StopAtCompute, is_spent, total_compute
-from tests.tiny_grpo import clockless, logged, make_method, make_trainer, method_settings
+from d1.rl.budget import StopAtCompute, is_spent, saved_at, total_compute
+from d1.rl.trainer import DiffuGRPOTrainer
+from tests.tiny_grpo import clockless, logged, make_method, make_trainer, method_settings, weights
 
 LONG = {"max_steps": 100, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
 
 
+SHARES = (0.25, 0.5)
+
+
 def budgeted(model_dir, folder, budget, **changes):
     trainer = make_trainer(model_dir, folder, **(LONG | changes))
-    trainer.add_callback(StopAtCompute(trainer, budget))
+    trainer.add_callback(StopAtCompute(trainer, budget, SHARES))
     return trainer
 
 
-def test_compute_is_rollouts_once_scores_once_updates_thrice_and_a_fourth_time_what_is_computed_again(
-    tiny_model_dir, tmp_path
-):
+@pytest.mark.parametrize("at_once", [1, 99])
+def test_compute_is_one_per_token_of_a_forward_pass_and_two_for_its_backward_pass(tiny_model_dir, tmp_path, at_once):
     """Of two updates on a rollout of four rows, in passes: d1 has another prompt mask for each update, and a reference;
-    JustGRPO has none, and the eight tokens of a text in the same eight views for both."""
+    JustGRPO has none, and the eight tokens of a text in the same eight views for both, which one view at once computes
+    twice."""
     prompts = []
-    for method, passes in (("d1", 4 + 2 + 2 + 2 * 3), ("just-grpo", 8 + 8 + 2 * 8 * 4)):
+    for method, passes in (("d1", 4 + 2 + 2 + 2 * 3), ("just-grpo", 8 + 8 + 2 * 8 * 3)):
         settings = method_settings(method) | {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+        settings |= {"views_at_once": at_once}
         trainer = make_method(tiny_model_dir, tmp_path / method, method, ends=(), base=settings)
         original = trainer.sample
 
@@ -42,7 +49,44 @@ def test_compute_is_rollouts_once_scores_once_updates_thrice_and_a_fourth_time_w
         assert not prompts
 
 
-def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_a_quarter(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("method", ["d1", "espo"])
+@pytest.mark.parametrize("dropped", ["some", "all"])
+def test_prompts_out_of_the_loss_cost_their_rollout_alone(tiny_model_dir, tmp_path, method, dropped):
+    """Of two prompts, in one micro-batch: `right_share` keeps the second, or none."""
+    found, bodies = {}, []
+    share = [0.9, 1.0] if dropped == "some" else [0.1, 0.2]
+
+    class Filtered(DiffuGRPOTrainer):
+        def after_rollout(self, batch):
+            batch["completion_is_right"] = (torch.arange(len(batch["canvas_ids"])) >= 4).double()
+            super().after_rollout(batch)
+            found["pairs"] = batch["view_weights"].ne(0).any(-1).sum((1, 2))
+
+        def sample(self, ids, mask):
+            sampled = super().sample(ids, mask)
+            found["sampled"], found["tokens"] = int(sampled.forward_tokens.sum()), mask.sum(-1) + 8
+            bodies.clear()
+            return sampled
+
+    options = {"max_steps": 2, "per_device_train_batch_size": 8, "right_share": share, "num_iterations": 2}
+    options["weight_decay"] = 0.0  # which would change weights without a gradient
+    trainer = make_method(tiny_model_dir, tmp_path, method, Filtered, ends=(), views_at_once=9, **options)
+    for model in (trainer.model, trainer.ref_model):
+        model.model.register_forward_pre_hook(
+            lambda _, args, kwargs: bodies.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+    trainer.train()
+    pairs, each = found["pairs"], 1 + 1 + 3  # old and reference log-probs, an update
+    assert not pairs[:4].any()
+    assert pairs[4:].all() == (dropped == "some")
+    assert logged(trainer)[-1]["compute_tokens"] == found["sampled"] + each * int((pairs * found["tokens"]).sum())
+    # Where no row scores anything, one stays in each pass, for a gradient of 0; equal views are scored once.
+    assert sum(bodies) == 3 * int(pairs.sum()) if dropped == "some" else 4 <= sum(bodies) <= 6
+    both = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
+    assert any(not torch.equal(weight, start) for weight, start in both) == (dropped == "some")
+
+
+def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_shares_of_it(tiny_model_dir, tmp_path):
     free = make_trainer(tiny_model_dir, tmp_path / "free", **(LONG | {"max_steps": 9}))
     kept = {}
 
@@ -54,15 +98,19 @@ def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_a_quart
     free.train()
     spent = {entry["step"]: entry["compute_tokens"] for entry in logged(free)}
     budget = spent[7] - 1
-    quarter = min(step for step, tokens in spent.items() if tokens >= budget / 4)
-    assert 1 < quarter < 7
-    run = budgeted(tiny_model_dir, tmp_path / "run", budget)
+    steps = {share: min(step for step, tokens in spent.items() if tokens >= share * budget) for share in SHARES}
+    assert 1 < steps[0.25] < steps[0.5] < 7
+    folder = tmp_path / "run"
+    run = budgeted(tiny_model_dir, folder, budget)
     run.train()
     assert run.state.global_step == 7
-    for folder, step in ((QUARTER, quarter), ("checkpoint-7", 7)):
-        saved = load_file(tmp_path / "run" / folder / "model.safetensors")
-        assert all(torch.equal(value, kept[step][name]) for name, value in saved.items())
-    checkpoint = str(tmp_path / "run" / "checkpoint-7")
+    for saved, step in (
+        *((saved_at(folder, share), step) for share, step in steps.items()),
+        (folder / "checkpoint-7", 7),
+    ):
+        tensors = load_file(saved / "model.safetensors")
+        assert all(torch.equal(value, kept[step][name]) for name, value in tensors.items())
+    checkpoint = str(folder / "checkpoint-7")
     assert total_compute(run) == spent[7]
     assert is_spent(checkpoint, budget)
     assert is_spent(checkpoint, spent[7])
@@ -70,12 +118,35 @@ def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_a_quart
     assert not is_spent(checkpoint, None)
     assert not is_spent(None, budget)
 
-    (tmp_path / "run" / QUARTER).rename(tmp_path / "whole_quarter")
-    early = budgeted(tiny_model_dir, tmp_path / "run", budget)  # killed between two checkpoints: on either side of it
-    early.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
+    for share in SHARES:
+        saved_at(folder, share).rename(tmp_path / f"whole_{share}")
+    early = budgeted(tiny_model_dir, folder, budget)  # killed between two checkpoints: on either side of them
+    early.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
     assert early.state.global_step == 7
     assert clockless(early.state.log_history) == clockless(run.state.log_history)
-    assert (tmp_path / "run" / QUARTER).exists() == (quarter > 6)
+    assert {share: saved_at(folder, share).exists() for share in SHARES} == {s: step > 6 for s, step in steps.items()}
+
+
+def test_a_linear_rate_falls_with_the_compute_spent_to_0_at_the_budget_and_resumes_to_the_bit(tiny_model_dir, tmp_path):
+    """Steps cost unequally: of three updates on a rollout the first pays for it."""
+    options = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "max_steps": 100, "num_iterations": 3}
+    options |= {"optim": "adamw_torch", "max_compute_tokens": 10_000}
+    whole = budgeted(tiny_model_dir, tmp_path / "whole", 10_000, **options)
+    whole.train()
+    entries = logged(whole)
+    spent = [0, *(entry["compute_tokens"] for entry in entries)]
+    assert len(spent) > 6
+    assert len({after - before for before, after in itertools.pairwise(spent)}) > 1
+    # What a step itself costs counts for the next.
+    assert [entry["learning_rate"] for entry in entries] == [1e-3 * (1 - tokens / 10_000) for tokens in spent[:-1]]
+    assert whole.lr_scheduler.get_last_lr()[0] == 0.0
+    assert spent[-2] < 10_000 <= spent[-1]
+
+    resumed = budgeted(tiny_model_dir, tmp_path / "whole", 10_000, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
+    for name, value in weights(whole.model).items():
+        assert torch.equal(value, weights(resumed.model)[name]), name
 
 
 def test_processes_spend_one_budget_together(tmp_path):

@@ -155,8 +155,8 @@ def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_mode
 # and groups of four lie in several micro-batches, some on two processes.
 ACCUMULATED = ("d1+accumulated", "espo+accumulated", "stable-drl+accumulated", "rldf+accumulated")
 # Two micro-batches of six rows, "+weights" with the sampler's log-probs; not for means over one micro-batch's tokens.
-TOGETHER = (*(name for name in METHODS if name not in PER_MICRO_BATCH), "d1+weights")
-AGREE = ("reward", "kl", "ratio_max", "prompts_kept", "sampling/logp_difference_abs")
+TOGETHER = (*(name for name in METHODS if name not in PER_MICRO_BATCH), "d1+weights", "d1+falling")
+AGREE = ("reward", "learning_rate", "kl", "ratio_max", "prompts_kept", "sampling/logp_difference_abs")
 AGREE += ("sampling/weight_mean", "sampling/weight_capped")
 
 

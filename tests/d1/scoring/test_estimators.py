@@ -185,7 +185,7 @@ def forward_passes(model):
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_forward_passes_are_as_few_as_pairs_of_rows_and_views_that_score_something(name, at_once):
     model, views = tiny(2), updates_of(name, SIX)[0]
-    pairs = int(views.weights.any(-1).sum()) if views.weights.shape[1] > 1 else 6
+    pairs = int(views.weights.any(-1).sum())
     with forward_passes(model) as rows, torch.no_grad():
         scores(model, views, SIX, views_at_once=at_once)
     assert len(rows) == -(-pairs // (6 * at_once))
