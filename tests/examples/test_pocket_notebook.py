@@ -1,0 +1,100 @@
+"""examples/pocket.ipynb is committed without outputs and runs from top to bottom, here with a few steps and puzzles."""
+
+import base64
+import re
+from xml.etree import ElementTree
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from d1.rl.curves import PANELS, read_run, series
+from tests.commands import ROOT
+
+PATH = ROOT / "examples" / "pocket.ipynb"
+MINIATURE = {"TEST_PROBLEMS": 16, "SFT_STEPS": 2, "RL_STEPS": 8}
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return nbformat.read(PATH, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """(The outputs of each code cell by its id, the folder of its files.)"""
+    folder = tmp_path_factory.mktemp("notebook")
+    book = nbformat.read(PATH, as_version=4)
+    settings = "\n".join(f"{name} = {value}" for name, value in MINIATURE.items()) + f"\nRUNS = Path({str(folder)!r})"
+    (place,) = (i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", ()))
+    for name in (*MINIATURE, "RUNS"):
+        assert re.search(rf"^{name} = ", book.cells[place].source, re.MULTILINE)
+    book.cells.insert(place + 1, nbformat.v4.new_code_cell(settings))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(ROOT))
+        environment.setenv("IPYTHONDIR", str(folder / "ipython"))
+        NotebookClient(book, timeout=300, resources={"metadata": {"path": str(PATH.parent)}}).execute()
+    return {cell.id: cell.outputs for cell in book.cells if cell.cell_type == "code"}, folder
+
+
+def result(outputs, kind):
+    """The value of a cell, which its last output shows."""
+    assert outputs[-1].output_type == "execute_result"
+    return outputs[-1].data[kind]
+
+
+def test_it_is_committed_without_outputs(committed):
+    nbformat.validate(committed)
+    code = [cell for cell in committed.cells if cell.cell_type == "code"]
+    assert code
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+
+
+def test_every_code_cell_follows_a_text_and_names_no_folder_of_a_machine(committed):
+    kinds = [cell.cell_type for cell in committed.cells]
+    assert all(kinds[i - 1] == "markdown" for i, kind in enumerate(kinds) if kind == "code")
+    for cell in committed.cells:
+        assert cell.cell_type == "code" or len(cell.source) > 80
+        assert not re.search(r"(?<![\w.<])/\w+/|~/|[A-Z]:\\", cell.source)
+
+
+def test_the_table_has_the_accuracy_of_each_model_in_percent(executed):
+    outputs, _ = executed
+    _, _, *lines = result(outputs["table"], "text/markdown").splitlines()
+    found = {}
+    for line in lines:
+        name, accuracy, interval = line.strip("| ").split(" | ")
+        found[name] = float(accuracy)
+        low, high = map(float, interval.split(" to "))
+        assert 0 <= low <= found[name] <= high <= 100
+    assert list(found) == ["base", "+ SFT", "+ SFT + RL"]
+    assert found["base"] == 25.0  # the same 16 puzzles as in docs/api.md
+    for cell, accuracy in zip(("base", "sft", "rl"), found.values(), strict=True):
+        assert f"{accuracy:.1f}% of 16 puzzles" in result(outputs[cell], "text/plain")
+
+
+def test_the_curves_of_rl_are_shown(executed):
+    outputs, folder = executed
+    assert base64.b64decode(result(outputs["curves"], "image/png")) == (folder / "curves.png").read_bytes()
+    history, steps_a_rollout = read_run(folder / "rl")
+    for name in PANELS:
+        rollouts, values = series(history, name, steps_a_rollout)
+        assert rollouts == [1.0, 2.0]  # 8 steps, 4 per rollout
+        assert len(values) == 2
+    assert series(history, "eval_rewards/accuracy/mean", steps_a_rollout)[1]
+
+
+def test_the_film_shows_the_three_models_revealing_every_token_of_a_puzzle(executed):
+    outputs, folder = executed
+    shown = result(outputs["film"], "text/html")
+    digits = re.search(r"<pre>(.*?)</pre>", shown, re.DOTALL)[1].split()
+    assert len(digits) == 16
+    assert set(digits) <= set(".1234")
+    assert digits.count(".") == 6
+    film = base64.b64decode(re.search(r"data:image/svg\+xml;base64,([\w+/=]+)", shown)[1]).decode()
+    assert film == (folder / "film.svg").read_text()
+    ElementTree.fromstring(film)  # it is well-formed
+    assert film.count('class="mask"') == 3 * 32
+    assert film.count("@keyframes s") == 16  # passes
+    titles = re.findall(r">([^<>]*): (?:not )?solved<", film)
+    assert titles == ["base", "+ SFT", "+ SFT + RL"]
