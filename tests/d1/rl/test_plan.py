@@ -194,7 +194,7 @@ def test_the_passes_of_every_method_are_those_of_the_plan(tiny_model_dir, tiny_b
     trainer.train()
     [batch] = rollout_buffer(trainer)
     scored = batch["view_weights"].ne(0).any(-1)
-    views = scored.sum().item() / (ROWS * mu) if scored.shape[2] > 1 else 1
+    views = scored.sum().item() / (ROWS * mu)
     assert trainer.counts == {what: pytest.approx(ROWS * count) for what, count in passes(args, views).items()}
     most = most_views(args, blocks)
     assert views == most if method in FIXED else 0 < views <= most
