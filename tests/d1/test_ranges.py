@@ -132,7 +132,7 @@ class Command:
         text = io.StringIO()
         with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
             self.parser.parse_args([*self.required, "--help"])
-        names = sorted(set(re.findall(r"--([a-z]\w*)", text.getvalue())))
+        names = sorted({*re.findall(r"--([a-z]\w*)", text.getvalue())} - {"config"})  # which names a file
         return [name for name in names if type(self.parsed(name, "7")) in (int, float)]
 
 
