@@ -8,6 +8,7 @@ package from its docstrings.
 from __future__ import annotations
 
 import re
+from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,13 +21,27 @@ LINK = re.compile(r"\]\(([^)\s#]+)")
 AS_TEXT = (".py", ".yaml", ".sh", ".csv", ".jsonl")  # a browser would download these, or run them
 ROWS = ("LossInputs", "Objective", "Penalty", "Advantage")
 ROOMS = ("models", "sampling", "scoring", "masking", "tasks", "sft", "rl", "rl.rows", "eval")
+CONFIGS = {"sft": "SFTConfig", "rl": "DiffuGRPOConfig"}
 
 
 def reference(room: str) -> str:
     """The text of a package's page: the names that the package exports; all public ones of a single file."""
-    names = {"masking": (), "rl.rows": ROWS}.get(room) or getattr(import_module(f"d1.{room}"), "HOMES", ())
+    module = import_module(f"d1.{room}")
+    names = ROWS if room == "rl.rows" else getattr(module, "HOMES", ())
     members = f"\n    options: {{members: [{', '.join(names)}]}}" if names else ""
-    return f"# d1.{room}\n\n::: d1.{room}{members}\n"
+    table = settings(getattr(module, CONFIGS[room])) if room in CONFIGS else ""
+    return f"# d1.{room}\n\n::: d1.{room}{members}\n{table}"
+
+
+def settings(config: type) -> str:
+    """A table of the fields that a dataclass of settings declares itself, from their defaults and help texts."""
+    table = f"\n## Settings of {config.__name__}\n\n| setting | default | meaning |\n| --- | --- | --- |\n"
+    for one in fields(config):  # type: ignore[arg-type]
+        if one.name in config.__annotations__:
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            row = [f"`{one.name}`", f"`{default!r}`", one.metadata.get("help", "")]
+            table += "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |\n"
+    return table
 
 
 def address(path: PurePosixPath) -> str:
