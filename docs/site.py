@@ -28,9 +28,10 @@ def reference(room: str) -> str:
     """The text of a package's page: the names that the package exports; all public ones of a single file."""
     module = import_module(f"d1.{room}")
     names = ROWS if room == "rl.rows" else getattr(module, "HOMES", ())
-    members = f"\n    options: {{members: [{', '.join(names)}]}}" if names else ""
-    table = settings(getattr(module, CONFIGS[room])) if room in CONFIGS else ""
-    return f"# d1.{room}\n\n::: d1.{room}{members}\n{table}"
+    text = f"# d1.{room}\n\n::: d1.{room}\n" + ("    options: {members: false}\n" if names else "")
+    for name in names:
+        text += f"\n::: d1.{room}.{name}\n    options: {{show_root_heading: true}}\n"
+    return text + (settings(getattr(module, CONFIGS[room])) if room in CONFIGS else "")
 
 
 def settings(config: type) -> str:
