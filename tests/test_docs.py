@@ -65,7 +65,7 @@ def check_shapes(heading: str, record: object, sizes: dict[str, int], absent: se
 
 @pytest.mark.parametrize("kind", ["tiny_model_dir", "tiny_block_dir"])
 def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path, monkeypatch):
-    """A run that computes every field: three views, a reference, groups of two, advantages of states, sampling weights."""
+    """A run that computes every field: three views, a reference, groups of two, state advantages, sampling weights."""
     seen: dict[str, object] = {}
 
     def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
