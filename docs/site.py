@@ -37,7 +37,7 @@ def reference(room: str) -> str:
 def settings(config: type) -> str:
     """A table of the fields that a dataclass of settings declares itself, from their defaults and help texts."""
     table = f"\n## Settings of {config.__name__}\n\n| setting | default | meaning |\n| --- | --- | --- |\n"
-    for one in fields(config):  # type: ignore[arg-type]
+    for one in fields(config):
         if one.name in config.__annotations__:
             default = one.default if one.default_factory is MISSING else one.default_factory()
             row = [f"`{one.name}`", f"`{default!r}`", one.metadata.get("help", "")]
