@@ -1,6 +1,7 @@
 """One module per task: prompt, data, answer extraction, rewards and metric, for SFT, RL and evaluation.
 
 A task module has
+
 - `load_rows(split, data_file=None)` -> `datasets.Dataset` with the columns `prompt` (chat messages), `question`
   (str) and `ground_truth`; `split` is "train", "validation" or "test";
 - `REWARDS`: reward functions `f(completions, **columns) -> list[float]`, pure and silent;
@@ -12,7 +13,7 @@ A task module has
   `QUESTION`, the user's message with {question} in it; `SHOTS`, how many solved training problems come before it as
   turns of their own (default 0); `demonstrate`, `extract`, `score`, `REWARDS` as above.
 
-The protocol "d1" (arXiv 2504.12216) is the module itself: instructions, a format with <reasoning> and <answer>, no
+The protocol "d1" (arXiv 2504.12216) is the module itself: instructions, a format with `<reasoning>` and `<answer>`, no
 examples. "llada" is how LLaDA-8B-Instruct was evaluated (arXiv 2502.09992, table 2, and its released OpenCompass
 settings): the question with at most one line of instructions, after four solved examples for GSM8K and none for MATH.
 """
