@@ -138,7 +138,7 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         self.process, self.screen = pty.fork()
         if self.process == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test process that runs beside others ignores Ctrl-C
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a parallel test process ignores Ctrl-C
             os.chdir(ROOT)
             environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
             os.execve(sys.executable, [sys.executable, "-m", "d1", *words], environment)

@@ -203,7 +203,7 @@ def evaluate(harness: Any, folder: Path, model: Path, **options: Any) -> dict[st
 def test_a_run_that_was_cut_short_continues_from_the_harness_cache(harness, tasks, tiny_model_dir, tmp_path):
     cache = str(tmp_path / "cache")
     first = evaluate(harness, tasks, tiny_model_dir, limit=4, use_cache=cache)
-    other = {"draw_seed": 1, "gen_length": 8}  # the answer without a cache
+    other = {"draw_seed": 1, "gen_length": 8}  # settings that give other answers
     resumed = evaluate(harness, tasks, tiny_model_dir, use_cache=cache, model_args=other)
     anew = evaluate(harness, tasks, tiny_model_dir, model_args=other)
     for name in ("words_gen", "words_choice"):

@@ -152,7 +152,7 @@ def test_a_slow_process_takes_fewer_problems_and_a_killed_queue_continues(tiny_m
         assert results[entry["index"]]["seconds"] == entry["seconds"]
     evaluate(*flags, tmp_path / "one", "--batch_size", 7)
     for one, two in zip(items(tmp_path / "one"), items(tmp_path / "two"), strict=True):
-        assert {**one, "seconds": 0} == {**two, "seconds": 0}  # all else is the same, down to the passes
+        assert {**one, "seconds": 0} == {**two, "seconds": 0}  # all else is equal, even the passes
 
 
 def test_errors_end_every_process_with_one_line(tiny_model_dir, tmp_path):
@@ -222,7 +222,7 @@ def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_mode
     shutil.copytree(tiny_model_dir, run / "checkpoint-9")
     model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
     with torch.no_grad():
-        model.get_output_embeddings().weight.zero_()  # all tokens alike: says the first one, padding, every time
+        model.get_output_embeddings().weight.zero_()  # all tokens tie: always gives the first one, padding
     model.save_pretrained(run / "checkpoint-10")
     tokenizer.save_pretrained(run / "checkpoint-10")
     task = tmp_path / "say_nothing.py"
