@@ -310,7 +310,7 @@ REFUSED = [
     ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap would weigh each token of vespo"),
     ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
     ({"method": "just-grpo", "p_mask_prompt": 0.1}, "left_to_right scores tokens given the whole prompt"),
-    # Settings without effect
+    # What would do nothing
     ({"num_views": 3}, "the estimator one_step does not read it, elbo, espo, counts, .* would"),
     ({"method": "espo", "estimator": "coupled", "num_views": 4}, "--num_views 4 would do nothing"),
     ({"method": "just-grpo", "num_views": 4}, "--num_views 4 would do nothing"),
