@@ -29,7 +29,7 @@ def budgeted(model_dir, folder, budget, **changes):
 def test_compute_is_one_per_token_of_a_forward_pass_and_two_for_its_backward_pass(tiny_model_dir, tmp_path, at_once):
     """Two updates on a rollout of four rows, in passes. d1 has another prompt mask for each update, and a reference.
     JustGRPO has no reference, and the same eight views of a text's eight tokens for both updates; with one view at
-    once, each is computed twice."""
+    once, each is computed twice but counted once."""
     prompts = []
     for method, passes in (("d1", 4 + 2 + 2 + 2 * 3), ("just-grpo", 8 + 8 + 2 * 8 * 3)):
         settings = method_settings(method) | {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
