@@ -91,8 +91,8 @@ def check_paths(arguments: list[str], folder: Path) -> None:
 
 def check_python(program: str, arguments: list[str], folder: Path) -> None:
     """Checks a launch of one of this project's scripts, directly or through accelerate or torchrun."""
-    if arguments[:2] == ["-m", "pytest"]:
-        return  # its paths were checked before
+    if arguments[:2] in (["-m", "pytest"], ["-m", "mkdocs"]):
+        return  # not this project's; the paths were checked before
     if arguments[:2] == ["-m", "accelerate.commands.launch"]:
         program, arguments = "accelerate", ["launch", *arguments[2:]]
     if program != "python":
