@@ -101,6 +101,6 @@ def test_a_checkpoint_of_another_version_is_refused_with_what_to_do(checkpoint, 
     new = ("scoring_views", "active_rows")
     save_file({name: tensor for name, tensor in load_file(file).items() if not name.endswith(new)}, file)
     edit(format=version, losses=None)(checkpoint / COUNTERS)
-    told = "checkpoint-3 was written by another version, .*: finish the run with that version, or start a new run from its "
+    told = "-3 was written by another version, .* finish the run with that version, or start a new run from its "
     with pytest.raises(ValueError, match=told + r"weights \(--model_path, another --output_dir\)$"):
         make_trainer(tiny_model_dir, tmp_path, **SAVED).train(resume_from_checkpoint=str(checkpoint))
