@@ -81,7 +81,7 @@ def test_a_reference_that_is_missing_is_named(checkpoint):
 
 
 def test_another_number_of_processes_is_refused_with_theirs(checkpoint):
-    with pytest.raises(ValueError, match=r"was written by 1 processes .* with 2: start the run with 1"):
+    with pytest.raises(ValueError, match=r"was written by 1 processes, .* with 2: start the run with 1"):
         check_rollout(checkpoint, SimpleNamespace(**{**vars(RUN), "world_size": 2}))
     edit(processes=2)(checkpoint / COUNTERS)  # of which the second left nothing
     with pytest.raises(ValueError, match=r"rollout_rank1.json is missing"):
