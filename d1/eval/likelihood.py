@@ -48,8 +48,8 @@ def seed_of(pair: Pair) -> int:
 def batches(
     pairs: Sequence[Pair], batch_size: int, pad_token_id: int, device: Any
 ) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor]]:
-    """The numbers of the pairs, at most `batch_size` at a time, ids and attention mask of their left-padded prompts, and
-    their answers. The answers in a batch have equal lengths; the longest come first, and empty ones are left out."""
+    """The numbers of the pairs, at most `batch_size` at a time, ids and attention mask of their left-padded prompts,
+    and their answers. Answers in a batch have equal lengths; the longest come first, and empty ones are left out."""
     order = sorted(
         (i for i, pair in enumerate(pairs) if pair[1]), key=lambda i: [-len(part) for part in pairs[i][::-1]]
     )
