@@ -1,4 +1,4 @@
-"""The one place for names that Transformers keeps private: each with the version it was read in, and when it can go."""
+"""The only place that uses private names of Transformers, each with its version and the condition for deleting it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from transformers.conversion_mapping import (
 )
 from transformers.utils import cached_file
 
-PACKED = "packed_"  # before a kernel's name: the same kernel, for rows of several texts
+PACKED = "packed_"  # prefix of a kernel's name: the same kernel for rows that hold several texts
 READ_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
-STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
 
 
 def needs_copy(path: str, dtype: Any, device: Any) -> bool:
-    """Whether weights loaded as `dtype` on `device` are copies, not the mapped file of a local folder itself."""
+    """Whether weights loaded as `dtype` on `device` are copies instead of the memory-mapped file of a local folder."""
     first = next(stored_weights(path), None)
     if dtype == "auto" or first is None:
         return False
@@ -42,10 +42,10 @@ def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Pa
 
 
 def checkpoint_dtype(path: str) -> torch.dtype | str:
-    """The dtype that most of a checkpoint is stored in; "auto" for one that is no local folder of safetensors.
+    """The dtype of most of a checkpoint's weights; "auto" if it is not a local folder of safetensors.
 
-    Transformers' own "auto" is what `config.json` says, which the files may contradict, or else the dtype of the first
-    weight, which may be a router's bias in another precision.
+    Transformers' own "auto" is the dtype in `config.json`, which the files may contradict, or else the dtype of the
+    first weight, which may be a router's bias in another precision.
     """
     elements: Counter[torch.dtype] = Counter()
     for _, dtype, count, _ in stored_weights(path):
@@ -56,14 +56,14 @@ def checkpoint_dtype(path: str) -> torch.dtype | str:
 
 @contextmanager
 def reading(copies: bool, in_order: bool) -> Iterator[None]:
-    """Where weights are copied, have Transformers 5.23 read files piece by piece rather than map them.
+    """If weights are copied, makes Transformers 5.23 read files piece by piece instead of mapping them.
 
-    A mapping stays resident next to the weights that were converted from it. To delete once `from_pretrained` takes
+    A mapping would stay in memory next to the weights that were converted from it. To delete when `from_pretrained` has
     safetensors' `backend` as an argument.
 
     Args:
-        in_order: read each weight only when it is needed; otherwise threads read ahead of the experts' stacking, up to
-            the whole checkpoint. To delete once this environment variable is an argument of `from_pretrained`.
+        in_order: read each weight only when it is needed; otherwise threads read ahead while experts are stacked, up to
+            the whole checkpoint. To delete when this environment variable is an argument of `from_pretrained`.
     """
     library: Any = modeling_utils
     mapped, ahead = library.safe_open, os.environ.get(READ_IN_ORDER, "0")
@@ -79,9 +79,9 @@ def reading(copies: bool, in_order: bool) -> Iterator[None]:
 
 @contextmanager
 def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterator[None]:
-    """Has Transformers 5.23 apply the converters of `joins()` as it reads a model of this type, before its own.
+    """Makes Transformers 5.23 apply the converters of `joins()`, before its own, when it reads a model of this type.
 
-    To delete once `from_pretrained` takes converters where it takes a `key_mapping`.
+    To delete when `from_pretrained` accepts converters, as it accepts a `key_mapping`.
     """
     own = get_checkpoint_conversion_mapping(model_type)
     if joins is None or own is None:
@@ -95,31 +95,31 @@ def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterat
 
 
 def attention_kernel(config: Any) -> str | None:
-    """The kernel that attention runs on: "sdpa", "eager", "flash_attention_2"...; the same where it takes packed rows.
-    Transformers 5.23 keeps it as `_attn_implementation`. To delete once the config has a public name for it."""
+    """The attention kernel: "sdpa", "eager", "flash_attention_2"..., without the prefix for packed rows. Transformers
+    5.23 stores it as `_attn_implementation`. To delete when the config has a public name for it."""
     kernel = getattr(config, "_attn_implementation", None)
     return kernel and kernel.removeprefix(PACKED)
 
 
 def takes_packed_rows(config: Any) -> bool:
-    """Whether attention runs on a kernel that `d1.models.packing` registered."""
+    """Whether attention uses a kernel that `d1.models.packing` registered."""
     return (getattr(config, "_attn_implementation", None) or "").startswith(PACKED)
 
 
 def forget_renaming(model: PreTrainedModel) -> None:
-    """Have `save_pretrained` write the names of the model's class, not those of the checkpoint it was read from.
+    """Makes `save_pretrained` write the names of the model's class, not those of the checkpoint it was read from.
 
-    Transformers 5.23 keeps a `key_mapping` that it used as `_weight_conversions`, and reverses it when it saves. To
-    delete once `save_pretrained` can be told so.
+    Transformers 5.23 stores the `key_mapping` of a checkpoint as `_weight_conversions`, and reverses it when saving. To
+    delete when `save_pretrained` has an argument for this.
     """
     vars(model).pop("_weight_conversions", None)
 
 
 def has_file(folder: str, name: str) -> bool:
-    """Whether the folder or hub name (also without a network: its cache) holds a file `name`.
+    """Whether a folder or a hub name (without a network: its cache) has a file `name`.
 
-    Transformers 5.23's `cached_file` raises for a missing one unless told by an argument with an underscore. To delete
-    once it, or huggingface_hub, answers the question.
+    Transformers 5.23's `cached_file` raises an error for a missing file unless a private argument is set. To delete
+    when Transformers or huggingface_hub has a public function for this.
     """
     return cached_file(folder, name, _raise_exceptions_for_missing_entries=False) is not None
 
@@ -127,23 +127,23 @@ def has_file(folder: str, name: str) -> bool:
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
-    _Trainer = object  # the class that is used brings Trainer itself
+    _Trainer = object  # the classes that use this one inherit from Trainer themselves
 
 
 class TrainerHooks(_Trainer):
-    """What a trainer needs of Trainer's private parts (Transformers 5.23), under public names.
+    """The private parts of Trainer (Transformers 5.23) that our trainers need, under public names.
 
-    It stands before Trainer among the bases of a class. What it overrides, sets and reads there:
+    List it before Trainer in a class's bases. It overrides, sets and reads:
 
-    - `_get_train_sampler` (overridden): Trainer takes no sampler of our own. Calls `train_sampler`. To delete once it
-      does, or offers the hook in public.
-    - `_save_checkpoint` (overridden): runs inside `saving_checkpoint`, since callbacks are only called after it.
-    - `_load_optimizer_and_scheduler` (overridden): notes the checkpoint in `resumed_from`, which callbacks do not see.
-    - `_loss_shifts_labels` (set): Trainer takes decoders to predict the next token and leaves the first label out of
-      `num_items_in_batch`. To delete once it can be told.
+    - `_get_train_sampler` (overridden): calls `train_sampler`, because Trainer accepts no sampler of our own. To delete
+      when it does, or when this method is public.
+    - `_save_checkpoint` (overridden): runs inside `saving_checkpoint`, because callbacks are only called after it.
+    - `_load_optimizer_and_scheduler` (overridden): stores the checkpoint in `resumed_from`, which callbacks cannot see.
+    - `_loss_shifts_labels` (set): Trainer assumes that decoders predict the next token, and leaves the first label out
+      of `num_items_in_batch`. To delete when there is a public setting.
     - `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, `_initial_global_step` (read and set): the losses so
-      far, which Trainer forgets when it resumes. To delete once they are part of its state.
-    - `_prepare_inputs` (called): the batch on the device, in the precision that DeepSpeed asks for.
+      far, which Trainer forgets when it resumes. To delete when they are part of its state.
+    - `_prepare_inputs` (called): moves a batch to the device, in the precision that DeepSpeed needs.
     """
 
     resumed_from: Path | None = None
@@ -154,7 +154,7 @@ class TrainerHooks(_Trainer):
         raise NotImplementedError
 
     def saving_checkpoint(self) -> AbstractContextManager[Any]:
-        """What happens around the writing of a checkpoint, on every process."""
+        """A context around the writing of a checkpoint, on every process."""
         raise NotImplementedError
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -169,22 +169,22 @@ class TrainerHooks(_Trainer):
         self.resumed_from = None if checkpoint is None else Path(checkpoint)
 
     def count_labels_of_step(self, *, shifted: bool) -> None:
-        """Has Trainer hand `compute_loss` the number of labels (not -100) of the whole optimizer step, all processes;
-        if `shifted`, without the first label of each row."""
+        """Makes Trainer pass to `compute_loss` the number of labels (not -100) of the whole optimizer step, over all
+        processes; if `shifted`, without the first label of each row."""
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = shifted
 
     def on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A batch, moved to the device of this process."""
+        """A batch on this process's device."""
         return self._prepare_inputs(inputs)
 
     def mean_loss(self) -> float:
-        """The mean loss of all steps of the run; of those since a resume where `set_loss_sums` was not called."""
+        """The mean loss over all steps of the run; since the last resume if `set_loss_sums` was not called."""
         first = 0 if self.resumed_sums else self._initial_global_step
         return self._total_loss_scalar / max(self.state.global_step - first, 1)
 
     def loss_sums(self) -> dict[str, Any]:
-        """The losses so far, to be saved with a checkpoint. Every process has to call this."""
+        """The losses so far, to save with a checkpoint. Every process has to call this."""
         return {
             "total": self._total_loss_scalar,
             "last_logged": self._globalstep_last_logged,
@@ -192,9 +192,9 @@ class TrainerHooks(_Trainer):
         }
 
     def set_loss_sums(self, sums: dict[str, Any]) -> None:
-        """Puts back what `loss_sums` returned; to be called when training begins."""
+        """Restores what `loss_sums` returned; call it when training begins."""
         self.resumed_sums = True
         self._total_loss_scalar, self._globalstep_last_logged = sums["total"], sums["last_logged"]
         parts = sums["since_then"]
-        same = len(parts) == self.args.world_size  # another number of processes shares the losses out evenly
+        same = len(parts) == self.args.world_size  # with another number of processes, each gets an equal part
         self._tr_loss.fill_(parts[self.args.process_index] if same else sum(parts) / len(parts))
