@@ -1,9 +1,9 @@
-"""Training, evaluation and tools; `python -m d1 COMMAND --help` explains a command.
+"""One command per tool; python -m d1 COMMAND --help lists its options.
 
 python -m d1 sft --model_name X --train_data FILE   # masked supervised fine-tuning
-python -m d1 rl --model_path X --dataset sudoku     # diffu-GRPO and other RL methods
-python -m d1 eval --model_path X --dataset sudoku   # generate completions of a task's problems, and score them
-python -m d1 parse results/                         # score generation files
+python -m d1 rl --model_path X --dataset sudoku     # diffu-GRPO, and the other methods
+python -m d1 eval --model_path X --dataset sudoku   # completions of a task's problems, and their accuracy
+python -m d1 parse results/                         # the accuracies of generation files
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 from d1.commands import chat, convert, fill, fit, methods, watch
 from d1.runs.entry import OneLineParser, run_script
 
-STAGES = {  # name -> a module with `cli(prog, arguments)`, imported only when it is used
+STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported only when used
     "sft": "d1.sft.train",
     "rl": "d1.rl.train",
     "eval": "d1.eval.run",
@@ -36,11 +36,11 @@ COMMANDS = {
     "a2d": Command("convert an autoregressive Llama, Qwen or Gemma to masked diffusion", convert.add_a2d, convert.a2d),
     "merge": Command("merge LoRA adapters into the weights", convert.add_merge, convert.merge),
     "export": Command("write a model in a released format, for that format's code", convert.add_export, convert.export),
-    "fit": Command("show the memory that a stage needs and the largest batch per card", fit.add_arguments, fit.run),
-    "methods": Command("list the RL methods, or all settings of one method", methods.add_arguments, methods.run),
-    "chat": Command("chat with a model and see how its answers are filled in", chat.add_arguments, chat.run),
-    "watch": Command("show how a completion is filled in, here or as a web page", watch.add_arguments, watch.run),
-    "fill": Command('fill in the masks of a text, "The [MASK:3] of a text"', fill.add_arguments, fill.run),
+    "fit": Command("the memory that a stage needs, and the largest batch per card", fit.add_arguments, fit.run),
+    "methods": Command("list the RL methods for --method, or all values of one", methods.add_arguments, methods.run),
+    "chat": Command("talk to a model and watch its answers come into focus", chat.add_arguments, chat.run),
+    "watch": Command("watch a completion come into focus, here or as a page", watch.add_arguments, watch.run),
+    "fill": Command('fill the masks in a text, "The [MASK:3] of a text"', fill.add_arguments, fill.run),
 }
 
 

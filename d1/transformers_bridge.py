@@ -1,4 +1,4 @@
-"""The only place that uses private names of Transformers, each with its version and the condition for deleting it."""
+"""The only module that uses private names of Transformers: for each, the version checked, and when to delete it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from transformers.conversion_mapping import (
 )
 from transformers.utils import cached_file
 
-PACKED = "packed_"  # prefix of a kernel's name: the same kernel for rows that hold several texts
+PACKED = "packed_"  # prefix of a kernel's name: the same kernel, for rows of several texts
 READ_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
-STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by their names in safetensors
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them
 
 
 def needs_copy(path: str, dtype: Any, device: Any) -> bool:
-    """Whether weights loaded as `dtype` on `device` are copies instead of the memory-mapped file of a local folder."""
+    """Whether weights loaded as `dtype` on `device` are copies, not the mapped file of a local folder itself."""
     first = next(stored_weights(path), None)
     if dtype == "auto" or first is None:
         return False
@@ -42,10 +42,10 @@ def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Pa
 
 
 def checkpoint_dtype(path: str) -> torch.dtype | str:
-    """The dtype of most of a checkpoint's weights; "auto" if it is not a local folder of safetensors.
+    """The dtype of most of a checkpoint's numbers; "auto" if it is not a local folder of safetensors.
 
-    Transformers' own "auto" is the dtype in `config.json`, which the files may contradict, or else the dtype of the
-    first weight, which may be a router's bias in another precision.
+    Transformers' own "auto" is the dtype in `config.json`, which the files may contradict, or else that of the first
+    weight, which may be a router's bias in another precision.
     """
     elements: Counter[torch.dtype] = Counter()
     for _, dtype, count, _ in stored_weights(path):
@@ -56,14 +56,14 @@ def checkpoint_dtype(path: str) -> torch.dtype | str:
 
 @contextmanager
 def reading(copies: bool, in_order: bool) -> Iterator[None]:
-    """If weights are copied, makes Transformers 5.23 read files piece by piece instead of mapping them.
+    """If weights are copied (`copies`), make Transformers 5.23 read files piece by piece instead of mapping them.
 
-    A mapping would stay in memory next to the weights that were converted from it. To delete when `from_pretrained` has
-    safetensors' `backend` as an argument.
+    A mapped file stays in memory next to the weights that were converted from it. Delete this once `from_pretrained`
+    takes safetensors' `backend` as an argument.
 
     Args:
         in_order: read each weight only when it is needed; otherwise threads read ahead while experts are stacked, up to
-            the whole checkpoint. To delete when this environment variable is an argument of `from_pretrained`.
+            the whole checkpoint. Delete this once the environment variable is an argument of `from_pretrained`.
     """
     library: Any = modeling_utils
     mapped, ahead = library.safe_open, os.environ.get(READ_IN_ORDER, "0")
@@ -79,9 +79,9 @@ def reading(copies: bool, in_order: bool) -> Iterator[None]:
 
 @contextmanager
 def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterator[None]:
-    """Makes Transformers 5.23 apply the converters of `joins()`, before its own, when it reads a model of this type.
+    """Make Transformers 5.23 apply the converters of `joins()`, before its own, when it reads a model of this type.
 
-    To delete when `from_pretrained` accepts converters, as it accepts a `key_mapping`.
+    Delete this once `from_pretrained` takes converters as it takes a `key_mapping`.
     """
     own = get_checkpoint_conversion_mapping(model_type)
     if joins is None or own is None:
@@ -95,31 +95,31 @@ def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterat
 
 
 def attention_kernel(config: Any) -> str | None:
-    """The attention kernel: "sdpa", "eager", "flash_attention_2"..., without the prefix for packed rows. Transformers
-    5.23 stores it as `_attn_implementation`. To delete when the config has a public name for it."""
+    """The kernel that attention runs on: "sdpa", "eager", "flash_attention_2"..., without the prefix for packed rows.
+    Transformers 5.23 keeps it as `_attn_implementation`. Delete this once the config has a public name for it."""
     kernel = getattr(config, "_attn_implementation", None)
     return kernel and kernel.removeprefix(PACKED)
 
 
 def takes_packed_rows(config: Any) -> bool:
-    """Whether attention uses a kernel that `d1.models.packing` registered."""
+    """Whether attention runs on a kernel that `d1.models.packing` registered."""
     return (getattr(config, "_attn_implementation", None) or "").startswith(PACKED)
 
 
 def forget_renaming(model: PreTrainedModel) -> None:
-    """Makes `save_pretrained` write the names of the model's class, not those of the checkpoint it was read from.
+    """Make `save_pretrained` write the names of the model's class, not those of the checkpoint it was read from.
 
-    Transformers 5.23 stores the `key_mapping` of a checkpoint as `_weight_conversions`, and reverses it when saving. To
-    delete when `save_pretrained` has an argument for this.
+    Transformers 5.23 keeps a `key_mapping` that it used as `_weight_conversions`, and reverses it when it saves. Delete
+    this once `save_pretrained` has an argument for it.
     """
     vars(model).pop("_weight_conversions", None)
 
 
 def has_file(folder: str, name: str) -> bool:
-    """Whether a folder or a hub name (without a network: its cache) has a file `name`.
+    """Whether the folder or hub name (also without a network: its cache) holds a file `name`.
 
-    Transformers 5.23's `cached_file` raises an error for a missing file unless a private argument is set. To delete
-    when Transformers or huggingface_hub has a public function for this.
+    `cached_file` of Transformers 5.23 raises for a missing file, unless an argument with an underscore says otherwise.
+    Delete this once it, or huggingface_hub, has a public argument or function for it.
     """
     return cached_file(folder, name, _raise_exceptions_for_missing_entries=False) is not None
 
@@ -127,22 +127,23 @@ def has_file(folder: str, name: str) -> bool:
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
-    _Trainer = object  # the classes that use this one inherit from Trainer themselves
+    _Trainer = object  # the class that inherits from this one has Trainer as another base
 
 
 class TrainerHooks(_Trainer):
-    """The private parts of Trainer (Transformers 5.23) that our trainers need, under public names.
+    """The private parts of Trainer (Transformers 5.23) that a trainer needs, under public names.
 
-    List it before Trainer in a class's bases. It overrides, sets and reads:
+    It comes before Trainer among the bases of a class. It overrides, sets and reads:
 
-    - `_get_train_sampler` (overridden): calls `train_sampler`, because Trainer accepts no sampler of our own. To delete
-      when it does, or when this method is public.
+    - `_get_train_sampler` (overridden): calls `train_sampler`, because Trainer does not take a sampler. Delete this
+      once it does, or has a public hook.
     - `_save_checkpoint` (overridden): runs inside `saving_checkpoint`, because callbacks are only called after it.
-    - `_load_optimizer_and_scheduler` (overridden): stores the checkpoint in `resumed_from`, which callbacks cannot see.
-    - `_loss_shifts_labels` (set): Trainer assumes that decoders predict the next token, and leaves the first label out
-      of `num_items_in_batch`. To delete when there is a public setting.
+    - `_load_optimizer_and_scheduler` (overridden): stores the checkpoint in `resumed_from`, because callbacks do not
+      get it.
+    - `_loss_shifts_labels` (set): Trainer assumes that decoders predict the next token, and does not count the first
+      label in `num_items_in_batch`. Delete this once Trainer has an argument for it.
     - `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, `_initial_global_step` (read and set): the losses so
-      far, which Trainer forgets when it resumes. To delete when they are part of its state.
+      far, which Trainer forgets when it resumes. Delete this once they are part of its state.
     - `_prepare_inputs` (called): moves a batch to the device, in the precision that DeepSpeed needs.
     """
 
@@ -154,7 +155,7 @@ class TrainerHooks(_Trainer):
         raise NotImplementedError
 
     def saving_checkpoint(self) -> AbstractContextManager[Any]:
-        """A context around the writing of a checkpoint, on every process."""
+        """The context in which a checkpoint is written, on every process."""
         raise NotImplementedError
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -169,22 +170,22 @@ class TrainerHooks(_Trainer):
         self.resumed_from = None if checkpoint is None else Path(checkpoint)
 
     def count_labels_of_step(self, *, shifted: bool) -> None:
-        """Makes Trainer pass to `compute_loss` the number of labels (not -100) of the whole optimizer step, over all
+        """Make Trainer pass to `compute_loss` the number of labels (not -100) of the whole optimizer step, over all
         processes; if `shifted`, without the first label of each row."""
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = shifted
 
     def on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A batch on this process's device."""
+        """A batch, moved to the device of this process."""
         return self._prepare_inputs(inputs)
 
     def mean_loss(self) -> float:
-        """The mean loss over all steps of the run; since the last resume if `set_loss_sums` was not called."""
+        """The mean loss of all steps of the run or, if a resume did not call `set_loss_sums`, of those since then."""
         first = 0 if self.resumed_sums else self._initial_global_step
         return self._total_loss_scalar / max(self.state.global_step - first, 1)
 
     def loss_sums(self) -> dict[str, Any]:
-        """The losses so far, to save with a checkpoint. Every process has to call this."""
+        """The losses so far, to be saved with a checkpoint. Every process must call this."""
         return {
             "total": self._total_loss_scalar,
             "last_logged": self._globalstep_last_logged,
@@ -192,9 +193,9 @@ class TrainerHooks(_Trainer):
         }
 
     def set_loss_sums(self, sums: dict[str, Any]) -> None:
-        """Restores what `loss_sums` returned; call it when training begins."""
+        """Restore what `loss_sums` returned; to be called when training begins."""
         self.resumed_sums = True
         self._total_loss_scalar, self._globalstep_last_logged = sums["total"], sums["last_logged"]
         parts = sums["since_then"]
-        same = len(parts) == self.args.world_size  # with another number of processes, each gets an equal part
+        same = len(parts) == self.args.world_size  # other numbers of processes get the mean each
         self._tr_loss.fill_(parts[self.args.process_index] if same else sum(parts) / len(parts))
