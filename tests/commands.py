@@ -89,8 +89,8 @@ def check_paths(arguments: list[str], folder: Path) -> None:
 
 def check_python(program: str, arguments: list[str], folder: Path) -> None:
     """A launch of one of our scripts, through accelerate or torchrun or not."""
-    if arguments[:2] == ["-m", "pytest"]:
-        return  # its paths were looked at before
+    if arguments[:2] in (["-m", "pytest"], ["-m", "mkdocs"]):
+        return  # not ours; the paths were looked at before
     if arguments[:2] == ["-m", "accelerate.commands.launch"]:
         program, arguments = "accelerate", ["launch", *arguments[2:]]
     if program != "python":

@@ -148,7 +148,7 @@ def test_an_answer_is_greedy_where_a_canvas_of_its_length_gives_it(start):
 @pytest.mark.parametrize(
     ("settings", "request_", "message"),
     [
-        ({"cfg_scale": 1.0}, ("a", " b"), "without guidance"),
+        ({"cfg_scale": 1.0}, ("a", " b"), "have no guidance"),
         ({}, ("a " * 600, " b"), "have 601 tokens, but the model reads only 512"),
     ],
 )
