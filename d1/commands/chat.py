@@ -115,7 +115,7 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
 
     messages = [*chat.messages, {"role": "user", "content": question}]
     ids = encode_prompt(chat.tokenizer, render_prompt(chat.tokenizer, messages))
-    advice = ": forget the conversation with /reset, or lower --gen_length"
+    advice = ": /reset forgets the conversation; or lower --gen_length"
     check_room(chat.model.config, len(ids), chat.sampling.gen_length, advice)
     prompt = torch.tensor([ids], device=chat.model.device)
     ends = end_ids(chat.tokenizer)
