@@ -273,7 +273,7 @@ def test_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
     ("more", "problem"),
     [
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
-        (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
+        (["--full_finetuning", "--merge_at_end"], "need LoRA"),
         (["--max_length", "-5"], "--max_length -5 "),
         (["--grad_accum_steps", "0"], "--grad_accum_steps 0 "),
         (["--num_epochs", "0"], "--num_epochs 0.0 "),
