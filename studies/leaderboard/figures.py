@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def draw_curves(tables: list[Table], path: Path) -> None:
             number = names.index(name)
             shares, values = curves[0][:, 0], 100 * np.stack([curve[:, 1] for curve in curves])
             line_style = ("-", "--", ":")[number // len(OKABE_ITO) % 3]
-            style = {"color": OKABE_ITO[number % len(OKABE_ITO)], "linestyle": line_style}
+            style: dict[str, Any] = {"color": OKABE_ITO[number % len(OKABE_ITO)], "linestyle": line_style}
             (handles[name],) = axis.plot(table.budget * shares, values.mean(0), marker=".", **style)
             axis.fill_between(table.budget * shares, values.min(0), values.max(0), color=style["color"], alpha=0.15)
         axis.set(title=f"{table.setup.task} from {table.setup.start}", xlabel="compute tokens")
