@@ -29,7 +29,8 @@ class SFTConfig:
     output_dir: str = setting("runs", "everything is written to OUTPUT_DIR/JOB_NAME")
     job_name: str = setting("llada-s1")
     train_data: str = setting("simplescaling/s1K", "hub name, or a .json, .jsonl, .parquet or .csv file")
-    debugging: bool = setting(False, "turn experiment logging (Weights & Biases) off")
+    debugging: bool = setting(False, "turn experiment logging off, like --report_to none")
+    report_to: str = setting("wandb", "where numbers are logged to", choices=("wandb", "tensorboard", "none"))
 
     # Data
     template: tuple[str, str] | None = setting(

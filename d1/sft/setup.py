@@ -46,7 +46,7 @@ ON_RESUME = OnResume(
         whole,
     ),
     free=(
-        *("output_dir", "job_name", "debugging", "resume", "num_proc", "logging_steps"),
+        *("output_dir", "job_name", "debugging", "report_to", "resume", "num_proc", "logging_steps"),
         *("gradient_checkpointing", "merge_at_end"),
     ),
 )
@@ -133,7 +133,7 @@ def training_arguments(args: SFTConfig) -> TrainingArguments:
         metric_for_best_model="eval_loss" if evaluate else None,
         greater_is_better=False if evaluate else None,
         logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway
-        report_to="none" if args.debugging else "wandb",
+        report_to="none" if args.debugging else args.report_to,
         ddp_find_unused_parameters=False,
         # Without a GPU, Accelerate gives DeepSpeed no backend, and every process would run alone.
         ddp_backend="gloo" if deepspeed and not on_gpu() else None,

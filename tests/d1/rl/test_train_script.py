@@ -510,3 +510,24 @@ def test_the_help_lists_every_group_of_flags():
     )
     for flag in ("--task", "--p_mask_prompt", "--diffusion_steps", "--use_peft", "--load_in_4bit", "--num_iterations"):
         assert flag in done.stdout
+    assert "--adam_beta2" not in done.stdout
+
+
+def test_d1s_flags_come_first_and_all_others_behind_help_all(capsys):
+    parser = diffu_grpo_train.make_parser()
+    with pytest.raises(SystemExit):
+        parser.parse_args_and_config(["--help_all"])
+    everything, short = capsys.readouterr().out, parser.format_help()
+    own = [f"  --{name}" for name in DiffuGRPOConfig.__annotations__]
+    assert [flag for flag in own if flag not in short] == []
+    assert max(short.index(f"{flag} ") for flag in own) < short.index("  --output_dir ")
+    shown = {*re.findall(r"^  (--\w+)", everything, re.MULTILINE)}
+    flags = {action.option_strings[0] for action in parser._actions} - {"-h"}
+    assert shown == flags
+    assert len(short) < len(everything) / 3
+
+
+@pytest.mark.parametrize("flag", ["--output_di", "--learning"])
+def test_abbreviated_flags_are_refused(flag):
+    with pytest.raises(ValueError, match=rf"there is no such setting: {flag} 1 \(--help_all lists them\)"):
+        diffu_grpo_train.make_parser().parse_args_and_config(["--output_dir", "x", flag, "1"])
