@@ -58,7 +58,7 @@ COMMON = (  # Trainer's, TRL's and PEFT's flags that most runs set
 
 
 class Parser(TrlParser):
-    """TRL's parser with flags in groups, errors of one line, which name the replacement of an old flag, and with aliases in the yaml.
+    """TRL's parser with flags in groups, aliases in the yaml, and errors of one line that name an old flag's successor.
 
     Order, the last wins: defaults, yaml, `--method`, the other flags. If the yaml names the method, the yaml's other
     lines override the method's values. A yaml always overrides the values that depend on a paper's model size

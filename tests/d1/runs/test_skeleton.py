@@ -60,9 +60,7 @@ def two_steps(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_numbers_go_to_tensorboard_if_it_is_installed(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_go_to_tensorboard_if_installed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run.flags = [flag for flag in run.flags if flag != "--debugging"]
     run(tmp_path, "--report_to", "tensorboard", max_steps=1)
     (folder,) = (tmp_path / "runs").iterdir()
