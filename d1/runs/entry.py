@@ -63,7 +63,7 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line long, which refuses abbreviated flags and checks those of type `Range`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **options)
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def ranges(self) -> dict[str, Range]:
         """The range of each of these flags; None is allowed if it is the default."""

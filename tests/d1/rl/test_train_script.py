@@ -102,7 +102,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     [
         ({"dataset": "game24"}, "unknown task 'game24': use one of gsm8k, math, countdown, sudoku"),
         ({"model_path": None}, "--model_path is missing"),
-        ({"model_path": "no/model"}, "it is not a folder here, nor a model on the hub or in its cache"),
+        ({"model_path": "no/model"}, "no/model is no folder here and is not in the hub's cache"),
         ({"model_path": "../SFT/runs/none/merged"}, "there is no model folder ../SFT/runs/none/merged"),
         ({"model_path": "no/such/model"}, "there is no model folder no/such/model"),
         ({"data_file": "no_such.csv"}, "no data file no_such.csv"),
