@@ -12,7 +12,9 @@ from d1.rl.methods import METHODS
 from d1.sampling.flags import DTYPES
 
 COMPLETIONS = 96  # per optimizer step of RL, as in run.sh
-PER_STAGE: dict[str, dict[str, Any]] = {  # what is computed unless flags say otherwise: d1's recipes, and the largest evaluation of run_eval.sh
+PER_STAGE: dict[
+    str, dict[str, Any]
+] = {  # what is computed unless flags say otherwise: d1's recipes, and the largest evaluation of run_eval.sh
     "sft": {"batch": 1, "length": 4096, "lora_targets": ["attention"]},
     "rl": {"batch": 6, "length": 456, "lora_targets": ["all-linear"]},  # 200 of the prompt and 256 of the completion
     "eval": {"batch": 8, "length": 712},
