@@ -63,8 +63,12 @@ def stage(args: PreferenceConfig) -> Stage:
 
 def view_settings(args: PreferenceConfig) -> ViewSettings:
     """What the estimator of the bounds reads."""
-    chosen = {"num_views": args.num_views, "antithetic": args.antithetic, "stratified": args.spread == "even"}
-    return ViewSettings(gen_length=args.max_completion_length, **chosen)
+    return ViewSettings(
+        gen_length=args.max_completion_length,
+        num_views=args.num_views,
+        antithetic=args.antithetic,
+        stratified=args.spread == "even",
+    )
 
 
 def prepare(args: PreferenceConfig, training: TrainingArguments) -> Callable[[], PreferenceTrainer]:
@@ -78,14 +82,14 @@ def prepare(args: PreferenceConfig, training: TrainingArguments) -> Callable[[],
         rows = token_rows(load_rows(args.train_data), tokenizer, *limits, **options)
     longest = max(map(len, rows["prompt_ids"]))
     check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
-    if args.save_steps and training.should_save:
+    estimator, settings = ESTIMATORS[str(args.estimator)], view_settings(args)
+    if training.should_save:
         kind = "pairs" if method.paired else "completions"
-        logger.info("%d %s, %d views of each completion", len(rows), kind, views_of_row(args))
+        logger.info("%d %s, %d views of each completion", len(rows), kind, estimator.views(settings))
 
     def start() -> PreferenceTrainer:
         set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
         model = prepare_model(args)
-        size = block_size(model.config)
         return PreferenceTrainer(
             method=method,
             beta=float(args.beta or 0),
@@ -94,13 +98,9 @@ def prepare(args: PreferenceConfig, training: TrainingArguments) -> Callable[[],
             views_at_once=args.views_at_once,
             model=model,
             args=training,
-            data_collator=PreferenceCollator(tokenizer, ESTIMATORS[str(args.estimator)], view_settings(args), size),
+            data_collator=PreferenceCollator(tokenizer, estimator, settings, block_size(model.config)),
             train_dataset=PreferenceDataset(rows, args.seed),
             processing_class=tokenizer,
         )
 
     return start
-
-
-def views_of_row(args: PreferenceConfig) -> int:
-    return ESTIMATORS[str(args.estimator)].views(view_settings(args))

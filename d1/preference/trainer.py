@@ -156,8 +156,9 @@ class PreferenceTrainer(RunTrainer, Trainer):
         bounds, labels = self.bounds(model, inputs), inputs["labels"]
         ratios, real = self.ratios(bounds, inputs), inputs["labels"] != IGNORED
         losses = LOSSES[self.method.loss](ratios - inputs["centre"], labels, self.beta)
-        loss = losses.where(real, 0.0).sum()  # an empty slot still has a path to the weights
-        loss = loss / num_items_in_batch * self.accelerator.num_processes
+        items = real.sum() if num_items_in_batch is None else num_items_in_batch
+        # An empty slot still has a path to the weights.
+        loss = losses.where(real, 0.0).sum() / items * self.accelerator.num_processes
         self.require_finite(loss.detach(), lambda: self.rows_to_blame(inputs, bounds.detach()))
         self.count(inputs, bounds.detach(), ratios.detach(), real)
         return (loss, {"losses": losses}) if return_outputs else loss

@@ -13,20 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from d1.models import load_model, load_tokenizer
+from d1.models import load_tokenizer
+from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.preference import METHODS
-from d1.tasks import load_task
 from pocket.demo import GRPO
 from pocket.recipes import ROOT
-from studies.estimators.completions import sample_rows, texts_of
 from studies.json_lines import append_line, read_lines
 from studies.leaderboard.one_run import evaluate, logs_of, make_start, train
 from studies.leaderboard.plan import TASKS, Setup
+from studies.preference.pairs import make_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -41,35 +41,13 @@ ARMS = ("sft", *RATE, "diffu-grpo")
 PASSES = {"vrpo": 1 + 3, "elbo-kto": 1 + 1 + 3}  # reference; policy without and with gradients: per draw
 
 
-def make_pairs(task: str, start: Path, seed: int, file: Path) -> dict[str, int]:
-    """Writes pairs of a model's own completions; returns how many, and what sampling cost in compute tokens."""
-    module, length, rng = load_task(TASKS[task].dataset), TASKS[task].length, random.Random(seed)
-    model, tokenizer = load_model(str(start)), load_tokenizer(str(start))
-    rows = module.load_rows("train")
-    rows = rows.select(rng.sample(range(len(rows)), PROBLEMS))
-    sampled = [sample_rows(model, tokenizer, rows["prompt"], length, 1000 * seed + draw) for draw in range(SAMPLES)]
-    compute = sum(int((draw.attention_mask.sum(1) + length).sum()) * (length // 2) for draw in sampled)
-    lines = []
-    for row, *texts in zip(rows, *(texts_of(draw, tokenizer) for draw in sampled), strict=True):
-        right = [next(iter(module.score(text, row).values())) == 1 for text in texts]
-        if any(right) and not all(right):
-            pair = {"chosen": texts[right.index(True)], "rejected": texts[right.index(False)]}
-            lines.append({"prompt": row["prompt"]} | {name: message(text) for name, text in pair.items()})
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return {"pairs": len(lines), "sampling": compute}
-
-
-def message(text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": text}]
-
-
 def prefer(method: str, task: str, seed: int, start: Path, pairs: Path, made: dict[str, int], rate: float) -> list[str]:
     """Flags of a run that spends what is left of the budget."""
     rows = STEP * (2 if METHODS[method].paired else 1)
     tokenizer = load_tokenizer(str(start))
     with pairs.open() as lines:
         prompt = json.loads(next(lines))["prompt"]
-    width = len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]) + TASKS[task].length
+    width = len(encode_prompt(tokenizer, render_prompt(tokenizer, prompt))) + TASKS[task].length
     steps = (BUDGET - made["sampling"]) // (rows * width * DRAWS * PASSES[method])
     flags: list[object] = ["--method", method, "--model_name", start, "--train_data", pairs, "--full_finetuning"]
     flags += ["--debugging", "--max_completion_length", TASKS[task].length, "--batch_size", STEP, "--num_proc", 1]
@@ -91,11 +69,14 @@ def one(arm: str, task: str, seed: int, folder: Path, rate: float | None, split:
 
     folder.mkdir(parents=True, exist_ok=True)
     start = make_start(folder.parent, Setup(task, "sft"), seed)
-    own, made, spent = folder / f"{arm}{rate or ''}", {}, {"compute": 0}
+    own, spent = folder / f"{arm}{rate or ''}", {"compute": 0}
+    made: dict[str, Any] = {}
+    shutil.rmtree(own, ignore_errors=True)  # of a run that was killed
     if arm in METHODS:
         pairs = folder / "pairs.jsonl"
-        if not pairs.exists():
-            (folder / "made.json").write_text(json.dumps(make_pairs(task, start, seed, pairs)))
+        if not (folder / "made.json").exists():
+            found = make_pairs(TASKS[task].dataset, start, TASKS[task].length, PROBLEMS, SAMPLES, seed, pairs)
+            (folder / "made.json").write_text(json.dumps(found))
         made = json.loads((folder / "made.json").read_text())
         flags = prefer(arm, task, seed, start, pairs, made, rate or RATE[arm])
         flags += ["--output_dir", str(own.parent), "--job_name", own.name]

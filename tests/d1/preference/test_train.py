@@ -59,7 +59,7 @@ def start(command: list[str], flags: list[str], folder: Path, **environment: str
     return subprocess.Popen(
         [*command, *flags, "--output_dir", str(folder), "--job_name", "job"],
         cwd=ROOT / "preference",
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
         stdout=(folder / "log").open("ab"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -135,8 +135,7 @@ def test_zero_gives_the_run_of_one_process(zero: int, how: list[str], flags: lis
     run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], tmp_path / "one")
     two = [*LAUNCH, "--config_file", str(tmp_path / "zero.yaml"), "prefer_train.py"]
     both = ["--batch_size", "1", "--grad_accum_steps", "2"]
-    environment = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    finish(start(two, [*shared, *both], tmp_path / "two", **environment), tmp_path / "two")
+    finish(start(two, [*shared, *both], tmp_path / "two", CUDA_VISIBLE_DEVICES=""), tmp_path / "two")
     settings = json.loads((tmp_path / "two/job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, "DEEPSPEED")
     for name in ("loss", "rewards/chosen", "rewards/margins", "compute_tokens"):
