@@ -13,7 +13,7 @@ Message = dict[str, str]
 
 def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}, not text (--template makes text of numbers)")
+        raise ValueError(f"{name} is {type(value).__name__}, not text (--template turns numbers into text)")
     if not empty_ok and not value.strip():
         raise ValueError(f"{name} is empty")
 
@@ -45,29 +45,29 @@ def whole_turns(messages: Any) -> list[Message]:
 
 
 def prompt_and_answer(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The text of a conversation up to its last turn, and that turn: the answer.
+    """The text of a conversation before its last turn, and that turn: the answer.
 
-    An answer begins where the template's generation prompt ends: where a model that is asked for it starts to write.
+    The answer begins where the template's generation prompt ends, because there the model starts to write.
     """
     prompt, answer = render_prompt(tokenizer, messages[:-1], add_generation_prompt=True), messages[-1]["content"]
     whole = render_prompt(tokenizer, messages, add_generation_prompt=False)
     end = len(answer)
-    if whole.startswith(prompt):  # not where the finished conversation has no generation prompt
+    if whole.startswith(prompt):  # false if the finished conversation does not contain the generation prompt
         content, answer = answer, whole[len(prompt) :]
         end = answer.find(content) + len(content) if content in answer else 0
         if whole == render_prompt(tokenizer, messages, add_generation_prompt=True):
-            # Templates that do not ask whether an answer is wanted, such as LLaDA's, may add the next answer's header.
+            # Templates that ignore `add_generation_prompt`, such as LLaDA's, may add the header of the next answer.
             marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
             ends = [answer.index(mark, end) + len(mark) for mark in marks if mark in answer[end:]]
             answer = answer[: min(ends, default=len(answer))]
-    return prompt, answer[:end] + answer[end:].rstrip()  # what stands between turns has no place before the EOS
+    return prompt, answer[:end] + answer[end:].rstrip()  # whitespace between turns must not come before the EOS
 
 
 def tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Ids of both together, and the number of those before the answer.
+    """Ids of prompt and answer together, and the number of ids before the answer.
 
-    These are the ids of the prompt alone, as when a model is asked for the answer. Where the ids of the whole text
-    begin with them, the answer has the rest; where a token would straddle the boundary, it is tokenised by itself.
+    The prompt has the same ids as when the model is asked for the answer. If the ids of the whole text begin with them,
+    the rest is the answer; if a token would straddle the boundary, the answer is tokenised alone.
     """
     ids, whole = encode_prompt(tokenizer, prompt), encode_prompt(tokenizer, prompt + answer)
     new = whole[len(ids) :] if whole[: len(ids)] == ids else encode_prompt(tokenizer, answer)

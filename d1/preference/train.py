@@ -1,6 +1,6 @@
 """Preference training of a masked diffusion language model: VRPO (pairs) or ELBO-KTO (labels).
 
-    accelerate launch --config_file preference/accelerate.yaml --num_processes 8 -m d1.preference.train \\
+    accelerate launch --config_file launch/ddp.yaml --num_processes 8 -m d1.preference.train \\
         --method vrpo --train_data pairs.jsonl
 
 The model (or its LoRA adapter) is saved to OUTPUT_DIR/JOB_NAME, which eval.py and the other stages take as a model

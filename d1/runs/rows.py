@@ -21,7 +21,8 @@ def load_rows(train_data: str) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 
     Raises:
-        FileNotFoundError: neither exists here, nor does the hub answer; says how to give a local file.
+        FileNotFoundError: there is no such file or folder, and the hub gives no such data set; says how to use a local
+            file instead.
         ValueError: the file cannot be read, or has no rows.
     """
     path = Path(train_data)
@@ -29,11 +30,11 @@ def load_rows(train_data: str) -> Dataset:
         return read_file(train_data, (), keep_in_memory=False)  # any columns
     try:
         data = load_from_disk(train_data) if path.is_dir() else load_dataset(train_data, split="train")
-    except Exception as error:  # each reader and the hub client fail in their own ways
+    except Exception as error:  # each reader and the hub client have their own errors
         raise FileNotFoundError(
             f"--train_data {train_data}: neither a local file nor a data set that the hub gives "
             f"({type(error).__name__}: {error}). Download it elsewhere and pass a local file with the same columns, "
-            f"--train_data rows.jsonl (or {', '.join(FILES)})"
+            f"for example --train_data rows.jsonl (or {', '.join(FILES)})"
         ) from error
     rows = data["train"] if isinstance(data, DatasetDict) else data
     if not len(rows):
@@ -42,7 +43,7 @@ def load_rows(train_data: str) -> Dataset:
 
 
 def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -> list[int]:
-    """Indices of the rows to train on; the others are counted and reported, or an error (ValueError)."""
+    """Indices of the rows to train on. The others are counted and reported, or raise ValueError."""
     counts = Counter(status)
     bad = [f"  row {i}: {problem}" for i, problem in enumerate(problems) if problem]
     listed = "\n".join(bad[:LISTED] + ["  ..."] * (len(bad) > LISTED))

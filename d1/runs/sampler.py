@@ -17,22 +17,23 @@ ORDER = 2  # the second part of the key of the rows' order; another value would 
 class Slot(NamedTuple):
     """A place in a global batch (all rows of an optimizer step)."""
 
-    row: int  # -1: an empty slot, which makes the last batch of an epoch as long as the others
+    row: int  # -1: an empty slot, which fills up the last batch of an epoch
     epoch: int = 0
     t: float | None = None  # the diffusion time; None: drawn from U(0, 1)
-    length: int = 0  # EOS fills the row up to this many tokens
+    length: int = 0  # the row is filled with EOS up to this number of tokens
 
 
 @dataclass(eq=False)
 class GlobalBatchSampler(Sampler[Slot]):
-    """The slots of an epoch, one global batch after another. Batches do not depend on how processes share them.
+    """The slots of an epoch, one global batch after another. Batches do not depend on the number of processes.
 
     Args:
         lengths: tokens of each row.
-        batch_size: rows of an optimizer step: per device x accumulation x processes.
-        multiple: per device x processes; empty slots bring the epoch to a multiple of it, so that no row counts twice.
+        batch_size: rows per optimizer step: rows per device x accumulation x processes.
+        multiple: rows per device x processes. Empty slots fill the epoch up to a multiple of it, so that no row is used
+            twice.
         epoch: returns the epoch; called when the epoch begins.
-        fill: rows are filled to the longest of their batch.
+        fill: whether rows are filled to the longest row of their batch.
     """
 
     lengths: Sequence[int]

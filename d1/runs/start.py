@@ -31,10 +31,10 @@ def check_device(args: TrainingSettings) -> None:
     """Refuses flags that only work on a GPU (ValueError)."""
     if on_gpu():
         return
-    if args.load_in_4bit:  # on a CPU, an evaluation turns its weights into a form without gradients
+    if args.load_in_4bit:  # on a CPU, an evaluation converts the weights to a format without gradients
         raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
     if args.attn_implementation == "flex_attention":
-        raise ValueError("--attn_implementation flex_attention trains on a GPU only: take sdpa or eager on a CPU")
+        raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
 
 
 def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
@@ -51,10 +51,10 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
         activation_checkpointing=args.gradient_checkpointing,
         save_strategy="steps",
         save_total_limit=2,
-        logging_nan_inf_filter=False,  # it would wait for the device to look for what ends the run anyway
+        logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway
         report_to="none" if args.debugging else "wandb",
         ddp_find_unused_parameters=False,
-        # Without a GPU, Accelerate gives DeepSpeed no backend and every process then thinks it is alone.
+        # Without a GPU, Accelerate gives DeepSpeed no backend, and every process would run alone.
         ddp_backend="gloo" if deepspeed and not on_gpu() else None,
         dataloader_pin_memory=on_gpu(),
         remove_unused_columns=False,
@@ -64,7 +64,7 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
 
 
 def conclude(args: TrainingSettings) -> None:
-    """Merges the adapter of a finished run, if asked for."""
+    """Merges the adapter of a finished run, if `merge_at_end` is set."""
     if args.merge_at_end:
         folder = Path(args.output_dir) / args.job_name
         shutil.rmtree(folder / "merged", ignore_errors=True)
@@ -72,9 +72,9 @@ def conclude(args: TrainingSettings) -> None:
 
 
 def prepare_model(args: TrainingSettings, dropout: float = 0.0) -> Any:
-    """The model to train: all of it in fp32, or frozen in `--dtype` or 4 bits with an fp32 LoRA adapter.
+    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter.
 
-    A model path that is itself an adapter is merged first: training starts from the merged model.
+    If the model path is itself an adapter, it is merged first, and training starts from the merged model.
     """
     frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
     model: Any = load_model(
@@ -85,7 +85,9 @@ def prepare_model(args: TrainingSettings, dropout: float = 0.0) -> Any:
     )
     if isinstance(model, PeftModel):
         if args.load_in_4bit:
-            raise ValueError(f"4-bit weights take no merged adapter: run `python -m d1 merge` on {args.model_name}")
+            raise ValueError(
+                f"an adapter cannot be merged into 4-bit weights: run `python -m d1 merge` on {args.model_name}"
+            )
         model = merge_adapter(model, args.model_name)
     if args.full_finetuning:
         return model

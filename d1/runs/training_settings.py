@@ -35,13 +35,13 @@ class TrainingSettings:
     lora_alpha: Annotated[int, COUNT] = setting(256)
     lora_target_modules: list[str] = setting(
         ["q_proj", "k_proj", "v_proj"],
-        "names of modules, or 'attention' or 'all-linear' for those of the kind of model",
+        "names of modules, or 'attention' or 'all-linear' for those of this kind of model",
         nargs="+",
     )
     load_in_4bit: bool = setting(False, "QLoRA: frozen weights in 4-bit NF4 (needs bitsandbytes)")
-    dtype: str | None = setting(None, "of frozen weights (default: bfloat16 on a GPU)", choices=("float32", "bfloat16"))
+    dtype: str | None = setting(None, "of frozen weights (default on GPUs: bfloat16)", choices=("float32", "bfloat16"))
     attn_implementation: str | None = setting(None, "sdpa, eager or flash_attention_2 (default: Transformers chooses)")
-    gradient_checkpointing: bool = setting(False, "less memory, a third more time")
+    gradient_checkpointing: bool = setting(False, "use less memory and a third more time")
     merge_at_end: bool = setting(False, "also save the model with its adapter merged, to .../merged")
     seed: Annotated[int, SEED] = setting(42)
     max_steps: Annotated[int, COUNT | -1] = setting(-1, "stop after this number of optimizer steps; -1: no limit")
@@ -59,4 +59,4 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         check_settings(self)
         if self.full_finetuning and (self.merge_at_end or self.load_in_4bit):
-            raise ValueError("--merge_at_end and --load_in_4bit are for LoRA: leave --full_finetuning out")
+            raise ValueError("--merge_at_end and --load_in_4bit need LoRA: leave --full_finetuning out")

@@ -15,7 +15,7 @@ class SFTConfig(TrainingSettings):
     """Arguments of `d1.sft.train.main`. Defaults are d1's (arXiv 2504.12216, appendix).
 
     Raises:
-        ValueError: a setting is out of range, or contradicts another.
+        ValueError: a setting is out of range, or contradicts another one.
     """
 
     max_length: Annotated[int, COUNT] = setting(4096, "maximum length of a row in tokens, prompt and answer")
@@ -31,12 +31,12 @@ class SFTConfig(TrainingSettings):
     data_function: str | None = setting(
         None, "turns a row into messages, or prompt and completion", metavar="FILE.py:FUNCTION"
     )
-    overlong: str = setting("truncate", "rows over --max_length", choices=("truncate", "drop", "refuse"))
+    overlong: str = setting("truncate", "rows longer than --max_length", choices=("truncate", "drop", "refuse"))
     test_split: Annotated[float, BELOW_ONE] = setting(0.01, "share of the rows held out for the evaluation loss")
     eos_padding: Annotated[int | str, NATURAL | "batch" | "max"] = setting(
         "batch",
-        "EOS after the answer, which teaches the model to stop: at least N answer tokens, EOS included; to the longest "
-        "row of the global batch; or to --max_length, as d1 does",
+        "fill the answer with EOS, which teaches the model to stop: to at least N answer tokens, EOS included; to the "
+        "longest row of the global batch; or to --max_length, as d1 does",
         metavar="N|batch|max",
     )
     packing: bool = setting(
@@ -44,7 +44,7 @@ class SFTConfig(TrainingSettings):
     )
     complementary_masks: bool = setting(
         False,
-        "each row twice per batch, the second time with the opposite mask: every answer token is trained on each time",
+        "use each row twice per batch, with opposite masks, so that every answer token is trained on each time",
     )
 
     # Model and precision
@@ -55,7 +55,7 @@ class SFTConfig(TrainingSettings):
     lr_scheduler_type: str = setting("linear")
     warmup_steps: Annotated[float, AMOUNT] = setting(0, "steps, or a share of all if below 1")
     eval_steps: Annotated[int, COUNT] = setting(100, "steps between evaluations, each followed by a checkpoint")
-    eval_draws: Annotated[int, COUNT] = setting(4, "times and masks that each held-out row is evaluated with")
+    eval_draws: Annotated[int, COUNT] = setting(4, "draws of t and mask per held-out row in an evaluation")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""A row of anyone's data as a conversation, and a conversation as token ids with an exact start of each answer."""
+"""Convert rows of users' data to conversations, and conversations to token ids with the exact start of the answer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FEATURES = Features(
 
 
 def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> list[Message]:
-    """A row as chat messages that end with an assistant's turn.
+    """Converts a row to chat messages that end with an assistant's turn.
 
-    The first that applies: the user's function, the user's template, s1K's columns in the form that every task's prompt
-    asks for, `messages`, `prompt` and `completion`.
+    Uses the first of these that applies: the user's function, the user's template, s1K's columns (in the format that
+    every task's prompt asks for), `messages`, `prompt` and `completion`.
 
     Raises:
-        ValueError: the row is not usable; says why.
+        ValueError: the row cannot be used; says why.
     """
     if function is not None:
         made = function(row)
@@ -43,7 +43,7 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
         row = dict(zip(("prompt", "completion"), (part.format_map(cells) for part in template), strict=True))
     elif row.keys() >= S1K:
         if not isinstance(row["thinking_trajectories"], list) or not row["thinking_trajectories"]:
-            raise ValueError("thinking_trajectories is not a list with a trajectory in it")
+            raise ValueError("thinking_trajectories is not a list with at least one trajectory")
         parts = (row["question"], row["thinking_trajectories"][0], row["attempt"])
         for part, name in zip(parts, ("question", "thinking_trajectories[0]", "attempt"), strict=True):
             require_text(part, name)
@@ -84,7 +84,7 @@ def tokenize_row(
             if start >= max_length:
                 raise ValueError(f"no answer tokens left: the prompt has {start}, --max_length is {max_length}")
             ids, status = ids[:max_length], "truncated"
-    except Exception as error:  # templates and users' functions may raise anything; the row is what is wrong
+    except Exception as error:  # templates and users' functions may raise anything; the row is reported as bad
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         kind = "there is no " if isinstance(error, KeyError) else kind
         return none | {"status": "bad", "problem": f"{kind}{error}"}

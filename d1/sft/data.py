@@ -1,4 +1,4 @@
-"""From a file or a hub data set to the token rows of training and evaluation; bad rows are reported."""
+"""Read a file or a hub data set and convert it to token rows for training and evaluation; bad rows are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from d1.sft import conversations
 from d1.sft.conversations import FEATURES, S1K, Row, tokenize_row
 
 SOURCES = (conversations, conversation)
-ROWS_PER_PROCESS = 500  # fewer are not worth another process
+ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
 
 
 def load_function(spec: str) -> Callable[[Row], Any]:
@@ -48,31 +48,31 @@ def preprocess_dataset(
     num_proc: int | None = None,
     seed: int = 42,
 ) -> tuple[Dataset, Dataset]:
-    """Conversations as token rows, shuffled and split into (train, evaluation).
+    """Converts conversations to token rows, shuffled and split into (train, evaluation).
 
     Args:
-        data: s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
-            `completion` (text or messages); anything with a `function` or a `template`.
-        max_length: tokens of a row at most.
+        data: rows with s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
+            `completion` (text or messages); with a `function` or a `template`, any columns.
+        max_length: maximum number of tokens per row.
         test_split: share of the rows held out, rounded up.
-        overlong: what happens to longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
-        bad_rows: what happens to rows that cannot be trained on: "error", or "skip" them and say how many and which.
+        overlong: what to do with longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
+        bad_rows: what to do with rows that cannot be trained on: "error", or "skip" them and say how many and which.
         function: row -> messages, or a row that has `messages` or `prompt` and `completion`.
         template: two format strings with {columns}, the prompt's and the completion's.
         num_proc: processes that tokenise; the result is cached by `datasets`.
 
     Returns:
-        Two data sets with the columns `input_ids`, `answer` (which of them to train on: the last turn), `length`,
+        Two data sets with the columns `input_ids`, `answer` (bool, the tokens to train on: the last turn), `length`,
         `start` (of the answer) and `status` ("ok" or "truncated").
 
     Raises:
-        ValueError: columns that are not understood, bad rows, or nothing left to train on.
+        ValueError: the columns are not understood, rows are bad, or nothing is left to train on.
     """
     columns = set(data.column_names)
     understood = any(needed <= columns for needed in (S1K, {"messages"}, {"prompt", "completion"}))
     if function is None and template is None and not understood:
         raise ValueError(
-            f"the data has the columns {', '.join(sorted(columns))}; understood are question + thinking_trajectories + "
+            f"the data has the columns {', '.join(sorted(columns))}; supported are question + thinking_trajectories + "
             "attempt, messages, or prompt + completion. Build the last two with --template '{question}' '{answer}', or "
             "convert each row with --data_function FILE.py:FUNCTION"
         )
@@ -90,10 +90,8 @@ def preprocess_dataset(
         features=FEATURES,
         remove_columns=data.column_names,
         num_proc=processes if processes > 1 else None,
-        # `datasets` caches by the name of an imported function; with its modules' text an edited one is computed anew.
-        new_fingerprint=Hasher.hash(
-            [data._fingerprint, options, *map(inspect.getsource, (conversations, conversation))]
-        ),
+        # `datasets` caches by the name of an imported function; the module's text makes an edited one run again.
+        new_fingerprint=Hasher.hash([data._fingerprint, options, *map(inspect.getsource, SOURCES)]),
         desc="Tokenising",
     )
     usable = usable_rows(rows["status"], rows["problem"], bad_rows)

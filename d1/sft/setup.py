@@ -1,4 +1,4 @@
-"""The rows, the model and the trainer of an SFT run, made from its flags."""
+"""Build the rows, the model and the trainer of an SFT run from its flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from d1.sft.config import SFTConfig
 from d1.sft.data import load_function, load_rows, preprocess_dataset
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 
-ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
+ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
 
 SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
 
@@ -31,7 +31,7 @@ ON_RESUME = OnResume(
             *("overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws", "seed", ROWS_PER_STEP),
             # The weights in the checkpoint
             *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
-            # The state of its optimizer and scheduler, which a new value would not reach
+            # The state of its optimizer and scheduler, where a new value would have no effect
             *("weight_decay", "lr_scheduler_type"),
         ),
         whole,
@@ -44,7 +44,7 @@ ON_RESUME = OnResume(
 
 
 def stage(args: SFTConfig) -> Stage:
-    """SFT as the skeleton of a run takes it."""
+    """SFT as a `Stage` for `d1.runs.skeleton.run`."""
     check_device(args)
     training = training_arguments(args)
     rows = args.batch_size * args.grad_accum_steps * training.world_size
@@ -58,14 +58,14 @@ def stage(args: SFTConfig) -> Stage:
 
 
 def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTrainer]:
-    """The rows of a run, checked; returns what loads the model and makes the trainer."""
+    """Prepares and checks the rows of a run; returns a function that loads the model and makes the trainer."""
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
     check_lengths(args, [rows for rows in (train_dataset, eval_dataset) if rows is not None])
 
     def start() -> dLLMTrainer:
-        set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
+        set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer sets the seed
         model = prepare_model(args, args.lora_dropout)
         options: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
         collator = dLLMDataCollator(tokenizer, block_size=block_size(model.config), **options)
@@ -113,7 +113,7 @@ def load_data(
 
 
 def check_lengths(args: SFTConfig, datasets: Sequence[dLLMSFTDataset]) -> None:
-    """Refuses rows that have more tokens than the model has positions (ValueError); a row's filling with EOS counts."""
+    """Refuses rows with more tokens than the model has positions (ValueError), including the filling with EOS."""
     config, _ = native_config(adapter_chain(args.model_name, None)[0])
     filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
     check_room(config, max(max(rows.rows["length"]) for rows in datasets), 0, ": lower --max_length")

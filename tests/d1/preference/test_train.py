@@ -201,7 +201,7 @@ def test_blocks_and_merging(flags: list[str], tiny_block_dir: Path, tmp_path: Pa
         (["--max_completion_length", "-1"], "--max_completion_length -1 "),
         (["--antithetic"], "--antithetic needs --estimator espo"),
         (["--train_data", ""], "--train_data is missing"),
-        (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
+        (["--full_finetuning", "--merge_at_end"], "need LoRA"),
         (["--max_completion_length", "600"], "512 positions: lower --max_prompt_length or --max_completion_length"),
         pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
     ],
