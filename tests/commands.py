@@ -124,7 +124,8 @@ def check_arguments(script: Path, arguments: list[str], folder: Path) -> None:
         with contextlib.chdir(folder):  # configs are relative to it
             parser.parse_args_and_config([*arguments, *on_this_machine])
     elif "--help" not in arguments:
-        parser.parse_args(arguments)
+        with contextlib.chdir(folder):
+            parser.parse_args(arguments)
 
 
 def calls_of(script: Path, arguments: list[str], settings: dict[str, str], tmp: Path, gpus: int = 8) -> list[list[str]]:
