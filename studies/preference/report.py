@@ -1,7 +1,8 @@
-"""The table of studies/preference/README.md, from data/runs.jsonl: python -m studies.preference.report"""
+"""The table of docs/preference.md, from data/runs.jsonl: python -m studies.preference.report"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
@@ -38,5 +39,10 @@ def table() -> str:
     return markdown_table(header, rows)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=__doc__)
+
+
 if __name__ == "__main__":
+    make_parser().parse_args()
     sys.stdout.write(table())
