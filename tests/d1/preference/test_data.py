@@ -94,7 +94,7 @@ def test_bad_rows_are_an_error_or_counted(
 @pytest.mark.parametrize(
     ("data", "paired", "problem"),
     [
-        ([{"prompt": "a", "completion": "b", "label": True}], True, "this method needs chosen and rejected"),
+        ([{"prompt": "a", "completion": "b", "label": True}], True, "needed are chosen and rejected"),
         ([{"text": "a"}], False, "or prompt, completion and label"),
         ([{"prompt": "a", "completion": "b", "label": "maybe"}], False, "the label is 'maybe', neither true nor false"),
         ([{"prompt": "a", "completion": "b", "label": 1}] * 2, False, "all completions have the same label"),

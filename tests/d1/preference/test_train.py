@@ -99,7 +99,8 @@ def test_a_run_starts_neutral_learns_and_leaves_its_reference(
         assert losses[0] == pytest.approx(0.5 if method == "elbo-kto" else 0.6931472, abs=1e-6)
         assert losses[-1] < 0.9 * losses[0]
         margins = logged(folder, "rewards/margins")
-        assert margins[0] == pytest.approx(0, abs=1e-6) < margins[-1]
+        assert margins[0] == pytest.approx(0, abs=1e-6)
+        assert margins[-1] > 0.01
         assert logged(folder, "rewards/accuracies")[-1] > 0.6
         with trainer.reference() as model:
             assert (trainer.reference_model is None) == (not full)
