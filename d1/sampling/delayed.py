@@ -22,7 +22,8 @@ class DelayedPasses(Passes):
     """The caches "delayed" and "lasting" (`lasts`), where a row that is done with its block waits, with its cache."""
 
     past: DynamicCache | None = None
-    end: Tensor  # (rows, 1), the column after the row's block
+    start: Tensor  # (rows, 1), the first column of the row's block
+    end: Tensor  # (rows, 1), the column after it
     stale: Tensor  # bool (rows, columns), what each row's last pass hid and the next feeds
     places: Tensor  # (rows,) which of the rows that entered the block still work on it
 
@@ -36,6 +37,7 @@ class DelayedPasses(Passes):
     def enter(self, places: list[Place], kept: list[int]) -> None:
         past, entered, kept = self.past, len(self.origins), kept if self.lasts else []
         self.past, self.end = None, self.of_rows([place.end for place in places]).unsqueeze(1)
+        self.start = self.of_rows([place.start for place in places]).unsqueeze(1)
         if kept:
             assert past is not None
             if self.waiting or kept != [*range(entered)]:
@@ -62,11 +64,11 @@ class DelayedPasses(Passes):
             full = kept.byte().argsort(stable=True)[: len(kept) - len(rows)]
             self.waiting.append((self.places[full], select_rows(self.past, full), self.stale[full], self.width))
         self.past, self.stale, self.places = select_rows(self.past, rows), self.stale[rows], self.places[rows]
-        self.end = self.end[rows]
+        self.start, self.end = self.start[rows], self.end[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         # A row that hides fewer tokens of its block than another row is padded with places that hide none.
-        hidden = (ids.gather(1, positions) == self.mask_token_id) & (positions < self.end)
+        hidden = (ids.gather(1, positions) == self.mask_token_id) & (positions >= self.start) & (positions < self.end)
         now = torch.zeros_like(ids, dtype=torch.bool).scatter(1, positions, hidden)
 
         def feed(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
