@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from d1.commands import chat, convert, fill, fit, methods, watch
+from d1.commands import chat, convert, fill, fit, methods, serve, watch
 from d1.runs.entry import OneLineParser, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported when asked for
@@ -39,6 +39,9 @@ COMMANDS = {
     "fit": Command("the memory a stage needs, and the largest batch on each card", fit.add_arguments, fit.run),
     "methods": Command("the RL methods that --method takes, or all values of one", methods.add_arguments, methods.run),
     "chat": Command("several turns, the answers coming into focus", chat.add_arguments, chat.run),
+    "serve": Command(
+        "the samplers behind HTTP, for RL, for OpenAI's clients and for a browser", serve.add_arguments, serve.run
+    ),
     "watch": Command("a completion coming into focus, here or as a page", watch.add_arguments, watch.run),
     "fill": Command('masks in a text, "The [MASK:3] of a text", filled in', fill.add_arguments, fill.run),
 }

@@ -15,13 +15,15 @@ import yaml
 
 from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
 
-OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval")
+OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fastapi", "starlette")
+OPTIONAL += ("uvicorn", "prometheus_client")
 # d1's rooms from the ground up: each may import those of the lines above its own, and itself.
 LAYERS = (
     ("lazy", "ranges", "show", "transformers_bridge"),
     ("models", "masking", "tasks"),
     ("sampling", "scoring"),
     ("runs",),
+    ("serve",),
     ("sft", "rl", "eval"),
     ("commands",),
     ("__main__",),
