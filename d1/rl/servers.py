@@ -1,0 +1,49 @@
+"""Rollouts on a server: the policy's weights go there before the first rollout after each change."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+
+from d1.models.kinds import block_size
+from d1.sampling import Rollout, SamplingSettings
+from d1.serve.client import RolloutServer
+
+
+class PolicyServer(RolloutServer):
+    """The server that samples a run's rollouts. All processes use it, and the first sends the weights."""
+
+    def __init__(self, url: str, accelerator: Accelerator) -> None:
+        super().__init__(url)
+        self.accelerator = accelerator
+        self.run = broadcast_object_list([uuid.uuid4().hex])[0]  # an earlier run's weights have other names
+
+    def rollout(
+        self,
+        model: Any,
+        step: int,
+        ids: Tensor,
+        mask: Tensor,
+        keys: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        ends: Sequence[int],
+    ) -> Rollout:
+        """`sample`, with the weights of `model` after so many optimizer steps."""
+        self.send(model, step)
+        return self.sample(ids, mask, keys, settings, ends, block_size(model.config) is not None)
+
+    def send(self, model: Any, step: int) -> None:
+        """Has the server take the weights of `model`, unless it has them."""
+        version = f"{self.run}-{step}"
+        if version != self.version:
+            if self.accelerator.is_main_process:
+                folder = self.folder / "policy"
+                model.save_pretrained(folder)
+                self.load(folder, version)
+            self.accelerator.wait_for_everyone()
+            self.version = version
