@@ -29,13 +29,20 @@ class PolicyServer(RolloutServer):
         step: int,
         ids: Tensor,
         mask: Tensor,
-        keys: Sequence[Sequence[int]],
+        key: Sequence[int],
         settings: SamplingSettings,
-        ends: Sequence[int],
+        mask_token_id: int,
+        eos_token_ids: Sequence[int] | None,
     ) -> Rollout:
-        """`sample`, with the weights of `model` after so many optimizer steps."""
+        """What `rollout` samples with the weights of `model` after so many optimizer steps, in the process that has the
+        generators (*key, row)."""
         self.send(model, step)
-        return self.sample(ids, mask, keys, settings, ends, block_size(model.config) is not None)
+        first = self.accelerator.process_index * len(ids)
+        keys = [(*key, first + row) for row in range(len(ids))]
+        if mask_token_id != self.mask_token_id:
+            raise ValueError(f"{self.url} hides tokens by {self.mask_token_id}, and this run by {mask_token_id}")
+        aligned = block_size(model.config) is not None
+        return self.sample(ids, mask, keys, settings, eos_token_ids or (), aligned)
 
     def send(self, model: Any, step: int) -> None:
         """Has the server take the weights of `model`, unless it has them."""
@@ -47,3 +54,8 @@ class PolicyServer(RolloutServer):
                 self.load(folder, version)
             self.accelerator.wait_for_everyone()
             self.version = version
+
+
+def server_of(args: Any, accelerator: Accelerator) -> PolicyServer | None:
+    """The server that `DiffuGRPOConfig.rollout_mode` asks for."""
+    return PolicyServer(args.rollout_server_base_url[0], accelerator) if args.rollout_mode == "server" else None

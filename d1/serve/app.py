@@ -94,7 +94,7 @@ def make_app(server: Server) -> Any:
         config = engine.model.config
         block = getattr(config, "block_size", None)
         facts = {"model_path": server.name, "weight_version": engine.version, "model_type": config.model_type}
-        facts |= {"architectures": config.architectures, "block_size": block, "seed": server.seed}
+        facts |= {"architectures": config.architectures, "block_size": block, "mask_token_id": engine.mask_token_id}
         return facts | {"weights_dir": None if server.weights_dir is None else str(server.weights_dir.resolve())}
 
     @app.post("/generate")

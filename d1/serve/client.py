@@ -23,7 +23,8 @@ class RolloutServer:
 
     def __init__(self, url: str) -> None:
         self.url, self.version = url.rstrip("/"), ""
-        folder = self.ask("GET", "/model_info").get("weights_dir")
+        facts = self.ask("GET", "/model_info")
+        self.mask_token_id, folder = facts.get("mask_token_id"), facts.get("weights_dir")
         if not folder or not Path(folder).is_dir():
             raise ValueError(
                 f"{url} loads no weights that this process could write: start it with `d1 serve MODEL --weights_dir "
