@@ -43,6 +43,9 @@ def run(args: argparse.Namespace) -> None:
         import uvicorn
     except ImportError as error:
         raise ImportError(MISSING) from error
+    from peft import PeftModel
+
+    from d1.models.adapters import merge_adapter
     from d1.models.tokenizer import check_chat_template
     from d1.serve.app import make_app
     from d1.serve.engine import Engine
@@ -53,6 +56,8 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     model = model_of(args)
+    if isinstance(model, PeftModel):  # as RL does: an adapter that is sent later comes on top
+        model = merge_adapter(model, args.checkpoint_path or args.model_path).eval()
     defaults = sampling_settings(vars(args), model.config)
     sizes = {"batch_size": args.batch_size, "queue_size": args.queue_size}
     engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")

@@ -137,10 +137,10 @@ def check_trainer(trainer: Any) -> None:
             "sync_ref_model changes the reference during the run, and under ZeRO-3 or FSDP a checkpoint cannot store "
             "it: use DDP or ZeRO-2, or leave sync_ref_model off"
         )
-    if args.rollout_mode == "server" and (trainer.weights_are_split or hasattr(trainer.model, "peft_config")):
+    if args.rollout_mode == "server" and trainer.weights_are_split:
         raise ValueError(
-            "rollout_mode server sends the weights of a model that is trained fully and lies whole on each process: "
-            "leave out LoRA, ZeRO-3 and FSDP, or sample in the trainer"
+            "rollout_mode server sends weights that lie whole on each process: leave out ZeRO-3 and FSDP, or sample in "
+            "the trainer"
         )
     if trainer.samples_in_step and (sampling.rule or args.eos_stop or block_size(trainer.model.config)):
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from peft import PeftModel
 from torch import Tensor
 
 from d1.models.kinds import block_size
@@ -45,11 +46,11 @@ class PolicyServer(RolloutServer):
         return self.sample(ids, mask, keys, settings, eos_token_ids or (), aligned)
 
     def send(self, model: Any, step: int) -> None:
-        """Has the server take the weights of `model`, unless it has them."""
+        """Has the server take the weights of `model`, or its adapter, unless it has them."""
         version = f"{self.run}-{step}"
         if version != self.version:
             if self.accelerator.is_main_process:
-                folder = self.folder / "policy"
+                folder = self.folder / ("adapter" if isinstance(model, PeftModel) else "policy")
                 model.save_pretrained(folder)
                 self.load(folder, version)
             self.accelerator.wait_for_everyone()

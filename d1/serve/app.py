@@ -5,6 +5,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from d1.serve.engine import Engine
 from d1.serve.reading import RowsStopped, completed, streamed
 from d1.serve.requests import Chat, Completion, Generate, Pause, Server, Update
 from d1.serve.rows import QueueFull
-from d1.serve.weights import loader, weights_below
+from d1.serve.weights import loaded, weights_below
 from d1.show.page import film_page
 
 OPEN = ("/", "/health")  # without the API key
@@ -113,11 +114,11 @@ def make_app(server: Server) -> Any:
     @app.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: Update) -> Any:
         try:
-            folder = weights_below(server.weights_dir, body.model_path, engine.model.config)
+            folder = weights_below(server.weights_dir, body.model_path)
             if body.abort_all_requests:
                 engine.stop_all("aborted by an update of the weights")
-            load = loader(folder, engine.model)
-            await asyncio.wrap_future(engine.replace_model(load, body.weight_version or str(folder)))
+            update = engine.replace_model(partial(loaded, folder), body.weight_version or str(folder))
+            await asyncio.wrap_future(update)
         except Exception as error:
             return JSONResponse({"success": False, "message": one_line(error)}, 400)
         return {"success": True, "message": f"the weights are those of {folder}"}

@@ -35,7 +35,7 @@ class Engine:
         self.changed = threading.Condition()  # guards all that follows, up to `lanes`
         self.waiting: deque[Row] = deque()
         self.dropped: set[int] = set()
-        self.update: tuple[Callable[[], Any], str, Future[None]] | None = None
+        self.update: tuple[Callable[[Any], Any], str, Future[None]] | None = None
         self.paused = self.closing = False
         self.rows: dict[int, Row] = {}  # at work
         self.lanes: dict[Lane, Stream] = {}
@@ -94,8 +94,8 @@ class Engine:
             self.paused = False
             self.changed.notify()
 
-    def replace_model(self, load: Callable[[], Any], version: str) -> Future[None]:
-        """Takes the model that `load` returns once no row is at work; new rows wait until then. If `load` raises, the
+    def replace_model(self, load: Callable[[Any], Any], version: str) -> Future[None]:
+        """Takes what `load` makes of the model once no row is at work; new rows wait until then. If `load` raises, the
         future does, and the old model stays.
 
         Raises:
@@ -230,7 +230,7 @@ class Engine:
         assert self.update is not None
         (load, version, done), self.lanes = self.update, {}
         try:
-            model = load()
+            model = load(self.model)
             device, self.model = self.model.device, None  # the old weights make room for the new
             self.model, self.version = model.to(device), version
         except Exception as error:

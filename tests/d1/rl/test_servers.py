@@ -5,12 +5,26 @@ from __future__ import annotations
 import pytest
 import requests
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
+from d1.models import load_model
 from d1.rl.config import DiffuGRPOConfig
 from d1.scoring.rollouts import within_blocks
 from d1.serve.client import reveal_steps
 from tests.d1.serve.serving import serving
 from tests.tiny_grpo import clockless, logged, make_method, weights
+
+
+def save_tiny_adapter(model_dir, folder):
+    """An adapter with names that the model does not have."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0])
+    get_peft_model(load_model(model_dir), config).save_pretrained(folder)
+    file = folder / "adapter_model.safetensors"
+    save_file({name.replace("layers.0", "layers.9"): weight for name, weight in load_file(file).items()}, file)
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 def test_step_maps_are_reveal_steps():
@@ -23,15 +37,21 @@ def test_step_maps_are_reveal_steps():
 
 @pytest.mark.parametrize(
     ("method", "blocks", "changes"),
-    [("d1", False, {}), ("agrpo", False, {"eos_stop": False}), ("d1", True, {"block_length": 4})],
+    [
+        ("d1", False, {}),
+        ("agrpo", False, {"eos_stop": False}),
+        ("d1", True, {"block_length": 4}),
+    ],
 )
 def test_a_run_is_that_of_rollouts_in_the_trainer(tiny_model_dir, tiny_block_dir, tmp_path, method, blocks, changes):
     folder = tiny_block_dir if blocks else tiny_model_dir
     steps = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+    torch.manual_seed(0)  # of an adapter's first weights
     here = make_method(folder, tmp_path / "here", method, **steps, **changes)
     here.train()
     with serving(folder, batch_size=64, weights_dir=tmp_path) as served:
         where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
+        torch.manual_seed(0)
         there = make_method(folder, tmp_path / "there", method, **steps, **changes, **where)
         there.train()
         assert served.engine.version == f"{there.server.run}-3" or served.engine.version == f"{there.server.run}-2"
@@ -40,6 +60,33 @@ def test_a_run_is_that_of_rollouts_in_the_trainer(tiny_model_dir, tiny_block_dir
     assert clockless(there.state.log_history) == clockless(here.state.log_history)
     before, after = weights(here.model), weights(there.model)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_adapter_goes_to_the_server_alone(tiny_model_dir, tmp_path):
+    """Completions are equal; gradients are up to rounding."""
+    here = make_method(tiny_model_dir, tmp_path / "here", "d1", max_steps=3, peft_config=LORA)
+    here.train()
+    with serving(tiny_model_dir, batch_size=64, weights_dir=tmp_path) as served:
+        where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
+        there = make_method(tiny_model_dir, tmp_path / "there", "d1", max_steps=3, peft_config=LORA, **where)
+        there.train()
+        assert served.engine.version == f"{there.server.run}-2"
+        refused = served.post("/update_weights_from_disk", 400, model_path="wrong")
+        assert "safetensors" in refused["message"]
+        save_tiny_adapter(tiny_model_dir, tmp_path / "wrong")
+        sampled = {"input_ids": [5, 6], "rid": "1", "sampling_params": {"max_new_tokens": 9, "temperature": 1.0}}
+        before = served.post("/generate", **sampled)["output_ids"]
+        assert "does not fit" in served.post("/update_weights_from_disk", 400, model_path="wrong")["message"]
+        assert served.post("/generate", **sampled)["output_ids"] == before
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir() if "safetensors" in path.name) == [
+        "adapter_model.safetensors"
+    ]
+    for one, other in zip(logged(here), logged(there), strict=True):
+        counted = [name for name in one if name.startswith(("completions/", "rewards/", "sampling/forward", "compute"))]
+        assert [one[name] for name in counted] == [other[name] for name in counted]
+    before, after = weights(here.model), weights(there.model)
+    for name in before:
+        torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-6)
 
 
 def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
