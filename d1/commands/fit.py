@@ -17,15 +17,20 @@ PER_STAGE: dict[
 ] = {  # what is computed unless flags say otherwise: d1's recipes, and the largest evaluation of run_eval.sh
     "sft": {"batch": 1, "length": 4096, "lora_targets": ["attention"]},
     "rl": {"batch": 6, "length": 456, "lora_targets": ["all-linear"]},  # 200 of the prompt and 256 of the completion
+    "prefer": {"batch": 2, "length": 4096, "lora_targets": ["attention"]},
     "eval": {"batch": 8, "length": 712},
 }
-RL = ("method", "beta", "views_at_once", "max_completion_length", "diffusion_steps", "steps_per_generation")
+OWN = {  # flags that only these stages read
+    "rl": ("method", "beta", "views_at_once", "max_completion_length", "diffusion_steps", "steps_per_generation"),
+    "prefer": ("num_views", "max_completion_length"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_path", "--model_name", required=True, help="only its config.json is read")
-    parser.add_argument("--stage", choices=["sft", "rl", "eval"], required=True)
-    parser.add_argument("--batch", type=COUNT, help="rows per GPU (default: the stage's recipe)")
+    parser.add_argument("--stage", choices=["sft", "rl", "prefer", "eval"], required=True)
+    rows = "rows per GPU, of prefer completions, two per pair (default: the stage's recipe)"
+    parser.add_argument("--batch", type=COUNT, help=rows)
     parser.add_argument(
         "--length", type=COUNT, help="tokens per row, prompt and completion (default: the stage's recipe)"
     )
@@ -47,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--views_at_once", type=COUNT, default=1)
     rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
     rl.add_argument("--diffusion_steps", type=COUNT, default=128, help="(default: %(default)s)")
+    parser.add_argument("--num_views", type=COUNT, default=8, help="prefer: draws per bound (default: %(default)s)")
     rollout = f"micro-batches per rollout (default: {COMPLETIONS} completions / batch / gpus)"
     rl.add_argument("--steps_per_generation", type=COUNT, help=rollout)
 
@@ -56,7 +62,15 @@ def with_recipe(args: argparse.Namespace) -> argparse.Namespace:
     given = {name: value for name, value in vars(args).items() if value is not None}
     found = {"load_in_4bit": args.stage == "rl" and args.lora_r > 0, **PER_STAGE[args.stage], **given}
     rollout = {"steps_per_generation": max(1, COMPLETIONS // (found["batch"] * args.gpus))}
-    return argparse.Namespace(**{"beta": None, **rollout, **found})
+    return argparse.Namespace(**{**vars(args), **rollout, **found})
+
+
+def of_preference(args: argparse.Namespace) -> dict[str, Any]:
+    """What `FitSettings` is told of a preference run: without LoRA it always has a reference, and its batches have
+    views, of which a token takes a byte and on the canvas an fp32 weight."""
+    canvas = min(args.max_completion_length, args.length)
+    stored = args.num_views * (args.length + 4 * canvas)
+    return {"beta": 1.0, "views": args.num_views, "canvas": canvas, "stored": stored}
 
 
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
@@ -95,9 +109,11 @@ def run(args: argparse.Namespace) -> None:
     fields = {name: value for name, value in given.items() if name in FitSettings.__annotations__}
     base, _ = adapter_chain(args.model_path, None)
     config, _ = native_config(base)
-    settings = FitSettings(**{**fields, **(of_method(args, block_size(config)) if args.stage == "rl" else {})})
+    stages = {"rl": lambda: of_method(args, block_size(config)), "prefer": lambda: of_preference(args)}
+    settings = FitSettings(**{**fields, **stages.get(args.stage, dict)()})
     shown = {**vars(args), "beta": settings.beta}
-    names = [name for name in shown if name not in ("command", "model_path") and (args.stage == "rl" or name not in RL)]
+    hidden = {"command", "model_path", *OWN["rl"], *OWN["prefer"]} - {*OWN.get(args.stage, ())}
+    names = [name for name in shown if name not in hidden]
     values = {name: " ".join(map(str, value)) if isinstance(value := shown[name], list) else value for name in names}
     sys.stdout.write("Computed for " + ", ".join(f"{name} {value}" for name, value in values.items()) + "\n\n")
     sys.stdout.write(fit_table(config, settings) + "\n")

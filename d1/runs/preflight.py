@@ -7,6 +7,12 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+from torch.utils.cpp_extension import get_default_build_root
+
+from d1.models.adapters import adapter_chain
+from d1.runs.console import log_to_console
+
 logger = logging.getLogger(__name__)
 
 
@@ -17,11 +23,7 @@ def check_start(model: str) -> None:
         FileNotFoundError: the model is no folder, not in the hub's cache, and cannot be downloaded.
         ValueError: a killed build of an extension left its lock, for which DeepSpeed would wait forever.
     """
-    import torch  # only now: `--help` does not need it
-    from torch.utils.cpp_extension import get_default_build_root
-
-    from d1.models.adapters import adapter_chain
-
+    log_to_console()
     adapter_chain(model, None)
     lines = [] if torch.cuda.is_available() else ["GPU: none, so training runs on the CPU."]
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":

@@ -37,11 +37,6 @@ def main(args: SFTConfig) -> dLLMTrainer | None:
     """
     check_output_dir(Path(args.output_dir) / args.job_name)
     with quick_imports():  # only now: they take seconds, and `--help` does not need them
-        from d1.runs.console import log_to_console
-        from d1.runs.preflight import check_start
-
-        log_to_console()
-        check_start(args.model_name)
         from d1.runs.skeleton import run
         from d1.sft.setup import stage
 
