@@ -26,6 +26,7 @@ from d1.models.kinds import block_size
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.rows import LossInputs
 from d1.sampling import Rollout, eos_cut
+from d1.sampling.loop import Writes
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of, within_blocks
 
@@ -205,8 +206,13 @@ def texts_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]
 
 def joined(parts: Iterable[Rollout]) -> Rollout:
     """The rows of several rollouts in one."""
-    columns = zip(*([getattr(part, field.name) for field in fields(Rollout)] for part in parts), strict=True)
-    return Rollout(*map(torch.cat, columns))
+    parts = [*parts]
+    names = [field.name for field in fields(Rollout) if field.name != "writes"]
+    columns: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    if parts[0].writes is None:
+        return Rollout(**columns)
+    writes = zip(*(part.writes for part in parts if part.writes is not None), strict=True)
+    return Rollout(**columns, writes=Writes(*map(torch.cat, writes)))
 
 
 def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import lcm
 from typing import Any
 
@@ -20,6 +21,8 @@ from d1.sampling.predict import Generators, predict, uniform
 from d1.sampling.reveal import REMASKING, RULES, best_first
 from d1.sampling.settings import SamplingSettings
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -27,14 +30,16 @@ class Step:
 
     rows: Tensor  # (n,) which rows of the batch
     numbers: Tensor  # (n,) how many passes each of them took part in before
-    positions: Tensor  # (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones
-    revealed: Tensor  # (n, k) bool, whether the pass revealed its prediction there
+    positions: Tensor  # (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones.
+    # With editing, all columns of the block.
+    revealed: Tensor  # (n, k) bool, whether the pass wrote its prediction there: to a masked column or as an edit
     ids: Tensor  # (n, k) the predictions; their log-probs and entropies as in `Rollout`
     logps: Tensor  # (n, k)
     entropies: Tensor  # (n, k)
     canvas: Tensor  # (rows, length) ids after this pass; later passes write to it, and to the next two
     passes: Tensor  # (rows,) so far, as in `Rollout`
     forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
+    most_writes: int = 1  # `SamplingSettings.most_writes`
 
 
 def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
@@ -68,6 +73,16 @@ def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> lis
     return (attention_mask.long().sum(1) % lcm(size, block_length)).tolist()
 
 
+@cache
+def warn_of_edits(name: str) -> None:
+    logger.warning(
+        "%s: nothing in its config says that it learnt to correct visible tokens: SFT with --edit_noise writes that, "
+        "and LLaDA2.1 learnt it, but its config does not say so. Edits by a model that was trained on masks alone "
+        "spoil more than they correct",
+        name,
+    )
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How a model fills a canvas: what all steps share."""
@@ -76,6 +91,10 @@ class Sampler:
     settings: SamplingSettings
     mask_token_id: int
     noise_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.settings.edits is not None and not getattr(self.model.config, "edit_noise", None):
+            warn_of_edits(self.model.config.name_or_path)
 
     def passes(self, cache: Cache, **options: Any) -> Passes:
         branches = 2 if self.settings.cfg_scale else 1
@@ -86,9 +105,12 @@ class Sampler:
         canvas, states = batch.canvas, [batch.rows[row] for row in live]
         left, later = [state.left for state in states], [state.later for state in states]
         rows, filled, kept = batch.upload([live, [state.filled for state in states], later])
-        hidden = batch.hidden[rows]
-        # Each row's hidden places, ascending; then, where it has fewer than another row, other places, all different.
-        slots = hidden.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
+        hidden = asked = batch.hidden[rows]
+        edits = self.settings.edits
+        if edits is not None:
+            asked = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
+        # Each row's places to predict, ascending; then, where it has fewer than another row, others, all different.
+        slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
         places = (filled.unsqueeze(1) + slots) % canvas.places.shape[1]
         positions, still = canvas.places[rows.unsqueeze(1), places], hidden.gather(1, slots)
         numbers = canvas.passes[rows]
@@ -101,14 +123,23 @@ class Sampler:
         due = (still.sum(1) - kept).clamp(min=1)
         chosen = self.choose(logps, entropies, still, due, partial(uniform, logps.shape, own, logps, left))
         at = (rows.unsqueeze(1), positions)
+        if edits is not None:
+            edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > edits)
+            chosen = chosen | edited
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
-        if self.settings.rule is not None:
-            later = hidden.sum(1).tolist()  # the step's one host sync: is there another step, and of which rows?
+        if edits is not None:  # the step's one host sync: is there another step, and of which rows?
+            counts = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
+            later = [
+                state.edited(left_hidden, edits_made, self.settings.post_steps)
+                for state, (left_hidden, edits_made) in zip(states, counts, strict=True)
+            ]
+        elif self.settings.rule is not None:
+            later = hidden.sum(1).tolist()
         for state, count in zip(states, later, strict=True):
             state.left, state.step = count, state.step + 1
-        counts = canvas.passes, canvas.forward_tokens
-        return Step(rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *counts)
+        taken = canvas.ids, canvas.passes, canvas.forward_tokens
+        return Step(rows, numbers, positions, chosen, ids, recorded, entropies, *taken, self.settings.most_writes)
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; with guidance, two branches."""

@@ -65,7 +65,9 @@ class Row:
     block: int = -1  # the current ones, from 0
     step: int = 0
     filled: int = 0  # tokens of the completion before the block
-    left: int = 0  # tokens that the block still hides
+    left: int = 0  # tokens that the next pass predicts: those that the block hides, or with editing all; 0: it is done
+    hides: int = 0  # with editing, tokens that the block still hides
+    post: int = 0  # with editing, passes since it hid none
 
     @property
     def size(self) -> int:
@@ -84,7 +86,16 @@ class Row:
         """Begins the next block."""
         self.filled += self.size if self.block >= 0 else 0
         self.block, self.step = self.block + 1, 0
-        self.left = self.size
+        self.left = self.hides = self.size
+        self.post = 0
+
+    def edited(self, hides: int, edits: int, post_steps: int) -> int:
+        """What is `left` with editing after a pass that made so many `edits` and left so many tokens hidden: nothing
+        after a pass over a full block without edits, or after `post_steps` of them."""
+        had_masks, self.hides = self.hides > 0, hides
+        self.post += not had_masks
+        settled = not had_masks and not edits
+        return 0 if not hides and (settled or self.post >= post_steps) else self.size
 
 
 @dataclass

@@ -74,7 +74,8 @@ def sample_all(
     cache, length = cache_of(sampler.model.config, sampler.settings.cache), sampler.settings.gen_length
     none = torch.zeros(0, 0, dtype=torch.long, device=sampler.model.device)
     batch = Batch.of([], start_canvas(none, none, length, 0))
-    record = blank_record(0, length, none.device)
+    writes = sampler.settings.most_writes
+    record = blank_record(0, length, none.device, writes)
     passes = sampler.passes(cache, device=none.device, masked=True, aligned=False)
     while True:
         # Here every row is full, new or, without a cache, in the middle of its block.
@@ -89,7 +90,7 @@ def sample_all(
         new = list(islice(prompts, room)) if room else []
         if done or new:
             batch = exchange(sampler, batch, kept, new)
-            blank = blank_record(len(new), length, none.device)
+            blank = blank_record(len(new), length, none.device, writes)
             record = torch.cat([record[:, batch.upload(kept)], blank], dim=1)
         if not batch.rows:
             return
