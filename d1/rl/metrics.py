@@ -36,16 +36,17 @@ def mean_entropy(inputs: LossInputs, entropies: Tensor | None, gather: Callable[
 
 
 def sampling_gap(
-    batch: Batch, inputs: LossInputs, gather: Callable[[Tensor], Tensor], cap: float | None = None
+    sampled: Tensor, inputs: LossInputs, gather: Callable[[Tensor], Tensor], cap: float | None = None
 ) -> dict[str, float]:
-    """How far the policy that sampled is from the one that is trained, before the first inner update.
+    """How far the policy that sampled, with `sampled` (rows, canvas) log-probs, is from the one that is trained, before
+    the first inner update.
 
     A token's log-prob is the mean over the views that score it. The mean difference estimates the KL between the two
     (Schulman's k1); for the exact sampler it is zero under replay, but not under d1's estimator, which scores each
     token alone. With sampling weights also their mean, and the share of tokens that the cap holds back.
     """
     scored, logps = where_scored(inputs), mean_logps(inputs.logps.detach(), inputs)
-    gap = (fitted(batch["rollout_logps"], logps.shape[1]) - logps).masked_fill(~scored, 0.0)
+    gap = (fitted(sampled, logps.shape[1]) - logps).masked_fill(~scored, 0.0)
     sums = {"sampling/logp_difference_mean": gap.sum(), "sampling/logp_difference_abs": gap.abs().sum()}
     if inputs.sampling_weights is not None and cap is not None:
         sums["sampling/weight_mean"] = (inputs.sampling_weights * scored).sum()

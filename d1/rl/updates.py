@@ -3,7 +3,8 @@
 A batch is a dictionary of tensors, as TRL makes it, with
 - `canvas_ids` (rows, canvas): the whole canvas as sampled, also behind a completion's end;
 - `view_noise` (rows, mu, views, prompt + canvas) and `view_weights` (rows, mu, views, canvas): [:, k] is what inner
-  update k is scored in;
+  update k is scored in; so are `view_shown` and `view_targets` where views have these;
+- `write_ids`, `write_steps`, `write_logps` and `write_entropies` (rows, canvas, writes), of a sampler that edits;
 - `old_view_logps` and `ref_view_logps` (rows, mu, views, canvas), where the loss needs them;
 - `view_advantages` (rows, views), with `state_reward`;
 - `scoring_views` (rows, mu) and `active_rows` (rows,): how many there are in all of the rollout, the same for each row.
@@ -12,9 +13,10 @@ A batch is a dictionary of tensors, as TRL makes it, with
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +27,12 @@ from d1.models.head import run_inside
 from d1.models.kinds import block_size
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.rows import LossInputs
-from d1.sampling import Rollout, eos_cut
-from d1.sampling.loop import Writes
+from d1.sampling import eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of, within_blocks
 
 Batch = dict[str, Any]
+VIEWS = tuple(field.name for field in fields(Views))
 
 
 def draw_updates(
@@ -42,8 +44,8 @@ def draw_updates(
     shared: bool = False,
     split: Everyone | None = None,
 ) -> Batch:
-    """`view_noise` and `view_weights` of each update; with `shared`, those of the first for all; with `split`, which
-    knows the rows of all processes, a part of the first's for each.
+    """`view_noise`, `view_weights` and what else views have, of each update; with `shared`, those of the first for all;
+    with `split`, which knows the rows of all processes, a part of the first's for each.
 
     They are drawn on the CPU, where the generators are: on a device an estimator would wait for it row by row.
     """
@@ -58,8 +60,9 @@ def draw_updates(
         draws = 1 if shared else updates
         drawn = [estimator(sampled, random, settings) for _ in range(draws)] * (updates // draws)
     return {
-        "view_noise": torch.stack([views.noise for views in drawn], dim=1).to(device, non_blocking=True),
-        "view_weights": torch.stack([views.weights for views in drawn], dim=1).to(device, non_blocking=True),
+        f"view_{name}": torch.stack([getattr(views, name) for views in drawn], dim=1).to(device, non_blocking=True)
+        for name in VIEWS
+        if getattr(drawn[0], name) is not None
     }
 
 
@@ -71,7 +74,7 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
         places = scoring.nonzero().squeeze(1)
         places = places[torch.randperm(len(places), generator=generator)]
         turn[row, places] = (torch.arange(len(places)) + before[row]) % updates
-    return [Views(views.noise, views.weights * (turn == update).unsqueeze(-1)) for update in range(updates)]
+    return [replace(views, weights=views.weights * (turn == update).unsqueeze(-1)) for update in range(updates)]
 
 
 def count(batch: Batch, everyone: Everyone) -> Batch:
@@ -86,13 +89,14 @@ def count(batch: Batch, everyone: Everyone) -> Batch:
 
 def views_of(batch: Batch, update: int) -> Views:
     """What an inner update is scored in."""
-    return Views(batch["view_noise"][:, update], batch["view_weights"][:, update])
+    return Views(**{name: batch[f"view_{name}"][:, update] for name in VIEWS if f"view_{name}" in batch})
 
 
 def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
     """Whether every update has the views of the first, on all processes: where these share weights, each forward pass
     of one needs the others. Waits for the device."""
-    alike = torch.stack([(batch[name] == batch[name][:, :1]).all() for name in ("view_noise", "view_weights")]).all()
+    columns = [batch[f"view_{name}"] for name in VIEWS if f"view_{name}" in batch]
+    alike = torch.stack([(column == column[:, :1]).all() for column in columns]).all()
     return bool(gather(alike.int()).all())
 
 
@@ -119,7 +123,7 @@ def score_batch(
             prompt_ids=batch["prompt_ids"][some],
             attention_mask=batch["prompt_mask"][some],
             completion_ids=batch["canvas_ids"][some],
-            views=Views(views.noise[some], views.weights[some]),
+            views=views.each(itemgetter(some)),
             gen_length=gen_length,
             with_entropies=with_entropies,
             **options,
@@ -204,17 +208,6 @@ def texts_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]
     return [row[keep].tolist() for row, keep in zip(ids, eos_cut(ids, eos_token_ids), strict=True)]
 
 
-def joined(parts: Iterable[Rollout]) -> Rollout:
-    """The rows of several rollouts in one."""
-    parts = [*parts]
-    names = [field.name for field in fields(Rollout) if field.name != "writes"]
-    columns: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    if parts[0].writes is None:
-        return Rollout(**columns)
-    writes = zip(*(part.writes for part in parts if part.writes is not None), strict=True)
-    return Rollout(**columns, writes=Writes(*map(torch.cat, writes)))
-
-
 def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
     """(rows, prompt) bool, the tokenizer's special tokens."""
     # Those without a role of their own are only flagged, such as LLaDA's header tokens.
@@ -238,6 +231,7 @@ def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = No
         logps=batch["rollout_logps"],
         entropies=batch["rollout_entropies"],
         blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
+        **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies")},
     )
 
 

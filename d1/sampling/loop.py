@@ -67,12 +67,25 @@ class Rollout:
         logps, entropies, numbers = (of_writes.gather(-1, last).squeeze(-1) for of_writes in record[:3])
         return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Rollout]) -> Rollout:
+        """The rows of several rollouts in one."""
+        columns: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+        writes = columns.pop("writes")
+        columns = {name: torch.cat(values) for name, values in columns.items()}
+        return cls(**columns, writes=None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True))))
+
     @property
     def edits(self) -> Tensor:
         """(rows,) how many tokens replaced one that was revealed before."""
         if self.writes is None:
             return torch.zeros_like(self.passes)
         return (self.writes.steps[..., 1:] >= 0).sum((1, 2))
+
+    @property
+    def most_writes(self) -> Tensor:
+        """(rows,) how often the place that was written most often was."""
+        return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps >= 0).sum(-1).amax(-1)
 
 
 def rollout(
