@@ -48,6 +48,8 @@ def write_card(folder: Path) -> Path:
     name, rl, adapter = local_name(folder), "method" in settings, (folder / "adapter_config.json").is_file()
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
     method = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
+    if settings.get("edit_noise"):
+        method += f", and visible tokens to correct (--edit_noise {settings['edit_noise']})"
     if rl:
         method = f"diffu-GRPO, method {local_name(settings['method'])}: {settings.get('paper', '')}"
     linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", method)

@@ -18,6 +18,7 @@ from torch.utils.data import Sampler
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.masking import draw_noise, keyed_generator
+from d1.sft.editing import EditNoise
 
 # The second part of a random generator's key: what its numbers are for. Another value would change every draw.
 TRAIN_NOISE, EVAL_NOISE, ORDER, EVAL_TIMES = 0, 1, 2, 4
@@ -145,6 +146,7 @@ class dLLMDataCollator(DefaultDataCollator):
 
     Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere) and
     `attention_mask` (0 on padding), and `t` (rows,); with a `block_size` `t` is that of each token, (rows, length).
+    With `edits`, training rows also have `edited`, bool, and `draws`, fp32 (`d1/sft/editing.py`).
     Packed, the tensors by token are (1, all tokens), the rows concatenated, and `lengths` lists their tokens.
 
     Args:
@@ -155,6 +157,7 @@ class dLLMDataCollator(DefaultDataCollator):
             (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. t is then 1 - t, so that each half on its own has
             the distribution of a plain batch, and the loss over both stays unbiased.
         packed: the rows of the batch come as one, without padding. Their noise stays the same.
+        edits: replaces visible tokens of training rows; evaluation's rows have masks alone.
     """
 
     def __init__(
@@ -165,8 +168,10 @@ class dLLMDataCollator(DefaultDataCollator):
         block_size: int | None = None,
         complementary: bool = False,
         packed: bool = False,
+        edits: EditNoise | None = None,
     ) -> None:
         super().__init__()
+        self.edits, self.vocabulary = edits, len(tokenizer)
         self.block_size, self.complementary, self.packed = block_size, complementary, packed
         self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -184,11 +189,14 @@ class dLLMDataCollator(DefaultDataCollator):
         clean = filled([row["input_ids"] for row in features], self.pad_token_id)
         answer = filled([row["answer"] for row in features], False)
         visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
-        draws = []
+        edits = self.edits if features[0]["t"] is None else None
+        draws, replaced = [], []
         for row, maskable, mirror in zip(features, answer, mirrored, strict=True):
             span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
             generator = keyed_generator(*row["key"])
             draws.append(draw_noise(maskable, generator, mirror=mirror, block_size=self.block_size, **span))
+            if edits is not None:
+                replaced.append(edits.draw(maskable, draws[-1][1], generator))
         times, hidden = map(torch.stack, zip(*draws, strict=True))
         batch = {
             "input_ids": clean.masked_fill(hidden, self.mask_token_id),
@@ -196,6 +204,10 @@ class dLLMDataCollator(DefaultDataCollator):
             "attention_mask": visible,
             "t": times,
         }
+        if edits is not None:
+            edited, numbers = map(torch.stack, zip(*replaced, strict=True))
+            ids = edits.replaced(batch["input_ids"], edited, numbers, self.vocabulary, self.mask_token_id)
+            batch |= {"input_ids": ids, "edited": edited, "draws": numbers}
         if not self.packed:
             return batch
         by_token = {name: values for name, values in batch.items() if values.shape == visible.shape}

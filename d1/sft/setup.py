@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
 from d1.runs.record import OnResume, whole
 from d1.runs.skeleton import Stage
-from d1.sft.config import SFTConfig
+from d1.sft.config import EDIT_SETTINGS, SFTConfig
 from d1.sft.data import load_function, load_rows, preprocess_dataset
+from d1.sft.editing import EditNoise
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
@@ -38,6 +40,7 @@ ON_RESUME = OnResume(
             # The rows, their order, and the noise
             *("train_data", "template", "data_function", "plain_chat_template"),
             *("overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws", "seed", ROWS_PER_STEP),
+            *("edit_noise", *EDIT_SETTINGS),
             # The weights in the checkpoint
             *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
             # The state of its optimizer and scheduler, which a new value would not reach
@@ -77,6 +80,9 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTr
         set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
         model = prepare_model(args)
         options: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
+        options["edits"] = EditNoise.of(args)
+        if args.edit_noise is not None:
+            model.config.edit_noise = args.edit_noise  # in its config.json: samplers then edit without a warning
         collator = dLLMDataCollator(tokenizer, block_size=block_size(model.config), **options)
         return dLLMTrainer(
             model=model,
@@ -95,6 +101,9 @@ def conclude(args: SFTConfig, folder: Path) -> None:
     if args.merge_at_end:
         shutil.rmtree(folder / "merged", ignore_errors=True)
         merge(args.model_name, [str(folder)], str(folder / "merged"))
+        if args.edit_noise is not None:
+            path = folder / "merged" / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"edit_noise": args.edit_noise}, indent=2) + "\n")
 
 
 def on_gpu() -> bool:

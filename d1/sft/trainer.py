@@ -27,6 +27,7 @@ from d1.runs.trainer import RunTrainer
 from d1.sft.batches import IGNORED, GlobalBatchSampler, by_row, row_numbers
 from d1.sft.batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
+from d1.sft.editing import drafted
 
 EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t
 LOSS_SUMS = "loss_sums.json"  # in a checkpoint: the losses so far
@@ -85,10 +86,32 @@ class dLLMTrainer(RunTrainer, Trainer):
         )
 
     def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Sum over each row's hidden tokens of cross-entropy / t': (rows,)."""
+        """Sum over each row's hidden tokens of cross-entropy / t', and over visible ones by `EditNoise`: (rows,)."""
         labels, row_of, t = inputs["labels"], row_numbers(inputs), inputs["t"].double()
-        hidden = ((inputs["input_ids"] != labels) & (labels != IGNORED)).cpu()  # waits for the device, this once
+        hidden = (inputs["input_ids"] != labels) & (labels != IGNORED)
         weights = 1 / noise_level(t if t.dim() == 2 else t[row_of])  # of a block-causal model t is one a token
+        if "edited" in inputs:
+            return self.edit_losses(model, inputs, hidden & ~inputs["edited"], weights)
+        return self.weighted_losses(model, inputs, hidden.cpu(), weights)  # waits for the device, this once
+
+    def edit_losses(self, model: Any, inputs: dict[str, Any], hidden: Tensor, weights: Tensor) -> Tensor:
+        """`row_losses` of a batch with replaced tokens, the mean over turns."""
+        collator: Any = self.data_collator
+        noise, edited, labels = collator.edits, inputs["edited"], inputs["labels"]
+        weights = torch.where(hidden, weights, torch.where(edited, noise.weight, noise.keep_weight))
+        scored, asked = torch.stack([(labels != IGNORED) & (weights > 0), edited]).cpu().unbind()
+        if not asked.any():
+            asked[0, 0] = True
+        at, turns = places_of(asked, labels.device), []
+        for turn in range(noise.turns):
+            if turn or noise.kind == "draft":
+                inputs = drafted(model, inputs, asked, at, turn, collator.mask_token_id, states_of)
+            turns.append(self.weighted_losses(model, inputs, scored, weights))
+        return torch.stack(turns).mean(0)
+
+    def weighted_losses(self, model: Any, inputs: dict[str, Any], hidden: Tensor, weights: Tensor) -> Tensor:
+        """Sum over each row's `hidden` tokens, (rows, length) bool on the CPU, of their weights x cross-entropy."""
+        labels, row_of = inputs["labels"], row_numbers(inputs)
         if not hidden.any():  # score one token with weight 0: every process has to call the head
             hidden[0, 0], weights = True, torch.zeros_like(weights)
 
