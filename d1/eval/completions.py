@@ -134,8 +134,8 @@ def generate_rows(
     """Each prompt's number and journal entry, as its row ends; the next prompt is taken when there is room for it.
 
     Entries hold, under the names of the generation files, texts, `tokens` generated before the end, `forward_passes`,
-    `forward_tokens` that these fed through the model, and `seconds` since rows ended before, shared by those that ended
-    together: over all rows they add up to the time that it took.
+    `forward_tokens` that these fed through the model, with editing `edits`, and `seconds` since rows ended before,
+    shared by those that ended together: over all rows they add up to the time that it took.
     """
     asked: dict[int, Prompt] = {}
 
@@ -157,9 +157,8 @@ def generate_rows(
         output = sampled.ids[:, -args.gen_length :]
         lengths = eos_cut(output, ends, including=False).sum(1).tolist()
         seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
-        for number, row, length, passes, fed in zip(
-            numbers, output.tolist(), lengths, sampled.passes.tolist(), sampled.forward_tokens.tolist(), strict=True
-        ):
+        counts = sampled.passes.tolist(), sampled.forward_tokens.tolist(), sampled.edits.tolist()
+        for number, row, length, passes, fed, edits in zip(numbers, output.tolist(), lengths, *counts, strict=True):
             entry = {
                 "index": asked.pop(number).index,
                 "generations": tokenizer.decode(row),
@@ -169,4 +168,6 @@ def generate_rows(
                 "forward_tokens": fed,
                 "seconds": seconds,
             }
+            if sampled.writes is not None:
+                entry["edits"] = edits
             yield number, entry

@@ -2,8 +2,8 @@
 
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
 `{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Ours add to an item `text`,
-`tokens` (generated before the end), `forward_passes` and `forward_tokens` (fed through the model in these); to the file
-`task`, `expected_problems` and `prompt_protocol`.
+`tokens` (generated before the end), `forward_passes`, `forward_tokens` (fed through the model in these) and, of a
+sampler that edits, `edits` (tokens that replaced others); to the file `task`, `expected_problems`, `prompt_protocol`.
 Whatever is wrong with a file or an item is noted, and the rest is read.
 """
 

@@ -90,7 +90,7 @@ LLADA2_FIXED = {  # the one architecture that was published
 }
 DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
 DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # where the file names none; LLaDA2.0's values
-EDITS = "edits revealed tokens, and here a revealed token stays. Without this field the model loads"
+EDITS = "edits revealed tokens, which here is a setting of the sampler, --edit_threshold. Without this field it loads"
 ROUTES = (
     "inserts and deletes tokens and shares the experts of a block among its tokens (LLaDA2.2). Here each token chooses "
     "alone: logits would be wrong, with or without this field. LLaDA2.0 and 2.1 load"
