@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from d1.models import load_model, load_tokenizer
-from d1.ranges import COUNT
+from d1.ranges import COUNT, SEED
 from d1.runs.entry import OneLineParser, run_script
 from d1.sft import SFTConfig
 from d1.sft.train import main as sft
@@ -28,22 +28,27 @@ from studies.samplers.fresh import FRESH
 
 DATA = Path(__file__).parent / "data" / "runs.jsonl"
 BASES = {"sudoku": "block_base", "arithmetic": "arithmetic_base"}  # in pocket/
+BLOCKS = {"sudoku": 8, "arithmetic": 32}  # the model's own; the whole canvas
 NOISES: dict[str, dict[str, Any]] = {
     "masks": {},
     "draft": {"edit_noise": "draft"},
     "uniform": {"edit_noise": "uniform"},
 }
-LENGTH, BLOCK, SEEDS = 32, 8, (0, 1, 2)
+LENGTH = 32
 LEVELS = (0.3, 0.5, 0.7, 0.9)  # of the rule threshold, with and without edits
-EDITS = (0.5, 0.9)  # edit_threshold
+BUDGETS = (0, 16)  # max_post_steps: edits only beside masks, and LLaDA2.1's
 SAMPLERS: dict[str, dict[str, Any]] = {f"{level}": {"reveal_level": level} for level in LEVELS} | {
-    f"{level} / {edit}": {"reveal_level": level, "edit_threshold": edit} for level, edit in product(LEVELS[:3], EDITS)
+    f"{level}, edits, {budget}": {"reveal_level": level, "edit_threshold": 0.5, "max_post_steps": budget}
+    for level, budget in product(LEVELS, BUDGETS)
 }
 
 
 def trained(task: str, seed: int, noise: str, args: argparse.Namespace) -> Path:
     """The folder of a model after SFT on a task's rows."""
     job = f"{task}-{noise}-{seed}"
+    folder = Path(args.output_dir) / job
+    if (folder / "model.safetensors").exists():
+        return folder
     config = SFTConfig(
         model_name=str(ROOT / "pocket" / BASES[task]),
         full_finetuning=True,
@@ -63,7 +68,7 @@ def trained(task: str, seed: int, noise: str, args: argparse.Namespace) -> Path:
         **NOISES[noise],
     )
     sft(config)
-    return Path(args.output_dir) / job
+    return folder
 
 
 def measured(folder: Path, task: str, problems: int, samplers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -77,7 +82,9 @@ def measured(folder: Path, task: str, problems: int, samplers: dict[str, dict[st
     prompts = prompts_of(rows, tokenizer, model.device)
     found = {}
     for name, options in samplers.items():
-        parts = sample(model, tokenizer, prompts, LENGTH, 128, block=BLOCK, steps=LENGTH, sampler="parallel", **options)
+        parts = sample(
+            model, tokenizer, prompts, LENGTH, 128, block=BLOCKS[task], steps=LENGTH, sampler="parallel", **options
+        )
         width, end = prompts.shape[1], tokenizer.eos_token_id
         tokens = [int((row[width:] != end).sum()) + 1 for part in parts for row in part.ids]
         found[name] = {
@@ -112,6 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=COUNT, default=500, help="per task (default: %(default)s)")
     parser.add_argument("--epochs", type=COUNT, default=4, help="of SFT, over 1000 rows (default: %(default)s)")
+    parser.add_argument("--tasks", nargs="+", choices=BASES, default=list(BASES))
+    parser.add_argument("--seeds", nargs="+", type=SEED, default=[0, 1, 2])
     parser.add_argument("--noises", nargs="+", choices=NOISES, default=["masks", "draft"])
     parser.add_argument("--output_dir", default="runs/editing", help="of the trained models (default: %(default)s)")
     return parser
@@ -119,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     there = {(line["task"], line["seed"], line["noise"]) for line in read_lines(DATA)}
-    for seed, task, noise in product(SEEDS, BASES, args.noises):
+    for seed, task, noise in product(args.seeds, args.tasks, args.noises):
         if (task, seed, noise) in there:
             continue
         samplers = {name: of for name, of in SAMPLERS.items() if noise != "masks" or "edit_threshold" not in of}
