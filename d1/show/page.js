@@ -3,7 +3,7 @@ const root = document.documentElement, byId = (id) => document.getElementById(id
 const players = [];
 let view = "confidence", active = 0;
 
-/* An element with a class, and text or children. Model text only ever gets in as text. */
+/* An element with a class, and text or children. Text of a model is only inserted as text. */
 function make(tag, name = "", inside = "") {
   const made = document.createElement(tag);
   if (name) made.className = name;
@@ -20,7 +20,7 @@ function current(film, i, step) {
   return writes.filter(([at]) => at <= step).at(-1);
 }
 
-/* The colour of a place: how sure, how spread, or how late. */
+/* The colour of a place, by confidence, entropy or order. */
 function tint(film, i, logp = film.logps[i]) {
   if (view === "confidence") return bin(Math.exp(Math.min(0, logp)));
   if (view === "entropy") return bin(Math.max(0, 1 - film.entropies[i] / 2));
@@ -32,7 +32,7 @@ function describe(film, i, step) {
   const where = `place ${i + 1} of ${film.tokens.length}`, now = current(film, i, step);
   if (!now) return [`${where}: still hidden`];
   const [at, label, logp] = now, drafts = (film.drafts[i] ?? []).filter((draft) => draft[0] < at);
-  if (film.steps[i] < 0) return [make("code", "", label), ` ${where}, filled without a look: the text had ended`];
+  if (film.steps[i] < 0) return [make("code", "", label), ` ${where}, filled without a prediction: the text had ended`];
   const sure = (100 * Math.exp(logp)).toFixed(1), spread = film.entropies[i].toFixed(3);
   const edited = drafts.length ? `; before: ${drafts.map(([when, text]) => `${text} (step ${when})`).join(", ")}` : "";
   const entropy = at === film.at[i] ? `, entropy ${spread} nats` : "";
@@ -40,7 +40,7 @@ function describe(film, i, step) {
   return [make("code", "", label), ` ${where}, ${how}${entropy}${edited}`];
 }
 
-/* One film's card. `show(step)` brings it to the state after that many passes. */
+/* One film's card. `show(step)` shows the state after `step` passes. */
 function card(film, seek) {
   const chips = film.tokens.map(([, label], i) => {
     const chip = make("span", "t off", [make("b", "", label)]);
@@ -73,7 +73,7 @@ function card(film, seek) {
     seek(Math.ceil(((event.clientY - box.top) / box.height) * film.passes));
   });
 
-  const stats = make("ul", "stats"), hint = "Point at a token, or tap it.", detail = make("div", "detail", hint);
+  const stats = make("ul", "stats"), hint = "Point at a token or tap it.", detail = make("div", "detail", hint);
   detail.setAttribute("role", "status");
   let step = 0, chosen = -1;
   const tell = (i) => {
@@ -101,7 +101,7 @@ function card(film, seek) {
 
   const parts = [make("h3", "", film.title)];
   if (film.note) parts.push(make("p", "note", film.note));
-  const ends = make("p", "caption", [make("span", "", "first token"), make("span", "", "steps run downwards"), make("span", "", "last")]);
+  const ends = make("p", "caption", [make("span", "", "first token"), make("span", "", "steps from top to bottom"), make("span", "", "last token")]);
   const node = make("article", "film", [...parts, stats, canvas, map, ends, detail]);
   const show = (to) => {
     step = Math.min(to, film.passes);
@@ -121,7 +121,7 @@ function card(film, seek) {
     now.setAttribute("y2", step);
     const shown = chips.filter((chip, i) => current(film, i, step)).length;
     const rows = [[`${step}/${film.passes}`, "steps"], [`${shown}/${chips.length}`, "tokens"]];
-    if (film.fed.length) rows.push([number(step ? film.fed[step - 1] : 0), "through the body"]);
+    if (film.fed.length) rows.push([number(step ? film.fed[step - 1] : 0), "tokens processed"]);
     if (film.seconds.length) rows.push([(step ? film.seconds[step - 1] : 0).toFixed(2), "seconds"]);
     stats.replaceChildren(...rows.map(([value, what]) => make("li", "", [make("b", "", value), make("span", "", ` ${what}`)])));
     if (chosen >= 0) tell(chosen);

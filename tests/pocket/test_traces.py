@@ -35,7 +35,7 @@ def steps_of(text: str) -> list[tuple[Fraction, str, Fraction, Fraction]]:
 
 
 def truth(recipe, problem):
-    """What the problem asks for: the target, or the amount that its sentences come to."""
+    """The right answer of a problem: the target, or the amount that results from its sentences."""
     if recipe.task == "pocket_countdown":
         return problem[1]
     amount = problem.start

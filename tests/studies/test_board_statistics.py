@@ -1,4 +1,4 @@
-"""The studies' statistics: against sums written out, closed forms, a simulation, and Holm's rule by hand."""
+"""The studies' statistics, compared with sums written out, closed forms, a simulation, and Holm's rule by hand."""
 
 import math
 from statistics import fmean, stdev
@@ -51,7 +51,7 @@ def test_of_one_seed_it_is_students_interval_over_problems():
     error = stdev(values) / math.sqrt(7)
     assert found.high - found.value == pytest.approx(2.4469119 * error, rel=1e-6)  # t of 6 degrees, from a table
     assert mean_of(np.zeros((3, 5))) == (0, 0, 0, 1)
-    with pytest.raises(ValueError, match="an interval needs two problems"):
+    with pytest.raises(ValueError, match="an interval needs at least two problems"):
         mean_of(np.ones((3, 1)))
 
 
@@ -82,7 +82,7 @@ def test_an_interval_holds_the_true_mean_of_seeds_and_problems_as_often_as_it_sa
 
 
 def test_the_seeds_of_many_methods_are_the_mean_of_those_of_all_their_pairs():
-    """Each pair's own M_s, written out; of two methods that is the estimate itself. Seeds that one method lacks do not
+    """Each pair's own M_s, written out; for two methods it is the estimate itself. Seeds that one method lacks do not
     count."""
     generator = np.random.default_rng(5)
     methods = [{seed: generator.normal(size=30) for seed in (0, 1, 2)} for _ in range(4)]

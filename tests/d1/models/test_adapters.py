@@ -1,4 +1,4 @@
-"""LoRA adapters: by name of their targets, from either naming of the weights, in chains, on 4-bit weights."""
+"""LoRA adapters: named targets, both naming schemes of the weights, chains of adapters, 4-bit weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_targets_are_the_linear_layers_of_each_block_and_nothing_else(kind_dirs,
     adapted = {n.removesuffix(".lora_A") for n, _ in peft.named_modules() if n.endswith(".lora_A")}
     hit = {n.removeprefix("base_model.model.") for n in adapted}
     if name == "all-linear" and (stacks := {n for n, _ in model.named_modules() if n.endswith(".mlp.experts")}):
-        # PEFT wraps both stacks of a layer's experts, one around the other, and no other part of its feed-forward
+        # PEFT wraps both stacks of a layer's experts, one inside the other, and no other part of its feed-forward
         blocks = (blocks - mlp) | stacks | {f"{n}.base_layer" for n in stacks}
     assert hit == (blocks if name == "all-linear" else blocks - mlp)
 
@@ -63,7 +63,7 @@ def test_names_and_lists_of_targets(kind_dirs):
     assert lora_targets(model, "attention") == lora_targets(model, ["attention"]) == attention
     assert lora_targets(model, "q_proj") == lora_targets(model, ["q_proj"]) == ["q_proj"]
     assert lora_targets(model, ["attention", "up_proj"]) == [*attention, "up_proj"]
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no modules every for LoRA: attention, all-linear"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no modules every for LoRA: use attention, all-linear"):
         lora_targets(model, "every")
 
 
@@ -137,7 +137,7 @@ def test_an_adapter_of_another_width_is_an_error(kind_dirs, tmp_path, llada_writ
 
 
 def test_what_is_no_adapter_is_said_before_the_model_is_read(kind_dirs, tmp_path):
-    with pytest.raises(ValueError, match=r"llama holds no adapter_config\.json"):
+    with pytest.raises(ValueError, match=r"llama has no adapter_config\.json"):
         load_model(tmp_path, adapter=kind_dirs["llama"])
 
 
@@ -162,7 +162,8 @@ def test_an_adapter_made_on_a_relative_path_loads_from_anywhere(kind_dirs, tmp_p
 
 
 def test_rl_on_top_of_sft_is_found_again_from_the_last_folder(kind_dirs, tmp_path):
-    """The second adapter is trained on the first, merged; its folder alone leads to base + first + second."""
+    """The second adapter is trained on the merged first one; its folder alone is enough to load base + first +
+    second."""
     base, sft, rl = kind_dirs["llada"], tmp_path / "sft", tmp_path / "rl"
     after_sft = train_adapter(load_model(base), sft, seed=1)
     start: Any = load_model(sft)
@@ -200,7 +201,7 @@ def test_nf4_weights_compute_what_their_dequantised_values_do(tmp_path, llada_wr
     assert all(p.grad is not None for p in peft.parameters() if p.requires_grad)
     for name in ("sft", "rl"):
         peft.save_pretrained(str(tmp_path / name))
-    with pytest.raises(ValueError, match="4-bit weights cannot take a merged adapter"):
+    with pytest.raises(ValueError, match="4-bit weights cannot absorb an adapter"):
         load_model(folder, adapter=[tmp_path / "sft", tmp_path / "rl"], quantization="nf4")
 
 

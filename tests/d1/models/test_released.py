@@ -104,7 +104,7 @@ def test_block_size_and_mask_are_the_configs_or_else_the_kinds(tmp_path, release
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("released", [*CONFIGS, "Dream"])
 def test_what_is_read_and_written_again_is_the_same_byte_for_byte(kind_dirs, tmp_path, monkeypatch, released, dtype):
-    """From the released files and from what training saves, and in files of their own size."""
+    """From the released files and from what training saves, with other sizes of files."""
     if dtype == torch.bfloat16 and released == "Dream":
         pytest.skip("its fixture is in float32")
     source = kind_dirs[released]
@@ -163,14 +163,14 @@ def test_a_format_is_written_from_its_own_models_only(kind_dirs, tmp_path):
         run("export", kind_dirs["qwen3"], tmp_path / "out", "--format", "sdar")
     with pytest.raises(ValueError, match="was released as 'sdar', not as 'sdar_moe'"):
         run("export", kind_dirs["sdar"], tmp_path / "out", "--format", "sdar_moe")
-    with pytest.raises(ValueError, match="'qwen3' is no released format"):
+    with pytest.raises(ValueError, match="'qwen3' is not a released format"):
         convert.export(str(kind_dirs["sdar"]), str(tmp_path / "out"), "qwen3")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("released", MIXTURES)
 def test_experts_that_come_stacked(kind_dirs, tmp_path, released):
-    """As Transformers stacks them, gate above up."""
+    """Stacked as in Transformers, gate before up."""
     weights, stacks = read_files(kind_dirs[released]), {}
     for name in [name for name in weights if ".experts.0." in name]:
         parts = (weights.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(8) if e < count(released))
@@ -201,7 +201,7 @@ def test_an_expert_that_is_missing_or_of_another_width_is_an_error(kind_dirs, tm
 
 
 def test_loading_one_kind_leaves_the_next_as_it_was(kind_dirs, tmp_path):
-    """LLaDA2's converters are Glm4Moe's only while a LLaDA2 is read."""
+    """LLaDA2's converters apply to Glm4Moe only while a LLaDA2 is loaded."""
     model = load_model(kind_dirs["llada2_moe"])
     model.save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
@@ -249,7 +249,7 @@ def test_illada_is_a_llada_with_fewer_key_heads_and_a_tied_head(tmp_path, llada_
         ("llada2_moe", {"enable_insertion": True}, "enable_insertion True: its model inserts .* with or without this"),
         ("llada2_moe", {"delete_token_id": 156930}, "delete_token_id 156930: .* deletes .* with or without this field"),
         ("llada2_moe", {"split_token_id": 156931}, "split_token_id 156931: its model inserts .* with or without this"),
-        ("llada2_moe", {"expert_capacity": 48}, "expert_capacity 48: .*shares the experts .*LLaDA2.0 and 2.1 load"),
+        ("llada2_moe", {"expert_capacity": 48}, "expert_capacity 48: .*shares the experts .*LLaDA2.0 and 2.1 can be"),
     ],
 )
 def test_what_no_class_here_has_is_refused_by_name(tmp_path, released, fields, message):

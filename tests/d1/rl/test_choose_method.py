@@ -1,4 +1,4 @@
-"""Methods: what a name sets, what stands above it, and which settings are refused beside each other."""
+"""Methods: what a name sets, what overrides it, and which settings are refused in combination."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ from d1.rl.train import make_parser
 from d1.scoring import ESTIMATORS, Estimator
 from d1.scoring.masks import draw_one_step as draw
 
-BATCH = 240  # a multiple of every method's completions a prompt
+BATCH = 240  # a multiple of every method's completions per prompt
 HERE = {"output_dir": "unused", "per_device_train_batch_size": BATCH, "use_cpu": not torch.cuda.is_available()}
 
 
@@ -35,7 +35,7 @@ def parsed(*words: str, yaml: str | None = None, tmp_path=None) -> DiffuGRPOConf
 
 
 def differing(args: DiffuGRPOConfig, other: DiffuGRPOConfig) -> dict:
-    """Settings of `args` in which it differs; `logging_dir` has the time in it."""
+    """The settings of `args` that differ; not `logging_dir`, which contains the time."""
     names = [field.name for field in fields(args) if field.name not in ("logging_dir", "run_name")]
     values = {name: getattr(args, name) for name in names}
     return {
@@ -46,8 +46,8 @@ def differing(args: DiffuGRPOConfig, other: DiffuGRPOConfig) -> dict:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-# Of its authors' main run: updates on a rollout, temperature, largest norm of a gradient, rate, completions per prompt;
-# None where their sources do not say.
+# From the authors' main run: updates per rollout, temperature, largest norm of a gradient, rate, completions per
+# prompt; None if their sources do not say.
 MAIN_RUNS = {
     "d1": (12, 0.9, 0.2, 3e-6, 6),
     "wd1": (12, 0.9, 0.2, 3e-6, 6),
@@ -86,7 +86,7 @@ def test_a_method_is_accepted_as_it_is_and_sets_all_that_its_row_has(name):
     method = METHODS[name]
     known = {field.name for field in fields(DiffuGRPOConfig)}
     assert {"temperature", "top_k", "top_p", "remasking", "max_grad_norm", "scored_tokens"} <= D1.keys()
-    assert D1.keys() <= method.values.keys()  # so that nothing of another method is left
+    assert D1.keys() <= method.values.keys()  # so that no value of another method is left
     assert {*method.values, *method.scale} <= known
     assert not method.values.keys() & method.scale.keys()
     for args in (config(method=name), parsed("--method", name)):
@@ -126,7 +126,7 @@ def test_a_method_in_a_yaml_comes_before_its_other_lines_wherever_it_stands(tmp_
     assert (args.method, args.estimator, args.epsilon, args.learning_rate) == ("espo", "espo", 0.1, 0.5)
     args = parsed("--beta", "0.9", yaml="method: espo\nbeta: 0.7", tmp_path=tmp_path)
     assert args.beta == 0.9
-    # One on the command line takes the place of the yaml's: nothing of its row is left.
+    # A method on the command line replaces the yaml's: no value of the yaml's row is left.
     args = parsed("--method", "agrpo", yaml="method: espo\nlearning_rate: 0.5", tmp_path=tmp_path)
     assert differing(args, parsed("--method", "agrpo", "--learning_rate", "0.5")) == {}
 
@@ -159,18 +159,18 @@ METHOD = {}
         ("OBJECTIVES = {}", "mine.py: METHOD must be a dictionary of settings, METHOD = {...}, got None"),
         ("METHOD = ['espo']", r"METHOD must be a dictionary of settings, .* got \['espo'\]"),
         ("METHOD = {1: 2}", "METHOD must be a dictionary of settings, .* got {1: 2}"),
-        ("METHOD = {'epsilon_hihg': 1}", "mine.py: METHOD has epsilon_hihg, which is no setting"),
-        ("METHOD = {'method': 'espo'}", "mine.py: METHOD has method, which is no setting"),
+        ("METHOD = {'epsilon_hihg': 1}", "mine.py: METHOD has epsilon_hihg, which is not a setting"),
+        ("METHOD = {'method': 'espo'}", "mine.py: METHOD has method, which is not a setting"),
         ("METHOD = {}; import no_such_thing", "mine.py: ModuleNotFoundError: No module named 'no_such_thing'"),
         (
             IMPORTS + "OBJECTIVES = [f]",
             r"OBJECTIVES must be a dictionary .* OBJECTIVES = {\"name\": Objective\(",
         ),
-        (IMPORTS + "PENALTIES = {1: Penalty(f)}", "PENALTIES must be a dictionary of names and rows"),
-        (IMPORTS + "OBJECTIVES = {'spg': Objective(f)}", "OBJECTIVES has spg already; choose another name"),
-        (IMPORTS + "ADVANTAGES = {'trl': Advantage(f)}", "ADVANTAGES has trl already; choose another name"),
-        (IMPORTS + "PENALTIES = {'k3': Penalty(f)}", "PENALTIES has k3 already; choose another name"),
-        (IMPORTS + "ESTIMATORS = {'replay': Estimator(f)}", "ESTIMATORS has replay already"),
+        (IMPORTS + "PENALTIES = {1: Penalty(f)}", "PENALTIES must be a dictionary from names to rows"),
+        (IMPORTS + "OBJECTIVES = {'spg': Objective(f)}", "OBJECTIVES already has spg; choose another name"),
+        (IMPORTS + "ADVANTAGES = {'trl': Advantage(f)}", "ADVANTAGES already has trl; choose another name"),
+        (IMPORTS + "PENALTIES = {'k3': Penalty(f)}", "PENALTIES already has k3; choose another name"),
+        (IMPORTS + "ESTIMATORS = {'replay': Estimator(f)}", "ESTIMATORS already has replay"),
         (
             IMPORTS + "ESTIMATORS = {'mine': f}",
             r"ESTIMATORS\['mine'\] must be a row: .* d1.scoring.estimators",
@@ -188,11 +188,11 @@ METHOD = {}
             r"OBJECTIVES\['mine'\]: loss must be a function",
         ),
         (IMPORTS + "PENALTIES = {'mine': Penalty('k3')}", r"PENALTIES\['mine'\]: value must be a function"),
-        (IMPORTS + "Penalty(f, to='base')", "a Penalty is to 'reference' or to 'old', got 'base'"),
+        (IMPORTS + "Penalty(f, to='base')", "a Penalty must have to='reference' or to='old', got 'base'"),
         (IMPORTS + "Objective(f, reads_old=False, over_group=True)", "over_group compares with the old policy"),
         (
             IMPORTS + "OBJECTIVES = {'mine': Objective(f, settings=('epsilom',))}",
-            r"OBJECTIVES\['mine'\] reads epsilom, which is no setting",
+            r"OBJECTIVES\['mine'\] reads epsilom, which is not a setting",
         ),
         (
             IMPORTS + "METHOD = {'objective': 'yours'}; OBJECTIVES = {'not_yours': Objective(f)}",
@@ -247,58 +247,67 @@ REFUSED = [
         {"method": "d1", "estimator": "random_masks"},
         "random_masks needs --objective clipped_views, clipped_steps, bgpo, gdsd or rldf, or one without old log-probs",
     ),
-    ({**SPG, "objective": "reinforce"}, "spg gives means over hidden tokens, no log-probabilities: .* and reinforce"),
-    ({**SPG, "estimator": "elbo"}, "the objective spg makes its bounds of means .* --estimator spg"),
-    ({"method": "stable-drl", "estimator": "one_step"}, "the objective stable_drl makes its bounds"),
+    ({**SPG, "objective": "reinforce"}, "spg gives means over hidden tokens, not log-probabilities: .* and reinforce"),
+    ({**SPG, "estimator": "elbo"}, "the objective spg computes its bounds from means .* --estimator spg"),
+    ({"method": "stable-drl", "estimator": "one_step"}, "the objective stable_drl computes its bounds"),
     ({"method": "bgpo", "estimator": "coupled"}, "bgpo takes each draw .* --estimator elbo, espo, counts, complements"),
     ({"method": "gdsd", "estimator": "replay"}, "gdsd takes each draw as an estimate of the whole completion"),
     (
         {"method": "stable-drl", "gradient_accumulation_steps": 3, "steps_per_generation": 2},
         r"stable_drl weighs a row against the others .* gradient_accumulation_steps \(3\) must be a multiple .* \(2\)",
     ),
-    ({"method": "wd1", "loss_type": "luspo"}, "reinforce knows no loss_type luspo: take one of sum, grpo"),
-    ({"method": "wd1", "loss_type": "views"}, "reinforce knows no loss_type views: take one of sum, grpo"),
-    ({"loss_type": "active"}, "the objective trl knows no loss_type active: take one of grpo, "),
-    ({"loss_type": "sum"}, "the objective trl knows no loss_type sum: take one of grpo, "),
-    ({**SPG, "beta": 0.1}, "a KL of bounds means nothing: set --beta 0"),
-    ({"kl": "k3_again", "loss_type": "cispo"}, "k3_again is averaged as loss_type says, and cispo is none of sum, "),
+    ({"method": "wd1", "loss_type": "luspo"}, "reinforce has no loss_type luspo: use one of sum, grpo"),
+    ({"method": "wd1", "loss_type": "views"}, "reinforce has no loss_type views: use one of sum, grpo"),
+    ({"loss_type": "active"}, "the objective trl has no loss_type active: use one of grpo, "),
+    ({"loss_type": "sum"}, "the objective trl has no loss_type sum: use one of grpo, "),
+    ({**SPG, "beta": 0.1}, "of which no KL can be computed: set --beta 0"),
+    ({"kl": "k3_again", "loss_type": "cispo"}, "k3_again is averaged by loss_type, and cispo is not one of sum, "),
     ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
-    ({"max_compute_tokens": 100, "lr_scheduler_type": "cosine"}, "cosine changes the rate over max_steps, .* linear"),
-    ({"max_compute_tokens": 100, "lr_scheduler_type": "linear", "warmup_steps": 3}, "warmup_steps: a linear rate .* 0"),
+    (
+        {"max_compute_tokens": 100, "lr_scheduler_type": "cosine"},
+        "cosine changes the learning rate over max_steps, .* linear",
+    ),
+    (
+        {"max_compute_tokens": 100, "lr_scheduler_type": "linear", "warmup_steps": 3},
+        "warmup_steps: a linear learning rate .* 0",
+    ),
     ({"save_at_compute": [0.5]}, "save_at_compute .* would do nothing: its shares are of max_compute_tokens"),
     ({"router_aux_loss_coef": 0.001}, "router_aux_loss_coef 0.001 needs the router's logits"),
     ({"advantage": "leave_one_out", "scale_rewards": "group"}, "set --scale_rewards none"),
     (
         {"method": "wd1", "multi_objective_aggregation": "normalize_then_sum"},
-        "signed_softmax is made of rewards less their group's mean, which normalize_then_sum does not give",
+        "signed_softmax is computed from rewards minus their group's mean, which normalize_then_sum does not give",
     ),
     ({"right_share": [0.8, 0.2]}, r"the smaller first, got \[0.8, 0.2\]"),
-    ({"right_share": [0.2]}, "right_share takes two shares"),
+    ({"right_share": [0.2]}, "right_share needs two shares"),
     (
         {"method": "tracerl", "loss_type": "grpo"},
-        "clipped_views with loss_type grpo needs all of them: take --objective",
+        "clipped_views with loss_type grpo needs all of them: use --objective",
     ),
     (
         {"split_views": True},
-        "split_views gives each update some of a row's views, and trl with loss_type bnpo needs all",
+        "split_views gives each update some of a row's views, but trl with loss_type bnpo needs all",
     ),
     (
         {"method": "bgpo", "num_iterations": 2, "split_views": True},
-        "some of a row's views, and bgpo with loss_type sum",
+        "some of a row's views, but bgpo with loss_type sum",
     ),
     ({"method": "egspo", "kl": "k2_draws"}, "k2_draws with .* needs all .* --kl k3, k3_to_old, k3_steps or k3_again"),
-    ({"method": "tracerl", "kl": "k3_likely"}, "some of a row's views, and k3_likely with loss_type views needs all"),
-    ({"method": "egspo-sa", "split_views": False}, "state_reward belongs to the views of one draw: set --split_views"),
+    ({"method": "tracerl", "kl": "k3_likely"}, "some of a row's views, but k3_likely with loss_type views needs all"),
+    (
+        {"method": "egspo-sa", "split_views": False},
+        "state_reward needs one draw of views for all updates: set --split_views",
+    ),
     (
         {"score_as_sampled": True, "temperature": 0.0},
         "at temperature 0 each token has probability 1; set another --temp",
     ),
     (
         {"scored_tokens": "canvas", "eos_stop": True},
-        "canvas counts what eos_stop leaves out, behind an EOS: set --eos_s",
+        "canvas counts tokens after an EOS, which eos_stop skips: set --eos_s",
     ),
-    ({"method": "agrpo", "eos_stop": True}, "scored_tokens steps counts what eos_stop leaves out"),
-    ({"method": "d2", "cfg_scale": 1.0}, "segments scores tokens in the states .* set --cfg_scale 0"),
+    ({"method": "agrpo", "eos_stop": True}, "scored_tokens steps counts tokens after an EOS"),
+    ({"method": "d2", "cfg_scale": 1.0}, "segments scores tokens in the sampler's states .* set --cfg_scale 0"),
     (
         {"method": "bgpo", "sampling_weight_cap": 2.0},
         "--sampling_weight_cap 2.0 would do nothing: .* bgpo",
@@ -307,18 +316,18 @@ REFUSED = [
         {"method": "spg", "sampling_weight_cap": 2.0},
         "--sampling_weight_cap 2.0 would do nothing: .* spg",
     ),
-    ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap would weigh each token of vespo"),
+    ({"loss_type": "vespo", "sampling_weight_cap": 2.0}, "sampling_weight_cap weighs single tokens and vespo"),
     ({"method": "agrpo", "p_mask_prompt": 0.1}, "replay scores tokens given the whole prompt"),
     ({"method": "just-grpo", "p_mask_prompt": 0.1}, "left_to_right scores tokens given the whole prompt"),
     # What would do nothing
-    ({"num_views": 3}, "the estimator one_step does not read it, elbo, espo, counts, .* would"),
+    ({"num_views": 3}, "the estimator one_step does not read it; elbo, espo, counts, .* would"),
     ({"method": "espo", "estimator": "coupled", "num_views": 4}, "--num_views 4 would do nothing"),
     ({"method": "just-grpo", "num_views": 4}, "--num_views 4 would do nothing"),
     ({"method": "cj-grpo", "antithetic": True}, "--antithetic True would do nothing: the estimator replay"),
     ({"method": "cj-grpo", "state_reward": 0.5}, "--state_reward 0.5 would do nothing: .* clipped_steps would"),
     ({**SPG, "stratified": True}, "--stratified True would do nothing"),
-    ({"segments": 4}, "--segments 4 would do nothing: the estimator one_step does not read it, segments would"),
-    ({"method": "d2", "segment_steps": 2}, "the estimator segments does not read it, replay would"),
+    ({"segments": 4}, "--segments 4 would do nothing: the estimator one_step does not read it; segments would"),
+    ({"method": "d2", "segment_steps": 2}, "the estimator segments does not read it; replay would"),
     ({"method": "gdpo", "num_views": 4}, "--num_views 4 would do nothing: the estimator gauss"),
     ({"method": "bgpo", "antithetic": True}, "--antithetic True would do nothing: the estimator counts"),
     ({"method": "bgpo", "segment_steps": 4}, "--segment_steps 4 would do nothing"),
@@ -328,10 +337,10 @@ REFUSED = [
     ({"method": "egspo", "mean_step": True}, "would do nothing: the steps of highest entropy are not drawn"),
     ({"method": "cj-grpo", "split_views": True}, "--split_views True would do nothing: there is one update"),
     ({"score_as_sampled": True, "temperature": 1.0}, "--score_as_sampled True would do nothing: at temperature 1"),
-    ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: the objective trl does not read it, spg, stable"),
+    ({"eubo_beta": 2.0}, "--eubo_beta 2.0 would do nothing: the objective trl does not read it; spg, stable"),
     ({"method": "bgpo", "eubo_share": 1.0}, "--eubo_share 1.0 would do nothing"),
     ({**SPG, "ratio_cap": 2.0}, "--ratio_cap 2.0 would do nothing: .* stable_drl would"),
-    ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it, trl, clipped_views, .* would"),
+    ({"method": "wd1", "epsilon": 0.2}, "the objective reinforce does not read it; trl, clipped_views, .* would"),
     ({**SPG, "epsilon_high": 0.3}, "--epsilon_high 0.3 would do nothing: the objective spg"),
     ({"method": "bgpo", "loss_type": "grpo"}, "--loss_type grpo would do nothing: the objective bgpo"),
     ({"method": "bgpo", "importance_sampling_level": "sequence"}, "--importance_sampling_level sequence would do noth"),
@@ -354,7 +363,7 @@ REFUSED = [
 
 @pytest.fixture
 def own_penalty(monkeypatch):
-    """A user's penalty that is averaged as loss_type says."""
+    """A user's penalty that is averaged according to loss_type."""
     monkeypatch.setitem(PENALTIES, "k3_again", replace(PENALTIES["k3"]))
 
 
@@ -366,7 +375,7 @@ def test_what_means_nothing_is_refused_with_the_reason(given, message):
 
 
 def refusal(**given) -> str:
-    """What is said of these settings, "" if they are accepted."""
+    """The error for these settings; "" if they are accepted."""
     try:
         config(**given)
     except ValueError as error:
@@ -393,8 +402,9 @@ def test_every_contradiction_has_a_test(monkeypatch):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_leaves_behind_beside_another_choice_is_no_reason_to_refuse(monkeypatch, name):
-    """Of a flag beside a method only a contradiction is refused; nothing of the row itself is in the way."""
-    monkeypatch.setattr("d1.rl.config.try_rows", lambda args: None)  # of rows that other tests try
+    """A flag given together with a method is refused only if it causes a contradiction; the row itself does not prevent
+    it."""
+    monkeypatch.setattr("d1.rl.config.try_rows", lambda args: None)  # with rows that other tests cover
     changes = [{"estimator": other} for other in ESTIMATORS] + [{"objective": other} for other in OBJECTIVES]
     said = [refusal(method=name, **change) for change in [*changes, {"objective": "trl"}, {"beta": 0.0}]]
     assert not [text for text in said if "would do nothing" in text]

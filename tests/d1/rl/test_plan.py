@@ -1,4 +1,4 @@
-"""The plan against what happens: arithmetic by hand, and the passes of every method counted in the model itself."""
+"""The plan compared with real runs: arithmetic by hand, and the passes of every method counted in the model itself."""
 
 from collections import Counter
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_plan_counts_what_d1_does(tmp_path):
         "updates, forward": 12,
         "updates, backward": 12,
     }
-    with pytest.raises(ValueError, match="a rollout takes 16 prompts and there are 15"):
+    with pytest.raises(ValueError, match="a rollout needs 16 prompts and there are 15"):
         plan(args, num_prompts=15)
 
 
@@ -126,12 +126,12 @@ def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, 
     lines = [record.getMessage() for record in caplog.records if record.name == "d1.rl.setup"]
     assert sum(line.startswith("Plan: ") for line in lines) == 1
     assert [
-        line.partition("since each rollout has one optimizer step and ")[2] for line in lines if "Idle" in line
+        line.partition("because each rollout has one optimizer step and ")[2] for line in lines if "Idle" in line
     ] == ([said] if said else [])
 
 
 class Counting(DiffuGRPOTrainer):
-    """Counts the rows that go through the first layer of model and reference, and back into the model, by what for."""
+    """Counts the rows that pass forward through the first layer of model and reference, and backward, by purpose."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -162,7 +162,7 @@ class Counting(DiffuGRPOTrainer):
         super().compare_rows(*args)
 
 
-# Of these every view scores something, whatever was sampled.
+# For these, every view scores something, whatever was sampled.
 FIXED = ("d1", "wd1", "spg", "stable-drl", "bgpo", "ebpo", "gdpo")
 CASES = [(name, {}) for name in METHODS]
 BLOCKS = [(name, {"blocks": 4}) for name in ("d1", "cj-grpo", "agrpo", "espo")]

@@ -1,4 +1,4 @@
-"""What a reward function may return, who is named when it does not, and rows that no reward applies to."""
+"""What a reward function may return, whom the error names otherwise, and rows to which no reward applies."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LETTERS = Path(__file__).with_name("letters_task.py")
 letters_task: Any = load_task(str(LETTERS))
 COLUMNS: dict[str, Any] = {"completions": ["a", "b", "c"], "letter": ["x", "y", "z"], "step": 7}
 NUMBERS = [1, True, 0.5, np.float32(0.25), np.int64(3), np.bool_(False), torch.tensor(1.5), None]
-BAD: dict[str, tuple[Any, str, int | None]] = {  # what is returned, what is said of it, of which row
+BAD: dict[str, tuple[Any, str, int | None]] = {  # what is returned, the message, and the row
     "nan": ([0.0, 1.0, math.nan], "returned nan, which is not finite as float32", 2),
     "inf": ([0.0, np.float32("-inf"), math.nan], r"returned np.float32\(-inf\), which is not finite", 1),
     "nan tensor": (torch.tensor([math.nan, 0.0, 0.0]), r"returned tensor\(nan\), which is not finite", 0),
     "too large": ([3e38, 1e300, 0.0], r"returned 1e\+300, which is not finite as float32", 1),
     "too small": ([np.float64(-3.5e38), 0.0, 0.0], r"returned np.float64\(-3.5e\+38\), which is not finite", 0),
     "an integer too large": ([0.0, 0.0, 10**400], "returned 10+[0.]+, which is not finite as float32", 2),
-    "string": (["0.5", 1.0, 1.0], "returned '0.5', which is no number", 0),
-    "list": ([1.0, [1.0, 2.0], 1.0], r"returned \[1.0, 2.0\], which is no number", 1),
-    "complex": ([1.0, 1.0, 1j], "returned 1j, which is no number", 2),
+    "string": (["0.5", 1.0, 1.0], "returned '0.5', which is not a number", 0),
+    "list": ([1.0, [1.0, 2.0], 1.0], r"returned \[1.0, 2.0\], which is not a number", 1),
+    "complex": ([1.0, 1.0, 1j], "returned 1j, which is not a number", 2),
     "too few": ([1.0], "returned 1 rewards for 3 rows", None),
     "too many": ([1.0] * 4, "returned 4 rewards for 3 rows", None),
     "a number": (1.0, "returned float, not a list", None),
@@ -132,7 +132,7 @@ def letters_with(rewards: list) -> ModuleType:
     ("values", "problem"),
     [
         ([0.0, 1.0], "it returned 2 rewards for 1 rows"),
-        (["1.0"], "it returned '1.0', which is no number"),
+        (["1.0"], "it returned '1.0', which is not a number"),
         ([math.nan], "it returned nan"),
         (None, "it returned NoneType, not a list"),
     ],
@@ -161,7 +161,7 @@ def test_accuracy_is_the_tasks_first_metric() -> None:
 
 
 def run_task(task: Path, model: Path, folder: Path, **changes: Any) -> list[dict[str, float]]:
-    """The training logs of a run of four completions a step on a task file."""
+    """The training logs of a run with four completions per step on a task file."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "model_path": str(model),
@@ -209,11 +209,11 @@ REWARDS = [first_half, none_but_the_last]
         assert log["reward"] == pytest.approx(4 / 3)  # 1, 2 and 1: the last row does not count as 0
         assert log["rewards/first_half/mean"] == 1.0
         assert 0 <= log["rewards/accuracy/mean"] <= 1
-    assert "No reward applies to 1 of 4 completions" in caplog.text
+    assert "1 of 4 completions are left out" in caplog.text
 
 
 def test_accuracy_is_that_of_the_completions_and_rewards_are_trls(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """Where nothing is None, all logged rewards follow from the completions that a reward function saw."""
+    """If no reward is None, all logged rewards follow from the completions that a reward function saw."""
     body = """
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A user's own rows: each mistake is one line at the start, and what a row says decides what is checked and paid."""
+"""A user's own rows: each mistake is one line at the start, and a row's attributes decide what is checked and
+computed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ def config(**given):
     return DiffuGRPOConfig(**{"output_dir": "unused", "per_device_train_batch_size": 8, "num_generations": 4, **given})
 
 
-# What a file defines around the line that its function f returns.
+# What a file defines around the expression that its function f returns.
 LOSS = "def f(inputs, settings): {}\nMETHOD = {{'objective': 'mine', 'beta': 0}}\nOBJECTIVES = {{'mine': Objective(f)}}"
 FREE = LOSS.replace("(f)", "(f, reads_old=False)")
 KL = "def f(inputs, settings): {}\nMETHOD = {{'kl': 'mine', 'beta': 0.1}}\nPENALTIES = {{'mine': Penalty(f)}}"
@@ -62,7 +63,7 @@ MISTAKES = [
     (ADVANTAGE, "return groups.mean(1)", r"returned a tensor of shape \(3,\).*: expected floats of shape \(3, 4\)"),
     (ADVANTAGE, "return groups > 0", "expected floats"),
     (VIEWS, "return None", "returned None: expected Views, of d1.scoring"),
-    (VIEWS, TWO + "return Views(noise, weights)", "gave 2 views, and its row says at most 1"),
+    (VIEWS, TWO + "return Views(noise, weights)", "gave 2 views, but its row says at most 1"),
     (VIEWS, TWO + "return Views(noise, weights[:, :1])", "2 views have noise and 1 have weights"),
     (VIEWS, TWO + "return Views(noise[:, :, :8], weights)", r"views.noise must be \(3, views, 11\)"),
     (VIEWS, TWO + "return Views(noise[:, 0], weights)", r"views.noise must be \(3, views, 11\), got \(3, 11\)"),
@@ -124,7 +125,7 @@ def test_what_a_loss_counts_is_an_average_over_micro_batches_and_at_least_one_in
     assert in_blocks.tolist() == [[1, 0, 2, 3, 1, 0, 3, 2]]
 
 
-# --- What a row says --------------------------------------------------------------------------------------------------
+# --- What a row states ------------------------------------------------------------------------------------------------
 
 
 def trained(model_dir, folder, method, **changes):
@@ -167,13 +168,15 @@ def test_a_users_estimator_of_bounds_goes_with_objectives_of_bounds(monkeypatch)
             monkeypatch.setitem(OBJECTIVES, loss, kind)
             given = {"estimator": "mine", "objective": loss, "beta": 0.0}
             if kind.linear:
-                with pytest.raises(ValueError, match=f"mine gives means .* needs --objective spg.* and {loss} another"):
+                with pytest.raises(ValueError, match=f"mine gives means .* needs --objective spg.* and {loss} needs"):
                     config(**given)
             else:
                 assert config(**given).objective == loss
-                with pytest.raises(ValueError, match="a KL of bounds means nothing"):
+                with pytest.raises(ValueError, match="of which no KL can be computed"):
                     config(**{**given, "beta": 0.1})
-                with pytest.raises(ValueError, match=f"{loss} makes its bounds of means .* --estimator spg or mine"):
+                with pytest.raises(
+                    ValueError, match=f"{loss} computes its bounds from means .* --estimator spg or mine"
+                ):
                     config(**{**given, "estimator": "elbo"})
 
 
@@ -209,12 +212,15 @@ def test_a_users_advantage_of_plain_rewards_takes_any_scale(monkeypatch):
     monkeypatch.setitem(ADVANTAGES, "mine", Advantage(lambda groups: groups.sign(), centred=False))
     monkeypatch.setitem(ADVANTAGES, "centred", Advantage(lambda groups: groups.sign()))
     assert config(advantage="mine", scale_rewards="group").advantage == "mine"
-    with pytest.raises(ValueError, match="centred is made of rewards less their group's mean: set --scale_rewards"):
+    with pytest.raises(
+        ValueError, match="centred is computed from rewards minus their group's mean: set --scale_rewards"
+    ):
         config(advantage="centred", scale_rewards="group")
 
 
 def test_the_readmes_objective_pays_for_no_old_log_probs(tiny_model_dir, tmp_path):
-    """Sampling feeds 4 passes' tokens, each of two updates 3 times a view's, and old log-probs of both 2 views'."""
+    """Tokens computed: 4 passes in sampling, 3 times a view in each of two updates, and 2 views for both's old
+    log-probs."""
     base = {name: value for name, value in SETTINGS.items() if name not in ("p_mask_prompt", "num_iterations")}
     paid, text = tmp_path / "paid.py", PUSH.read_text().replace("push, reads_old=False", "push")
     paid.write_text(text.replace('"push"', '"paid"').replace('"half"', '"halves"'))

@@ -1,4 +1,4 @@
-"""A film is what the rollout did: held against the rollout's own record, with every way to look at it."""
+"""A film shows what the rollout did: it is compared with the rollout's own record, for every kind of output."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from d1.show.page import film_data, film_page
 from d1.show.terminal import picture, play
 from tests.d1.sampling.reference import EDITORS, MASK, make_prompts, sharper
 
-# What a model could write to do harm where it is shown.
+# What a model could write to do harm in a display.
 EVIL = "</script><script>document.title='owned'</script>"
 ANSI = "\x1b[2J\x1b]0;owned\x07"
 TURNED = "\u202eabc\u2028"
@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def evil_film(title: str = "evil") -> Film:
-    """Three passes over six places, the last of which no pass looked at."""
+    """Three passes over six positions; no pass computed the last one."""
     tokens = [EVIL, ANSI, " the", "\n\n", TURNED, "@@DATA@@"]
     logps = [0.0, math.log(0.5), math.log(0.05), -0.1, -0.1, 0.0]
     return Film(
@@ -67,7 +67,7 @@ def test_a_film_is_the_rollouts_own_record(tiny_model_dir, settings):
     assert film.seconds == sorted(film.seconds)
     counts = [len(look) for look in looks]
     assert counts == sorted(counts)
-    assert counts[-2] < counts[-1] == 12  # what the end of the text fills comes last
+    assert counts[-2] < counts[-1] == 12  # positions filled by the EOS stop come last
     assert max(film.shown_by()) == film.passes
 
 
@@ -163,7 +163,7 @@ def test_a_picture_shows_each_token_in_its_step_and_colour_and_text_as_text():
 
 
 def partial_films(film: Film):
-    """The film as it grew."""
+    """The film as it grows."""
     whole = (film.tokens, film.steps)
     for step in range(3):
         seen = [0 <= at <= step for at in whole[1]]
@@ -184,7 +184,7 @@ def test_a_terminal_gets_the_canvas_in_place_and_no_escape_of_the_models():
     assert "\x1b[2J" not in text
     assert "\x1b]0" not in text
     assert "\x1b[1A" in text  # it moves up to write over itself
-    assert re.search(r"step 3/4 .* 6 of 6 tokens .* 27 through the body .* 3.00 s", text)
+    assert re.search(r"step 3/4 .* 6 of 6 tokens .* 27 processed .* 3.00 s", text)
     red, green, blue = bytes.fromhex(colour(math.log(0.5))[1:])
     assert re.search(rf"48;2;{red};{green};{blue}m⟨1B⟩", text)
     frames = text.split("╭")
@@ -217,7 +217,7 @@ def test_what_is_no_terminal_gets_a_line_a_step_and_the_text():
     file = io.StringIO()
     play(partial_films(evil_film()), Console(file=file, width=40), total=4)
     lines = file.getvalue().splitlines()
-    assert lines[0] == f"step 1/4  2 of 6 tokens  9 through the body  1.00 s  {EVIL} 100%, ⟨202E⟩abc⟨2028⟩ 90%"
+    assert lines[0] == f"step 1/4  2 of 6 tokens  9 processed  1.00 s  {EVIL} 100%, ⟨202E⟩abc⟨2028⟩ 90%"
     assert lines[1].endswith("the 5%, ↵↵ 90%")
     assert "\x1b" not in file.getvalue()
     assert [line.partition("  ")[0] for line in lines[:3]] == ["step 1/4", "step 2/4", "step 3/4"]
