@@ -174,7 +174,7 @@ class dLLMDataCollator(DefaultDataCollator):
         edits: EditNoise | None = None,
     ) -> None:
         super().__init__()
-        self.edits, self.vocabulary = edits, len(tokenizer)
+        self.edits, self.vocabulary = edits, 0 if edits is None else len(tokenizer)
         self.block_size, self.complementary, self.packed = block_size, complementary, packed
         self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

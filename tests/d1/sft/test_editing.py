@@ -85,7 +85,7 @@ def test_loss_and_gradient_are_those_of_a_loop_however_a_batch_is_split(tiny_mod
         trainer.train()
         trainer.save_model()
         trainer.save_state()
-        assert_same(found(tiny_model_dir, folder), expected)
+        assert_same(found(tiny_model_dir, folder), expected, atol=1e-5)  # norms are computed in fp32
 
 
 def batches(noise, **options):
