@@ -7,10 +7,12 @@ Writes the part of README.md below its marker.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from pathlib import Path
 from typing import Any
 
+from d1.runs.entry import OneLineParser, run_script
 from studies.editing.run import BASES, DATA, SAMPLERS
 from studies.json_lines import read_lines
 from studies.samplers.cost import with_margin
@@ -81,7 +83,11 @@ def table(task: str, lines: list[dict[str, Any]]) -> str:
     return title + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    return OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def main(args: argparse.Namespace) -> None:
     path, lines = Path(__file__).with_name("README.md"), read_lines(DATA)
     opening = path.read_text().partition(MARKER)[0]
     tables = [table(task, lines) for task in BASES if any(line["task"] == task for line in lines)]
@@ -89,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script("studies.editing.report", lambda: main(make_parser().parse_args()))

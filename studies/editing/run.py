@@ -1,6 +1,6 @@
 """What editing gives a pocket model: accuracy against tokens per pass, with editing and without.
 
-    OMP_NUM_THREADS=1 nice -n 19 python -m studies.editing.run
+    OMP_NUM_THREADS=1 python -m studies.editing.run
 
 For each task and seed, SFT with masks alone and with visible noise, on the same rows for as many steps; then greedy
 completions of problems that no training saw, under each sampler of `SAMPLERS`. Sudoku is done by the block-causal base,
