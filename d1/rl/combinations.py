@@ -39,6 +39,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "rollout_mode": ("trainer", "server"),
     "draw_steps": DRAW_STEPS,
     "estimator": ESTIMATORS,
     "objective": OBJECTIVES,
@@ -66,6 +67,8 @@ def about_edits(s: Any) -> Iterator[str]:
             f"edit_threshold {above:g}: below 0.5 more than one token can replace a revealed one, so the probability "
             "that it stayed is not known from one candidate: in RL set --edit_threshold to 0.5 or more"
         )
+    if s.rollout_mode == "server":
+        yield "edit_threshold: a rollout server does not send what edits replaced: leave rollout_mode server out"
     if estimator.replays and not estimator.replays_writes:
         able = names(ESTIMATORS, replays=True, replays_writes=True)
         yield f"{s.estimator} replays what was written last, and edit_threshold writes more than once: take {able}"
@@ -77,6 +80,8 @@ def about_edits(s: Any) -> Iterator[str]:
 
 def contradictions(s: Any) -> Iterator[str]:
     """The reasons why the settings contradict each other."""
+    if (s.rollout_mode == "server") != (len(s.rollout_server_base_url or ()) == 1):
+        yield "--rollout_mode server needs one --rollout_server_base_url, and no other mode has any"
     if s.score_as_sampled and not s.temperature:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]

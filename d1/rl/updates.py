@@ -27,7 +27,7 @@ from d1.models.head import run_inside
 from d1.models.kinds import block_size
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.rows import LossInputs
-from d1.sampling import eos_cut
+from d1.sampling import Rollout, eos_cut
 from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSettings, score
 from d1.scoring.rollouts import blocks_of, within_blocks
 
@@ -208,6 +208,14 @@ def texts_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]
     """The ids of each row of canvases (rows, canvas) up to and including its first EOS."""
     ids = canvas_ids.cpu()
     return [row[keep].tolist() for row, keep in zip(ids, eos_cut(ids, eos_token_ids), strict=True)]
+
+
+def in_parts(
+    sample: Callable[..., Rollout], ids: Tensor, mask: Tensor, generators: Sequence[torch.Generator], size: int
+) -> Rollout:
+    """The rollout of prompts (rows, prompt), `size` rows at a time."""
+    parts = [slice(start, start + size) for start in range(0, len(ids), size)]
+    return Rollout.joined([sample(ids[part], mask[part], generator=generators[part]) for part in parts])
 
 
 def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:

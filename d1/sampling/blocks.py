@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from math import lcm
 from typing import Any
 
@@ -83,6 +84,12 @@ def warn_of_edits(name: str) -> None:
     )
 
 
+def check_learnt(config: Any, settings: SamplingSettings) -> None:
+    """Warns once of edits by a model that does not say that it learnt them."""
+    if settings.edits is not None and not getattr(config, "edit_noise", None):
+        warn_of_edits(config.name_or_path)
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How a model fills a canvas: what all steps share."""
@@ -93,8 +100,7 @@ class Sampler:
     noise_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if self.settings.edits is not None and not getattr(self.model.config, "edit_noise", None):
-            warn_of_edits(self.model.config.name_or_path)
+        check_learnt(self.model.config, self.settings)
 
     def passes(self, cache: Cache, **options: Any) -> Passes:
         branches = 2 if self.settings.cfg_scale else 1
@@ -106,45 +112,58 @@ class Sampler:
         left, later = [state.left for state in states], [state.later for state in states]
         rows, filled, kept = batch.upload([live, [state.filled for state in states], later])
         hidden = asked = batch.hidden[rows]
-        edits = self.settings.edits
-        if edits is not None:
-            asked = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
+        own_settings = [state.settings or self.settings for state in states]
+        above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]  # no edit is above 2
+        editing = any(settings.edits is not None for settings in own_settings)
+        if editing:  # rows without edits predict what they hide
+            inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
+            limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
+            asked = torch.where(limits < 2, inside, hidden)
         # Each row's places to predict, ascending; a row with fewer of them is padded with other, distinct places.
         slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
         places = (filled.unsqueeze(1) + slots) % canvas.places.shape[1]
         positions, still = canvas.places[rows.unsqueeze(1), places], hidden.gather(1, slots)
         numbers = canvas.passes[rows]
-        generators = [state.generator for state in states if state.generator is not None]
-        own: Generators = generators if len(generators) == len(states) else batch.generator
-        found, options = self.states(canvas, passes, rows, positions), {"noise_dtype": self.noise_dtype}
-        ids, logps, entropies, recorded = predict(
-            self.model, found, left, self.settings, self.mask_token_id, own, **options
-        )
+        found = self.states(canvas, passes, rows, positions)
         due = (still.sum(1) - kept).clamp(min=1)
-        chosen = self.choose(logps, entropies, still, due, partial(uniform, logps.shape, own, logps, left))
+        alike: dict[SamplingSettings, list[int]] = {}
+        for place, state in enumerate(states):
+            alike.setdefault(state.settings or self.settings, []).append(place)
+        parts = []
+        for settings, some in alike.items():  # one part, where all rows have the same settings
+            those: Any = batch.upload(some) if len(alike) > 1 else slice(None)
+            counts, own = [left[place] for place in some], batch.generators([live[place] for place in some])
+            parts.append(self.reveal(settings, found[:, those], still[those], due[those], counts, own))
+        revealed: Any = parts[0]
+        if len(alike) > 1:
+            order = batch.upload([*chain(*alike.values())]).argsort()
+            revealed = (torch.cat(part)[order] for part in zip(*parts, strict=True))
+        ids, logps, entropies, recorded, chosen = revealed
         at = (rows.unsqueeze(1), positions)
-        if edits is not None:
-            edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > edits)
+        if editing:
+            edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
             chosen = chosen | edited
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
-        if edits is not None:  # the step's one host sync: which rows take another step
-            counts = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
+        if editing:  # the step's one host sync: which rows take another step
+            made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
             later = [
-                state.edited(left_hidden, edits_made, self.settings.post_steps)
-                for state, (left_hidden, edits_made) in zip(states, counts, strict=True)
+                hides if settings.edits is None else state.edited(hides, edits, settings.post_steps)
+                for state, settings, (hides, edits) in zip(states, own_settings, made, strict=True)
             ]
-        elif self.settings.rule is not None:
+        elif any(settings.rule is not None for settings in alike):
             later = hidden.sum(1).tolist()
         for state, count in zip(states, later, strict=True):
             state.left, state.step = count, state.step + 1
-        taken = canvas.ids, canvas.passes, canvas.forward_tokens
-        return Step(rows, numbers, positions, chosen, ids, recorded, entropies, *taken, self.settings.most_writes)
+        so_far = canvas.passes, canvas.forward_tokens
+        return Step(
+            rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *so_far, self.settings.most_writes
+        )
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
         branches = [canvas.ids[rows]]
-        if self.settings.cfg_scale:
+        if passes.branches == 2:
             branches.append(branches[0].masked_fill(canvas.given[rows], self.mask_token_id))
         visible = canvas.visible[rows].repeat(len(branches), 1)
         states, fed = passes.states(torch.cat(branches), visible, positions.repeat(len(branches), 1))
@@ -152,15 +171,27 @@ class Sampler:
         canvas.forward_tokens[rows] += fed.unflatten(0, (len(branches), -1)).sum(0)
         return states.unflatten(0, (len(branches), -1))
 
-    def choose(
-        self, logps: Tensor, entropies: Tensor, hidden: Tensor, due: Tensor, draw: Callable[[], Tensor]
-    ) -> Tensor:
-        """(n, k) bool, which predictions are kept: as many as are `due` (n,) by the schedule, or more by the rule."""
-        places, scores = best_first(REMASKING[self.settings.remasking].scores(logps, entropies, draw), hidden)
-        if self.settings.rule is not None:
-            count = RULES[self.settings.rule].count
-            due = count(scores, entropies.gather(1, places), self.settings.level).maximum(due).minimum(hidden.sum(1))
-        return places.argsort(dim=-1) < due.unsqueeze(1)
+    def reveal(
+        self,
+        settings: SamplingSettings,
+        found: Tensor,
+        hidden: Tensor,
+        due: Tensor,
+        left: Sequence[int],
+        generator: Generators,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Predictions (n, k), their log-probs, entropies and recorded log-probs, and whether each is kept: those `due`
+        (n,) by the schedule, or more by the rule."""
+        options = {"noise_dtype": self.noise_dtype}
+        ids, logps, entropies, recorded = predict(
+            self.model, found, left, settings, self.mask_token_id, generator, **options
+        )
+        draw = partial(uniform, logps.shape, generator, logps, left)
+        places, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
+        if settings.rule is not None:
+            count = RULES[settings.rule].count
+            due = count(scores, entropies.gather(1, places), settings.level).maximum(due).minimum(hidden.sum(1))
+        return ids, logps, entropies, recorded, places.argsort(dim=-1) < due.unsqueeze(1)
 
     def fill_blocks(self, batch: Batch, live: list[int], passes: Passes, together: bool) -> Iterator[Step]:
         """Yield steps of the rows `live` until all of them (or, if not `together`, one) have filled their blocks."""
