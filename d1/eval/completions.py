@@ -135,8 +135,9 @@ def generate_rows(
     """Each prompt's number and journal entry, as soon as its row ends; the next prompt is taken when there is room.
 
     Entries use the names of the generation files: texts, `tokens` generated before the end, `forward_passes`,
-    `forward_tokens` (tokens processed in these passes), and `seconds`: the time since the last rows ended, divided by
-    the number of rows that ended together, so that the sum over all rows is the total time.
+    `forward_tokens` (tokens processed in these passes), `edits` of a sampler that edits, and `seconds`: the time since
+    the last rows ended, divided by the number of rows that ended together, so that the sum over all rows is the total
+    time.
     """
     asked: dict[int, Prompt] = {}
 
@@ -158,9 +159,8 @@ def generate_rows(
         output = sampled.ids[:, -args.gen_length :]
         lengths = eos_cut(output, ends, including=False).sum(1).tolist()
         seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
-        for number, row, length, passes, fed in zip(
-            numbers, output.tolist(), lengths, sampled.passes.tolist(), sampled.forward_tokens.tolist(), strict=True
-        ):
+        counts = sampled.passes.tolist(), sampled.forward_tokens.tolist(), sampled.edits.tolist()
+        for number, row, length, passes, fed, edits in zip(numbers, output.tolist(), lengths, *counts, strict=True):
             entry = {
                 "index": asked.pop(number).index,
                 "generations": tokenizer.decode(row),
@@ -170,4 +170,6 @@ def generate_rows(
                 "forward_tokens": fed,
                 "seconds": seconds,
             }
+            if sampled.writes is not None:
+                entry["edits"] = edits
             yield number, entry

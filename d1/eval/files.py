@@ -2,8 +2,9 @@
 
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
 `{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Our files add to each item
-`text`, `tokens` (generated before the end), `forward_passes` and `forward_tokens` (processed in these passes), and to
-the file `task`, `expected_problems` and `prompt_protocol`.
+`text`, `tokens` (generated before the end), `forward_passes`, `forward_tokens` (processed in these passes) and, of a
+sampler that edits, `edits` (tokens that replaced others), and to the file `task`, `expected_problems` and
+`prompt_protocol`.
 Errors in a file or an item are recorded, and the rest is read.
 """
 

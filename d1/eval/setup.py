@@ -116,6 +116,8 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         **{name: getattr(args, name) for name in (*names, "sampler", "prompt_protocol")},
         "reveal": [sampling.cache, sampling.rule, sampling.level],
     }
+    if sampling.edits is not None:  # runs from before there were edits resume
+        identity["editing"] = [sampling.edits, sampling.post_steps]
     if not in_fp32(args):  # these change the rounding of logits, and so sometimes a token
         identity |= {
             "batch_size": args.batch_size,

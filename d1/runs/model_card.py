@@ -49,6 +49,8 @@ def write_card(folder: Path) -> Path:
     name, rl, adapter = local_name(folder), "dataset" in settings, (folder / "adapter_config.json").is_file()
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
     method = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
+    if settings.get("edit_noise"):
+        method += f", and visible tokens to correct (--edit_noise {settings['edit_noise']})"
     if "method" in settings:
         method = f"method {local_name(settings['method'])}: {settings.get('paper', '')}"
         method = f"diffu-GRPO, {method}" if rl else f"preferences, {method}, {bounds(settings)}"
