@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from d1.commands import chat, convert, fill, fit, methods, watch
+from d1.commands import chat, convert, fill, fit, methods, sandbox, watch
 from d1.runs.entry import OneLineParser, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported when asked for
@@ -38,6 +38,7 @@ COMMANDS = {
     "export": Command("a model in a released format, for that format's own code", convert.add_export, convert.export),
     "fit": Command("the memory a stage needs, and the largest batch on each card", fit.add_arguments, fit.run),
     "methods": Command("the RL methods that --method takes, or all values of one", methods.add_arguments, methods.run),
+    "sandbox": Command("check that programs can be judged here, safely", sandbox.add_arguments, sandbox.run),
     "chat": Command("several turns, the answers coming into focus", chat.add_arguments, chat.run),
     "watch": Command("a completion coming into focus, here or as a page", watch.add_arguments, watch.run),
     "fill": Command('masks in a text, "The [MASK:3] of a text", filled in', fill.add_arguments, fill.run),

@@ -6,6 +6,7 @@ Countdown: three numbers from 1 to 99 and a target from 1 to 99 that they reach,
 of numbers belongs to one split only.
 Pocket Countdown: the 364 sets of three numbers from 1 to 12 are split first; of each, every target that the pocket
 model's two steps reach. Arithmetic: word problems of three steps; a start and its three operands belong to one split.
+Programs: functions of one number, each in one split, with their values from f(0) to f(6).
 
 With --sealed it writes the problems that only the final table of studies/leaderboard/ is judged on.
 """
@@ -17,14 +18,16 @@ import csv
 import json
 import random
 from fractions import Fraction
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from d1.runs.entry import run_script
 from d1.tasks.arithmetic import LEAST, MOST, after, draw_problem
 from d1.tasks.pocket_countdown import LARGEST_NUMBER, chains
+from d1.tasks.programs import INPUTS, functions
 from d1.tasks.sudoku import solution_grids
 
 HOLES = 6
@@ -33,6 +36,7 @@ SUDOKU_PUZZLES = {"train": 4000, "validation": 512, "test": 512}
 COUNTDOWN_PROBLEMS = {"train": 2000, "validation": 256, "test": 256}
 POCKET_COUNTDOWN_SETS = {"train": 1400, "validation": 70, "test": 70}
 ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
+PROGRAMS = {"train": 1261, "validation": 256, "test": 256}
 SEALED = 1024
 
 
@@ -114,6 +118,16 @@ def arithmetic_row(start: int, *operands: int, rng: np.random.Generator) -> dict
     return {"question": problem.question, "answer": "\n".join([*lines, f"#### {amount}"])}
 
 
+def program_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, Any]]]:
+    """Functions with their values, as many per split."""
+    every = functions()
+    drawn = iter(rng.sample(every, len(every)))
+    return {
+        split: [{"output": ",".join(str(one(x)) for x in INPUTS), "program": one.text} for one in islice(drawn, count)]
+        for split, count in splits.items()
+    }
+
+
 def sealed_problems(seed: int) -> dict[str, list[dict[str, str]]]:
     """Task -> 1,024 problems that no split has, but for Pocket Countdown.
 
@@ -132,7 +146,7 @@ def sealed_problems(seed: int) -> dict[str, list[dict[str, str]]]:
     }
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), newline="\n")
 
 
@@ -159,10 +173,11 @@ def main(args: argparse.Namespace) -> None:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["Puzzle", "Solution"])
             writer.writerows(sudoku_puzzles(solutions, SUDOKU_PUZZLES[split], grids, rng))
-    files = {
+    files: dict[str, dict[str, list[dict[str, Any]]]] = {
         "countdown": countdown_problems(COUNTDOWN_PROBLEMS, random.Random(args.seed)),
         "pocket_countdown": pocket_countdown_problems(POCKET_COUNTDOWN_SETS, random.Random(args.seed)),
         "arithmetic": arithmetic_problems(ARITHMETIC_PROBLEMS, args.seed),
+        "programs": program_problems(PROGRAMS, random.Random(args.seed)),
     }
     for name, splits in files.items():
         for split, rows in splits.items():

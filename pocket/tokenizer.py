@@ -2,7 +2,7 @@
 
 Sudoku: one token a cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
 order), because rotary positions alone hide from a small model which cell a bare digit stands in.
-Countdown: one token a whole number from 0 to 60. Arithmetic: words, and one token a digit; "27" is "2" and "##7", so
+Countdown and programs: one token per whole number. Arithmetic: words, and one token a digit; "27" is "2" and "##7", so
 that text reads as it should.
 The chat template makes the prompt of what a task's usual question ends with: <bos>, the problem, "=>".
 """
@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import Sequence as InTurn
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from d1.tasks import programs
 from d1.tasks.arithmetic import PEOPLE, THINGS, TIMES, VERBS
 from d1.tasks.pocket_countdown import LARGEST
 
@@ -51,6 +52,14 @@ COUNTDOWN_PROMPT = """\
 ARITHMETIC_PROMPT = """\
 {{ bos_token ~ ' ' ~ message['content'].strip().split('\\n')[-1] ~ ' =>' }}
 """
+PROGRAMS_PROMPT = """\
+{%- set lines = message['content'].strip().split('\\n')[-3:] -%}
+{%- if lines | length != 3 or lines[0][:7] != 'f(1) = ' or lines[1][:7] != 'f(2) = ' or lines[2][:7] != 'f(3) = ' -%}
+{{ raise_exception('the pocket model reads three values: end the user message with the lines "f(1) = 5", "f(2) = 8" '
+   ~ 'and "f(3) = 11", got ' ~ lines) }}
+{%- endif -%}
+{{ bos_token ~ ' ' ~ lines[0][7:] ~ ' ' ~ lines[1][7:] ~ ' ' ~ lines[2][7:] ~ ' =>' }}
+"""
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'user' -%}
@@ -78,6 +87,7 @@ TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] =
         ARITHMETIC_PROMPT,
         "|=>|[-+*/=;().?]",
     ),
+    "programs": (WordLevel, [*SIGNS, "x", *map(str, range(programs.LARGEST + 1))], PROGRAMS_PROMPT, "|=>|[-+*/=;()]"),
 }
 
 

@@ -19,6 +19,7 @@ OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval")
 # d1's rooms from the ground up: each may import those of the lines above its own, and itself.
 LAYERS = (
     ("lazy", "ranges", "show", "transformers_bridge"),
+    ("sandbox",),
     ("models", "masking", "tasks"),
     ("sampling", "scoring"),
     ("runs",),

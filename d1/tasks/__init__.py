@@ -39,6 +39,8 @@ TASKS = {
     "sudoku": "d1.tasks.sudoku",
     "pocket_countdown": "d1.tasks.pocket_countdown",
     "arithmetic": "d1.tasks.arithmetic",
+    "code": "d1.tasks.code",
+    "programs": "d1.tasks.programs",
 }
 PROTOCOLS = ("d1", "llada")  # those that tasks here know; a task file may have others
 SHOT_SEED = 0  # of the examples in RL; it is the default seed of eval.py, which then shows the same

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import re
 from fractions import Fraction
 from itertools import combinations, permutations, product
 from pathlib import Path
@@ -44,6 +45,7 @@ def test_the_script_writes_the_same_bytes(tmp_path):
     script.main(script.make_parser().parse_args(["--output_dir", str(tmp_path)]))
     made = sorted(tmp_path.iterdir())
     names = ["sudoku_{}.csv", "countdown_{}.jsonl", "pocket_countdown_{}.jsonl", "arithmetic_{}.jsonl"]
+    names += ["programs_{}.jsonl"]
     assert [path.name for path in made] == sorted(name.format(split) for name in names for split in SPLITS)
     for path in made:
         assert path.read_bytes() == (FOLDER / path.name).read_bytes(), path.name
@@ -148,3 +150,26 @@ def test_arithmetic_numbers_are_disjoint_between_splits():
     rows = {split: arithmetic(split) for split in SPLITS}
     assert [len(found) for found in rows.values()] == [4000, 512, 512]
     assert len({numbers(row) for found in rows.values() for row in found}) == 5024
+
+
+PROGRAM_FORMS = {  # the text of a program -> its value at x
+    r"x \* (\d+) \+ (\d+)": lambda x, a, b: a * x + b,
+    r"(\d+) - x \* (\d+)": lambda x, a, b: a - b * x,
+    r"x \* \( x \+ (\d+) \) \+ (\d+)": lambda x, a, b: x * x + a * x + b,
+}
+
+
+def test_programs_are_right_and_each_function_is_in_one_split():
+    lines = [line for split in SPLITS for line in (FOLDER / f"programs_{split}.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 1261 + 256 + 256
+    assert len({tuple(row["output"].split(",")[1:4]) for row in rows}) == len(rows)
+    for row in rows:
+        ((value, constants),) = [
+            (value, map(int, match.groups()))
+            for form, value in PROGRAM_FORMS.items()
+            if (match := re.fullmatch(form, row["program"]))
+        ]
+        a, b = constants
+        assert row["output"] == ",".join(str(value(x, a, b)) for x in range(7))
+        assert all(0 <= value(x, a, b) <= 80 for x in range(4))
