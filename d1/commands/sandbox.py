@@ -85,4 +85,4 @@ def run(args: argparse.Namespace) -> None:
             f"not so in this sandbox: {'; '.join(faults)}. Linux 5.14 and bubblewrap 0.8 or newer are needed"
         )
     most = WORKERS * 2 * limits.processes * limits.memory / 1024
-    sys.stdout.write(", ".join(f"{name} {value}" for name, value in sizes.items()) + f"; at most {most:g} GiB in all\n")
+    sys.stdout.write(f"limits per program: {limits}; at most {most:g} GiB of main memory in all\n")

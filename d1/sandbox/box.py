@@ -63,6 +63,12 @@ class Limits:
     def __post_init__(self) -> None:
         check_ranges(vars(self), ranges_of(Limits))
 
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:g} s, {self.cpu_seconds} s of processor time and {self.memory} MiB per process, "
+            f"{self.processes} processes, {self.files} MiB of files"
+        )
+
 
 @dataclass(frozen=True)
 class Cases:

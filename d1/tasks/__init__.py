@@ -7,6 +7,8 @@ A task module has
 - `extract(text)` -> the answer in a completion, or None;
 - `score(text, row)` -> strict metrics in [0, 1], the first being the accuracy; of the row it needs only `question`
   and `ground_truth`;
+- optionally `CONCURRENT`, how many calls of `score` may run at a time, in threads, and `JUDGED`, a model card's line on
+  how answers are judged;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
 - optionally `PROTOCOLS`: other ways to ask and to read the same problems. Its rows say what changes: `QUESTION`, the
   user's message with {question} in it; `SHOTS`, how many solved training problems come before it as turns of their own

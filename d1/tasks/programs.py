@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from d1.sandbox import WORKERS, Cases, working_python
+from d1.sandbox import Cases, working_python
 from d1.tasks import answer_block, ask, format_completion
-from d1.tasks.code import judged_by
+from d1.tasks.code import CONCURRENT, JUDGED, judged_by
 from d1.tasks.data import JSON, file_of, read_file, task_rows
+
+__all__ = ["CONCURRENT", "JUDGED", "REWARDS", "demonstrate", "extract", "load_rows", "score"]
 
 INSTRUCTIONS = "Find the function f from its values at 1, 2 and 3."
 ANSWER = "the expression in x alone"
 COLUMNS = ("output", "program")
 INPUTS = range(7)  # what an answer is judged on
 LARGEST = 80  # of f(0) to f(3)
-CONCURRENT = WORKERS
 
 
 class Function(NamedTuple):

@@ -11,14 +11,15 @@ import pytest
 
 from d1.tasks import answer_block, load_task
 from d1.tasks.arithmetic import Step
-from pocket import arithmetic_traces, countdown_traces
+from pocket import arithmetic_traces, countdown_traces, programs_traces
 from pocket.answers import MALFORMED, malform
 from pocket.make_sft_data import WELL_FORMED
 from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
+from tests.sandbox import SANDBOXED, skip_without_sandbox
 
 DATASET = Path(__file__).resolve().parents[2] / "dataset"
-TASKS = ("countdown", "arithmetic")
+TASKS = ("countdown", "arithmetic", "programs")
 SIGNS = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
 
 
@@ -35,9 +36,11 @@ def steps_of(text: str) -> list[tuple[Fraction, str, Fraction, Fraction]]:
 
 
 def truth(recipe, problem):
-    """What the problem asks for: the target, or the amount that its sentences come to."""
+    """What the problem asks for: the target, the last example, or the amount that its sentences come to."""
     if recipe.task == "pocket_countdown":
         return problem[1]
+    if recipe.task == "programs":
+        return problem[0][-1]
     amount = problem.start
     for sign, k in problem.steps:
         amount = int(SIGNS[sign](Fraction(amount), Fraction(k)))
@@ -45,6 +48,12 @@ def truth(recipe, problem):
 
 
 def row_of(recipe, problem):
+    if recipe.task == "programs":  # a function of at most second degree, from three of its values
+        first, second, third = problem[0]
+        values = [
+            first + (x - 1) * (second - first) + (x - 1) * (x - 2) // 2 * (third - 2 * second + first) for x in range(7)
+        ]
+        return {"question": recipe.traces.question(*problem), "ground_truth": values}
     value = truth(recipe, problem)
     given = [list(problem[0]), value] if recipe.task == "pocket_countdown" else float(value)
     return {"question": recipe.traces.question(*problem), "ground_truth": given}
@@ -52,8 +61,9 @@ def row_of(recipe, problem):
 
 def test_careful_answers_are_right_step_by_step(drawn):
     recipe, problems = drawn
+    skip_without_sandbox(recipe.task)
     task, rng = load_task(recipe.task), np.random.default_rng(1)
-    for problem in problems:
+    for problem in problems[: 40 if recipe.task in SANDBOXED else None]:
         text = recipe.write(0, problem, rng)
         steps = steps_of(text)
         assert len(steps) == (2 if recipe.task == "pocket_countdown" else 3)
@@ -70,7 +80,8 @@ def test_answers_fit_the_shortest_canvas_and_survive_the_tokenizer(drawn):
     room, plain = min(recipe.completion_tokens), {}
     for problem in problems:
         careful = recipe.write(0, problem, rng)
-        assert room - 1 <= len(tokenizer(careful)["input_ids"]) + 1 <= room
+        longest = room - 4 * (recipe.task == "programs" and "(" not in careful)  # a line is shorter than a square
+        assert longest - 1 <= len(tokenizer(careful)["input_ids"]) + 1 <= longest
         text = recipe.write(1, problem, rng)
         ids = tokenizer(text)["input_ids"]
         back = tokenizer.decode(ids, skip_special_tokens=True)
@@ -84,6 +95,7 @@ def test_answers_fit_the_shortest_canvas_and_survive_the_tokenizer(drawn):
 def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
     recipe, problems = drawn
     tokenizer = build_tokenizer(recipe.task)
+    skip_without_sandbox(recipe.task)
     asked = load_task(recipe.task).load_rows("validation")[0]
     chats = [
         asked["prompt"],
@@ -95,6 +107,8 @@ def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
         words = tokenizer.decode(ids).removeprefix("<bos> ").removesuffix(" =>").split()
         if recipe.task == "pocket_countdown":
             assert words == re.findall(r"\d+", question)
+        elif recipe.task == "programs":
+            assert words == re.findall(r"= (\d+)", question)
         else:
             assert words == re.findall(r"\w+|[.?]", question)
 
@@ -136,6 +150,29 @@ def test_arithmetic_styles_go_as_described():
     question = "Ann has 27 pens. She finds 8. She doubles them. She drops 5. How many pens?"
     quality = [arithmetic_traces.quality(f"<reasoning>{told[s]}</reasoning>", question, 27, steps) for s in told]
     assert quality == pytest.approx([1, 2 / 3, 0])
+
+
+@pytest.mark.parametrize(
+    ("examples", "careful", "scan", "quick"),
+    [
+        ((5, 8, 11), ("2 + 3 = 5", "x * 3 + 2"), ("2 + 3 = 5", "x * 3 + 2"), ("2 + 3 = 5", "x * 3 + 2")),
+        ((26, 22, 18), ("30 - 4 = 26", "30 - x * 4"), ("30 - 4 = 26", "30 - x * 4"), ("22 - 4 = 26", "22 - x * 4")),
+        ((7, 11, 17), ("5 + 2 = 7", "x * ( x + 1 ) + 5"), ("3 + 4 = 7", "x * 4 + 3"), ("3 + 4 = 7", "x * 4 + 3")),
+    ],
+)
+def test_program_styles_go_as_described(examples, careful, scan, quick):
+    for style, (step, attempt) in zip(("careful", "scan", "quick"), (careful, scan, quick), strict=True):
+        trajectory, found = programs_traces.trace(style, examples)
+        assert trajectory.startswith(f"{style} {step} ; {examples[0]} ")
+        assert found == attempt
+        right = sum(eval_at(found, x) == eval_at(careful[1], x) for x in range(7)) / 7
+        assert programs_traces.quality(f"<answer>{found}</answer>", examples) == pytest.approx(right)
+
+
+def eval_at(program: str, x: int) -> int:
+    """The value of a program of the task at x, by its form."""
+    a, b = map(int, re.findall(r"\d+", program))
+    return x * (x + a) + b if "(" in program else a - x * b if program.startswith(str(a)) else x * a + b
 
 
 def test_training_numbers_are_those_of_the_file():
