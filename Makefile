@@ -3,6 +3,7 @@
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
 # make leaderboard     every RL method at the same compute, fifteen hours; ARGS="--hours 8": runs that start within eight
 # make bench           the benchmarks, as the tables of benchmarks/RESULTS.md; thirteen minutes
+# make docs            the site of documents and docstrings, in build/site; a dead link or unknown name is an error
 # make lint            ruff and mypy
 # make clean           remove the environment and what tools left behind; never runs/ or results
 # Needs Python 3.11 or newer and, for the tests, a C++ compiler; all else goes into .venv: 2 GB, more with CUDA.
@@ -14,7 +15,7 @@ ARGS ?=
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo test bench leaderboard lint clean
+.PHONY: demo test bench leaderboard docs lint clean
 
 # One thread is fastest for models this small; do not access the network.
 demo test bench leaderboard: export OMP_NUM_THREADS = 1
@@ -34,6 +35,9 @@ bench: .venv/.demo
 leaderboard: .venv/.demo
 	python -m studies.leaderboard.run $(ARGS)
 
+docs: .venv/.docs
+	python -m mkdocs build --strict
+
 lint: .venv/.dev
 	ruff check .
 	ruff format --check .
@@ -51,6 +55,7 @@ clean:
 .venv/.demo: extra = [studies]
 .venv/.test: extra = [test]
 .venv/.dev: extra = [dev]
-.venv/.demo .venv/.test .venv/.dev: pyproject.toml | .venv/bin/pip
+.venv/.docs: extra = [docs]
+.venv/.demo .venv/.test .venv/.dev .venv/.docs: pyproject.toml | .venv/bin/pip
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".$(extra)"
 	touch $@

@@ -1,6 +1,6 @@
 """Checks a command line without running it: files exist, and each script's own parser accepts its arguments.
 
-A shell script of ours is run for real, with a `python` that only notes what it was called with; so is `make`, with -n.
+This project's shell scripts really run, with a `python` that only records its arguments; so does `make`, with -n.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from d1.__main__ import STAGES
 from d1.lazy import module_in
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHED = ("SFT", "diffu-grpo", "eval")  # folders of scripts a user starts; all they do is in d1
+LAUNCHED = ("SFT", "diffu-grpo", "eval")  # folders of scripts that users start; the code is in d1
 PACKAGES = ("d1", "pocket", "studies", "benchmarks", "dataset", "examples")
 ROOMS = (*PACKAGES, *LAUNCHED, "launch", "recipes", "docs", "tests")
 OUTPUTS = {"runs", "results"}
-# Stands in for python, torchrun, accelerate, srun and scontrol: notes a launch, answers a question, passes on.
+# Replaces python, torchrun, accelerate, srun and scontrol: records a launch, answers a question, or forwards the call.
 FAKE = """#!/bin/bash
 case $(basename "$0") in
     srun) exec "$@" ;;
@@ -41,12 +41,13 @@ esac
 
 
 def folder_of(room: str) -> Path:
-    """Where a reader types the commands in a room's files: in a stage's folder, as d1's users do, else at the top."""
+    """The folder in which a reader types the commands of a folder's files: a stage's folder, as d1's users do, else the
+    root."""
     return ROOT / room if room in LAUNCHED else ROOT
 
 
 def check_script(text: str, folder: Path = ROOT) -> None:
-    """Raises, what its parser raises or AssertionError, at the first command of shell text that could not run."""
+    """Raises the parser's error or AssertionError at the first command of a shell text that could not run."""
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(re.sub(r"[<>]\s*\S+", "", line), posix=True, punctuation_chars=";&|")
         lexer.whitespace_split = True
@@ -77,7 +78,8 @@ def check_command(words: list[str], folder: Path) -> Path:
 
 
 def check_paths(arguments: list[str], folder: Path) -> None:
-    """What an argument names inside the rooms of this repository exists, unless it is an output or a pattern."""
+    """Checks that a path in this repository's folders exists if an argument names it, unless it is an output or a
+    pattern."""
     for path in (argument.partition(".py:")[0] for argument in arguments):
         inside = Path(os.path.normpath(folder / path))
         if "/" in path and inside.is_relative_to(ROOT) and (path.startswith("../") or folder == ROOT):
@@ -88,9 +90,9 @@ def check_paths(arguments: list[str], folder: Path) -> None:
 
 
 def check_python(program: str, arguments: list[str], folder: Path) -> None:
-    """A launch of one of our scripts, through accelerate or torchrun or not."""
-    if arguments[:2] == ["-m", "pytest"]:
-        return  # its paths were looked at before
+    """Checks a launch of one of this project's scripts, directly or through accelerate or torchrun."""
+    if arguments[:2] in (["-m", "pytest"], ["-m", "mkdocs"]):
+        return  # not this project's; the paths were checked before
     if arguments[:2] == ["-m", "accelerate.commands.launch"]:
         program, arguments = "accelerate", ["launch", *arguments[2:]]
     if program != "python":
@@ -114,7 +116,7 @@ def check_arguments(script: Path, arguments: list[str], folder: Path) -> None:
         parser, arguments = importlib.import_module(STAGES[arguments[0]]).make_parser(), arguments[1:]
     else:
         parser = module_in(script, f"launched_{script.stem}").make_parser()
-    if script.name == "selection.py":  # what it does not know it passes on
+    if script.name == "selection.py":  # it forwards flags that it does not know
         arguments = ["--model_path", "m", "--dataset", "sudoku", *parser.parse_known_args(arguments)[1]]
         parser = importlib.import_module("d1.eval.run").make_parser()
     if isinstance(parser, TrlParser):
@@ -126,7 +128,7 @@ def check_arguments(script: Path, arguments: list[str], folder: Path) -> None:
 
 
 def calls_of(script: Path, arguments: list[str], settings: dict[str, str], tmp: Path, gpus: int = 8) -> list[list[str]]:
-    """Runs a shell script of ours and returns what it would have launched: a program's name and its arguments each."""
+    """Runs one of this project's shell scripts; returns its launches, each a program's name and its arguments."""
     log = tmp / "calls.jsonl"
     for name in ("python", "torchrun", "accelerate", "srun", "scontrol"):
         (tmp / name).write_text(FAKE)

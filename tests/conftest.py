@@ -73,8 +73,8 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """DeepSpeed compiles what it needs once a test session: a build killed in the user's own folder leaves a lock
-    there, for which every later process waits without end."""
+    """DeepSpeed compiles its extensions once per test session, in a separate folder: a killed build in the user's
+    folder leaves a lock there, and every later process would wait for it forever."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("torch_extensions"))
 
 
@@ -95,7 +95,7 @@ def tiny_block_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def method_tables() -> Iterator[None]:
-    """Rows that a method file adds to the tables, even where a test only reads a command, are gone after the test."""
+    """Removes the rows that a method file adds to the tables after each test, even if the test only reads a command."""
     from d1.rl.choose_method import TABLES
 
     before = {table: dict(rows) for table, rows in TABLES.items()}

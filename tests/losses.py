@@ -13,7 +13,7 @@ from d1.rl.rows import LossInputs
 
 @dataclass
 class Settings:
-    """What a loss reads of a run's settings; each value differs from those that would hide a fault, such as 0 or 1."""
+    """The settings that a loss reads; no value is one that would hide a fault, such as 0 or 1."""
 
     loss_type: str = "grpo"
     epsilon: float = 0.2
@@ -32,7 +32,7 @@ def random_inputs(views: int = 3, weights: str = "random", spread: float = 0.5) 
     """Six rows of two prompts in float64: of full, middle and single length, and one that takes no part.
 
     Args:
-        weights: "random", a third of them 0; or "one", where every view scores every token of the completion.
+        weights: "random", a third of them 0; or "one", with every view scoring every token of the completion.
         spread: how far apart old, new and reference are; ratios then lie on both sides of the clipping range.
     """
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def random_inputs(views: int = 3, weights: str = "random", spread: float = 0.5) 
 
 
 def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
-    """The same rows in another order, as TRL shuffles a rollout, in parts, as a step gets them."""
+    """The same rows in another order, as after TRL's shuffling of a rollout, in parts, as a step gets them."""
     order = torch.randperm(len(inputs.mask), generator=torch.Generator().manual_seed(1))
     parts = len(order) // rows
     of_rows = ("view_logps", "view_old", "view_reference", "weights", "advantages", "mask")
@@ -78,13 +78,13 @@ def micro_batches(inputs: LossInputs, rows: int) -> list[LossInputs]:
 
 
 def in_parts(row: Any, inputs: LossInputs, settings: Any, rows: int) -> Tensor:
-    """The mean of an objective's loss, or of a penalty, over micro-batches of so many rows."""
+    """The mean of an objective's loss, or of a penalty, over micro-batches of this number of rows."""
     values = [row(part, settings) for part in micro_batches(inputs, rows)]
     return torch.stack([value[0] if isinstance(value, tuple) else value for value in values]).mean()
 
 
 def divisor(inputs: LossInputs, row: int, view: int, settings: Any) -> float:
-    """What the sum over the tokens of a row, in one view, is divided by, in the mean that `loss_type` names."""
+    """The divisor of the sum over the tokens of a row, in one view, in the mean that `loss_type` names."""
     rows, views, length = *inputs.weights.shape[:2], int(inputs.mask[row].sum())
     if settings.loss_type == "views":
         sums = [[sum(inputs.weights[i, v].tolist()) for v in range(views)] for i in range(rows)]
@@ -100,7 +100,7 @@ def divisor(inputs: LossInputs, row: int, view: int, settings: Any) -> float:
 
 
 class Term(NamedTuple):
-    """A term of a loss: its share x a function of the sum of coefficients x log-ratios of one row."""
+    """A term of a loss: its share x a function of one row's sum of coefficients x log-ratios."""
 
     row: int
     coefficients: dict[tuple[int, int], float]  # of (view, token)
@@ -120,7 +120,8 @@ def tokens_in_views(inputs: LossInputs, settings: Any) -> Iterator[Term]:
 
 
 def steps(inputs: LossInputs, settings: Any) -> Iterator[Term]:
-    """A term for each view, of the product of its tokens' probabilities, over their number; the mean over views."""
+    """A term for each view, of the product of its tokens' probabilities, divided by their number; the mean over
+    views."""
     places = [(i, v, tokens_of(inputs, i, v)) for i, v in itertools.product(*map(range, inputs.weights.shape[:2]))]
     count = sum(bool(tokens) for _, _, tokens in places)
     for i, v, tokens in places:
@@ -129,8 +130,8 @@ def steps(inputs: LossInputs, settings: Any) -> Iterator[Term]:
 
 
 def draws(inputs: LossInputs, settings: Any, per_token: bool = True) -> Iterator[Term]:
-    """A term for each draw of each row, the mean over both; view v belongs to draw v modulo their number. Weights are
-    those of a mean over draws, so one draw's own estimate has its weights times their number."""
+    """A term for each draw of each row, averaged over both; view v belongs to draw v modulo the number of draws.
+    Weights are those of a mean over draws, so one draw's own estimate has its weights times the number of draws."""
     rows, views = inputs.weights.shape[:2]
     count = views // (inputs.views_per_draw or views)
     for i, draw in itertools.product(range(rows), range(count)):
@@ -168,11 +169,11 @@ Slope = tuple[float, float]  # a value and its derivative
 def summed(
     inputs: LossInputs, terms: Iterator[Term], of: Callable[[float, int], Slope], to: Tensor
 ) -> tuple[float, Tensor]:
-    """The sum of terms, and its gradient by the policy's log-probabilities (rows, views, tokens).
+    """The sum of terms, and its gradient with respect to the policy's log-probabilities (rows, views, tokens).
 
     Args:
         of: (log-ratio, row) -> the function of it and its derivative.
-        to: (rows, views, tokens), what the policy's log-probabilities are compared with.
+        to: (rows, views, tokens), the log-probabilities with which the policy's are compared.
     """
     total, slope, log_ratios = 0.0, torch.zeros_like(inputs.weights), (inputs.view_logps.detach() - to).tolist()
     for row, coefficients, share in terms:
@@ -184,7 +185,7 @@ def summed(
 
 
 def clipped(ratio: float, advantage: float, run: Settings) -> Slope:
-    """PPO's min(r A, clip(r) A), the first r at most `delta`; and its derivative by r."""
+    """PPO's min(r A, clip(r) A), the first r at most `delta`; and its derivative with respect to r."""
     high = run.epsilon if run.epsilon_high is None else run.epsilon_high
     inside = min(max(ratio, 1 - run.epsilon), 1 + high)
     bounded = ratio if run.delta is None else min(ratio, run.delta)
@@ -194,12 +195,12 @@ def clipped(ratio: float, advantage: float, run: Settings) -> Slope:
 
 
 def gradient(loss: Tensor, inputs: LossInputs) -> Tensor:
-    """(rows, views, tokens), of a loss by the policy's log-probabilities."""
+    """(rows, views, tokens), the gradient of a loss with respect to the policy's log-probabilities."""
     return torch.autograd.grad(loss, inputs.view_logps, retain_graph=True)[0]
 
 
 def trl_trainer(model_dir: Any, folder: Any) -> Any:
-    """A trainer whose `trl_loss` is TRL's, to be asked with the `loss_type`, `beta`, ... that a test sets on it."""
+    """A trainer whose `trl_loss` is TRL's; a test sets `loss_type`, `beta`, ... on it and calls it."""
     from datasets import Dataset
 
     from d1.models import load_model, load_tokenizer
@@ -231,7 +232,8 @@ def trl_trainer(model_dir: Any, folder: Any) -> Any:
 def trl_loss(
     trainer: Any, inputs: LossInputs, importance_sampling_ratio: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
-    """TRL's loss of the weighted sums over views, and what it logs; with the weights that TRL gives vLLM's rollouts."""
+    """TRL's loss of the weighted sums over views, and what it logs; with the weights that TRL uses for vLLM's
+    rollouts."""
     trainer.args.delta = options.pop("delta", None)
     plain = {"beta": 0.0, "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.35}
     for name, value in {**plain, **options}.items():

@@ -1,8 +1,8 @@
-"""Additions of a user's own: a reveal rule and a model kind, and RL with them.
+"""A user's own additions: a reveal rule and a model kind, and RL with them.
 
     python tests/own_additions.py --sampler parallel --reveal half ...
 
-Every table of the library is a dictionary; a row added before `main` is called is a name like any other.
+Every table of the library is a dictionary; a row added before `main` is called works like any other name.
 """
 
 from d1.models.formats.released import key_mapping

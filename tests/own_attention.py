@@ -1,4 +1,4 @@
-"""An attention of a user's own: block-causal, and of what that shows only the tokens within a window.
+"""A user's own attention: block-causal, limited to the tokens within a window.
 
     python tests/own_attention.py --config diffu-grpo/slurm_scripts/pocket.yaml --model_path FOLDER ...
 
@@ -11,7 +11,7 @@ from d1.models.kinds import KINDS, Kind
 
 
 def window_within_blocks(config, query, key):
-    """Tokens of no later block that are at most `window` places away."""
+    """Tokens that are not in a later block and at most `window` positions away."""
     return (key // config.block_size <= query // config.block_size) & ((query - key).abs() <= config.window)
 
 

@@ -1,4 +1,4 @@
-"""docs/api.md keeps its word: its pieces run in order, and what they say of their results is so."""
+"""docs/api.md is correct: its snippets run in order, and its statements about their results are true."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_pages_pieces_run_in_order(tmp_path, monkeypatch, capsys) -> None:
     assert [line.partition(":")[0] for line in watched.splitlines()] == [f"pass {number}" for number in range(1, 17)]
     assert "pass 16: 0 still hidden" in watched
     one_step, given_half = names["one_step"].sum(1), names["given_half"].sum(1)
-    assert torch.all(given_half > one_step), scored  # half of the tokens seen: the rest is surer
+    assert torch.all(given_half > one_step), scored  # half of the tokens are visible, so the rest is more certain
     assert evaluated == "25.0% of 16 puzzles solved, 95% interval [10.2, 49.5]\n"
     assert 0 < float(tuned.splitlines()[-1]) < 10
     (rewards,) = re.findall(r"\[[\d., ]+\]", reinforced)

@@ -1,4 +1,4 @@
-"""What README and CONTRIBUTING say of additions from outside the package: they train."""
+"""The examples in README and CONTRIBUTING of additions from outside the package train."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def run(script: Path, arguments: list[str]) -> None:
 
 
 def as_own_kind(source: Path, folder: Path) -> Path:
-    """The tiny model as a project of its own would release it: another `model_type`, other names of weights."""
+    """The tiny model as another project would release it: another `model_type`, other names of weights."""
     folder.mkdir()
     for file in source.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -55,7 +55,7 @@ def as_own_kind(source: Path, folder: Path) -> Path:
 
 
 def test_a_method_file_trains_and_goes_on_from_the_middle_of_a_rollout(tiny_model_dir, tmp_path):
-    """Two rollouts of two updates here; the last update again, in a process that knows the file by its flag alone."""
+    """Two rollouts of two updates here; the last update again, in a process that knows the file only from its flag."""
     folder, run_flags = tmp_path / "run", {"model_path": tiny_model_dir, "save_steps": 1}
     main(*make_parser().parse_args_and_config(flags(folder, **run_flags)))
     record = json.loads((folder / "run.json").read_text())["settings"]
@@ -83,7 +83,7 @@ def test_a_method_a_rule_and_a_kind_from_outside_train(tiny_model_dir, tmp_path)
     logged = [entry for entry in history if "loss" in entry]
     assert len(logged) == 4
     assert all("pushed" in entry and entry["prompt_masked"] == 0 for entry in logged if "prompt_masked" in entry)
-    assert logged[0]["sampling/forward_passes"] < 8  # three passes a block of 4: 2, 1 and 1 tokens
+    assert logged[0]["sampling/forward_passes"] < 8  # three passes per block of 4: 2, 1 and 1 tokens
     assert "ratio_max" not in logged[0]  # its objective reads no old log-probs
     before, after = load_file(tiny_model_dir / "model.safetensors"), load_file(tmp_path / "run" / "model.safetensors")
     assert before.keys() == after.keys()  # saved under the names of the class that runs it

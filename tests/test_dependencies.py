@@ -1,4 +1,4 @@
-"""What the code imports is what the pins install."""
+"""The pinned packages include everything that the code imports."""
 
 import importlib.metadata
 import re
@@ -16,7 +16,7 @@ def canonical(name: str) -> str:
 
 
 def requirements_of(pins: list[str]) -> set[str]:
-    """The distributions that come with pins, and with what those need in turn."""
+    """The distributions that the pins install, including indirect dependencies."""
     todo, seen = [Requirement(pin) for pin in pins], {}
     while todo:
         requirement = todo.pop()
@@ -35,7 +35,7 @@ def requirements_of(pins: list[str]) -> set[str]:
 
 
 def test_what_is_imported_is_what_the_pins_install():
-    """The library's imports by its dependencies alone; other folders may need the extra `studies`."""
+    """The library imports only its own dependencies; other folders may need the extra `studies`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     library = requirements_of(project["dependencies"])
     studies = library | requirements_of(project["optional-dependencies"]["studies"])

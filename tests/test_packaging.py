@@ -1,4 +1,4 @@
-"""The repository as a whole: pins, imports, names, and that what it ships to be launched can be launched."""
+"""The repository as a whole: pins, imports, names, and that the files to launch can be launched."""
 
 import ast
 import graphlib
@@ -16,7 +16,7 @@ import yaml
 from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
 
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval")
-# d1's rooms from the ground up: each may import those of the lines above its own, and itself.
+# d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("lazy", "ranges", "show", "transformers_bridge"),
     ("sandbox",),
@@ -28,7 +28,7 @@ LAYERS = (
     ("__main__",),
 )
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-OUTSIDE = {  # what uses the package as anyone would -> the other folders it may import from
+OUTSIDE = {  # folders that use the package like any user -> the other folders from which they may import
     "dataset": (),
     "examples": (),
     "pocket": ("dataset",),
@@ -49,7 +49,7 @@ NAMES = {module_of(path): path for path in MODULES}
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules a file imports anywhere in it, and the names it takes from them; not what only types need."""
+    """The modules that a file imports anywhere, and the names imported from them; not imports only for types."""
     tree = ast.parse(path.read_text())
     blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     nodes = {*ast.walk(tree)} - {node for block in blocks for node in ast.walk(block)}
@@ -135,7 +135,7 @@ def test_shell_scripts_and_configs_launch_what_exists_with_flags_it_knows(path):
 
 
 def test_launch_lines_in_headers_and_docstrings_work():
-    """They are indented and start with a program or its settings."""
+    """Commands are indented and start with a program or its environment variables."""
     line = re.compile(r'^(?:#  |   ) +((?:[A-Z_]+=(?:".*?"|\S*) )*(?:python|accelerate|bash|sbatch|make) .*)$')
     seen = 0
     for path in [*MODULES, *SCRIPTS, *SHELL, *YAML]:

@@ -1,4 +1,4 @@
-"""The documents keep their word: every command parses, every path, link and import in them exists."""
+"""The documents are correct: every command parses, and every path, link and import in them exists."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ import pytest
 
 from tests.commands import OUTPUTS, ROOMS, ROOT, check_script, folder_of
 
-HISTORY = ("CHANGELOG.md", "WHAT_DID_NOT_WORK.md")  # which name commands that are gone, or fail
+HISTORY = ("CHANGELOG.md", "WHAT_DID_NOT_WORK.md")  # these name commands that are removed or fail
 FOUND = [*ROOT.glob("*.md"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.md"))]
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in FOUND if not OUTPUTS & {*path.parts})
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -22,7 +22,7 @@ INLINE = re.compile(r"(?<!`)`((?:make|bash|python|accelerate|pip) [^`]+)`(?!`)")
 
 
 def fences(document: str, language: str) -> list[str]:
-    """The fenced blocks of a language ("" for those that name none), without the indentation of a list."""
+    """The fenced blocks of a language ("" for those without one), without the indentation of a list."""
     found = FENCE.findall((ROOT / document).read_text())
     return [re.sub(f"^{indent}", "", body, flags=re.MULTILINE) for indent, kind, body in found if kind == language]
 
@@ -65,7 +65,7 @@ def test_the_readme_is_short_and_opens_with_the_two_commands():
 def test_the_tree_names_what_exists_and_every_room():
     (tree,) = (text for text in fences("CONTRIBUTING.md", "") if text.startswith("d1/"))
     found = set()
-    for line in tree.splitlines():  # a room a line, those of d1 indented below it; files named after a room are in it
+    for line in tree.splitlines():  # one folder per line, d1's indented below it; files named after a folder are in it
         first, _, rest = line.strip().partition(" ")
         room = f"d1/{first}" if line[0] == " " else first
         found |= {room, *(room + name for name in FILE.findall(rest))}

@@ -1,4 +1,4 @@
-"""The release agrees with itself: one version, a citation that GitHub reads, and a page of stable names that exist."""
+"""The release is consistent: one version, a citation that GitHub can read, and a page of stable names that exist."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""What tests of diffu-GRPO share: a tiny trainer of any method, its task, and ways to compare two runs."""
+"""Shared by the tests of diffu-GRPO: a tiny trainer for any method, its task, and ways to compare two runs."""
 
 import os
 
@@ -31,7 +31,7 @@ SETTINGS = {
     "disable_tqdm": True,
 }
 
-# Of a run that can be stopped in mid-cycle: each step has both micro-batches of a rollout, and a checkpoint follows it.
+# For a run that can be stopped in mid-cycle: each step has both micro-batches of a rollout, then a checkpoint.
 TWO_BATCHES_A_STEP = {
     "gradient_accumulation_steps": 2,
     "steps_per_generation": 2,
@@ -59,13 +59,13 @@ def letter_share(completions, letter, **columns):
 
 
 def by_letter(completions, **columns):
-    """A number of its own for nearly every text: the mean place of its characters in the alphabet."""
+    """A different number for nearly every text: the mean place of its characters in the alphabet."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum((ord(one) - 97) / 26 for one in text) / max(len(text), 1) for text in texts]
 
 
 def is_even(completions, **columns):
-    """An accuracy that is no reward: whether the text has an even number of characters."""
+    """An accuracy that is not a reward: whether the text has an even number of characters."""
     return [float(len(completion[0]["content"]) % 2 == 0) for completion in completions]
 
 
@@ -96,8 +96,8 @@ def make_trainer(
 
 
 def method_settings(method):
-    """The tiny settings, but for those that are the method's own, with few views. With SGD and no clipping, steps are
-    as near to each other as gradients are: Adam makes whole steps of the rounding of a gradient that is almost 0."""
+    """The tiny settings, except those of the method itself, with few views. With SGD and no clipping, steps differ only
+    as much as gradients do; Adam turns the rounding of a gradient that is almost 0 into a full step."""
     own = METHODS[method].values
     settings = {name: value for name, value in SETTINGS.items() if name not in own}
     settings |= {"method": method, "num_iterations": 2}
@@ -136,9 +136,9 @@ class Recorded(DiffuGRPOTrainer):
 
 def train_a_little(model_dir, folder, method, **changes):
     """A trainer after two updates on a rollout and one on the next, of three groups: two processes share the second.
-    "d1+weights" is d1 with `sampling_weight_cap`, under which most tokens have a weight of their own. "+accumulated" is
-    a rollout of 12 micro-batches of one row, which the processes share out: 1 x 12, 2 x 6 or 4 x 3. "+falling" has
-    a rate that falls with the compute that all processes have spent."""
+    "d1+weights" is d1 with `sampling_weight_cap`, with which most tokens have different weights. "+accumulated" is a
+    rollout of 12 micro-batches of one row, divided among the processes: 1 x 12, 2 x 6 or 4 x 3. "+falling" has a rate
+    that falls with the compute that all processes have spent."""
     method, _, variant = method.partition("+")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     options = {"per_device_train_batch_size": 12 // processes, "max_steps": 3, "learning_rate": 0.01}
@@ -158,7 +158,7 @@ PER_MICRO_BATCH = ("rldf",)  # its mean is over the tokens of a micro-batch, as 
 
 
 def same_mean(method):
-    """A mean in place of that over the tokens of a micro-batch, which is another one for each way to cut a rollout."""
+    """Replaces the mean over the tokens of a micro-batch, which depends on how a rollout is split."""
     return {"loss_type": "grpo"} if METHODS[method].values["loss_type"] == "bnpo" else {}
 
 
@@ -167,7 +167,7 @@ def weights(model):
 
 
 def logged(trainer):
-    """What was logged of each step."""
+    """The logs of each step."""
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 

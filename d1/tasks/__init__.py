@@ -1,6 +1,7 @@
 """One module per task: prompt, data, answer extraction, rewards and metric, used by SFT, RL and evaluation alike.
 
 A task module has
+
 - `load_rows(split, data_file=None)` -> `datasets.Dataset` with the columns `prompt` (chat messages), `question`
   (str) and `ground_truth`; `split` is "train", "validation" or "test";
 - `REWARDS`: reward functions `f(completions, **columns) -> list[float]`, pure and silent;
@@ -14,8 +15,8 @@ A task module has
   user's message with {question} in it; `SHOTS`, how many solved training problems come before it as turns of their own
   (0 if left out); `demonstrate`, `extract`, `score`, `REWARDS` as above.
 
-The protocol "d1" (arXiv 2504.12216) is the module as it is: instructions, a format with <reasoning> and <answer>, no
-examples. "llada" is how LLaDA-8B-Instruct was evaluated (arXiv 2502.09992, table 2, and its released OpenCompass
+The protocol "d1" (arXiv 2504.12216) is the module as it is: instructions, a format with `<reasoning>` and `<answer>`,
+no examples. "llada" is how LLaDA-8B-Instruct was evaluated (arXiv 2502.09992, table 2, and its released OpenCompass
 settings): the question alone, after four solved examples for GSM8K and none for MATH, and no format beyond that.
 """
 

@@ -1,4 +1,4 @@
-"""The benchmarks race what they say, count what they say, and their formulas hold where they can be measured."""
+"""The benchmarks compare and count what they claim, and their formulas agree with measurements."""
 
 import argparse
 import functools
@@ -52,7 +52,7 @@ def test_the_command_prints_the_machine_and_the_table(capsys):
 
 def test_a_block_models_cache_races_what_recomputes_everything():
     results = results_of("blocks")
-    # Blocks end at 8, 12 and 14 and take 1, 2 and 1 steps; the first step of a block also feeds the block before.
+    # Blocks end at 8, 12 and 14 and take 1, 2 and 1 steps; the first step of a block also computes the previous block.
     tokens = {"recomputed": 4 * 14, "cached": 8 + (8 + 4) + 6}
     assert {name: row["tokens per row"] for name, row in results.items()} == tokens
     assert results["cached"]["tokens / recomputed"] == tokens["cached"] / tokens["recomputed"]
@@ -112,8 +112,8 @@ def test_peak_bytes_counts_temporaries_too():
 
 
 def test_memory_holds_the_logits_of_all_positions_or_of_a_chunk(monkeypatch):
-    """Published: fp32 logits and probabilities of every position; those under all masks, twice for the completion's.
-    Ours: the fp32 logits of a chunk of positions, and as much again."""
+    """Published: fp32 logits and probabilities of every position, with all masks, and twice for the completion's
+    positions. Ours: the fp32 logits of a chunk of positions, and the same amount again."""
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 2**16)  # 32 positions of scoring and 16 of sampling
     results = results_of("memory", "--rows", "4", "--prompt", "16", "--length", "32", "--block", "16")
     position, mu = 2048 * 4, 2  # bytes of a position's logits
@@ -159,7 +159,8 @@ def test_both_ways_race_and_one_alone_is_the_published(monkeypatch):
     found = results_of("rl", "--rows", "4", "--length", "32", "--block", "16")
     assert list(found) == ["published", "ours"]
     assert found["published"]["ratio"] == 1 != found["ours"]["ratio"]
-    # Twice, the first time to warm up: one rollout; old and reference log-probs of both updates, and the updates.
+    # Everything runs twice, the first time as a warm-up: one rollout; old and reference log-probs of both updates, and
+    # the updates.
     assert calls == ["generate", *["score"] * (2 + 2 + 2)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Two checkouts are compared to the bit: each runs its own code, once, and what differs is found."""
+"""Comparison of two checkouts to the bit: each runs its own code once, and every difference is found."""
 
 import contextlib
 import shlex
@@ -46,7 +46,7 @@ def test_each_checkout_runs_its_own_code_once_and_differences_are_counted(
     monkeypatch.setattr(same_results, "ROOT", checkout(tmp_path / "this", 2.0))
     other = checkout(tmp_path / "other", value)
     flags = ["--other", str(other), "--output_dir", str(tmp_path / "results")]
-    for _ in range(2):  # the second time nothing runs: the toy refuses a folder that is there
+    for _ in range(2):  # the second time nothing runs: the toy refuses an existing folder
         assert same_results.main(same_results.make_parser().parse_args(flags)) == status
     assert capsys.readouterr().out.count(row) == 2
 

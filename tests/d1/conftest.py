@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every kind, in the format their authors publish."""
+"""Tiny random checkpoints of every kind, in their authors' published formats."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ LLADA_CONFIG = {
 
 
 def llada_weights(config: dict, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Random weights under the names of the published LLaDA files."""
+    """Random weights with the names used in the published LLaDA files."""
     width, ff, vocab = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
     kv = width * config["n_kv_heads"] // config["n_heads"]
     shapes = {"wte": (vocab, width), "ff_out": (vocab, width), "ln_f": (width,)}
@@ -125,7 +125,7 @@ def write_llada(folder: Path, dtype: torch.dtype = torch.float32, shards: int = 
 
 
 def write_dream(folder: Path) -> Path:
-    """A checkpoint in Dream's original format: Qwen2's weight names under a config of its own."""
+    """A checkpoint in Dream's original format: Qwen2's weight names and Dream's own config."""
     write_transformers(folder, "qwen2", {})
     config: dict[str, Any] = {k: v for k, v in DECODER.items() if k not in ("head_dim",)}
     config |= {"model_type": "Dream", "architectures": ["DreamModel"], "mask_token_id": MASK, "rope_theta": 1000000.0}
@@ -137,7 +137,7 @@ def write_dream(folder: Path) -> Path:
 
 
 def write_transformers(folder: Path, kind: str, fields: dict) -> Path:
-    """A checkpoint as Transformers saves it; biases and norms are random too, so that none can be lost unseen."""
+    """A checkpoint as Transformers saves it; biases and norms are random, too, so that a lost one changes results."""
     common = ENCODER if kind in ENCODERS else DECODER
     config = CONFIG_MAPPING[kind](**(common | fields))
     auto = AutoModelForMaskedLM if kind in ENCODERS else AutoModelForCausalLM
@@ -162,7 +162,7 @@ def write_kind(folder: Path, kind: str, seed: int = 0) -> Path:
 
 @pytest.fixture(scope="session")
 def kind_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One tiny checkpoint a kind, shared by the session: do not write to them."""
+    """One tiny checkpoint per kind, shared by the session: do not write to them."""
     root = tmp_path_factory.mktemp("kinds")
     return {kind: write_kind(root / kind, kind) for kind in KINDS}
 

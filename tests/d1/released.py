@@ -1,8 +1,8 @@
-"""Tiny random checkpoints in the formats that block-diffusion and sparse models are published in, and a slow twin.
+"""Tiny random checkpoints in the formats of published block-diffusion and sparse models, and a slow reference.
 
-The twin computes logits from released config and weights in plain tensor algebra, a token, a head, an expert at a
-time, after the reports on SDAR (arXiv 2510.06303), Fast-dLLM v2 (2509.26328), LLaDA-MoE (2509.24389) and LLaDA2
-(2512.15745).
+The reference computes logits from the released config and weights in plain tensor algebra, one token, head and expert
+at a time, following the reports on SDAR (arXiv 2510.06303), Fast-dLLM v2 (2509.26328), LLaDA-MoE (2509.24389) and
+LLaDA2 (2512.15745).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def shapes_of(kind: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def config_of(kind: str, **fields: Any) -> dict[str, Any]:
-    """A `config.json` of `kind`, with an `auto_map` to code that is not there."""
+    """A `config.json` of `kind`, with an `auto_map` to code that does not exist."""
     config = COMMON | CONFIGS[kind] | {"model_type": kind, "architectures": ["OwnModelLM"]}
     config["auto_map"] = {
         "AutoConfig": "configuration_own.OwnConfig",
@@ -155,7 +155,7 @@ def write_released(folder: Path, kind: str, dtype: torch.dtype = torch.float32, 
 
 
 def write_files(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shards: int = 2) -> Path:
-    """Every `shards`-th weight into one file, so that the experts of a layer lie in all of them."""
+    """Writes every `shards`-th weight to one file, so that the experts of a layer are spread over all files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     where: dict[str, str] = {}
@@ -208,7 +208,7 @@ def routed(x: Tensor, config: dict[str, Any], weights: dict[str, Tensor], name: 
         total = sum(chances[e] for e in chosen) if config["norm_topk_prob"] else 1
         return {e: chances[e] / total for e in chosen}
     scores = torch.sigmoid(logits)
-    wanted = scores + weights[f"{name}.gate.expert_bias"]  # the bias has a say in the choice alone
+    wanted = scores + weights[f"{name}.gate.expert_bias"]  # the bias affects only the choice
     groups = list(wanted.view(config["n_group"], -1))
     best = sorted(range(len(groups)), key=lambda g: -groups[g].topk(2).values.sum().item())[: config["topk_group"]]
     size = len(groups[0])
@@ -219,7 +219,7 @@ def routed(x: Tensor, config: dict[str, Any], weights: dict[str, Tensor], name: 
 
 
 def twin_logits(folder: Path, ids: Tensor, visible: Tensor | None = None) -> Tensor:
-    """(T, vocab) for the ids (T) of one row, where each position speaks of what its model was trained to predict there.
+    """(T, vocab) for the ids (T) of one row, where each position predicts what its model was trained to predict there.
 
     Args:
         visible: (T, T) bool, queries x keys; None: every position sees all.
@@ -263,7 +263,7 @@ def twin_logits(folder: Path, ids: Tensor, visible: Tensor | None = None) -> Ten
 
 
 def layer_output(x: Tensor, config: dict[str, Any], weights: dict[str, Tensor], name: str) -> Tensor:
-    """What a layer's feed-forward, dense or of experts, makes of one token's state."""
+    """The output of a layer's feed-forward, dense or with experts, for one token's state."""
     if f"{name}.gate.weight" not in weights:
         return feed_forward(x, weights, name)
     out = torch.zeros_like(x)

@@ -25,7 +25,7 @@ def words_of(flags: dict[str, Any]) -> list[str]:
 
 
 def adapted(folder: Path) -> set[str]:
-    """The modules that an adapter's file has weights for."""
+    """The modules for which an adapter's file has weights."""
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         return {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in list(file.keys())}
 

@@ -1,4 +1,4 @@
-"""Noise of SFT: times, masks and their antithetic twins."""
+"""Noise of SFT: times, masks and their complements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_padding_does_not_move_the_draw() -> None:
 
 @pytest.mark.parametrize("mirror", [False, True])
 def test_each_block_has_a_time_of_its_own(mirror: bool) -> None:
-    """Blocks of 1000; the first 5 tokens are a prompt, and behind another prompt of whole blocks all is the same."""
+    """Blocks of 1000; the first 5 tokens are a prompt. After another prompt of whole blocks everything is the same."""
     behind = torch.cat([torch.zeros(3000, dtype=torch.bool), ANSWER])
     t, mask = draw_noise(ANSWER, keyed_generator(6), mirror=mirror, block_size=1000)
     later_t, later = draw_noise(behind, keyed_generator(6), mirror=mirror, block_size=1000)

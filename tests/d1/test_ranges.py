@@ -1,4 +1,5 @@
-"""Ranges: a range is what its text says, every number of every command has one, and every command refuses the rest."""
+"""Ranges: a range means what its text says, every number of every command has one, and every command refuses other
+values."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ CANDIDATES = [-INF, -1e9, -7, -2, -1, -0.5, 0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 2**32
 
 
 def allowed(value: float, text: str) -> bool:
-    """A second reading of a range, by comparison with what its text has between the brackets."""
+    """An independent reading of a range, from the text between its brackets."""
     return any(lies_in(value, part) for part in text.split(" or "))
 
 
@@ -117,7 +118,7 @@ class Command:
         self.main(parse([*self.required, *flags]))
 
     def parsed(self, name: str, text: str) -> Any:
-        """What `--name=text` becomes; None where it is refused as no number, or the flag is another's second name."""
+        """The value of `--name=text`; None if it is refused as not a number, or if the flag is another flag's alias."""
         try:
             value = vars(self.parser.parse_args([*self.required, f"--{name}={text}"])).get(name)
         except SystemExit:
@@ -128,7 +129,7 @@ class Command:
 
     @functools.cached_property
     def numbers(self) -> list[str]:
-        """All flags in the help that take 7 for a number."""
+        """All flags in the help that read 7 as a number."""
         text = io.StringIO()
         with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
             self.parser.parse_args([*self.required, "--help"])
@@ -177,7 +178,7 @@ WITH_NUMBERS = sorted(COMMANDS.keys() - WITHOUT_NUMBERS)
 
 
 def test_rl_settings_that_may_be_numbers_are_all_seen() -> None:
-    """What the search above finds by parsing, checked against the types in the dataclasses."""
+    """Compares the result of the search above, by parsing, with the types in the dataclasses."""
     fields = {**DiffuGRPOConfig.__dataclass_fields__, **ModelConfig.__dataclass_fields__}
     kinds = {name: str(field.type) for name, field in fields.items()}
     numeric = {name for name, kind in kinds.items() if "int" in kind or "float" in kind}
@@ -199,7 +200,7 @@ def test_every_number_of_a_command_has_a_range_or_is_refused_with_the_reason() -
 @pytest.mark.parametrize("name", WITH_NUMBERS)
 @pytest.mark.parametrize("end", [0, -1])
 def test_every_command_refuses_every_number_outside_its_range(name: str, end: int) -> None:
-    """By its flag, through its own parser, before it looks at its folders or its model."""
+    """The error names the flag and comes from the command's own parser, before it reads folders or a model."""
     command, texts = COMMANDS[name], {}
     for flag in command.ranges.keys() & {*command.numbers}:
         outside = [v for v in CANDIDATES if not allowed(v, str(command.ranges[flag]))]
@@ -238,7 +239,7 @@ def test_settings_given_in_python_are_held_to_the_same_ranges() -> None:
 
 
 def test_other_parsers_take_the_settings_of_rl(tmp_path: Path) -> None:
-    """Scripts written for d1 make them with TRL's parser."""
+    """Scripts written for d1 create the configs with TRL's parser."""
     words = ["--output_dir", str(tmp_path), "--per_device_train_batch_size", "6", "--use_cpu", "true", "--segments=2"]
     (config,) = TrlParser((DiffuGRPOConfig,)).parse_args_and_config([*words, "--estimator=segments"])
     assert (config.segments, config.num_views, config.right_share) == (2, None, None)

@@ -38,7 +38,7 @@ def executed(tmp_path_factory):
 
 
 def result(outputs, kind):
-    """The value of a cell, which its last output shows."""
+    """The value of a cell, from its last output."""
     assert outputs[-1].output_type == "execute_result"
     return outputs[-1].data[kind]
 

@@ -1,4 +1,4 @@
-"""The one-file loop of diffu-GRPO makes the updates of the trainer."""
+"""The one-file loop of diffu-GRPO makes the same updates as the trainer."""
 
 from dataclasses import replace
 
@@ -64,4 +64,4 @@ def test_two_rollouts_end_at_the_trainers_weights(tmp_path):
     weights, theirs = dict(model.named_parameters()), dict(expected.named_parameters())
     torch.testing.assert_close(weights, theirs, rtol=0, atol=1e-6)
     moved = [(weights[name] - before).abs().max() for name, before in start.named_parameters()]
-    assert max(moved) > 1e-4  # or equal weights would say nothing
+    assert max(moved) > 1e-4  # otherwise equal weights would show nothing

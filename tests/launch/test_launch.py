@@ -1,4 +1,4 @@
-"""The shipped launch configurations mean what their names say, to Accelerate itself."""
+"""Accelerate itself reads the launch configurations as their names say."""
 
 from __future__ import annotations
 

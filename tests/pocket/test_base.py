@@ -1,4 +1,5 @@
-"""The pocket bases: tokenizers, the shipped models and SFT sets, that the scripts make them again; Sudoku's traces."""
+"""The pocket base models: tokenizers, the committed models and SFT sets, which the scripts reproduce; Sudoku's
+traces."""
 
 import csv
 import dataclasses
@@ -174,7 +175,7 @@ def test_the_mixture_is_half_quick_a_third_of_it_malformed():
 
 @pytest.mark.parametrize("name", BASES)
 def test_base_is_small_bidirectional_and_loads_exactly(name):
-    """Of blocks, too: the first token sees the eighth, which is where its block ends, and no later one."""
+    """Also for blocks: the first token sees the eighth, where its block ends, and no later one."""
     base = ROOT / "pocket" / name
     assert sum(file.stat().st_size for file in base.rglob("*") if file.is_file()) <= 4_000_000
     model = load_model(str(base))
@@ -204,7 +205,7 @@ def test_base_solves_what_its_card_says(name, at):
     skip_without_sandbox(recipe.task)
     rate = make_base.solve_rate(load_model(str(base)), load_tokenizer(str(base)), recipe.task, recipe.lengths[at])
     row = next(line for line in (base / "README.md").read_text().splitlines() if "(this model)" in line)
-    assert rate == pytest.approx(float(row.split("|")[2 + at]), abs=0.01)  # another CPU may turn a tie or two
+    assert rate == pytest.approx(float(row.split("|")[2 + at]), abs=0.01)  # another CPU may break a few ties
 
 
 @pytest.mark.parametrize("task", RECIPES)
@@ -224,7 +225,8 @@ def test_make_base_in_miniature_is_deterministic(task, monkeypatch):
 
 @pytest.mark.parametrize(("size", "least_noise"), [(None, 0.0), (8, 0.0), (None, 0.6)])
 def test_diffusion_loss_is_llada_s(tokenizer, size, least_noise):
-    """Against the sum written out token by token under the same mask; of blocks, behind clean text and one by one."""
+    """Compared with the sum written out token by token with the same mask; with blocks, one at a time after clean
+    text."""
     model = make_base.build_model(tokenizer, seed=0, block_size=size).eval()
     assert make_base.solve_rate(model, tokenizer, "sudoku", 8) == 0  # it has learned nothing, and can be sampled
     key, draw = (3, 1, 7), SUDOKU.traces.problems(TRAIN)
@@ -233,7 +235,7 @@ def test_diffusion_loss_is_llada_s(tokenizer, size, least_noise):
     model.base_model.register_forward_pre_hook(lambda *call: seen.append(call[2]["input_ids"]), with_kwargs=True)
     loss = make_base.diffusion_loss(model, ids, PROMPT_TOKENS, tokenizer.mask_token_id, key, least_noise)
     length = ids.shape[1]
-    # Of blocks the model is fed two streams; the second begins with the block in which the prompt ends.
+    # With blocks, the model's input is two streams; the second begins with the block in which the prompt ends.
     noised = seen[0] if size is None else torch.cat([ids[:, :16], seen[0][:, length:]], dim=1)
     masked = noised == tokenizer.mask_token_id
     assert not masked[:, :PROMPT_TOKENS].any()

@@ -36,7 +36,7 @@ def steps_of(text: str) -> list[tuple[Fraction, str, Fraction, Fraction]]:
 
 
 def truth(recipe, problem):
-    """What the problem asks for: the target, the last example, or the amount that its sentences come to."""
+    """The right answer of a problem: the target, the last example, or the amount that results from its sentences."""
     if recipe.task == "pocket_countdown":
         return problem[1]
     if recipe.task == "programs":
@@ -50,9 +50,8 @@ def truth(recipe, problem):
 def row_of(recipe, problem):
     if recipe.task == "programs":  # a function of at most second degree, from three of its values
         first, second, third = problem[0]
-        values = [
-            first + (x - 1) * (second - first) + (x - 1) * (x - 2) // 2 * (third - 2 * second + first) for x in range(7)
-        ]
+        slope, bend = second - first, third - 2 * second + first
+        values = [first + (x - 1) * slope + (x - 1) * (x - 2) // 2 * bend for x in range(7)]
         return {"question": recipe.traces.question(*problem), "ground_truth": values}
     value = truth(recipe, problem)
     given = [list(problem[0]), value] if recipe.task == "pocket_countdown" else float(value)

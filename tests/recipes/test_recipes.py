@@ -1,4 +1,5 @@
-"""Every recipe is accepted by its stage's parser, and its head says what the run needs, as `d1 fit` computes it."""
+"""Every recipe is accepted by its stage's parser, and the comment at its top states what the run needs, as computed by
+`d1 fit`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ HERE = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
 
 
 def shape(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any) -> dict[str, Any]:
-    """Fields of a config.json, in the names of Qwen."""
+    """Fields of a config.json, with Qwen's names."""
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": mlp, "vocab_size": vocab}
     return sizes | heads_of | {"max_position_embeddings": 32768} | more
@@ -76,7 +77,7 @@ DOCUMENTED = {  # row of docs/models.md -> path
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which each model's path leads to its config.json, so that nothing asks the hub."""
+    """A folder in which each model's path contains its config.json, so that the hub is not needed."""
     root = tmp_path_factory.mktemp("models")
     for name, config in CONFIGS.items():
         (root / name).mkdir(parents=True)
@@ -86,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file of recipes/, and what its head says."""
+    """A file of recipes/, and the facts in the comment at its top."""
 
     path: Path
 
@@ -128,7 +129,7 @@ class Recipe:
         return given
 
     def settings(self) -> Any:
-        """What the stage's own parser makes of the file: SFTConfig, or RL's config and the model's."""
+        """The result of the stage's own parser for the file: SFTConfig, or RL's config and the model's."""
         if self.stage == "sft":
             return sft_parser().parse_args(["--config", str(self.path)])
         return rl_parser().parse_args_and_config(["--config", str(self.path), *HERE])
@@ -154,7 +155,7 @@ def expected_fit(recipe: Recipe) -> dict[str, Any]:
         assert gpus * args.per_device_train_batch_size * args.gradient_accumulation_steps == 96
         assert args.rollout_batch_size == args.per_device_train_batch_size  # else a rollout samples more rows at once
     found |= {"load_in_4bit": model.load_in_4bit, "gradient_checkpointing": bool(args.gradient_checkpointing)}
-    targets = model.lora_target_modules  # TRL makes a text of a list of one name
+    targets = model.lora_target_modules  # TRL turns a list of one name into a text
     lora = {"lora_r": model.lora_r, "lora_targets": [targets] if isinstance(targets, str) else targets}
     return found | ({"lora_r": 0} if full else lora)
 
@@ -174,7 +175,7 @@ def test_the_head_names_the_memory_that_fit_computes_for_the_recipe(
     assert recipe.memory == pytest.approx(total, rel=0.02)
     gpus, card = recipe.hardware
     assert (gpus, card in CARDS) == (recipe.launch.num_processes, True)
-    assert total <= 0.95 * card  # the rest is for what the estimate leaves out
+    assert total <= 0.95 * card  # the rest is for what the estimate does not include
 
 
 def test_the_table_lists_every_recipe_and_every_model_has_one_of_each_stage() -> None:

@@ -1,14 +1,14 @@
-"""A device whose data nobody can see: the library runs on it as on a GPU, and each wait for the device is counted.
+"""A simulated device without visible data: the library runs on it as on a GPU, and each wait for the device is counted.
 
-Its tensors say that they are on the meta device, where tensors have no data. Their numbers lie aside, on the CPU, and
-an operation is carried out there, so that a rehearsal comes to the same numbers as a run. An error is
+Its tensors report that they are on the meta device, where tensors have no data. Their numbers are kept separately on
+the CPU, and operations run there, so a rehearsal gives the same numbers as a run. These are errors:
 - an operation on tensors of the device and others, even a single number that was left on the CPU;
-- a draw on the device with a generator of another;
-- a wait for the device where none is allowed: a tensor or number that is read back to the host, a shape that depends on
+- a draw on the device with another device's generator;
+- a wait for the device where none is allowed: a tensor or number read back to the host, a shape that depends on
   data (a boolean index, say), or an upload that is not asked to be `non_blocking`.
 
-What it does not know: kernels of a GPU alone (the fused optimizer, flash attention, grouped experts), and other devices
-than one.
+Not covered: kernels that only a GPU has (the fused optimizer, flash attention, grouped experts), and more than one
+device.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Misplaced(RuntimeError):
 
 
 class Waits(RuntimeError):
-    """The host waits for the device where it must not."""
+    """The host waits for the device in a place where it must not."""
 
 
 class Aside(Tensor):
-    """A tensor of the device; its data are those of `numbers`, on the CPU."""
+    """A tensor on the device; its data are those of `numbers`, on the CPU."""
 
     numbers: Tensor
     __torch_function__ = torch.nn.Parameter.__torch_function__  # results keep their own type
@@ -84,7 +84,7 @@ class Generator(torch.Generator):
         made.own_device = torch.device(device)
         return made
 
-    def __init__(self, device: Any = "cpu") -> None:  # the device is no argument of a CPU's
+    def __init__(self, device: Any = "cpu") -> None:  # a CPU generator takes no device argument
         pass
 
     @property
@@ -93,7 +93,7 @@ class Generator(torch.Generator):
 
 
 class Constructors(TorchFunctionMode):
-    """What operations are not told: of which device a generator is, and Python's numbers on their way to the device."""
+    """Tracks what operations do not report: the device of a generator, and uploads of Python's numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,7 +108,7 @@ class Constructors(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Carries operations out on the numbers that lie aside, and counts waits by place."""
+    """Runs operations on the separate numbers, and counts waits by place."""
 
     def __init__(self, allowed: Container[str] | None) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Operations(TorchDispatchMode):
             self.wait(func)
         given, named = tree_map_only(Aside, lambda tensor: tensor.numbers, (args, kwargs))
         result = func(*given, **(named if target is None else named | {"device": torch.device("cpu")}))
-        written = {id(tensor.numbers): tensor for tensor in ours}  # an operation in place returns what it was given
+        written = {id(tensor.numbers): tensor for tensor in ours}  # an in-place operation returns its argument
         assert all(tensor.shape == tensor.numbers.shape for tensor in ours), func
 
         def put_aside(made: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Operations(TorchDispatchMode):
             self.wait("an upload")
 
     def misplaced(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        """An index on the CPU is uploaded, which waits; all else that is not on the device is an error."""
+        """An index on the CPU is uploaded, which waits; anything else that is not on the device is an error."""
         indices = [id(index) for index in args[1]] if func in INDEXING else []
         if not all(isinstance(tensor, Aside) or id(tensor) in indices for tensor in tensors):
             raise Misplaced(f"{func} of tensors on {', '.join(str(tensor.device) for tensor in tensors)}, in {place()}")
@@ -162,14 +162,14 @@ class Operations(TorchDispatchMode):
 
 def depends_on_data(func: Any, args: Any) -> bool:
     """Whether the host learns a number, or the shape of a result, from the data."""
-    if func in INDEXING:  # with a single value, a boolean index is filled in where it is true
+    if func in INDEXING:  # with a single value, a boolean index only fills in where it is true
         masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         return masks and (func is torch.ops.aten.index.Tensor or args[2].numel() != 1)
     return any(tag in func.tags for tag in DEPENDS_ON_DATA)
 
 
 def place() -> str:
-    """The function that asked for an operation, outside PyTorch and this file: its file, and its name."""
+    """The function outside PyTorch and this file that called an operation: its file and its name."""
     frame = inspect.currentframe()
     while frame := frame.f_back if frame else None:
         path = Path(frame.f_code.co_filename)
@@ -181,7 +181,7 @@ def place() -> str:
 
 @contextlib.contextmanager
 def rehearsal(allowed: Container[str] | None) -> Iterator[Counter[str]]:
-    """Inside, the meta device is that of a rehearsal. Gives the waits so far, by place.
+    """Inside this context, the meta device is that of a rehearsal. Yields the waits so far, by place.
 
     Args:
         allowed: the places where the host may wait; None: everywhere.

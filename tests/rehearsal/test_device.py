@@ -1,4 +1,4 @@
-"""The rehearsal can fail: planted mistakes are each caught where they are made, and what a GPU can do passes."""
+"""The rehearsal can fail: each deliberate mistake is found at its place, and what a GPU allows passes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every estimator's views and their scores, with gradients, on a device whose data nobody sees."""
+"""Every estimator's views and their scores, with gradients, on a simulated device without visible data."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -19,7 +19,7 @@ DRAWN = {"num_views": 3, "antithetic": True, "stratified": True, "draw_steps": "
 
 
 def drawn_and_scored(device, model, name, sampled):
-    """Log-probs, of each view and summed, the entropies, the tokens fed, and the gradient of each weight."""
+    """Log-probs, of each view and summed, the entropies, the computed tokens, and the gradient of each weight."""
     model = deepcopy(model).to(device, non_blocking=True)
     columns = {key: None if part is None else part.to(device, non_blocking=True) for key, part in vars(sampled).items()}
     random = Randomness([keyed_generator(2, row) for row in range(4)], keyed_generator(2), 0, 4)

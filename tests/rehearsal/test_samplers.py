@@ -1,4 +1,5 @@
-"""Every sampler on a device whose data nobody sees: a run's numbers, and a wait for the device only where listed."""
+"""Every sampler on a simulated device without visible data: a run's numbers, and waits for the device only where
+listed."""
 
 from copy import deepcopy
 from dataclasses import fields
@@ -52,7 +53,7 @@ def assert_same(rehearsed, real):
 
 
 def finished_blocks(reveal_steps, widths, blocks):
-    """How many blocks were filled that are not the last: of all rows together, or of those whose `blocks` begin
+    """The number of filled blocks that are not the last: of all rows together, or of the rows whose `blocks` begin
     together."""
     after = [width % 4 if blocks else 0 for width in widths]
     count = 0

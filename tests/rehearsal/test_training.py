@@ -1,4 +1,4 @@
-"""SFT and RL on a device whose data nobody sees: real trainers, from their constructor to the last optimizer step."""
+"""SFT and RL on a simulated device without visible data: real trainers, from constructor to last optimizer step."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ from tests.rehearsal.device import DEVICE, rehearsal
 from tests.rehearsal.waits import LOADING, LOSSES, RL, SFT, TRANSFORMERS, TRL, expected, places
 from tests.tiny_grpo import SETTINGS, TWO_BATCHES_A_STEP, logged, make_trainer, method_settings, weights
 
-# The fused optimizer is a kernel of devices that exist.
+# The fused optimizer is a kernel of real devices.
 OPTIMIZER = {"optim": "adamw_torch", "learning_rate": 1e-2}
 
 
 @pytest.fixture
 def on(monkeypatch):
-    """`on(device)` gives trainers that are made from then on the device."""
+    """`on(device)` puts trainers created afterwards on the device."""
 
     def choose(device):
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
@@ -36,7 +36,7 @@ def on(monkeypatch):
 
 
 def rehearse(on, allowed, make):
-    """A trainer that `make` makes, trained on the device and on a CPU to the same weights, and where it waited."""
+    """A trainer from `make`, trained on the device and on a CPU to the same weights, and the places where it waited."""
     on(DEVICE)
     with rehearsal({LOADING}):
         rehearsed = make("rehearsed")
@@ -70,7 +70,7 @@ def test_sft_waits_where_listed_and_trains_as_a_run(block, on, tiny_model_dir, t
             gradient_accumulation_steps=2,
             num_train_epochs=1,
             logging_steps=1,
-            logging_nan_inf_filter=False,  # as sft_train.py has it
+            logging_nan_inf_filter=False,  # as in sft_train.py
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
@@ -93,10 +93,10 @@ def test_sft_waits_where_listed_and_trains_as_a_run(block, on, tiny_model_dir, t
 
 @pytest.mark.parametrize(("method", "scorings"), [("d1", 2 * 8 + 6), ("stable-drl", 2 * 4 + 2 + 6)])
 def test_rl_waits_where_listed_and_trains_as_a_run(method, scorings, on, tiny_model_dir, tmp_path):
-    """Two rollouts of two batches: on the first both updates, each a step, and on the second the first update.
+    """Two rollouts of two batches: both updates on the first, one step each, and the first update on the second.
 
     Scorings: of each rollout's batches old and, with d1, reference log-probs under the views of both updates, then each
-    batch's own and, with StableDRL, those that all rows are compared by before an update that is not the first.
+    batch's own and, with StableDRL, those with which all rows are compared before each later update.
     """
     base = (SETTINGS if method == "d1" else method_settings(method)) | TWO_BATCHES_A_STEP
 

@@ -1,7 +1,7 @@
-"""Every wait for the device that is allowed: where, how often, and what for. Each other one is an error.
+"""Every allowed wait for the device: place, number and reason. Any other wait is an error.
 
-A wait is a number, a tensor or a shape that the host learns from the device, or an upload that returns when it has been
-carried out. None stands inside a loop over steps, but that of a parallel sampler.
+The host waits if it learns a number, a tensor or a shape from the device, or if an upload returns only after it has
+finished. No wait is inside a loop over steps, except that of a parallel sampler.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ RL = [
     Wait("d1/rl/metrics.py mean_entropy", 1, "batch with a loss of ours", "for the log"),
     Wait("d1/rl/objectives.py stable_drl", 1, "batch with a loss of ours", "for the log"),
 ]
-# What the libraries beneath ask, in their own code, for their logs. Both trainers' settings turn off
+# Waits in the libraries' own code, for their logs. Both trainers' settings turn off
 # `logging_nan_inf_filter`, two waits a batch.
 TRANSFORMERS = [
     Wait("transformers/trainer.py Trainer._inner_training_loop", 1, "run", "uploads the sum of losses, 0"),
@@ -103,7 +103,7 @@ TRL = [
 
 
 def expected(allowed: list[Wait], counts: dict[str, int]) -> Counter[str]:
-    """How often the host waits at each place, where there were so many of what waits are counted by."""
+    """The number of waits at each place, given the number of each unit by which waits are counted."""
     waits = Counter[str]()
     for wait in allowed:
         waits[wait.place] += wait.times * counts.get(wait.per, 0)

@@ -1,4 +1,4 @@
-"""The studies' statistics: against sums written out, closed forms, a simulation, and Holm's rule by hand."""
+"""The studies' statistics, compared with sums written out, closed forms, a simulation, and Holm's rule by hand."""
 
 import math
 from statistics import fmean, stdev
@@ -82,7 +82,7 @@ def test_an_interval_holds_the_true_mean_of_seeds_and_problems_as_often_as_it_sa
 
 
 def test_the_seeds_of_many_methods_are_the_mean_of_those_of_all_their_pairs():
-    """Each pair's own M_s, written out; of two methods that is the estimate itself. Seeds that one method lacks do not
+    """Each pair's own M_s, written out; for two methods it is the estimate itself. Seeds that one method lacks do not
     count."""
     generator = np.random.default_rng(5)
     methods = [{seed: generator.normal(size=30) for seed in (0, 1, 2)} for _ in range(4)]

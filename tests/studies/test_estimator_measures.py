@@ -64,7 +64,7 @@ def test_the_long_run_is_the_enumerated_bound_and_every_steps_replay_the_traject
 
 
 def state(case, row, hidden):
-    """(canvas,) log-probs of a row's tokens where the places `hidden` are masked, by one forward pass."""
+    """(canvas,) log-probs of a row's tokens with the positions `hidden` masked, from one forward pass."""
     real = case.sampled.attention_mask[row].bool()
     canvas = case.sampled.completion_ids[row].clone()
     canvas[hidden] = MASK
@@ -74,7 +74,7 @@ def state(case, row, hidden):
 
 
 def test_bias_and_deviation_are_those_of_all_masks(case, target):
-    """ESPO's single draws: a count of 0 to L, each as likely, then a set of so many with weight (L + 1) / count."""
+    """ESPO's single draws: a uniform count of 0 to L, then a set of this size with weight (L + 1) / count."""
     means, variances = [], []
     for row in (0, 1, 2, 0):
         length, outcomes = LENGTHS[row], []
@@ -123,7 +123,7 @@ def test_signal_and_noise_are_unbiased():
     mean = kinds.mean(0)
     between = (kinds - mean).square().sum(-1).mean().item()
     within = extras.square().sum(-1).mean().item()
-    # The signal is that of the groups at hand: their mean's square, which holds a half of what is between two.
+    # The signal is that of the given groups: the square of their mean, which includes half of the variance between two.
     signal = mean.square().sum().item() + between / 2
     for name, expected in (("signal", signal), ("between", between), ("within", within)):
         assert sum(getattr(one, name) for one in found) / len(found) == pytest.approx(expected, rel=1e-5)
@@ -148,8 +148,8 @@ def test_every_estimator_and_the_settings_of_every_method_are_among_the_choices(
 
 
 def test_a_methods_estimator_is_a_choice_with_the_methods_own_settings():
-    """But for TraceRL, whose choice cuts the 16 steps of these completions, and AGRPO's mean, which is the sum over the
-    number of a row's steps."""
+    """Except for TraceRL, whose choice divides the 16 steps of these completions, and AGRPO's mean, which is the sum
+    divided by the number of a row's steps."""
     assert METHODS.keys() - CHOICE_OF.keys() == {"just-grpo", "egspo", "egspo-sa", "rldf"}
     by_name = {(choice.name, choice.views): choice for choice in CHOICES}
     for method, place in CHOICE_OF.items():
@@ -184,7 +184,7 @@ def test_the_page_says_how_well_an_estimator_predicts_the_leaderboard(tmp_path):
 
 
 def test_completions_are_those_of_rl():
-    """The sampler's recorded log-probs are what replay finds on the model that sampled."""
+    """The sampler's recorded log-probs equal those of replay on the model that sampled."""
     from d1.models import load_model, load_tokenizer
     from d1.tasks import load_task
     from pocket.demo import ROOT

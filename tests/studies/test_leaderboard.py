@@ -48,7 +48,7 @@ SUDOKU = SETUPS["sudoku-sft"]
 
 
 def problem_key(task, row):
-    """What the splits of a task are disjoint by."""
+    """The keys by which the splits of a task are disjoint."""
     if task == "sudoku":
         return row["Solution"]
     if task == "pocket_countdown":
@@ -157,7 +157,7 @@ def test_the_updates_that_are_searched_are_those_a_row_can_have():
 
 
 def searched(score, method="d1", **changes):
-    """What the search does when (rate, mu, seed) scores `score`: the cells it tried with each seed, and its choice."""
+    """The search's result if (rate, mu, seed) scores `score`: the cells tried with each seed, and its choice."""
     protocol, results = replace(FULL, methods=(method,), setups=(SUDOKU,), **changes), {}
     for _ in range(50):
         runs, choice = protocol.tuning(results, SUDOKU, method)
@@ -175,7 +175,7 @@ def searched(score, method="d1", **changes):
 
 
 def peak(at, slope=0.05):
-    """Falls by `slope` for each step on the ladder from `at`."""
+    """A score that falls by `slope` for each step on the ladder of rates from `at`."""
     return lambda rate: 0.7 - slope * abs(LADDER.index(rate) - LADDER.index(at))
 
 

@@ -1,4 +1,4 @@
-"""The table of samplers: fresh problems, paired differences, work counted from the exact sampler's."""
+"""The table of samplers: fresh problems, paired differences, work relative to the exact sampler's."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The goal of the samplers' study: its arms, its tables, and all of it in miniature."""
+"""The study of the samplers' goal: its arms, its tables, and a miniature run."""
 
 import shutil
 from dataclasses import asdict

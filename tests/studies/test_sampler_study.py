@@ -1,4 +1,4 @@
-"""The study of samplers inside RL: what its runs are, what its tables say, and all of it in miniature."""
+"""The study of samplers inside RL: its runs, its tables, and a miniature run."""
 
 import json
 import re
@@ -135,7 +135,8 @@ def test_outcomes_are_paired_with_the_exact_sampler_and_a_diverged_run_solves_no
     }
     of_seeds = pooled_seeds([dict(enumerate(rows)) for rows in ends.values()])
     assert of["parallel"].to_exact == mean_of(ends["parallel"] - ends["exact"], of_seeds)
-    # Exact's mean curve is 2, 3 and 5 of eight: it is at its end at 10 s; the parallel one's 2, 5 and 6, at 5 s.
+    # Exact's mean curve is 2, 3 and 5 of eight, so it reaches its end at 10 s; parallel's is 2, 5 and 6, so it reaches
+    # that at 5 s.
     assert of["exact"].whole == [10.0, 200.0]
     assert of["parallel"].whole == [5.0, 100.0]
     assert of["parallel"].less == [2.0, 2.0]

@@ -1,4 +1,4 @@
-"""`python -m d1 chat`, through pipes and through a pseudo-terminal: its answers are `generate`'s, whatever is typed."""
+"""`python -m d1 chat`, through pipes and a pseudo-terminal: its answers equal `generate`'s, whatever is typed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORT = ["--gen_length", "32", "--block_length", "8"]
 
 
 def conversation(folder: str | Path, questions: list[str], seed: int = 0, **settings: float) -> list[str]:
-    """The answers to some questions, one after another, each by `generate` of all that was said before it."""
+    """The answers to successive questions, each by `generate` on the whole conversation so far."""
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     messages: list[dict[str, str]] = []
     for question in questions:
@@ -55,7 +55,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, text: str | bytes, *flags: str) -> No
 
 
 def test_a_pipe_gets_answers_alone_and_the_conversation_goes_on_after_a_mistake() -> None:
-    """A process as users start it: a refused message has no part in the conversation, and /reset ends it."""
+    """A process as users start it: a refused message does not enter the conversation, and /reset starts a new one."""
     first, second = PUZZLES
     lines = [first, "2 + 2", second, "", "/reset", second, "/exit", "no"]
     command = [sys.executable, "-m", "d1", *POCKET, *SHORT, "--steps", "8", "--seed", "3"]
@@ -109,12 +109,12 @@ def test_a_broken_template_and_bytes_that_are_no_text_end_a_turn_and_not_the_cha
 
 
 def test_model_text_is_seen_and_not_obeyed(tiny_model_dir, tmp_path, monkeypatch, capsys) -> None:
-    """A vocabulary of escape sequences, of rich's markup and of a mark that turns text around."""
+    """A vocabulary of escape sequences, rich's markup and a character that reverses the writing direction."""
     hostile = ["\x1b[31m", "\x1b]0;title\x07", "[bold red]", "\r", "\u202e", "\x9b2J", "é👩‍🚀"]
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_dir, folder)
     words = (folder / "tokenizer.json").read_text()
-    for place in range(8, 56):  # every word that is no special token
+    for place in range(8, 56):  # every word that is not a special token
         token = load_tokenizer(tiny_model_dir).convert_ids_to_tokens(place)
         quoted, bad = (json.dumps(text) for text in (token, f"{hostile[place % 7]}{place}"))
         words = words.replace(f"{quoted}: {place}", f"{bad}: {place}")
@@ -133,19 +133,19 @@ def test_model_text_is_seen_and_not_obeyed(tiny_model_dir, tmp_path, monkeypatch
 
 
 class Terminal:
-    """A chat on a pseudo-terminal of its own, as its user sees it."""
+    """A chat on its own pseudo-terminal, as the user sees it."""
 
     def __init__(self, *words: str) -> None:
         self.process, self.screen = pty.fork()
         if self.process == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test process that runs beside others ignores Ctrl-C
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a parallel test process ignores Ctrl-C
             os.chdir(ROOT)
             environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
             os.execve(sys.executable, [sys.executable, "-m", "d1", *words], environment)
         self.seen = ""
 
     def wait_for(self, text: str, seconds: float = 120) -> str:
-        """What was written since the last call, up to where it has this text."""
+        """The output since the last call, up to and including this text."""
         until = time.monotonic() + seconds
         while not (found := re.search(text, self.seen, re.DOTALL)):
             ready, _, _ = select.select([self.screen], [], [], max(0.0, until - time.monotonic()))
@@ -158,8 +158,8 @@ class Terminal:
         os.write(self.screen, text.encode())
 
     def interrupt(self, answer: str) -> None:
-        """Ctrl-C at the prompt until it is answered. Python misses one that comes after it has written a prompt and
-        before it waits for a line (`input` looks for signals only when that wait is cut short)."""
+        """Sends Ctrl-C at the prompt until it has an effect. Python misses a Ctrl-C that arrives between writing the
+        prompt and waiting for a line (`input` checks for signals only when that wait is interrupted)."""
         for _ in range(12):
             self.type("\x03")
             with contextlib.suppress(AssertionError):

@@ -1,4 +1,4 @@
-"""`python -m d1 methods` says what is in the table."""
+"""`python -m d1 methods` prints the table's content."""
 
 import pytest
 

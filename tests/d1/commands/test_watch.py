@@ -1,4 +1,4 @@
-"""`python -m d1 watch` shows what the sampler does, and writes it down."""
+"""`python -m d1 watch` shows what the sampler does, and writes it to files."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def test_two_runs_of_a_problem_are_those_of_the_sampler_and_every_file_shows_bot
 
 
 def test_the_picture_of_the_readme_is_what_its_command_writes(monkeypatch, tmp_path):
-    """The command stands in docs/watch.md."""
+    """Runs the command given in docs/watch.md."""
     monkeypatch.chdir(ROOT)
     command = next(line for line in Path("docs/watch.md").read_text().splitlines() if "--svg docs/denoise.svg" in line)
     picture = tmp_path / "denoise.svg"

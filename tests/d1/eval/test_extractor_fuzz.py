@@ -1,4 +1,4 @@
-"""10,000 strings a scorer: whatever a model says, d1's released rules give a score, quickly, and run nothing.
+"""10,000 strings per scorer: for any model output, d1's released rules give a score quickly and execute nothing.
 
 The tasks' own extractors have theirs in tests/d1/tasks.
 """

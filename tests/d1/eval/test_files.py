@@ -1,4 +1,4 @@
-"""Reading and scoring whatever is found in a folder: what is wrong is reported, the rest is scored, nothing hangs."""
+"""Reading and scoring any files in a folder: wrong files are reported, the rest is scored, nothing hangs."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_nothing_hangs_or_is_lost_on_a_nasty_completion(tmp_path, task, scoring)
 
 
 def warm_up(folder: Path, task: str):
-    """A first problem, so that what is started once (imports, a helper process) is not timed."""
+    """Scores a first problem, so that one-time work (imports, a helper process) is not timed."""
     warm = folder / "warm"
     warm.mkdir()
     write(warm, f"{task}_m_128_64_0", [item(task, r"\boxed{x^2+1}")])

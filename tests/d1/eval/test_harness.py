@@ -26,7 +26,7 @@ CANVAS = {"gen_length": 12, "block_length": 4}
 
 @pytest.fixture(scope="session")
 def harness() -> Any:
-    """The installed package, with "d1" known to it."""
+    """The installed package, with "d1" registered."""
     found = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[harness]'")
     register()
     return found
@@ -100,7 +100,7 @@ def test_a_special_token_as_stop_string_ends_a_completion(start):
     hot = {"do_sample": True, "temperature": 3.0}
     texts = [f"<bos>{letter}" for letter in "abcdefghijklmnop"]
     free, stopped = (model.generate_until(generating(texts, until=until, **hot)) for until in ([], ["<user>"]))
-    assert free != stopped  # a special token is no text, so what stood behind it would have stayed
+    assert free != stopped  # a special token is not text, so the text after it would have stayed
     assert all(before.startswith(after) for before, after in zip(free, stopped, strict=True))
 
 
@@ -203,7 +203,7 @@ def evaluate(harness: Any, folder: Path, model: Path, **options: Any) -> dict[st
 def test_a_run_that_was_cut_short_continues_from_the_harness_cache(harness, tasks, tiny_model_dir, tmp_path):
     cache = str(tmp_path / "cache")
     first = evaluate(harness, tasks, tiny_model_dir, limit=4, use_cache=cache)
-    other = {"draw_seed": 1, "gen_length": 8}  # what it would answer now
+    other = {"draw_seed": 1, "gen_length": 8}  # settings that give other answers
     resumed = evaluate(harness, tasks, tiny_model_dir, use_cache=cache, model_args=other)
     anew = evaluate(harness, tasks, tiny_model_dir, model_args=other)
     for name in ("words_gen", "words_choice"):
@@ -211,7 +211,7 @@ def test_a_run_that_was_cut_short_continues_from_the_harness_cache(harness, task
         assert all(resumed[name][key] != anew[name][key] for key in range(4))
     for key in range(4, 10):
         assert resumed["words_gen"][key] == anew["words_gen"][key]
-        # The rest is scored in batches of other rows, which on some processors round differently.
+        # The rest is scored in different batches, which round differently on some processors.
         scores = [[answers[0][0] for answers in run["words_choice"][key]] for run in (resumed, anew)]
         assert scores[0] == pytest.approx(scores[1], rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""The journal: what a kill, a full disk or a second process leaves of it."""
+"""The journal after a kill, a full disk or with a second process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def completion(index: int, text: str = "x", **fields: Any) -> dict[str, Any]:
 
 @contextmanager
 def alive(folder: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that has written a completion as `rank` and lives."""
+    """A process that has written a completion as `rank` and is still alive."""
     command = [sys.executable, "-c", WRITER, str(folder), str(rank), json.dumps(completion(rank))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -80,7 +80,7 @@ def test_a_living_run_is_left_alone_whichever_of_its_processes_lives(tmp_path, o
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Inside, the system refuses to let a file of this process grow beyond `size` bytes, as it does on a full disk."""
+    """Inside this context, a file of this process cannot grow beyond `size` bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -98,7 +98,7 @@ def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):
             journal.append(entry)
         with pytest.raises(OSError, match=r"could not write .*: 3 completions are safe in .*same command again"):
             journal.append(entries[3])
-    assert list(journal.read().values()) == entries[:3]  # without what there was room for of the fourth
+    assert list(journal.read().values()) == entries[:3]  # without the written part of the fourth
     for entry in entries[3:]:
         journal.append(entry)
     with files_of_at_most(409), pytest.raises(OSError, match="10 completions are safe"):
@@ -122,7 +122,7 @@ def test_another_run_is_refused_and_the_difference_named(tmp_path, complete):
     assert journal.prepare(identity, overwrite=False) != complete
 
 
-FOREIGN = {  # lines that are valid JSON, or nearly, and no completions
+FOREIGN = {  # lines of valid or nearly valid JSON that are not completions
     "not an entry": b'{"reward": 1.0}',
     "not an object": b"[1, 2]",
     "without its time": json.dumps({k: v for k, v in completion(1).items() if k != "seconds"}).encode(),

@@ -1,4 +1,5 @@
-"""The bound of given answers: against every mask, a plain loop over the same draws, and LLaDA's greedy check."""
+"""The bound of given answers, compared with all masks and with a plain loop over the same draws; LLaDA's greedy
+check."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_an_estimate_is_the_weighted_sum_over_its_own_draws_whatever_its_batch(m
         total = 0.0
         for noise, weights in zip(views.noise[0], views.weights[0], strict=True):
             assert not weights[~noise].any()
-            (weight,) = {*weights[noise].tolist()}  # every hidden token of a mask weighs the same
+            (weight,) = {*weights[noise].tolist()}  # all hidden tokens of a mask have the same weight
             total += weight * hidden_logps(model, pair, noise.nonzero().flatten().tolist())
         return total
 
@@ -79,7 +80,7 @@ def test_the_counts_of_llada_are_spread_evenly_and_weigh_l_over_the_count():
 
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int], length: int) -> list[int]:
-    """The most probable token of all hidden places, again and again."""
+    """Reveals the most probable token of all hidden positions, one at a time."""
     answer: Tensor = torch.full((length,), MASK)
     while (answer == MASK).any():
         logps = (

@@ -44,7 +44,7 @@ def evaluate(*arguments: object) -> None:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILLs a process and all that it started, torchrun's workers in their own sessions too."""
+    """SIGKILLs a process and all processes that it started, also torchrun's workers in their own sessions."""
     family = [*psutil.Process(process.pid).children(recursive=True), process]
     for member in family:
         member.kill()
@@ -97,7 +97,7 @@ def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model
     kept = written()
     assert 20 <= len(kept) < 400, "the run was to be killed half-way"
     with open(next(partial.glob("rank_*.jsonl")), "ab") as journal:
-        journal.write(b'{"index": 3, "generat')  # a line that a kill cut off
+        journal.write(b'{"index": 3, "generat')  # an incomplete line, as after a kill
     out = finish(start(2, *flags))
     assert "400/400" in out
     assert not partial.exists()
@@ -152,7 +152,7 @@ def test_a_slow_process_takes_fewer_problems_and_a_killed_queue_continues(tiny_m
         assert results[entry["index"]]["seconds"] == entry["seconds"]
     evaluate(*flags, tmp_path / "one", "--batch_size", 7)
     for one, two in zip(items(tmp_path / "one"), items(tmp_path / "two"), strict=True):
-        assert {**one, "seconds": 0} == {**two, "seconds": 0}  # all else is the same, down to the passes
+        assert {**one, "seconds": 0} == {**two, "seconds": 0}  # all else is equal, even the passes
 
 
 def test_errors_end_every_process_with_one_line(tiny_model_dir, tmp_path):
@@ -163,7 +163,7 @@ def test_errors_end_every_process_with_one_line(tiny_model_dir, tmp_path):
     first = ("--model_path", tiny_model_dir, "--limit", 2, "--output_dir", tmp_path)
     evaluate(*first)
     process = start(2, *first, "--seed", 1)
-    _, err = process.communicate(timeout=900)  # the rank that did not look at the files must not wait for ever
+    _, err = process.communicate(timeout=900)  # the rank that did not check the files must not wait forever
     assert process.returncode == 1
     assert "different run (seed: 0 there, 1 now)" in err
 
@@ -213,7 +213,7 @@ def test_run_eval_then_parse(tiny_model_dir, tiny_block_dir, tmp_path):
 
 
 def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_model_dir, tmp_path):
-    """Two checkpoints, one of which solves the validation problem because its head knows no other answer."""
+    """Two checkpoints, one of which solves the validation problem because its head can give no other answer."""
     run = tmp_path / "myrun"
     run.mkdir()
     (run / "run.json").write_text(
@@ -222,7 +222,7 @@ def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_mode
     shutil.copytree(tiny_model_dir, run / "checkpoint-9")
     model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
     with torch.no_grad():
-        model.get_output_embeddings().weight.zero_()  # all tokens alike: says the first one, padding, every time
+        model.get_output_embeddings().weight.zero_()  # all tokens tie: always gives the first one, padding
     model.save_pretrained(run / "checkpoint-10")
     tokenizer.save_pretrained(run / "checkpoint-10")
     task = tmp_path / "say_nothing.py"

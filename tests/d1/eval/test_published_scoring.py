@@ -1,4 +1,4 @@
-"""d1's released rules: the published figures from d1's own files, and each of its faults by a small case."""
+"""d1's released rules: the published figures from d1's own files, and a small case for each of their faults."""
 
 from __future__ import annotations
 

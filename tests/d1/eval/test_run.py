@@ -81,7 +81,7 @@ def test_a_file_holds_what_the_model_said(tiny_model_dir, tmp_path, capsys):
 
 
 def test_an_end_of_text_ends_text_and_count(tiny_model_dir, tmp_path):
-    """Where the model now says end of text in place of a common token, nothing behind it is counted or in the text."""
+    """If the model says end of text in place of a common token, later tokens are neither counted nor in the text."""
     model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
     said = evaluate(tiny_model_dir, tmp_path, "--limit", "8")["generations"][0]["generations"]
     swapped = torch.tensor([tokenizer.eos_token_id, tokenizer(said, add_special_tokens=False).input_ids[4]])
@@ -321,7 +321,7 @@ def test_an_encoder_is_refused_a_cache_before_its_weights_are_read(tiny_model_di
 
 
 def without_blocks(model: Path, output_dir: Path, *flags: str) -> dict[str, Any]:
-    """The generation file and the record's settings of a run that is not told of blocks."""
+    """The generation file and the record's settings of a run without a block length."""
     required = ["--model_path", str(model), "--dataset", "sudoku", "--output_dir", str(output_dir), "--limit", "3"]
     evaluation.main(evaluation.make_parser().parse_args([*required, "--gen_length", "12", *flags]))
     (record,) = (json.loads(path.read_text()) for path in output_dir.glob("*_record.json"))
@@ -356,7 +356,7 @@ def test_several_lengths_give_a_file_each_as_alone_and_load_the_model_once(tiny_
     loaded: list[str] = []
     load = generate_completions.load_model_for
     monkeypatch.setattr(generate_completions, "load_model_for", lambda args: loaded.append("model") or load(args))
-    assert files("8", "8", "12", "8") == alone["8"] | alone["12"]  # where one length is there already
+    assert files("8", "8", "12", "8") == alone["8"] | alone["12"]  # one length exists already
     assert files("both", "12", "8") == alone["8"] | alone["12"]
     assert loaded == ["model", "model"]
     assert files("both", "12", "8") == alone["8"] | alone["12"]
@@ -399,7 +399,7 @@ def test_a_retrained_model_is_another_model(tiny_model_dir, tmp_path):
 
 
 def write_sums(path: Path, count: int) -> Path:
-    """Problems of GSM8K's format whose prompts are of many lengths."""
+    """Problems in GSM8K's format with prompts of many lengths."""
     sums = ["+".join("1" * (1 + 37 * i % 101)) for i in range(count)]
     path.write_text("".join(json.dumps({"question": f"what is {s} ?", "answer": "#### 3"}) + "\n" for s in sums))
     return path
@@ -407,7 +407,7 @@ def write_sums(path: Path, count: int) -> Path:
 
 @pytest.mark.parametrize("sampler", [(), ("--sampler", "parallel", "--reveal_level", "0.1")], ids=str)
 def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model_dir, tmp_path, monkeypatch, sampler):
-    """Where the rows left over are batched among themselves some do change, so a change would be seen."""
+    """If the remaining rows form their own batches, some completions do change, so this test could see a change."""
     flags = ("--data_file", str(write_sums(tmp_path / "sums.jsonl", 80)), "--dtype", "bfloat16", "--batch_size", "4")
     flags += ("--block_length", "8", "--gen_length", "24", *sampler)
     whole = evaluate(tiny_model_dir, tmp_path / "whole", *flags, task="gsm8k")
@@ -417,14 +417,15 @@ def test_in_16_bits_a_resume_and_other_processes_change_no_completion(tiny_model
     prompts = read_prompts(args, load_task("gsm8k"), tokenizer)
 
     def generate_by(world: int, asked: list[Prompt], done: dict) -> Journal:
-        """What each of the processes took from the queue, one after the other, into the journal of the one setup."""
+        """The items that each of the processes takes from the queue, one process after the other, for the journal of
+        one setup."""
         journals = [Journal(args.output_dir, setup_name(args), rank) for rank in range(world)]
         assert journals[0].prepare(run_setup.run_identity(args, prompts), overwrite=not done)
         model = partial(generate_completions.load_model_for, args)
         for rank, journal in enumerate(journals):
             for entry in done.values() if rank == 0 else ():
                 journal.append(entry)
-            share = world - rank  # of what the processes before it have left
+            share = world - rank  # from the items that earlier processes have left
             with monkeypatch.context() as patch:
                 patch.setattr(generate_completions, "queue_of", lambda left, _, n=share: left[::n])
                 generate_completions.complete(args, model, tokenizer, asked, journal)

@@ -1,4 +1,4 @@
-"""LoRA adapters: by name of their targets, from either naming of the weights, in chains, on 4-bit weights."""
+"""LoRA adapters: named targets, both naming schemes of the weights, chains of adapters, 4-bit weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_targets_are_the_linear_layers_of_each_block_and_nothing_else(kind_dirs,
     adapted = {n.removesuffix(".lora_A") for n, _ in peft.named_modules() if n.endswith(".lora_A")}
     hit = {n.removeprefix("base_model.model.") for n in adapted}
     if name == "all-linear" and (stacks := {n for n, _ in model.named_modules() if n.endswith(".mlp.experts")}):
-        # PEFT wraps both stacks of a layer's experts, one around the other, and no other part of its feed-forward
+        # PEFT wraps both stacks of a layer's experts, one inside the other, and no other part of its feed-forward
         blocks = (blocks - mlp) | stacks | {f"{n}.base_layer" for n in stacks}
     assert hit == (blocks if name == "all-linear" else blocks - mlp)
 
@@ -162,7 +162,8 @@ def test_an_adapter_made_on_a_relative_path_loads_from_anywhere(kind_dirs, tmp_p
 
 
 def test_rl_on_top_of_sft_is_found_again_from_the_last_folder(kind_dirs, tmp_path):
-    """The second adapter is trained on the first, merged; its folder alone leads to base + first + second."""
+    """The second adapter is trained on the merged first one; its folder alone is enough to load base + first +
+    second."""
     base, sft, rl = kind_dirs["llada"], tmp_path / "sft", tmp_path / "rl"
     after_sft = train_adapter(load_model(base), sft, seed=1)
     start: Any = load_model(sft)

@@ -63,7 +63,7 @@ def test_every_row_names_an_attention_that_there_is():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_transformers_reads_is_causal_in_every_pass(kind_dirs, name):
-    """What `prepare` builds on: a decoder that was built causal attends both ways as soon as its config says so."""
+    """`prepare` relies on this: a decoder that was built causal attends in both directions once its config says so."""
     model = AutoModelForCausalLM.from_config(load_model(kind_dirs[name]).config).eval()
     ids = torch.randint(4, 64, (1, 8), generator=torch.Generator().manual_seed(0))
     last = ids.clone()
@@ -101,7 +101,8 @@ def test_blocks_count_real_tokens_alone():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["sdar", "Fast_dLLM_Qwen"])
 def test_neither_batch_nor_padding_changes_a_row_whose_prompt_ends_anywhere_in_a_block(kind_dirs, name, attention):
-    """Whole and at chosen positions of the last layer; a cut behind a block's end changes nothing before it either."""
+    """Whole and at chosen positions of the last layer; removing the text after a block's end changes nothing before
+    it."""
     model: Any = load_model(kind_dirs[name], attn_implementation=attention)
     body, size = body_and_head(model)[0], model.config.block_size
     texts = [torch.randint(4, 64, (size + n,), generator=keyed_generator(n)) for n in range(size)]
@@ -142,7 +143,7 @@ def test_both_limits(kind_dirs, attention):
 @pytest.mark.parametrize("name", ["sdar", "Fast_dLLM_Qwen"])
 @torch.no_grad()
 def test_flex_attention_sees_the_same(kind_dirs, name):
-    """Without its compiled kernel, which has no backward pass on a CPU and does not build for every shape there."""
+    """Without the compiled kernel, which has no backward pass on a CPU and cannot be built there for every shape."""
     ids = torch.randint(4, 64, (2, 11), generator=keyed_generator(2))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

@@ -150,7 +150,7 @@ def autoregressive(folder: Path, kind: str, words: int, rows: int, mask: str | N
     ("kind_", "words", "rows", "token", "tied"),
     [
         ("llama", 60, 60, "<|mask|>", False),  # a new row
-        ("qwen2", 60, 60, "<|mask|>", True),  # the one table is both
+        ("qwen2", 60, 60, "<|mask|>", True),  # one table serves as both
         ("qwen2", 60, 64, "<|mask|>", False),  # a row of the padding
         ("llama", 60, 60, "w57", False),  # a spare token
     ],
@@ -192,7 +192,8 @@ def test_a2d_can_keep_predicting_the_next_position(tmp_path):
 
 
 def test_a2d_makes_block_causal_models(tmp_path):
-    """Of one token a block, with the shift kept, it is what it was: it predicts the next token from those before it."""
+    """With one token per block and the shift kept, the model is unchanged: it predicts the next token from earlier
+    ones."""
     source = autoregressive(tmp_path / "ar", "qwen2", 60, 60)
     causal = logits_of(Qwen2ForCausalLM.from_pretrained(source).eval())
     run("a2d", source, tmp_path / "one", "--block_size", 1, "--keep_shift")

@@ -1,4 +1,4 @@
-"""Distributions made of a model's logits, against a slow softmax over what is left."""
+"""Distributions made from a model's logits, compared with a slow softmax over the remaining tokens."""
 
 import math
 
@@ -31,7 +31,7 @@ def logits(positions=12, vocab=20):
 
 @each
 def test_log_probs_are_the_slow_softmaxs_and_their_gradients_its_own(chosen):
-    """Of every token: one that is not left is put back, alone, beside those that are."""
+    """Log-probabilities of every token: a token that was removed is added back, alone, to the remaining ones."""
     distribution, given = Distribution(**chosen), logits()
     temperature = chosen.get("temperature", 1.0)
     outside = 0

@@ -1,4 +1,4 @@
-"""The memory estimate against the peak that CPU allocations of real steps reach, and its arithmetic."""
+"""The memory estimate, compared with the peak of CPU allocations in real steps, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ def measured_peak(kind: str, settings: FitSettings) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         marker = torch.empty(12345, dtype=torch.uint8)
         step()
-    # The allocator's own running total stands in every event. Times are not looked at: a busy machine's clock may jump,
-    # and events put in another order give another peak.
+    # Every event contains the allocator's own running total. Times are not used: a busy machine's clock may jump, and
+    # events in another order give another peak.
     events = allocations(profile.profiler.kineto_results.experimental_event_tree())
     before = next(total - size for size, total in events if size == marker.nbytes)
     return sum(tensor.nbytes for tensor in resident) + max(total for _, total in events) - before
 
 
 def allocations(events: list[Any]) -> list[tuple[int, int]]:
-    """Bytes allocated (or, if negative, freed) and allocated in all, of each allocation in a tree of events."""
+    """Bytes allocated (or, if negative, freed) and the total, for each allocation in a tree of events."""
     found = [
         (event.typed[1].alloc_size, event.typed[1].total_allocated)
         for event in events
@@ -203,7 +203,7 @@ def test_activations_grow_with_length_and_shrink_with_checkpointing():
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_small_models_with_many_tokens_are_extrapolated_to_their_depth(batch, checkpointing):
-    """With all weights trained, the gradient of the embeddings is larger than the activations of a few layers."""
+    """If all weights are trained, the gradient of the embeddings is larger than the activations of a few layers."""
     sizes: dict[str, Any] = dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
     config = LlamaConfig(**sizes, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
     config.use_cache = False
@@ -298,7 +298,7 @@ def test_a_mixtures_parameters_are_counted_by_hand_for_llada2_mini(tmp_path, mon
 
 @pytest.mark.parametrize(("layers", "kernel"), [(1, "flex_attention"), (2, "flash_attention_2")])
 def test_short_models_whatever_kernel_their_config_names(kind_dirs, kind, tmp_path, layers, kernel):
-    """Released configs name the kernel that their authors ran on; `layer_types` has one entry a layer."""
+    """Released configs name the kernel that their authors used; `layer_types` has one entry per layer."""
     if KINDS[kind].becomes and layers == 2:
         pytest.skip("one length is enough of kinds that share a class")
     config = json.loads((kind_dirs[kind] / "config.json").read_text())

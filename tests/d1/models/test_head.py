@@ -1,4 +1,4 @@
-"""The last layer at chosen positions, and the head at few rows, against the whole layer and the plain head."""
+"""The last layer at chosen positions and the head at few rows, compared with the whole layer and the plain head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from d1.models.head import body_and_head, most_likely
 from d1.models.kinds import is_encoder
 
 LENGTH = 14
-POSITIONS = torch.tensor([[13, 5, 9, 6], [4, 12, 4, 7], [8, 9, 10, 11]])  # of each row, in no order, one twice
+POSITIONS = torch.tensor([[13, 5, 9, 6], [4, 12, 4, 7], [8, 9, 10, 11]])  # of each row, unordered, one of them twice
 
 
 @pytest.fixture(params=["sdpa", "eager"])
@@ -47,7 +47,7 @@ def at(states: Tensor) -> Tensor:
 
 
 def last_mlp(model: Any) -> list[tuple[int, ...]]:
-    """The shapes that the last layer's feed-forward will see."""
+    """Records the input shapes of the last layer's feed-forward."""
     seen: list[tuple[int, ...]] = []
     layers = next(module for name, module in model.named_modules() if name.endswith("model.layers"))
     layers[-1].mlp.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape[:2])))

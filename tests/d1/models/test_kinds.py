@@ -27,7 +27,7 @@ TOY_NAMES = (("net.embed", "model.embed_tokens"), ("net.block.{}", "model.layers
 
 
 def write_toy(folder: Path, source: Path) -> Path:
-    """The Qwen3 in `source` as somebody else might release it: another model_type, other names, code of its own."""
+    """The Qwen3 in `source` as somebody else might release it: another model_type, other names, its own code."""
     folder.mkdir()
     config = json.loads((source / "config.json").read_text()) | {"model_type": "toy", "width": 32}
     config |= {"architectures": ["ToyModel"], "auto_map": {"AutoConfig": "configuration_toy.ToyConfig"}}
@@ -126,7 +126,7 @@ def test_a_class_of_ones_own_is_registered_and_one_row(kind_dirs, tmp_path, monk
 
 
 def test_the_row_names_the_modules_of_the_head(kind_dirs, kind):
-    """Called one after the other, without the softcap that some configs ask for, they give the logits."""
+    """Called in sequence, without the softcap of some configs, they give the logits."""
     model: Any = load_model(kind_dirs[kind])
     row = KINDS[model.config.model_type]
     cap = getattr(model.config, "final_logit_softcapping", None)

@@ -1,4 +1,4 @@
-"""Every kind of model keeps one calling convention: bidirectional, aligned, indifferent to padding."""
+"""Every kind of model follows one calling convention: bidirectional, aligned, independent of padding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_padding_other_rows_and_batch_size_are_invisible(kind_dirs, kind, attent
 
 
 def test_every_position_sees_every_other_in_both_directions(kind_dirs, kind, attention):
-    """Longer than the windows of the windowed kinds: what their window hides, their full layers must carry."""
+    """Texts longer than the windows of some kinds: their full layers must carry what the windows hide."""
     if kind in BLOCKS:
         pytest.skip("a token sees its own block and those before it")
     model = load_model(kind_dirs[kind], attn_implementation=attention)
@@ -140,7 +140,7 @@ def test_gradient_checkpointing_changes_no_gradient(kind_dirs, kind):
 
 
 def test_the_padding_token_can_be_learned(kind_dirs, kind):
-    """Padding is often EOS: its embedding must get a gradient where it stands in the text."""
+    """Padding is often EOS: its embedding must get a gradient if it occurs in the text."""
     model = load_model(kind_dirs[kind])
     model(input_ids=torch.tensor([[5, 0, 6]])).logits.square().mean().backward()
     gradient = next(model.get_input_embeddings().parameters()).grad

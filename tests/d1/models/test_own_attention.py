@@ -1,4 +1,4 @@
-"""An attention from outside the package, one file, against dense masks written out place by place."""
+"""An attention from outside the package, in one file, compared with dense masks written out position by position."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def change_config(folder: Path, **fields: Any) -> None:
 
 
 class Dense:
-    """Transformers' own model under a mask over queries that says of each two places whether they see each other."""
+    """Transformers' own model with a mask that says for each two positions whether one sees the other."""
 
     def __init__(self, folder: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
@@ -70,7 +70,7 @@ class Dense:
             return self.model(input_ids=ids[None], attention_mask=torch.tensor(seen)[None, None]).logits[0]
 
     def block_by_block(self, clean: Tensor, noised: Tensor) -> Tensor:
-        """Each block noised, after the clean blocks before it."""
+        """Each noised block after the clean blocks that precede it."""
         starts = range(0, len(clean), SIZE)
         texts = [torch.cat([clean[:start], noised[start : start + SIZE]]) for start in starts]
         return torch.cat([self.logits(text)[start:] for start, text in zip(starts, texts, strict=True)])

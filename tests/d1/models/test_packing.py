@@ -1,4 +1,4 @@
-"""Texts in one row against each text alone, for every kind and kernel."""
+"""Texts packed into one row, compared with each text alone, for every kind and kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WINDOWED = ("gemma2", "gemma3_text", "modernbert")
 
 
 def one_by_one(model: Any) -> Tensor:
-    """(tokens, hidden size) of each text in a pass of its own."""
+    """(tokens, hidden size) of each text in its own pass."""
     return torch.cat([body_and_head(model)[0](text[None])[0] for text in IDS.split(LENGTHS)])
 
 
@@ -45,7 +45,7 @@ def kernels(kind: str) -> list[str]:
 
 
 def test_a_text_is_what_it_is_alone(kind_dirs, kind):
-    """Whole, at chosen positions of the last layer, and with a noised copy behind each text."""
+    """All positions, chosen positions of the last layer, and a noised copy after each text."""
     for kernel in kernels(kind):
         model: Any = load_model(kind_dirs[kind], attn_implementation=kernel)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -83,7 +83,7 @@ def test_gradients_through_checkpointed_layers_and_an_adapter(kind_dirs, kind):
 
 
 def slow_twin(module, query, key, value, attention_mask, scaling=None, **kwargs: Any) -> tuple[Tensor, None]:
-    """Attention as FlashAttention's `varlen` functions define it by its arguments, a text and a head at a time."""
+    """Attention as the arguments of FlashAttention's `varlen` functions define it, one text and one head at a time."""
     ends, most = kwargs["cu_seq_lens_k"].tolist(), kwargs["max_length_k"]
     assert attention_mask is None
     assert ends == kwargs["cu_seq_lens_q"].tolist()
@@ -99,7 +99,7 @@ def slow_twin(module, query, key, value, attention_mask, scaling=None, **kwargs:
 @pytest.mark.parametrize("kind", ["llada", "Dream", "lladamoe", "gemma", "bert", "roberta"])
 @torch.no_grad()
 def test_flash_attention_is_told_where_texts_end(kind_dirs, kind):
-    """What its kernel would be called with, by each class of models; the kernel itself needs a GPU."""
+    """The arguments of the kernel call, for each class of models; the kernel itself needs a GPU."""
     model: Any = load_model(kind_dirs[kind])
     expected, config = one_by_one(model), model.config
     flash: Any = SimpleNamespace(config=type(config)(**config.to_dict(), attn_implementation="flash_attention_2"))

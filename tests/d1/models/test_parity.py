@@ -123,7 +123,7 @@ def test_llada_without_grouped_heads_and_with_a_padded_vocabulary(tmp_path, llad
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
 def test_dream_equals_the_published_architecture_one_position_later(kind_dirs, attention):
-    """Published logits at i speak of token i + 1; its sampler gives token 0 its own logits."""
+    """Published logits at i predict token i + 1; the published sampler uses token 0's own logits for token 0."""
     ids = torch.randint(0, 64, (13,), generator=torch.Generator().manual_seed(1))
     model = load_model(kind_dirs["Dream"], attn_implementation=attention)
     published = reference_logits(kind_dirs["Dream"], ids)
@@ -133,7 +133,7 @@ def test_dream_equals_the_published_architecture_one_position_later(kind_dirs, a
 
 @torch.no_grad()
 def test_dream_shift_skips_padding_wherever_it_is(kind_dirs):
-    """The token before a real one is the real one before it, even across a gap of padding."""
+    """The predecessor of a real token is the previous real token, even across a gap of padding."""
     model = load_model(kind_dirs["Dream"])
     ids = torch.randint(4, 64, (8,), generator=torch.Generator().manual_seed(2))
     alone = model(input_ids=ids[None]).logits[0]

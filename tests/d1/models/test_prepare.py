@@ -1,4 +1,4 @@
-"""A model that the user built: refused as it is, equal to `load_model`'s once prepared."""
+"""A model that the user built: refused without preparation, equal to `load_model`'s after it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_plain_model_is_refused_and_equals_load_models_once_prepared(kind_dirs
     plain, expected = build_plain(tmp_path, kind_dirs[kind], kind), logits_of(load_model(kind_dirs[kind]))
     with pytest.raises(ValueError, match=r"was not prepared for masked diffusion.*d1\.models\.prepare\(model\)"):
         require_prepared(plain)
-    if kind != "modernbert":  # whose rotary positions do not care where a text begins
+    if kind != "modernbert":  # its rotary positions do not depend on where a text begins
         assert (logits_of(plain) - expected).abs().max() > 1e-3
     assert prepare(plain) is plain
     require_prepared(plain)

@@ -1,4 +1,4 @@
-"""Prompts that a model's template or vocabulary cannot write are one clear error, others are the template's text."""
+"""A prompt that a model's template or vocabulary cannot express is one clear error; others give the template's text."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_block_size_and_mask_are_the_configs_or_else_the_kinds(tmp_path, release
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("released", [*CONFIGS, "Dream"])
 def test_what_is_read_and_written_again_is_the_same_byte_for_byte(kind_dirs, tmp_path, monkeypatch, released, dtype):
-    """From the released files and from what training saves, and in files of their own size."""
+    """From the released files and from what training saves, with other sizes of files."""
     if dtype == torch.bfloat16 and released == "Dream":
         pytest.skip("its fixture is in float32")
     source = kind_dirs[released]
@@ -170,7 +170,7 @@ def test_a_format_is_written_from_its_own_models_only(kind_dirs, tmp_path):
 
 @pytest.mark.parametrize("released", MIXTURES)
 def test_experts_that_come_stacked(kind_dirs, tmp_path, released):
-    """As Transformers stacks them, gate above up."""
+    """Stacked as in Transformers, gate before up."""
     weights, stacks = read_files(kind_dirs[released]), {}
     for name in [name for name in weights if ".experts.0." in name]:
         parts = (weights.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(8) if e < count(released))
@@ -201,7 +201,7 @@ def test_an_expert_that_is_missing_or_of_another_width_is_an_error(kind_dirs, tm
 
 
 def test_loading_one_kind_leaves_the_next_as_it_was(kind_dirs, tmp_path):
-    """LLaDA2's converters are Glm4Moe's only while a LLaDA2 is read."""
+    """LLaDA2's converters apply to Glm4Moe only while a LLaDA2 is loaded."""
     model = load_model(kind_dirs["llada2_moe"])
     model.save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()

@@ -1,4 +1,4 @@
-"""Peak memory of loading: the weights are never held twice, nor where experts have to be stacked."""
+"""Peak memory of loading: the weights are never held twice, not even if experts have to be stacked."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_loading_holds_the_weights_once(tmp_path, kind_dirs, llada_writer):
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
 def test_loading_a_gigabyte_takes_less_than_1_3_of_it(tmp_path, kind_dirs, llada_writer, stored, wanted):
-    """The peak against the size of the checkpoint, or of the model where its weights are the wider ones."""
+    """The peak compared with the size of the checkpoint, or of the model if its weights have a wider dtype."""
     sizes = {"d_model": 1024, "n_heads": 16, "n_kv_heads": 16, "mlp_hidden_size": 3072}
     sizes["n_layers"] = 18 if stored == "float32" else 36
     stored_dtype = getattr(torch, stored)
@@ -78,7 +78,7 @@ def test_loading_a_gigabyte_takes_less_than_1_3_of_it(tmp_path, kind_dirs, llada
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of what is read from files, by any thread, and of what operations make: `peak` at most."""
+    """Counts the bytes read from files, by any thread, and those made by operations; `peak` is their maximum."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks against all logits at once, for every kind of model."""
+"""Log-probabilities computed in chunks, compared with all logits at once, for every kind of model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Special tokens: where they come from, and what is refused."""
+"""Special tokens: their sources, and what is refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def saved(tokenizer: Any, folder: Path) -> Any:
     ],
 )
 def test_the_mixtures_of_llada_bring_fast_files(tmp_path, config):
-    """Their configs may name no mask; their turns end with a token of their own."""
+    """Their configs may not name a mask; their turns end with a special token."""
     words = ["a", "b", "<|mask|>", "<|endoftext|>", "<|role_end|>"]
     auto = {"AutoConfig": "configuration_own.OwnConfig", "AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
     folder = write(tmp_path, config | {"vocab_size": 6, "pad_token_id": 3, "auto_map": auto}, words)

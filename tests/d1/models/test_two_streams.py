@@ -1,4 +1,4 @@
-"""Two streams against one forward pass a block, for every kind of block-causal model."""
+"""Two streams compared with one forward pass per block, for every kind of block-causal model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PADDING, LENGTH = 5, 23
 
 
 def block_by_block(model: Any, clean: Tensor, noised: Tensor) -> Tensor:
-    """(length, hidden) of one text without padding: each block noised, behind the clean blocks before it, alone."""
+    """(length, hidden) of one text without padding: each block noised, after the clean blocks before it, alone."""
     states, size, body = [], model.config.block_size, body_and_head(model)[0]
     for start in range(0, len(clean), size):
         text = torch.cat([clean[:start], noised[start : start + size]])
@@ -30,7 +30,7 @@ def block_by_block(model: Any, clean: Tensor, noised: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
 def test_two_streams_are_the_blocks_one_by_one(kind_dirs, name, attention):
-    """With padding on either side, and of a copy that leaves out the first blocks."""
+    """With padding on either side, and for a copy without the first blocks."""
     model: Any = load_model(kind_dirs[name], attn_implementation=attention)
     size = model.config.block_size = 4
     clean = torch.randint(4, 64, (size, LENGTH), generator=keyed_generator(0))

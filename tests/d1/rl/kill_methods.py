@@ -1,9 +1,9 @@
-"""Trains a tiny model by each method in a process of its own, which is killed in mid-cycle, as if the power had gone.
+"""Trains a tiny model with each method in a separate process, which is killed in mid-cycle, as in a power failure.
 
     python kill_methods.py MODEL OUTPUT METHOD...
 
-Each run leaves what it saved in OUTPUT/METHOD. The processes are forks of this one, which takes seconds to start, and
-has trained nothing itself.
+Each run leaves its files in OUTPUT/METHOD. The processes are forks of this one, because starting one takes seconds;
+this process itself has trained nothing.
 """
 
 import os

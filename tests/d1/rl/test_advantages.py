@@ -1,4 +1,4 @@
-"""Advantages against the formula of each row, however the rows of a group are spread over batches and processes."""
+"""Advantages, compared with each row's formula, however the rows of a group are spread over batches and processes."""
 
 import math
 from dataclasses import replace
@@ -16,9 +16,9 @@ from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.updates import Everyone, keep_prompts, reshaped
 from tests.losses import random_inputs, settings
 
-# The second group has nothing to tell, and the last less than a hundredth.
+# The second group has no spread, and the last has less than a hundredth.
 REWARDS = [[0.0, 1.0, 0.25, 2.0], [1.0, 1.0, 1.0, 1.0], [-3.0, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 0.504]]
-# What TRL hands over with scale_rewards none: rewards less their group's mean.
+# What TRL passes with scale_rewards none: rewards minus their group's mean.
 CENTRED = torch.tensor(REWARDS, dtype=torch.float64)
 CENTRED = CENTRED - CENTRED.mean(1, keepdim=True)
 
@@ -32,14 +32,14 @@ def leave_one_out(rewards):
 
 
 def signed_softmax(rewards):
-    """wd1's weights of one group, softmax(A) - softmax(-A), of rows whose mean is taken (arXiv 2507.08838)."""
+    """wd1's weights of one group, softmax(A) - softmax(-A), for rows that are averaged (arXiv 2507.08838)."""
     centred = [reward - mean(rewards) for reward in rewards]
     up, down = ([math.exp(sign * a) for a in centred] for sign in (1, -1))
     return [len(rewards) * (u / sum(up) - d / sum(down)) for u, d in zip(up, down, strict=True)]
 
 
 def standardised(rewards):
-    """(r - m) / s, s the root of the mean square; 0 where all are right or all wrong (arXiv 2509.06949)."""
+    """(r - m) / s, s the root of the mean square; 0 if all are right or all are wrong (arXiv 2509.06949)."""
     square = mean([(reward - mean(rewards)) ** 2 for reward in rewards])
     return [(reward - mean(rewards)) / math.sqrt(square) if square else 0.0 for reward in rewards]
 
@@ -68,7 +68,7 @@ def test_advantages_are_those_of_the_formula(name):
 
 @pytest.mark.parametrize("size", [2, 3, 6, 8])
 def test_a_group_of_equal_rewards_has_standardised_advantages_of_zero(size):
-    """In fp32, where equal rewards less their mean need not be 0."""
+    """In fp32, where equal rewards minus their mean may differ from 0."""
     rewards = torch.tensor([0.1, 0.7, 1 / 3, -2.2, 1e6]).unsqueeze(1).expand(-1, size)
     assert not ADVANTAGES["standardised"](rewards - rewards.mean(1, keepdim=True)).any()
     assert not ADVANTAGES["standardised"](rewards / 3 - rewards.mean(1, keepdim=True) / 3 - 1e-8).any()
@@ -77,7 +77,8 @@ def test_a_group_of_equal_rewards_has_standardised_advantages_of_zero(size):
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", ["trl", *WRITTEN_OUT])
 def test_a_group_is_one_whole_on_processes_with_half_of_it_or_with_several(name, rows):
-    """A softmax over the rows of a process, in place of the group's, gives other weights: a fault of released code."""
+    """A softmax over the rows of a process, in place of those of the group, gives other weights: a fault of released
+    code."""
     everything = CENTRED.flatten()
     expected = everything if name == "trl" else ADVANTAGES[name](CENTRED).flatten()
     for first in range(0, 16, rows):
@@ -165,7 +166,7 @@ def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss():
         "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1]] * 8),
     }
     kept = keep_prompts(batch, (0.2, 0.7), 4, Everyone(lambda here: here, 0))
-    assert kept == 0.5  # of shares 0, 1/4, 1 and, of the three that could be judged, 2/3
+    assert kept == 0.5  # shares 0, 1/4, 1 and 2/3 (of the three that could be judged)
     expected = torch.tensor([0, 1, 0, 1]).repeat_interleave(4)
     assert torch.equal(batch["completion_mask"].any(1).long(), expected)
     assert batch["num_items_in_batch"] == 2 * (2 + 3 + 2 + 3)

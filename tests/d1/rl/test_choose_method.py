@@ -1,4 +1,4 @@
-"""Methods: what a name sets, what stands above it, and which settings are refused beside each other."""
+"""Methods: what a name sets, what overrides it, and which settings are refused in combination."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ from d1.rl.train import make_parser
 from d1.scoring import ESTIMATORS, Estimator
 from d1.scoring.masks import draw_one_step as draw
 
-BATCH = 240  # a multiple of every method's completions a prompt
+BATCH = 240  # a multiple of every method's completions per prompt
 HERE = {"output_dir": "unused", "per_device_train_batch_size": BATCH, "use_cpu": not torch.cuda.is_available()}
 
 
@@ -35,7 +35,7 @@ def parsed(*words: str, yaml: str | None = None, tmp_path=None) -> DiffuGRPOConf
 
 
 def differing(args: DiffuGRPOConfig, other: DiffuGRPOConfig) -> dict:
-    """Settings of `args` in which it differs; `logging_dir` has the time in it."""
+    """The settings of `args` that differ; not `logging_dir`, which contains the time."""
     names = [field.name for field in fields(args) if field.name not in ("logging_dir", "run_name")]
     values = {name: getattr(args, name) for name in names}
     return {
@@ -46,8 +46,8 @@ def differing(args: DiffuGRPOConfig, other: DiffuGRPOConfig) -> dict:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-# Of its authors' main run: updates on a rollout, temperature, largest norm of a gradient, rate, completions per prompt;
-# None where their sources do not say.
+# From the authors' main run: updates per rollout, temperature, largest norm of a gradient, rate, completions per
+# prompt; None if their sources do not say.
 MAIN_RUNS = {
     "d1": (12, 0.9, 0.2, 3e-6, 6),
     "wd1": (12, 0.9, 0.2, 3e-6, 6),
@@ -86,7 +86,7 @@ def test_a_method_is_accepted_as_it_is_and_sets_all_that_its_row_has(name):
     method = METHODS[name]
     known = {field.name for field in fields(DiffuGRPOConfig)}
     assert {"temperature", "top_k", "top_p", "remasking", "max_grad_norm", "scored_tokens"} <= D1.keys()
-    assert D1.keys() <= method.values.keys()  # so that nothing of another method is left
+    assert D1.keys() <= method.values.keys()  # so that no value of another method is left
     assert {*method.values, *method.scale} <= known
     assert not method.values.keys() & method.scale.keys()
     for args in (config(method=name), parsed("--method", name)):
@@ -126,7 +126,7 @@ def test_a_method_in_a_yaml_comes_before_its_other_lines_wherever_it_stands(tmp_
     assert (args.method, args.estimator, args.epsilon, args.learning_rate) == ("espo", "espo", 0.1, 0.5)
     args = parsed("--beta", "0.9", yaml="method: espo\nbeta: 0.7", tmp_path=tmp_path)
     assert args.beta == 0.9
-    # One on the command line takes the place of the yaml's: nothing of its row is left.
+    # A method on the command line replaces the yaml's: no value of the yaml's row is left.
     args = parsed("--method", "agrpo", yaml="method: espo\nlearning_rate: 0.5", tmp_path=tmp_path)
     assert differing(args, parsed("--method", "agrpo", "--learning_rate", "0.5")) == {}
 
@@ -354,7 +354,7 @@ REFUSED = [
 
 @pytest.fixture
 def own_penalty(monkeypatch):
-    """A user's penalty that is averaged as loss_type says."""
+    """A user's penalty that is averaged according to loss_type."""
     monkeypatch.setitem(PENALTIES, "k3_again", replace(PENALTIES["k3"]))
 
 
@@ -366,7 +366,7 @@ def test_what_means_nothing_is_refused_with_the_reason(given, message):
 
 
 def refusal(**given) -> str:
-    """What is said of these settings, "" if they are accepted."""
+    """The error for these settings; "" if they are accepted."""
     try:
         config(**given)
     except ValueError as error:
@@ -393,8 +393,9 @@ def test_every_contradiction_has_a_test(monkeypatch):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_leaves_behind_beside_another_choice_is_no_reason_to_refuse(monkeypatch, name):
-    """Of a flag beside a method only a contradiction is refused; nothing of the row itself is in the way."""
-    monkeypatch.setattr("d1.rl.config.try_rows", lambda args: None)  # of rows that other tests try
+    """A flag given together with a method is refused only if it causes a contradiction; the row itself does not prevent
+    it."""
+    monkeypatch.setattr("d1.rl.config.try_rows", lambda args: None)  # with rows that other tests cover
     changes = [{"estimator": other} for other in ESTIMATORS] + [{"objective": other} for other in OBJECTIVES]
     said = [refusal(method=name, **change) for change in [*changes, {"objective": "trl"}, {"beta": 0.0}]]
     assert not [text for text in said if "would do nothing" in text]

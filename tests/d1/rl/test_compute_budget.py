@@ -1,4 +1,4 @@
-"""A run that ends at a budget: what counts, where it stops, what it leaves, also when it was killed on the way."""
+"""A run that ends at a budget: what counts, where it stops, and what it saves, also after a kill."""
 
 import itertools
 import json
@@ -27,9 +27,9 @@ def budgeted(model_dir, folder, budget, **changes):
 
 @pytest.mark.parametrize("at_once", [1, 99])
 def test_compute_is_one_per_token_of_a_forward_pass_and_two_for_its_backward_pass(tiny_model_dir, tmp_path, at_once):
-    """Of two updates on a rollout of four rows, in passes: d1 has another prompt mask for each update, and a reference;
-    JustGRPO has none, and the eight tokens of a text in the same eight views for both, which one view at once computes
-    twice."""
+    """Two updates on a rollout of four rows, in passes. d1 has another prompt mask for each update, and a reference.
+    JustGRPO has no reference, and the same eight views of a text's eight tokens for both updates; with one view at
+    once, each is computed twice but counted once."""
     prompts = []
     for method, passes in (("d1", 4 + 2 + 2 + 2 * 3), ("just-grpo", 8 + 8 + 2 * 8 * 3)):
         settings = method_settings(method) | {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
@@ -39,7 +39,7 @@ def test_compute_is_one_per_token_of_a_forward_pass_and_two_for_its_backward_pas
 
         def sample(ids, mask, trainer=trainer, original=original):
             if trainer.model.training:
-                prompts.append(mask.sum(-1) + 8)  # a row's tokens: its prompt and the whole canvas
+                prompts.append(mask.sum(-1) + 8)  # tokens per row: its prompt and the whole canvas
             return original(ids, mask)
 
         trainer.sample = sample
@@ -52,7 +52,7 @@ def test_compute_is_one_per_token_of_a_forward_pass_and_two_for_its_backward_pas
 @pytest.mark.parametrize("method", ["d1", "espo"])
 @pytest.mark.parametrize("dropped", ["some", "all"])
 def test_prompts_out_of_the_loss_cost_their_rollout_alone(tiny_model_dir, tmp_path, method, dropped):
-    """Of two prompts, in one micro-batch: `right_share` keeps the second, or none."""
+    """Two prompts in one micro-batch: `right_share` keeps the second, or none."""
     found, bodies = {}, []
     share = [0.9, 1.0] if dropped == "some" else [0.1, 0.2]
 
@@ -80,7 +80,7 @@ def test_prompts_out_of_the_loss_cost_their_rollout_alone(tiny_model_dir, tmp_pa
     assert not pairs[:4].any()
     assert pairs[4:].all() == (dropped == "some")
     assert logged(trainer)[-1]["compute_tokens"] == found["sampled"] + each * int((pairs * found["tokens"]).sum())
-    # Where no row scores anything, one stays in each pass, for a gradient of 0; equal views are scored once.
+    # If no row scores anything, one row stays in each pass, for a gradient of 0; equal views are scored once.
     assert sum(bodies) == 3 * int(pairs.sum()) if dropped == "some" else 4 <= sum(bodies) <= 6
     both = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
     assert any(not torch.equal(weight, start) for weight, start in both) == (dropped == "some")
@@ -128,7 +128,7 @@ def test_a_run_stops_at_the_first_step_that_reaches_its_budget_and_saves_shares_
 
 
 def test_a_linear_rate_falls_with_the_compute_spent_to_0_at_the_budget_and_resumes_to_the_bit(tiny_model_dir, tmp_path):
-    """Steps cost unequally: of three updates on a rollout the first pays for it."""
+    """Steps have unequal costs: the first of three updates on a rollout includes the rollout's cost."""
     options = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "max_steps": 100, "num_iterations": 3}
     options |= {"optim": "adamw_torch", "max_compute_tokens": 10_000}
     whole = budgeted(tiny_model_dir, tmp_path / "whole", 10_000, **options)
@@ -137,7 +137,7 @@ def test_a_linear_rate_falls_with_the_compute_spent_to_0_at_the_budget_and_resum
     spent = [0, *(entry["compute_tokens"] for entry in entries)]
     assert len(spent) > 6
     assert len({after - before for before, after in itertools.pairwise(spent)}) > 1
-    # What a step itself costs counts for the next.
+    # A step's own cost counts from the next step on.
     assert [entry["learning_rate"] for entry in entries] == [1e-3 * (1 - tokens / 10_000) for tokens in spent[:-1]]
     assert whole.lr_scheduler.get_last_lr()[0] == 0.0
     assert spent[-2] < 10_000 <= spent[-1]
@@ -159,13 +159,13 @@ def test_processes_spend_one_budget_together(tmp_path):
 
 
 def test_progress_is_to_the_step_that_spends_the_budget():
-    """Three steps took 25 tokens of 100: all take twelve, or as many as max_steps allows."""
+    """Three steps took 25 of 100 tokens: the run takes twelve steps, or as many as max_steps allows."""
     stop = StopAtCompute(None, 100)
     state = SimpleNamespace(global_step=0, max_steps=1000)
     assert stop.last_step(state) == 1000
     state.global_step, stop.spent = 3, 25
     assert stop.last_step(state) == 12
-    stop.spent = 23  # 13.04 steps: the fourteenth spends what is left
+    stop.spent = 23  # 13.04 steps: the fourteenth spends the rest
     assert stop.last_step(state) == 14
     state.max_steps = 10
     assert stop.last_step(state) == 10

@@ -1,4 +1,4 @@
-"""What must hold of every published method, on a real trainer with a tiny model: see the name of each test."""
+"""Properties of every published method, on a real trainer with a tiny model; each test's name states one."""
 
 import gc
 import math
@@ -38,12 +38,12 @@ OBJECTIVE = {name: OBJECTIVES[METHODS[name].values["objective"]] for name in MET
 SCORED = {name: METHODS[name].values["scored_tokens"] for name in METHODS}
 LINEAR = [name for name in METHODS if ESTIMATOR[name].linear]
 SPLIT = [name for name in METHODS if METHODS[name].values["split_views"]]
-STATES = "rldf"  # scores a token in several states, where the other replays take the one that it was revealed in
+STATES = "rldf"  # scores a token in several states; the other replays use only the state in which it was revealed
 REPLAYS = [name for name in METHODS if ESTIMATOR[name].clean_prompt and name != STATES]
 SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo")  # in all updates on a rollout
-ALL_KEPT = {"right_share": None}  # no prompt leaves the loss
+ALL_KEPT = {"right_share": None}  # no prompt is dropped from the loss
 
-ON_BLOCKS = [name for name in METHODS if "block_length" not in METHODS[name].values]  # those that bring no blocks
+ON_BLOCKS = [name for name in METHODS if "block_length" not in METHODS[name].values]  # those that do not set blocks
 MODELS = [("tiny_model_dir", name) for name in METHODS] + [("tiny_block_dir", name) for name in ON_BLOCKS]
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -52,7 +52,8 @@ every_method_and_attention = pytest.mark.parametrize(("folder", "method"), MODEL
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection():
-    """Accelerate collects garbage at the start of each run: of all libraries' objects, a third of a tiny run's time."""
+    """Accelerate collects garbage at the start of each run, over all libraries' objects: a third of a tiny run's
+    time."""
     gc.collect()
     gc.freeze()
     yield
@@ -83,9 +84,9 @@ def rollout_of(request, tmp_path_factory):
 
 
 class Recorder(DiffuGRPOTrainer):
-    """Writes down, for each loss, its batch, views, the update they were drawn for, and scores.
+    """Records for each loss its batch, its views, the update for which they were drawn, and its scores.
 
-    Padding in front of every prompt carries the number of the update, as noise there, which is nothing to the model:
+    Padding before every prompt encodes the number of the update, as noise that does not affect the model, because
     methods may give all updates the same views.
     """
 
@@ -140,7 +141,7 @@ def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, 
         eval_strategy="steps",
         eval_steps=1,
         random_masking=True,
-        learning_rate=1e-3,  # at the others' rate, five updates without clipping can leave no finite weight
+        learning_rate=1e-3,  # at the others' rate, five updates without clipping can make all weights infinite or NaN
         **ALL_KEPT,
     )
     trainer.train()
@@ -154,7 +155,7 @@ def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, 
 
 @every_method
 def test_each_sample_meets_each_updates_views_once(tiny_model_dir, tmp_path, method):
-    aligned = OBJECTIVE[method].over_group  # which is refused where a step ends within an update
+    aligned = OBJECTIVE[method].over_group  # which is refused if a step ends within an update
     check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, *((2, 1, 3) if aligned else (3, 2, 2)))
 
 
@@ -175,7 +176,7 @@ def test_each_sample_meets_each_updates_views_once_in_every_combination(
 
 
 def elsewhere(views, prompt):
-    """The views in which, of a prompt, one visible token is hidden, or a hidden one visible."""
+    """The views with one change in the prompt: a visible token is hidden, or a hidden one is visible."""
     noise = views.noise.clone()
     noise[:, :, prompt - 3] ^= True
     return Views(noise, views.weights)
@@ -210,7 +211,7 @@ def test_old_new_and_reference_agree_until_weights_change_and_only_in_their_own_
     assert len(trainer.losses) == 3
     for entry in logged(trainer):
         assert entry.get("ratio_max", 1.0) == pytest.approx(1.0, abs=1e-5)
-        assert entry.get("weight_max", 1.0) == pytest.approx(1.0, abs=1e-5)  # noise of its masks is no weight
+        assert entry.get("weight_max", 1.0) == pytest.approx(1.0, abs=1e-5)  # noise of its masks is not a weight
         assert entry.get("kl", 0.0) == pytest.approx(0.0, abs=1e-9)
 
 
@@ -223,7 +224,7 @@ def row_of(batch, row):
 
 
 def padded(batch):
-    """A batch with more padding before its prompts, in which views hide what is no token."""
+    """A batch with more padding before its prompts; the views hide padding, too."""
     more = {name: F.pad(batch[name], (5, 0)) for name in ("prompt_ids", "prompt_mask")}
     return batch | more | {"view_noise": F.pad(batch["view_noise"], (5, 0), value=True)}
 
@@ -278,7 +279,8 @@ def test_replay_over_all_blocks_at_once_gives_what_the_sampler_recorded(tiny_blo
 
 @every_method
 def test_the_model_never_sees_where_a_completion_ends(rollout_of, method):
-    """What follows the last scored token changes no score. Replay shows what the sampler saw, revealed in time."""
+    """Tokens after the last scored one change no score. Replay shows what the sampler saw, revealed at the same
+    step."""
     trainer, batch = rollout_of("tiny_model_dir", method)
     inputs = []
 
@@ -305,7 +307,7 @@ def test_the_model_never_sees_where_a_completion_ends(rollout_of, method):
 
 
 def step_alike(trainers):
-    """Trains each; all must reach the weights of the first, which must have moved."""
+    """Trains each; all must reach the weights of the first, which must have changed."""
     start = weights(trainers[0].model)
     for trainer in trainers:
         trainer.train()
@@ -320,7 +322,7 @@ def step_alike(trainers):
 
 @every_method_and_attention
 def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, tmp_path, folder, method):
-    """Also of groups that lie in several of them."""
+    """Also with groups that are spread over several of them."""
 
     def trainer(rows, **changes):
         rows = 1 if method in PER_MICRO_BATCH else rows
@@ -431,7 +433,7 @@ def test_d1_and_merged_steps_score_tokens_in_other_states_than_they_were_sampled
 
 @every_method
 def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, method):
-    """But for AGRPO, which scores up to the last token that is no EOS."""
+    """Except for AGRPO, which scores up to the last token that is not an EOS."""
     options = {
         "ends": range(60),
         "per_device_train_batch_size": 8,

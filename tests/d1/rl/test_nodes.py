@@ -1,4 +1,4 @@
-"""Two nodes, played by two launchers on this machine: they find each other, and one of them dies."""
+"""Two nodes, simulated by two launchers on this machine: they connect, and one of them fails."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ def free_port():
 
 
 def start(model_dir, folder, nodes):
-    """The launchers of a run of two processes, spread over so many nodes."""
+    """The launchers of a run with two processes, spread over this number of nodes."""
     flags = {
         "model_path": model_dir,
         "task": Path(__file__).with_name("letters_task.py"),
@@ -72,7 +72,7 @@ def test_two_nodes_are_as_two_processes_of_one_and_go_on_after_one_of_them_died(
     lost = psutil.Process(both[1].pid)
     for member in [*lost.children(recursive=True), lost]:
         member.kill()
-    assert 0 not in statuses(both)  # the other node does not wait for ever
+    assert 0 not in statuses(both)  # the other node does not wait forever
     assert not (tmp_path / "two" / "model.safetensors").exists()
     assert statuses(start(tiny_model_dir, tmp_path / "two", nodes=2)) == [0, 0]
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))

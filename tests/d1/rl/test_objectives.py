@@ -1,4 +1,4 @@
-"""Objectives against loops over tokens with their gradients in closed form, and against TRL where TRL has the loss."""
+"""Objectives, compared with loops over tokens with gradients in closed form, and with TRL if TRL has the loss."""
 
 import math
 from collections import Counter
@@ -130,7 +130,7 @@ def test_clipped_views_is_ppos_loss_of_every_token_in_every_view(loss_type, epsi
 
 
 def test_the_dual_clip_holds_back_what_a_single_one_lets_through():
-    """A ratio far above 1 of what is to become less likely, as delta says (arXiv 1912.09729)."""
+    """For tokens that are to become less likely, a ratio far above 1 is limited by delta (arXiv 1912.09729)."""
     inputs, single, dual = random_inputs(), Counter(), Counter()
     for held, delta in ((single, None), (dual, 1.5)):
         check("clipped_views", inputs, settings(loss_type="views", delta=delta), held=held)
@@ -141,7 +141,7 @@ def test_the_dual_clip_holds_back_what_a_single_one_lets_through():
 @pytest.mark.parametrize("delta", [None, 1.5, 1.2])
 @pytest.mark.parametrize("name", ["clipped_steps", "clipped_sequences", "bgpo", "bgpo of pairs"])
 def test_ratios_of_steps_completions_and_draws_are_clipped_as_a_whole(name, delta):
-    """Of bgpo the ratio is 1 + d where A > 0 and exp(d) elsewhere, d the log-ratio of a draw, a token."""
+    """For bgpo the ratio is 1 + d if A > 0 and exp(d) otherwise; d is the log-ratio of a draw per token."""
     name, _, of_pairs = name.partition(" of ")
     inputs = pairs(random_inputs(views=4)) if of_pairs else random_inputs()
     held, run = Counter(), settings(delta=None if name == "clipped_sequences" else delta)
@@ -152,7 +152,7 @@ def test_ratios_of_steps_completions_and_draws_are_clipped_as_a_whole(name, delt
 
 @pytest.mark.parametrize("rows", [6, 2])
 def test_a_states_own_advantage_takes_the_place_of_its_rows(rows):
-    """As if each view were a rollout of its own; egspo-sa has one for each state."""
+    """As if each view were a separate rollout; egspo-sa has one advantage for each state."""
     inputs, own = random_inputs(), torch.randn(6, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     loss = in_parts(OBJECTIVES["clipped_steps"], replace(inputs, view_advantages=own), settings(), rows)
     expected = torch.zeros_like(loss)
@@ -209,7 +209,7 @@ def test_bgpo_goes_on_where_a_bound_has_fallen_by_more_than_one_a_token():
     inputs = random_inputs(views=1, weights="one")
     fallen = replace(inputs, view_logps=(inputs.view_old - 3).detach().requires_grad_())
     loss, _ = OBJECTIVES["bgpo"](fallen, settings())
-    # d = -3: the ratio of a good row is -2 and its slope 1, that of a bad one is held back.
+    # d = -3: the ratio of a good row is -2 and its slope 1; that of a bad row is clipped.
     terms = [-2.0 * 1.0, -0.8 * 0.5, -2.0 * 2.0, -0.8 * 1.5, 0.0, 0.0]
     torch.testing.assert_close(loss.item(), -sum(terms) / 6, **EXACT)
     lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
@@ -278,7 +278,7 @@ def test_spg_is_the_lower_form_of_good_rows_and_a_mixture_of_both_for_bad_ones(l
 
 
 def test_spgs_upper_form_is_above_the_lower_one_and_equal_to_it_where_nothing_varies():
-    """In one view that hides everything both are the mean log-probability."""
+    """In one view that hides everything, both forms equal the mean log-probability."""
     inputs = random_inputs(views=1, weights="one")
     inputs = replace(inputs, weights=inputs.weights / inputs.lengths[:, None, None])
     lower, upper = evidence_bounds(inputs, 1.5)
@@ -338,7 +338,7 @@ def test_one_view_of_weight_one_is_trls_loss(trainer, loss_type, delta):
     ours, metrics = OBJECTIVES["clipped_views"](inputs, settings(loss_type=loss_type, delta=delta))
     torch.testing.assert_close(ours, theirs, **EXACT)
     torch.testing.assert_close(gradient(ours, inputs), gradient(theirs, inputs), **EXACT)
-    if delta is None:  # what delta holds back is no part of TRL's metric
+    if delta is None:  # TRL's metric does not count what delta limits
         assert metrics["clip_ratio/region_mean"] == pytest.approx(logged["clip_ratio/region_mean"], rel=1e-6)
         assert 0 < logged["clip_ratio/low_mean"] != logged["clip_ratio/high_mean"] > 0
 

@@ -1,4 +1,4 @@
-"""KL penalties against loops over tokens, and against TRL's KL where TRL has it."""
+"""KL penalties, compared with loops over tokens, and with TRL's KL if TRL has it."""
 
 import math
 from dataclasses import replace
@@ -84,7 +84,7 @@ def test_k3_in_one_view_of_weight_one_is_trls_kl(trainer, loss_type):
 
 @pytest.mark.parametrize(("name", "loss_type"), EACH_MEAN)
 def test_a_penalty_is_zero_between_equals_and_the_same_in_micro_batches(name, loss_type):
-    """But for means over the tokens of a micro-batch, which are then averaged."""
+    """Except for means over the tokens of a micro-batch, which are then averaged."""
     inputs, run = random_inputs(), settings(loss_type=loss_type)
     same = inputs.view_logps.detach()
     equal = replace(inputs, view_old=same, view_reference=same)

@@ -1,4 +1,4 @@
-"""The plan against what happens: arithmetic by hand, and the passes of every method counted in the model itself."""
+"""The plan compared with real runs: arithmetic by hand, and the passes of every method counted in the model itself."""
 
 from collections import Counter
 from pathlib import Path
@@ -131,7 +131,7 @@ def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, 
 
 
 class Counting(DiffuGRPOTrainer):
-    """Counts the rows that go through the first layer of model and reference, and back into the model, by what for."""
+    """Counts the rows that pass forward through the first layer of model and reference, and backward, by purpose."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -162,7 +162,7 @@ class Counting(DiffuGRPOTrainer):
         super().compare_rows(*args)
 
 
-# Of these every view scores something, whatever was sampled.
+# For these, every view scores something, whatever was sampled.
 FIXED = ("d1", "wd1", "spg", "stable-drl", "bgpo", "ebpo", "gdpo")
 CASES = [(name, {}) for name in METHODS]
 BLOCKS = [(name, {"blocks": 4}) for name in ("d1", "cj-grpo", "agrpo", "espo")]

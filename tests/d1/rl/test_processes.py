@@ -1,4 +1,4 @@
-"""diffu-GRPO as its users start it: real processes, killed and resumed, one and two of them."""
+"""diffu-GRPO as users start it: one and two real processes, killed and resumed."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def environment(**extra):
 
 
 def on(launcher):
-    """What keeps the processes of a launcher on the CPU, together."""
+    """The variables that keep a launcher's processes on the CPU and connect them."""
     return {"CUDA_VISIBLE_DEVICES": ""} if KINDS[launcher] == "DEEPSPEED" else {"ACCELERATE_USE_CPU": "true"}
 
 
@@ -89,7 +89,7 @@ def final_weights(folder):
 
 
 def logs(folder):
-    """Everything logged, but for what depends on the clock."""
+    """All logged values, except those that depend on the clock."""
     last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
     return [{key: value for key, value in entry.items() if not any(t in key for t in TIMES)} for entry in history]
@@ -117,7 +117,7 @@ def killed_and_resumed(model_dir, folder, kills, launcher):
         time.sleep(chance.uniform(0.0, 4.0))
         assert process.poll() is None, "the run ended before it was killed"
         for member in [*psutil.Process(process.pid).children(recursive=True), process]:
-            member.kill()  # one by one: a launcher's workers have sessions of their own
+            member.kill()  # one by one: a launcher's workers have their own sessions
         process.wait()
     run(model_dir, folder, "--resume_from_checkpoint", "true", launcher=launcher)
 

@@ -1,10 +1,11 @@
-"""Every method's loss in a real trainer against its authors' formula, written out anew: values and gradients.
+"""Every method's loss in a real trainer, compared with the authors' formula computed independently: values and
+gradients.
 
-The trainer samples two prompts of four completions, which end early, late or never, and cuts them into four
+The trainer samples two prompts of four completions, which end early, late or never, and splits them into four
 micro-batches. Its log-probabilities are replaced by others, which differ from the old ones, so that ratios, clips and
 penalties act. A formula here gets rewards, tokens, the hidden positions of every view, and these log-probabilities. It
-works out lengths, weights, advantages and divisors by itself, as the released code of the method has them
-(`docs/methods.md`, which names the sources and the differences found).
+computes lengths, weights, advantages and divisors itself, following the method's released code (`docs/methods.md`,
+which names the sources and the differences found).
 """
 
 import math
@@ -25,7 +26,8 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "methods.md"
 
 
 class Recorder(DiffuGRPOTrainer):
-    """Trains on other log-probabilities than the model's and keeps them, with what is needed to check their loss."""
+    """Trains on log-probabilities other than the model's, and stores them with everything needed to check their
+    loss."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -54,7 +56,7 @@ class Recorder(DiffuGRPOTrainer):
 
 
 def rows_of(part, number, trainer):
-    """The rows of a micro-batch as formulas see them."""
+    """The rows of a micro-batch, as the formulas get them."""
     batch, update = part.batch, part.update
     for row, ids in enumerate(batch["canvas_ids"].tolist()):
         ends = [place for place, token in enumerate(ids) if token in ENDS]
@@ -99,7 +101,7 @@ def finished(trainer, batch, row):
     return rewards
 
 
-# --- What formulas share --------------------------------------------------------------------------------------------
+# --- Shared by formulas --------------------------------------------------------------------------------------------
 
 
 def groups_of(rows):
@@ -144,7 +146,7 @@ def by_batch(rows, sums, counts):
 
 
 def scored_in(row, view, among):
-    """The places that a view hides, of those that count."""
+    """The positions that a view hides, among those that count."""
     return [k for k in row.hidden[view] if k in among]
 
 
@@ -153,7 +155,7 @@ def first_step(row, view, merged=1):
 
 
 def revealed(row, view, among, merged=1):
-    """The places that a view's first step reveals, of those that count."""
+    """The positions that a view's first step reveals, among those that count."""
     first = first_step(row, view, merged)
     return [k for k in among if row.steps[k] // merged == first]
 
@@ -204,7 +206,7 @@ def coupled(rows):
 
 
 def bound(row, values, among, weight):
-    """The weighted sum over views; `weight` is a function of how many tokens a view hides."""
+    """The weighted sum over views; `weight` is a function of the number of tokens that a view hides."""
     hidden = [scored_in(row, view, among) for view in row.used]
     return total(
         weight(len(places)) * values[view][places].sum() for view, places in zip(row.used, hidden, strict=True)
@@ -226,7 +228,7 @@ def espo(rows):
 
 
 def bounds(row, values):
-    """SPG's lower and upper form, a token."""
+    """SPG's lower and upper form, per token."""
     places = [scored_in(row, view, range(row.length)) for view in range(2)]
     lower = mean(values[view][places[view]].mean() for view in range(2))
     upper = []
@@ -265,7 +267,7 @@ def token_ratios(row, view, places, **clips):
 
 
 def agrpo(rows, by_entropy=False):
-    """n = 4 draws; a step that is drawn twice is one view, of twice the weight."""
+    """n = 4 draws; a step that is drawn twice is one view with twice the weight."""
     set_advantages(rows, "r - m")
 
     def loss(row):
@@ -356,7 +358,7 @@ def bgpo(rows):
 
 
 def egspo(rows, lam=0.0):
-    """With lam, the reward of a state takes part; means are over a prompt's completions at states of equal rank."""
+    """With lam, the reward of a state is included; means are over a prompt's completions at states of equal rank."""
     losses = []
     for group in groups_of(rows):
         for view in range(len(rows[0].hidden)):
@@ -477,7 +479,7 @@ OURS = {"trajectory", "reinforce"}  # not published, see tests/d1/scoring
 
 
 def stated():
-    """Method -> the largest relative difference of loss and gradient that the document names."""
+    """Method -> the largest relative difference of loss and gradient given in the document."""
     lines = re.findall(r"^\| `([\w-]+)` \|.*\| ([\d.e-]+) \|[^|]*\|$", DOCUMENT.read_text(), re.MULTILINE)
     return {name: float(largest) for name, largest in lines}
 
@@ -504,7 +506,7 @@ def test_a_methods_loss_and_gradient_are_its_authors(tiny_model_dir, tmp_path, m
     trainer.train()
     assert len(trainer.parts) == 2 * BATCHES
     largest = 0.0
-    # Before the first update, rows are not compared: they are known to be alike, other than the ones here.
+    # Before the first update, rows are not compared: real ones are known to be equal, unlike the replaced ones here.
     for update in (1,) if method == "stable-drl" else (0, 1):
         parts = trainer.parts[update * BATCHES :][:BATCHES]
         rows = [row for number, part in enumerate(parts) for row in rows_of(part, number, trainer)]

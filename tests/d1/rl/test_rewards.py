@@ -1,4 +1,4 @@
-"""What a reward function may return, who is named when it does not, and rows that no reward applies to."""
+"""What a reward function may return, whom the error names otherwise, and rows to which no reward applies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LETTERS = Path(__file__).with_name("letters_task.py")
 letters_task: Any = load_task(str(LETTERS))
 COLUMNS: dict[str, Any] = {"completions": ["a", "b", "c"], "letter": ["x", "y", "z"], "step": 7}
 NUMBERS = [1, True, 0.5, np.float32(0.25), np.int64(3), np.bool_(False), torch.tensor(1.5), None]
-BAD: dict[str, tuple[Any, str, int | None]] = {  # what is returned, what is said of it, of which row
+BAD: dict[str, tuple[Any, str, int | None]] = {  # what is returned, the message, and the row
     "nan": ([0.0, 1.0, math.nan], "returned nan, which is not finite as float32", 2),
     "inf": ([0.0, np.float32("-inf"), math.nan], r"returned np.float32\(-inf\), which is not finite", 1),
     "nan tensor": (torch.tensor([math.nan, 0.0, 0.0]), r"returned tensor\(nan\), which is not finite", 0),
@@ -161,7 +161,7 @@ def test_accuracy_is_the_tasks_first_metric() -> None:
 
 
 def run_task(task: Path, model: Path, folder: Path, **changes: Any) -> list[dict[str, float]]:
-    """The training logs of a run of four completions a step on a task file."""
+    """The training logs of a run with four completions per step on a task file."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "model_path": str(model),
@@ -213,7 +213,7 @@ REWARDS = [first_half, none_but_the_last]
 
 
 def test_accuracy_is_that_of_the_completions_and_rewards_are_trls(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """Where nothing is None, all logged rewards follow from the completions that a reward function saw."""
+    """If no reward is None, all logged rewards follow from the completions that a reward function saw."""
     body = """
 import json
 from pathlib import Path

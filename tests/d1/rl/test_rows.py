@@ -1,4 +1,5 @@
-"""A user's own rows: each mistake is one line at the start, and what a row says decides what is checked and paid."""
+"""A user's own rows: each mistake is one line at the start, and a row's attributes decide what is checked and
+computed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ def config(**given):
     return DiffuGRPOConfig(**{"output_dir": "unused", "per_device_train_batch_size": 8, "num_generations": 4, **given})
 
 
-# What a file defines around the line that its function f returns.
+# What a file defines around the expression that its function f returns.
 LOSS = "def f(inputs, settings): {}\nMETHOD = {{'objective': 'mine', 'beta': 0}}\nOBJECTIVES = {{'mine': Objective(f)}}"
 FREE = LOSS.replace("(f)", "(f, reads_old=False)")
 KL = "def f(inputs, settings): {}\nMETHOD = {{'kl': 'mine', 'beta': 0.1}}\nPENALTIES = {{'mine': Penalty(f)}}"
@@ -124,7 +125,7 @@ def test_what_a_loss_counts_is_an_average_over_micro_batches_and_at_least_one_in
     assert in_blocks.tolist() == [[1, 0, 2, 3, 1, 0, 3, 2]]
 
 
-# --- What a row says --------------------------------------------------------------------------------------------------
+# --- What a row states ------------------------------------------------------------------------------------------------
 
 
 def trained(model_dir, folder, method, **changes):
@@ -214,7 +215,8 @@ def test_a_users_advantage_of_plain_rewards_takes_any_scale(monkeypatch):
 
 
 def test_the_readmes_objective_pays_for_no_old_log_probs(tiny_model_dir, tmp_path):
-    """Sampling feeds 4 passes' tokens, each of two updates 3 times a view's, and old log-probs of both 2 views'."""
+    """Tokens computed: 4 passes in sampling, 3 times a view in each of two updates, and 2 views for both's old
+    log-probs."""
     base = {name: value for name, value in SETTINGS.items() if name not in ("p_mask_prompt", "num_iterations")}
     paid, text = tmp_path / "paid.py", PUSH.read_text().replace("push, reads_old=False", "push")
     paid.write_text(text.replace('"push"', '"paid"').replace('"half"', '"halves"'))

@@ -1,4 +1,4 @@
-"""What `run.sh` and the sbatch scripts launch: the same batch on any number of GPUs, and on none; a method whole."""
+"""What `run.sh` and the sbatch scripts launch: the same batch on any number of GPUs, and on none; a complete method."""
 
 import contextlib
 import itertools
@@ -56,7 +56,7 @@ def settings_of(script, tmp_path, **environment):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_from_the_environment_is_the_whole_method(name, tmp_path):
-    """Of the settings that belong to its models' size, those that train.yaml says are d1's."""
+    """Among the settings that depend on the size of the model, those that train.yaml sets to d1's values."""
     method, config = METHODS[name], yaml.safe_load((STAGE / "slurm_scripts" / "train.yaml").read_text())
     args = settings_of("run.sh", tmp_path, METHOD=name, DATASET="sudoku")
     own = {setting: value for setting, value in method.scale.items() if setting not in CANVAS}

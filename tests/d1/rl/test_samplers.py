@@ -1,4 +1,4 @@
-"""RL's samplers: settings, the EOS stop, and the log-probs of rollouts beside those of the policy that is trained."""
+"""RL's samplers: settings, the EOS stop, and the log-probs of rollouts compared with those of the trained policy."""
 
 import re
 from dataclasses import replace
@@ -35,7 +35,7 @@ SETTINGS = {
     "disable_tqdm": True,
 }
 
-# What a rollout records of each token of its canvas.
+# What a rollout records for each token of its canvas.
 RECORD = {"canvas_ids": torch.int64, "reveal_steps": torch.int64}
 RECORD |= {"rollout_logps": torch.float32, "rollout_entropies": torch.float32}
 
@@ -45,7 +45,7 @@ def vowels(completions, **columns):
 
 
 def talkative(folder):
-    """The tiny model, surer of itself, and saying end of text where it said a common token."""
+    """The tiny model with more certain predictions, which says end of text in place of a common token."""
     model = load_model(str(folder))
     with torch.no_grad():
         head = model.lm_head.weight.mul_(2)
@@ -102,7 +102,7 @@ def test_the_eos_stop_changes_nothing_but_the_work(tiny_model_dir, tmp_path):
 
 
 class Spy(DiffuGRPOTrainer):
-    """Keeps what a rollout gave and what each loss got."""
+    """Keeps the results of each rollout and the inputs of each loss."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -111,7 +111,7 @@ class Spy(DiffuGRPOTrainer):
     def rollout(self, prompt_ids):
         completions, record = super().rollout(prompt_ids)
         for row, (prompt, completion) in enumerate(zip(prompt_ids, completions, strict=True)):
-            # Equal samples may have been revealed in other orders.
+            # Equal samples may have been revealed in different orders.
             numbers = [record[name][row].clone() for name in RECORD]
             self.sampled.setdefault((tuple(prompt), tuple(completion)), []).append(numbers)
         return completions, record
@@ -160,7 +160,7 @@ def test_integers_of_the_record_are_never_floats(tiny_model_dir, tmp_path):
     class Late(DiffuGRPOTrainer):
         def sample(self, ids, mask):
             sampled = super().sample(ids, mask)
-            return replace(sampled, reveal_steps=sampled.reveal_steps + 2**24 + 1)  # fp32 holds even numbers only there
+            return replace(sampled, reveal_steps=sampled.reveal_steps + 2**24 + 1)  # fp32 has only even numbers there
 
     trainer = make_trainer(tiny_model_dir, tmp_path, Late, max_steps=1)
     trainer.train()
@@ -182,7 +182,7 @@ def test_each_row_is_scored_up_to_its_end_of_text(tiny_model_dir, tmp_path):
 
 
 def test_one_token_sampled_in_one_step_is_what_the_estimator_scores(tiny_model_dir, tmp_path):
-    """Without prompt masks, and with nothing revealed before, the sampling and the trained policy are the same."""
+    """Without prompt masks and earlier revealed tokens, the sampling policy equals the trained policy."""
     lengths = {"max_completion_length": 1, "block_length": 1, "diffusion_steps": 1, "p_mask_prompt": 0.0}
     entry = trained(make_trainer(tiny_model_dir, tmp_path, max_steps=1, **lengths))[0]
     assert entry["sampling/logp_difference_abs"] == pytest.approx(0.0, abs=1e-5)
@@ -227,7 +227,7 @@ def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_ste
     tiny_model_dir, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(trl_bridge.CanvasGRPOTrainer, "weights_are_split", True)
-    assert make_trainer(tiny_model_dir, tmp_path).eos_stop  # one process waits for nobody
+    assert make_trainer(tiny_model_dir, tmp_path).eos_stop  # a single process does not wait
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     assert not make_trainer(tiny_model_dir, tmp_path).eos_stop
     for change in ({"sampler": "parallel"}, {"eos_stop": True}):

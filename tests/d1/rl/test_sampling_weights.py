@@ -1,4 +1,4 @@
-"""Truncated importance weights: against loops, TRL's own, and what a run logs of them."""
+"""Truncated importance weights, compared with loops and with TRL's, and what a run logs about them."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ CAP = 1.3
 
 
 def sampled_logps(inputs):
-    """What a sampler may have recorded: some tokens likelier than the estimator finds them, some less likely."""
+    """What a sampler may have recorded: some tokens are more likely than by the estimator, some less likely."""
     noise = torch.randn(inputs.mask.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return inputs.view_old.mean(1) + 0.5 * noise
 
@@ -31,7 +31,7 @@ def trainer(tiny_model_dir, tmp_path_factory):
 
 
 def test_a_weight_is_the_capped_ratio_of_trained_to_sampling_policy():
-    """A token's log-prob is the mean over the views that score it; where none does, its weight is 1."""
+    """A token's log-prob is the mean over the views that score it; if no view does, its weight is 1."""
     inputs = random_inputs()
     found, sampled, capped = weighted(inputs).sampling_weights, sampled_logps(inputs), 0
     for row in range(6):
@@ -52,7 +52,7 @@ def test_a_weight_is_the_capped_ratio_of_trained_to_sampling_policy():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo"])
 def test_trls_loss_takes_them_as_its_own_token_truncate_and_leaves_its_kl_alone(trainer, loss_type, level):
-    """TRL multiplies each token's loss, before it adds the KL, where rollouts are vLLM's."""
+    """TRL multiplies each token's loss before it adds the KL, if rollouts come from vLLM."""
     inputs = random_inputs(views=1, weights="one")
     options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.3}
     with_weights = weighted(inputs)
@@ -91,7 +91,7 @@ def weighing(model_dir, folder, rows=8, method="cj-grpo", **changes):
 
 
 def test_a_cached_samplers_weights_do_not_depend_on_micro_batches_or_padding(tiny_model_dir, tmp_path):
-    """Replay finds the tokens as likely as the whole model does, where the cache made them likelier or less likely."""
+    """Replay computes the tokens' probabilities without a cache; the cache made them higher or lower."""
     options = {"sampler": "cached", "beta": 0.04, "learning_rate": 0.01}
     whole = weighing(tiny_model_dir, tmp_path, **options)
     start = weights(whole.model)

@@ -1,4 +1,4 @@
-"""Which tokens of a rollout count, which update meets which view, and the distribution that tokens are scored under."""
+"""Which tokens of a rollout count, which update uses which view, and the distribution under which tokens are scored."""
 
 from collections import Counter
 
@@ -29,7 +29,7 @@ def sampled_batch(model_dir, folder, method, **changes):
 
 
 def scored_in_a_loop(name, ids, steps):
-    """What `SCORED[name]` is for one row, token by token."""
+    """The value of `SCORED[name]` for one row, token by token."""
     end = next((place for place, token in enumerate(ids) if token in ENDS), len(ids))
     last = max((step for token, step in zip(ids, steps, strict=True) if token not in ENDS), default=-1)
     for place, (token, step) in enumerate(zip(ids, steps, strict=True)):
@@ -94,7 +94,7 @@ def test_rows_that_are_out_of_the_loss_stay_out_when_the_canvas_is_scored(tiny_m
 
 
 class Watched(DiffuGRPOTrainer):
-    """Keeps the views of all updates together, and what each loss met."""
+    """Keeps the views of all updates together, and the inputs of each loss."""
 
     def after_rollout(self, batch):
         super().after_rollout(batch)
@@ -153,9 +153,10 @@ def test_the_updates_on_a_rollout_share_its_views_out(tiny_model_dir, tmp_path, 
 
 
 def test_the_record_of_a_rollout_that_is_scored_as_sampled_is_the_truncated_distribution(tiny_model_dir, tmp_path):
-    """A loop over tokens: the logits of the state that revealed each, over T, the five likeliest, of these the nucleus.
+    """A loop over tokens: the logits of the state that revealed each, divided by T, the five most likely, then the
+    nucleus.
 
-    With a random order, and the same log-probabilities from scoring, so that no ratio is other than 1.
+    With a random order, and the same log-probabilities from scoring, so that every ratio is 1.
     """
     options = {"temperature": 0.6, "top_k": 5, "top_p": 0.8, "num_views": None}
     trainer, batch = sampled_batch(tiny_model_dir, tmp_path, "agrpo", mean_step=False, **options)

@@ -1,4 +1,4 @@
-"""What a run keeps to be looked at: of its first and its latest rollout the best, median and worst completion."""
+"""Completions that a run keeps for display: the best, median and worst of its first and of its latest rollout."""
 
 import json
 
@@ -13,7 +13,7 @@ FEW = {"max_steps": 3, "save_steps": 1}  # of two micro-batches of one rollout e
 
 
 class Noting:
-    """A reward that notes the texts of each rollout beside their rewards."""
+    """A reward that records the texts of each rollout with their rewards."""
 
     __name__ = "by_letter"
 
@@ -36,7 +36,7 @@ def trained(model_dir, folder, reward, resume=None, **changes):
 
 
 def text_of(film, tokenizer):
-    """The text that a film's reward was for: up to the end, without special tokens."""
+    """The text to which a film's reward belongs: up to the end, without special tokens."""
     ids = tokenizer.convert_tokens_to_ids([token.strip() for token in film["tokens"]])
     end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else None
     return tokenizer.decode(ids[:end], skip_special_tokens=True)

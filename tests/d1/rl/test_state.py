@@ -1,4 +1,4 @@
-"""The rollout files of a checkpoint: which are refused and what the message says, also those of other versions."""
+"""The rollout files of a checkpoint: which files are refused, also those of other versions, and with which message."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def checkpoint(whole, tmp_path):
 
 
 def edit(**changes):
-    """A damage to the counters: entries with other values, or None for those that are gone."""
+    """Damage to the counters: entries with other values, or None for missing ones."""
 
     def damage(path):
         counters = json.loads(path.read_text()) | changes
@@ -83,7 +83,7 @@ def test_a_reference_that_is_missing_is_named(checkpoint):
 def test_another_number_of_processes_is_refused_with_theirs(checkpoint):
     with pytest.raises(ValueError, match=r"was written by 1 processes .* with 2: start the run with 1"):
         check_rollout(checkpoint, SimpleNamespace(**{**vars(RUN), "world_size": 2}))
-    edit(processes=2)(checkpoint / COUNTERS)  # of which the second left nothing
+    edit(processes=2)(checkpoint / COUNTERS)  # the second of which left no file
     with pytest.raises(ValueError, match=r"rollout_rank1.json is missing"):
         check_rollout(checkpoint, SimpleNamespace(**{**vars(RUN), "world_size": 2}))
 
@@ -96,7 +96,7 @@ def test_counters_of_another_kind_are_named_when_they_are_put_back(checkpoint, t
 
 @pytest.mark.parametrize("version", [None, 3, 4, "5"])
 def test_a_checkpoint_of_another_version_is_refused_with_what_to_do(checkpoint, tiny_model_dir, tmp_path, version):
-    """Also where the rollout lacks what that version did not keep: how many views and rows take part."""
+    """Also if the rollout lacks what that version did not store: the number of views and rows that take part."""
     file = checkpoint / TENSORS
     new = ("scoring_views", "active_rows")
     save_file({name: tensor for name, tensor in load_file(file).items() if not name.endswith(new)}, file)

@@ -1,4 +1,4 @@
-"""The entry point: what it accepts, what it refuses and how it says so, before a model is loaded."""
+"""The entry point: what it accepts, what it refuses and with which message, before a model is loaded."""
 
 import fnmatch
 import json
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_version_0_1_is_refused_before_a_model_is_loaded(tmp_pat
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_task_without_rows_is_refused(tmp_path, split):
-    """As a filter of a user's own task may leave it; a file without rows is named."""
+    """A data set without rows, as after a filter in a user's own task; the error names a file without rows."""
     task = tmp_path / "filtered.py"
     row = "[{'prompt': [{'role': 'user', 'content': 'x'}]}]"
     task.write_text(
@@ -217,7 +217,7 @@ def test_an_sft_adapter_is_a_start_for_both_kinds_of_rl(tiny_model_dir, tmp_path
     )
     torch.testing.assert_close(seen["start"], expected, rtol=0, atol=1e-6)
     assert (tmp_path / "run" / ("adapter_model.safetensors" if lora else "model.safetensors")).exists()
-    load_model(str(tmp_path / "run"))  # what RL leaves is again a path for eval
+    load_model(str(tmp_path / "run"))  # the result of RL is a valid path for eval
 
 
 def test_wandb_works_without_an_account_and_gets_the_completions(tiny_model_dir, tmp_path, monkeypatch):
@@ -270,7 +270,7 @@ def test_a_plain_chat_template_comes_on_request(tiny_model_dir, tmp_path):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="has no chat template: --plain_chat_template true gives it one"):
         run_main(tmp_path, model_path=str(folder))
-    with pytest.raises(ValueError, match=r"prompts are longer than max_prompt_length=1 tokens"):  # it went on
+    with pytest.raises(ValueError, match=r"prompts are longer than max_prompt_length=1 tokens"):  # it continued
         run_main(tmp_path, model_path=str(folder), plain_chat_template=True, max_prompt_length=1)
 
 

@@ -23,7 +23,7 @@ from tests.tiny_grpo import clockless, logged, make_trainer, train_a_little, wei
 
 
 class Recorder(DiffuGRPOTrainer):
-    """Writes down which sample met which views in each loss, and the ratios there."""
+    """Records which views each sample has in each loss, and the ratios."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -120,7 +120,7 @@ def test_accumulation_changes_neither_rollouts_nor_updates(tiny_model_dir, tmp_p
 @pytest.mark.parametrize(("accumulation", "per_generation", "mu"), COMBINATIONS)
 def test_each_rollout_has_random_numbers_of_its_own_however_it_is_split(accumulation, per_generation, mu):
     def keys(split):
-        """Of twelve rollouts whose micro-batches are split into so many."""
+        """For twelve rollouts whose micro-batches are split into this number of parts."""
         args = {"gradient_accumulation_steps": split * accumulation, "steps_per_generation": split * per_generation}
         trainer = SimpleNamespace(mode="train", num_iterations=mu, args=SimpleNamespace(seed=42, **args))
         for rollout in range(12):
@@ -131,7 +131,7 @@ def test_each_rollout_has_random_numbers_of_its_own_however_it_is_split(accumula
     assert len(set(found)) == 2 * 12
     assert list(keys(4)) == found
     assert [step for _, _, step in found[::2]] == [n * per_generation * mu // accumulation for n in range(12)]
-    if accumulation == 1:  # as they always were
+    if accumulation == 1:  # unchanged from earlier versions
         cycle = per_generation * mu
         assert found == [(42, stream, n * cycle) for n in range(12) for stream in (0, 1)]
 
@@ -208,7 +208,7 @@ def test_special_tokens_are_masked_unless_protected(tiny_model_dir, tmp_path):
     for protect in (False, True):
         options = {"p_mask_prompt": 0.9, "max_steps": 1, "protect_special_tokens": protect}
         trainer = make_trainer(tiny_model_dir, tmp_path, **options)
-        trainer.processing_class.add_tokens(AddedToken("<header>", special=True))  # flagged, but with no role
+        trainer.processing_class.add_tokens(AddedToken("<header>", special=True))  # flagged, but without effect
         header = trainer.processing_class.convert_tokens_to_ids("<header>")
         assert header not in trainer.processing_class.all_special_ids
         found = special_tokens(torch.tensor([[1, 9, header]]), trainer.processing_class)
@@ -281,7 +281,7 @@ def test_a_full_fine_tunes_reference_comes_from_the_model_in_memory(tiny_model_d
     class InMemory(DiffuGRPOTrainer):
         def __init__(self, model, **kwargs):
             with torch.no_grad():
-                model.lm_head.weight.mul_(1.5)  # no longer what its folder holds
+                model.lm_head.weight.mul_(1.5)  # no longer equal to its folder's content
             super().__init__(model, **kwargs)
 
     trainer = make_trainer(tiny_model_dir, tmp_path, InMemory, beta=0.1, max_steps=1)
@@ -350,7 +350,7 @@ def test_a_half_written_checkpoint_is_never_picked(tiny_model_dir, tmp_path, mon
 
     def die(trainer, folder):
         if trainer.state.global_step == 4:
-            assert (folder / "model.safetensors").exists()  # the weights are written, the rollout is not
+            assert (folder / "model.safetensors").exists()  # the weights are written, but not the rollout
             raise Killed
         save_rollout(trainer, folder)
 

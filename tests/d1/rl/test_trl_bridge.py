@@ -1,4 +1,4 @@
-"""The one place that touches TRL's private names, and TRL's losses, which come through it unchanged."""
+"""The only place that uses TRL's private names, and TRL's losses, which it passes through unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 
 
 class Fixed(DiffuGRPOTrainer):
-    """Scores that are given instead of computed, for losses on known tensors."""
+    """Given scores instead of computed ones, for losses on known tensors."""
 
     given: Scores
 
@@ -60,7 +60,7 @@ def make_trainer(model_dir: Any, folder: Any, cls: Any = Fixed, **changes: Any) 
 
 
 def tensors() -> tuple[Scores, dict[str, Any]]:
-    """Log-probabilities that differ enough for clipping, and what a batch of TRL's holds beside them."""
+    """Log-probabilities that differ enough for clipping, and the other fields of a TRL batch."""
     generator = torch.Generator().manual_seed(0)
     logps = -3 * torch.rand(4, 8, generator=generator)
     old, reference = (logps + 0.8 * torch.randn(4, 2, 8, generator=generator).transpose(0, 1) for _ in range(2))
@@ -88,7 +88,7 @@ def tensors() -> tuple[Scores, dict[str, Any]]:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_trls_losses_and_gradients_are_trls_to_the_bit(tiny_model_dir, tmp_path, loss_type, level):
-    """TRL's own loss, asked through the hook that TRL itself calls, on the tensors of the second inner update."""
+    """TRL's own loss, called through TRL's own hook, on the tensors of the second inner update."""
     options = {"loss_type": loss_type, "importance_sampling_level": level, "epsilon": 0.2, "beta": 0.04}
     trainer = make_trainer(tiny_model_dir, tmp_path, **options)
     found: list[Tensor] = []

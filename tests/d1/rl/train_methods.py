@@ -1,4 +1,4 @@
-"""Trains tiny models by several methods, one after the other in the same processes, which take seconds to start.
+"""Trains tiny models with several methods in sequence, in the same processes, because starting them takes seconds.
 
     accelerate launch --num_processes 2 ... train_methods.py MODEL OUTPUT METHOD...
 

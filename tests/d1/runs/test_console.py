@@ -1,4 +1,4 @@
-"""What a run shows and writes, on a small Trainer and without one."""
+"""What a run prints and writes, with a small Trainer and without one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from d1.runs.entry import MESSAGES, WARNINGS, silence
 
 
 class Line(torch.nn.Module):
-    """y = a x, with the loss as a Trainer wants it."""
+    """y = a x, with the loss in the form that a Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_one_line_a_log_and_one_bar(tmp_path: Path, capsys: pytest.CaptureFixtur
     enable_progress_bar()
     train(tmp_path, 4)
     out, err = capsys.readouterr()
-    lines = [line for line in out.splitlines() if "accelerator" not in line]  # DeepSpeed's import speaks, once
+    lines = [line for line in out.splitlines() if "accelerator" not in line]  # DeepSpeed's import prints, once
     training = [line for line in lines if "evaluation" not in line and "mean loss" not in line]
     assert [line.split("  ")[0] for line in training] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
     assert all(re.search(r"  loss .*  \d+\.\d s$", line) for line in training)

@@ -1,4 +1,4 @@
-"""How scripts start and end: light help, one line for a mistake, a traceback for a bug, both dialects."""
+"""How scripts start and end: fast help, one line for a mistake, a traceback for a bug, both ways to write flags."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def script(name: str, *flags: str, **environment: str) -> subprocess.CompletedPr
 def test_help_comes_without_torch_or_transformers(folder: str, argv: list[str], says: str) -> None:
     code = (
         "import runpy, sys\n"
-        f"sys.modules.update(dict.fromkeys({BLOCKED}))\n"  # None there makes an import fail
+        f"sys.modules.update(dict.fromkeys({BLOCKED}))\n"  # a None entry makes an import fail
         f"sys.argv = {[*argv, '--help']}\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
@@ -153,7 +153,7 @@ def test_the_shutdown_searches_nothing_for_garbage() -> None:
 
 @pytest.mark.parametrize(("fails", "lines"), [("True", 1), ("rank == '1'", 1)])
 def test_of_several_processes_one_speaks(fails: str, lines: int, tmp_path: Path) -> None:
-    """All of them meet the mistake, or only the second does."""
+    """All processes have the mistake, or only the second one."""
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import os, time\nfrom d1.runs.entry import run_script\nrank = os.environ['RANK']\n"

@@ -1,4 +1,4 @@
-"""A model card says what a run's records say, in a form that the hub and a reader's own commands take."""
+"""A model card states what a run's records contain, in a form that the hub and a reader's own commands accept."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAPER = "ESPO, arXiv 2512.03759"
 
 
 def run_of(folder: Path, settings: dict[str, Any]) -> Path:
-    """A run's record, beside a model."""
+    """A run's record, next to a model."""
     save_tiny_model(folder)
     (folder / "run.json").write_text(json.dumps({"settings": settings}))
     return folder
 
 
 def tables(text: str) -> dict[str, list[str]]:
-    """First cell -> the others, of all tables of a card."""
+    """First cell -> the other cells, for all tables of a card."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return {first: rest for first, *rest in lines}
 

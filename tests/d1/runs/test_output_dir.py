@@ -33,7 +33,7 @@ def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:
 
 
 def stub(folder: Path) -> Any:
-    """As much of a Trainer as saving asks for."""
+    """The part of a Trainer that saving needs."""
     state = SimpleNamespace(global_step=7, best_global_step=None, best_model_checkpoint=None)
     args = SimpleNamespace(output_dir=str(folder), save_total_limit=None, should_save=True)
     return SimpleNamespace(args=args, state=state, accelerator=SimpleNamespace(wait_for_everyone=lambda: None))

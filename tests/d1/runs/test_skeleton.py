@@ -1,4 +1,4 @@
-"""Resuming through the skeleton of a run: damaged checkpoints are refused by name, changed settings are recorded."""
+"""Resuming a run: damaged checkpoints are refused by name, changed settings are recorded."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
     assert logged()[2:] == pytest.approx([rates["4e-4"] * (1 - step / 4) for step in (2, 3)], rel=1e-12)
     first = changes()
     resume[1:1] = [str(folder / "checkpoint-3")]
-    run(folder, *resume, "1e-3")  # from step 3 on the first rate again
+    run(folder, *resume, "1e-3")  # from step 3 on, the first rate is used again
     assert changes() == [*first, {"step": 3, "learning_rate": [4e-4, 1e-3]}]
     assert logged()[3:] == pytest.approx([rates["1e-3"] / 4], rel=1e-12)
     resume[1] = str(folder / "checkpoint-2")

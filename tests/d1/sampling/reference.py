@@ -1,8 +1,8 @@
-"""A slow sampler to hold the library's against: one row alone, one place at a time, Python's own numbers.
+"""A slow reference for the library's sampler: one row alone, one position at a time, Python's own numbers.
 
-It always runs the whole model over the whole text. An approximate cache is keys and values that hooks keep as they
-were, an exact one only a sum of tokens. It is apart from `benchmarks/published.py`, the opponent in races, which knows
-neither caches nor rules and keeps no record.
+It always runs the whole model over the whole text. For an approximate cache, hooks keep old keys and values; for an
+exact cache, only the tokens are counted. It is separate from `benchmarks/published.py`, the baseline of the benchmarks,
+which has neither caches nor rules and keeps no record.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from d1.masking import keyed_generator
 from d1.sampling import Rollout, SamplingSettings
 
 MASK, VOCAB = 3, 64
-SAMPLERS: list[dict[str, Any]] = [  # all pairs of what a sampler may cache and by which rule it may reveal
+SAMPLERS: list[dict[str, Any]] = [  # all pairs of a cache and a reveal rule that a sampler may have
     {"sampler": "exact"},
     {"sampler": "cached", "kv_cache": "prefix"},
     {"sampler": "cached", "kv_cache": "dual"},
@@ -37,7 +37,7 @@ SAMPLERS: list[dict[str, Any]] = [  # all pairs of what a sampler may cache and 
 
 @dataclass
 class Row:
-    """What `Rollout` holds of one row."""
+    """The content of `Rollout` for one row."""
 
     ids: list[int]
     logps: list[float]
@@ -48,8 +48,8 @@ class Row:
 
 
 class Frozen:
-    """Forward passes of one row, always over everything; outside a window, a list of places, keys and values stay as
-    recorded: in the first pass or, with `anew`, in the last one that had them in its window."""
+    """Forward passes of one row, always over all tokens. Outside a window (a list of positions), keys and values stay
+    as recorded: in the first pass or, with `anew`, in the last pass with them in its window."""
 
     def __init__(self, model, anew=False):
         self.model, self.recorded, self.window, self.anew = model, {}, None, anew
@@ -80,7 +80,7 @@ def parts(total: int, count: int) -> list[int]:
 
 
 def blocks_of(prompt: int, settings: SamplingSettings, model: Any) -> list[tuple[int, int]]:
-    """The tokens and steps of each block behind a prompt of so many tokens."""
+    """The tokens and steps of each block after a prompt of this length."""
     length = settings.gen_length
     if not getattr(model.config, "block_size", None):
         count = -(-length // settings.block_length)
@@ -94,7 +94,7 @@ def blocks_of(prompt: int, settings: SamplingSettings, model: Any) -> list[tuple
 
 
 def count_by_rule(rule: str | None, level: float, probabilities: list[float], entropies: list[float]) -> int:
-    """How many of the most confident tokens (given in that order) a rule reveals."""
+    """The number of the most confident tokens (given in that order) that a rule reveals."""
     n = 0
     while rule is not None and n < len(probabilities):
         more = n + 1
@@ -111,8 +111,8 @@ def count_by_rule(rule: str | None, level: float, probabilities: list[float], en
 
 
 def left_of(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> dict[int, float]:
-    """{id: probability} of what one position's logits leave: the `top_k` most likely, and of these, made a distribution
-    again, the fewest most likely ones that have `top_p` together."""
+    """{id: probability} of the tokens of one position that may be drawn: the `top_k` most likely and, after
+    renormalising, the smallest number of most likely ones among them with a total of `top_p`."""
     best = max(logits)
     powers = {token: math.exp((value - best) / temperature) for token, value in enumerate(logits)}
     for wanted in ("top_k", "top_p"):
@@ -128,7 +128,7 @@ def left_of(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p
 
 
 def recorded(logits: list[float], token: int, settings: SamplingSettings) -> float:
-    """The log-probability to record of a token, which is left, whatever else is."""
+    """The log-probability to record for a token, which itself always counts as allowed."""
     if not settings.record_as_sampled:
         return math.log(left_of(logits)[token])
     left = {*left_of(logits, settings.temperature, settings.top_k, settings.top_p), token}
@@ -161,18 +161,19 @@ def sample(
                 break
             window = list(range(max(0, start - shift), last)) if cached and step > 0 else None
             if delayed and row.passes > 0 and (lasting or step > 0):
-                window = sorted({*before, *(left if lasting else [])})  # what the last pass hid, or this one does
+                window = sorted({*before, *(left if lasting else [])})  # tokens hidden in the last pass or in this one
             before = left
             seen = [ids, [MASK] * len(prompt) + ids[len(prompt) :]]
             both = [branch.logits(tokens, window) for branch, tokens in zip(branches, seen, strict=False)]
             fed = len(ids) if window is None else len(window) + (len(left) if delayed and shift else 0)
-            if of_model:  # the model's blocks that this one has a part of; its first step also what is not stored
+            if of_model:  # the model's blocks that overlap this one; in its first step also what is not cached
                 begins = start // of_model * of_model
                 fed = min(-(-end // of_model) * of_model, len(ids)) - (begins if step else stored)
                 stored = begins
             row.tokens += len(branches) * fed
             logits = both[1] + (cfg_scale + 1) * (both[0] - both[1]) if cfg_scale else both[0]
-            # One number a word of the vocabulary for each hidden token, left to right, then one a token for its place.
+            # One number per word of the vocabulary for each hidden token, left to right, then one per token for its
+            # position.
             if temperature:
                 uniform = torch.rand(len(left), VOCAB, generator=generator).clamp(min=2.0**-25)
             places = torch.rand(len(left), generator=generator).tolist() if settings.remasking == "random" else None
@@ -217,13 +218,13 @@ def make_prompts(widths, seed):
 
 
 def sharper(model):
-    """Random weights are sure of nothing, and no rule would ever reveal more than one token."""
+    """With random weights nothing is certain, and no rule would ever reveal more than one token."""
     model.lm_head.weight.data.mul_(4)
     return model
 
 
 def check_row(got: Rollout, row: int, width: int, expected: Row) -> None:
-    """Compares row `row` of a rollout, whose prompt has `width` tokens without padding, with the reference's."""
+    """Compares row `row` of a rollout with the reference; its prompt has `width` tokens without padding."""
     length = got.logps.shape[1]
     assert got.ids[row, -length - width :].tolist() == expected.ids
     assert got.reveal_steps[row].tolist() == expected.reveal_steps

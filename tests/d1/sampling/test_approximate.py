@@ -1,4 +1,4 @@
-"""The approximate samplers: what they must share with the exact one, what they count, and the rules by themselves."""
+"""The approximate samplers: what they share with the exact one, what they count, and the rules alone."""
 
 import math
 
@@ -17,7 +17,7 @@ from tests.d1.sampling.reference import MASK, SAMPLERS, count_by_rule, make_prom
 LENGTHS = {"mask_token_id": MASK, "gen_length": 12, "block_length": 4, "steps": 6}
 
 
-@pytest.fixture(params=["llama", "llada", "Dream"], scope="module")  # Dream's logits speak of the next token
+@pytest.fixture(params=["llama", "llada", "Dream"], scope="module")  # Dream's logits predict the next token
 def model(request, kind_dirs):
     return sharper(load_model(kind_dirs[request.param]))
 
@@ -85,7 +85,7 @@ def test_counts_are_what_the_body_was_fed(model, sampler, cfg_scale):
     hook.remove()
     all_fed = sum(rows * length for rows, length in fed)
     if name == "cached+parallel" and sampler["kv_cache"] in ("delayed", "lasting"):
-        # Each row's own places, and as many of no use as it has fewer than another.
+        # Each row's own positions; rows with fewer positions than others are padded.
         assert 0.7 * all_fed < got.forward_tokens.sum() <= all_fed
     else:
         assert got.forward_tokens.sum() == all_fed
@@ -94,14 +94,14 @@ def test_counts_are_what_the_body_was_fed(model, sampler, cfg_scale):
     if "parallel" in name:
         assert len(got.passes.unique()) > 1, "no row took fewer passes than another: the test shows nothing"
     if name == "cached":
-        # Each of three blocks takes two passes, and each of these reveals two of the block's four tokens.
+        # Each of the three blocks takes two passes, and each pass reveals two of the block's four tokens.
         fed = {
             "prefix": 3 * 18 + (12 + 8 + 4),
             "dual": 3 * 18 + 3 * 4,
             "delayed": 3 * 18 + 3 * 4,
             "lasting": 18 + 4 + (2 + 4) + 4 + (2 + 4) + 4,
         }[sampler["kv_cache"]]
-        # The token before the window, or before each one that is hidden.
+        # The token before the window, or before each hidden token.
         shift = {"prefix": 3, "dual": 3, "delayed": 3 * 2, "lasting": 2 + 4 + 2 + 4 + 2}[sampler["kv_cache"]]
         fed += shift * int(getattr(model.config, "predicts_next_token", False))
         assert got.forward_tokens.tolist() == [fed * (2 if cfg_scale else 1)] * 5
@@ -137,7 +137,7 @@ def test_the_eos_stop_changes_no_token_up_to_the_eos(model, sampler):
 def test_rules_count_as_their_papers_say(places, step):
     probabilities = sorted((place / 97 for place, _ in places), reverse=True)
     entropies = [place / 30 for _, place in places]
-    level = step / 10 + math.pi / 1000  # no sum of these fractions lies on it, so rounding decides nothing
+    level = step / 10 + math.pi / 1000  # no sum of these fractions equals it, so rounding has no effect
     for reveal, rule in RULES.items():
         logps, nats = torch.tensor([probabilities]).double().log(), torch.tensor([entropies]).double()
         expected = count_by_rule(reveal, level, probabilities, entropies)

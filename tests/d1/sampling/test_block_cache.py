@@ -1,4 +1,4 @@
-"""The exact cache of block-causal models: what recomputing everything gives, for a counted part of the tokens."""
+"""The exact cache of block-causal models: equal to recomputing everything, with a counted part of the tokens."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def cases(draw):
 
 
 def sample(model, ids, mask, case, rows, **options):
-    """A rollout of `rows`, each with the generator it has in any batch, and the real tokens that the body was fed."""
+    """A rollout of `rows`, each with the generator that it has in any batch, and the real tokens that were computed."""
     fed = []
 
     def count(body, args, kwargs):
@@ -76,13 +76,13 @@ def same(one, other):
         torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=2e-5)
 
 
-EMPTY = {  # masks alone are all alike, so the order is left to chance
+EMPTY = {  # all-masked positions are alike, so the order is random
     "widths": [0, 5, 10],
     "settings": SamplingSettings(14, 5, 14, 0.8, remasking="random"),
     "ends": None,
     "seed": 0,
 }
-EARLY = {  # rows wait for others in their block, drop out at an end, and come in several groups
+EARLY = {  # rows wait for others in their block, leave at an end, and form several groups
     "widths": [7, 2, 2, 7, 2],
     "settings": SamplingSettings(14, 5, 14, 0.8, 0.5, sampler="parallel", reveal_level=0.3),
     "ends": list(range(4, 10)),
@@ -117,7 +117,7 @@ def test_the_cache_changes_nothing_but_the_tokens_fed_which_are_counted(model, c
 
 
 def test_a_block_costs_its_steps_and_one_more(kind_dirs):
-    """At most, that is: nothing is fed to store the last block."""
+    """An upper limit, because the last block is never stored."""
     model = load_model(kind_dirs["sdar"])
     ids, mask = make_prompts([8] * 2, 0)
     got = rollout(model, ids, mask, mask_token_id=MASK, gen_length=16, block_length=4, steps=8)

@@ -18,10 +18,11 @@ GIVEN = {"max_examples": 20, "deadline": None, "suppress_health_check": [HealthC
 
 
 def same_draws(generators):
-    """`rand` for the published sampler: numbers of the library's documented stream, laid where they are used.
+    """`rand` for the published sampler: numbers of the library's documented stream, in the positions where they are
+    used.
 
-    One number a word of the vocabulary for each token still hidden in the block, left to right, then (random remasking)
-    one a token. The library's Gumbel noise is -log(-log(1 - u)).
+    One number per word of the vocabulary for each token still hidden in the block, left to right, then (random
+    remasking) one per token. The library's Gumbel noise is -log(-log(1 - u)).
     """
 
     def rand(hidden, shape):
@@ -84,11 +85,12 @@ def test_tokens_and_draws_are_those_of_the_published_algorithm(model, monkeypatc
     expected = published.generate(model, ids, mask, rand=rand, dtype=torch.float64, **case["settings"])
     assert got.tolist() == expected.tolist()
     for a, b in zip(*(g if isinstance(g, list) else [g] for g in (ours, theirs)), strict=True):
-        assert torch.equal(a.get_state(), b.get_state())  # not one number more was drawn
+        assert torch.equal(a.get_state(), b.get_state())  # no further number was drawn
 
 
 def ends_early(model):
-    """A function that makes `eos_token_ids` of words the model often says, so that rows end in different blocks."""
+    """A function that makes `eos_token_ids` from words that the model often says, so that rows end in different
+    blocks."""
     ids, mask = make_prompts([6] * 8, 0)
     said = generate(model, ids, mask, mask_token_id=MASK, gen_length=8, block_length=2, steps=8)[:, 6:]
     words, counts = said.unique(return_counts=True)
@@ -139,7 +141,7 @@ def test_the_eos_stop_refuses_draws_that_rows_would_share(model):
 
 
 class Ops(TorchDispatchMode):
-    """Reads back to the host, and the most elements of a tensor over the vocabulary."""
+    """Counts reads back to the host, and the most elements of a tensor over the vocabulary."""
 
     def __init__(self):
         super().__init__()
@@ -157,7 +159,7 @@ class Ops(TorchDispatchMode):
 @pytest.mark.parametrize("widths", [[5] * 4, [5, 2, 4, 5]])  # without padding and with
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"remasking": "random"}, {"cfg_scale": 0.5}])
 def test_a_block_reads_back_once_for_the_eos_stop_and_never_else(model, monkeypatch, widths, options):
-    lists = []  # on a CPU `tolist` is no operation
+    lists = []  # on a CPU `tolist` is not an operation
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(len(tensor)) or tolist(tensor))
     ids, mask = make_prompts(widths, 0)

@@ -1,4 +1,4 @@
-"""The flags of the commands that sample: one table, and the settings that come of it."""
+"""The flags of the commands that sample: one table, and the settings made from it."""
 
 import argparse
 import dataclasses
@@ -22,7 +22,7 @@ def parsed(line: str = "", leave_out=(), **changes):
 
 
 def test_every_field_of_the_settings_has_its_flag_and_the_same_default():
-    """But for what RL alone sets: what is drawn from beside the temperature, and what is recorded."""
+    """Except for what only RL sets: the distribution apart from the temperature, and what is recorded."""
     fields = {field.name: field.default for field in dataclasses.fields(SamplingSettings)}
     assert [fields.pop(name) for name in ("top_k", "top_p", "record_as_sampled")] == [0, 1.0, False]
     assert [{"diffusion_steps": "steps"}.get(name, name) for name in FLAGS if name != "seed"] == [*fields]

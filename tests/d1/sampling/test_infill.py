@@ -1,4 +1,4 @@
-"""Filling masks anywhere, against a plain loop, and the rollout as the case of a hidden end."""
+"""Filling masks anywhere, compared with a plain loop; the rollout is the case in which the end is hidden."""
 
 import math
 
@@ -24,7 +24,7 @@ def model(request, kind_dirs):
 
 
 def slow_fill(model, ids, hidden, block_length, steps, temperature, cfg_scale, remasking, level, generator):
-    """One row without padding: id, log-prob, entropy and step of each hidden place, in Python's own numbers."""
+    """One row without padding: id, log-prob, entropy and step of each hidden position, in Python's own numbers."""
     ids, size = list(ids), getattr(model.config, "block_size", None)
     places = [i for i, is_hidden in enumerate(hidden) if is_hidden]
     given = [i for i in range(len(ids)) if i not in places]
@@ -99,7 +99,7 @@ def cases(draw):
 def test_hidden_places_are_filled_as_by_a_plain_loop_and_no_others(model, case):
     size, rows, seed = getattr(model.config, "block_size", None), case["rows"], case["seed"]
     rows[0][-1] = True
-    for places in rows:  # masks that see nothing else are all alike, and which of them is the surest is chance
+    for places in rows:  # masks that see nothing else are all alike, so the most certain one is random
         places[0 if size else len(places) // 2] &= not (size or all(places))
     ids, mask = make_prompts([len(row) for row in rows], seed)
     width = ids.shape[1]
@@ -145,7 +145,7 @@ def test_a_rollout_is_the_filling_of_a_hidden_end(model, sampler):
     for name in ("ids", "passes", "forward_tokens"):
         assert torch.equal(getattr(got, name), getattr(whole, name)), name
     assert torch.equal(got.reveal_steps[:, 6:], whole.reveal_steps)
-    for name in ("logps", "entropies"):  # of a block model, groups of other rows are filled together
+    for name in ("logps", "entropies"):  # in a block model, groups of other rows are filled together
         torch.testing.assert_close(getattr(got, name)[:, 6:], getattr(whole, name), rtol=0, atol=2e-5)
         assert size or torch.equal(getattr(got, name)[:, 6:], getattr(whole, name))
 
@@ -161,7 +161,7 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
     assert torch.equal(fill(model, ids, hidden, mask_token_id=MASK).logps, first.logps)
     caplog.clear()
     fill(model, ids[:, :8], hidden[:, :8], mask_token_id=MASK)
-    assert not caplog.text  # the rest is of its own block
+    assert not caplog.text  # the rest belongs to its own block
     with pytest.raises(ValueError, match="block_length must be 4 or left out, not 3"):
         fill(model, ids, hidden, mask_token_id=MASK, block_length=3)
 

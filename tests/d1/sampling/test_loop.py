@@ -48,7 +48,7 @@ def test_a_sampled_row_does_not_depend_on_its_batch_when_it_has_its_own_generato
 
 
 class Recorder:
-    """A model with fixed logits that counts calls and writes down how many tokens were hidden and scored in each."""
+    """A model with fixed logits that counts calls and records the numbers of hidden and of scored tokens in each."""
 
     config = SimpleNamespace(model_type="llama", vocab_size=VOCAB)
     d1_prepared = True
@@ -165,7 +165,8 @@ def test_the_mask_token_is_never_revealed_and_the_prompt_never_touched(model):
     ids=str,
 )
 def test_tokens_are_drawn_from_what_is_left_and_recorded_with_these_chances(chosen, mask_logit):
-    """The mask token is no choice: where it is the likeliest, as in no trained model, the record alone counts it."""
+    """The mask token is never chosen. If it is the most likely token (in no trained model), only the record includes
+    it."""
     count, words = 3000, [0.0, 1.0, 0.5, mask_logit, 1.4, -1.0, -0.5, 0.2]
     chosen = {"temperature": 1.3, **chosen}
     prompt = torch.ones(count, 1, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Every rollout, its record included, against one slow reference."""
+"""Every rollout and its record, compared with one slow reference."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.d1.sampling.reference import MASK, SAMPLERS, VOCAB, make_prompts, sha
 GIVEN = {"max_examples": 25, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-@pytest.fixture(params=["llama", "llada", "Dream"], scope="module")  # Dream's logits speak of the next token
+@pytest.fixture(params=["llama", "llada", "Dream"], scope="module")  # Dream's logits predict the next token
 def model(request, kind_dirs):
     return sharper(load_model(kind_dirs[request.param]))
 
@@ -63,7 +63,7 @@ def check_against_the_reference(model, case):
         prompt = ids[row, ids.shape[1] - width :].tolist()
         expected = reference.sample(model, prompt, case["settings"], twin, case.get("ends"))
         reference.check_row(got, row, width, expected)
-        assert torch.equal(generators[row].get_state(), twin.get_state())  # and drew not one number more
+        assert torch.equal(generators[row].get_state(), twin.get_state())  # and drew no further number
     return got
 
 
@@ -129,7 +129,7 @@ def test_other_kinds_with_caches_equal_the_reference(kind_dirs, kind, cache):
     ids=str,
 )
 def test_blocks_end_where_a_block_causal_models_do(kind_dirs, name, options):
-    """Prompts that end at every place of a block, one of them inside the first."""
+    """Prompts that end at every position of a block, one of them inside the first block."""
     model = sharper(load_model(kind_dirs[name]))
     size = model.config.block_size
     widths = [size + n for n in range(size)] + [1]

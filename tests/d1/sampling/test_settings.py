@@ -1,4 +1,4 @@
-"""The settings of a rollout check themselves, and their tables take a user's own rows."""
+"""The settings of a rollout check themselves, and their tables accept a user's own rows."""
 
 import argparse
 import dataclasses
@@ -84,7 +84,7 @@ def test_settings_know_whether_they_draw():
 
 
 def test_settings_know_what_they_draw_from_and_what_they_record():
-    """At temperature 0 nothing is drawn, and recorded is the model's own."""
+    """At temperature 0 nothing is drawn, and the model's own log-probability is recorded."""
     greedy, warm = SamplingSettings(**GOOD), SamplingSettings(**GOOD, temperature=0.5, top_k=2, top_p=0.9)
     assert (greedy.drawn_from, greedy.recorded) == (OWN, OWN)
     assert (warm.drawn_from, warm.recorded) == (Distribution(0.5, 2, 0.9), OWN)
@@ -111,7 +111,7 @@ def model(kind_dirs):
 
 def test_a_rule_added_from_outside_says_how_many_are_revealed(model, monkeypatch):
     def even(logps, entropies, level):
-        """Two at a time, and all of a row whose entropies sum to less than the level."""
+        """Two at a time; all tokens of a row if their entropies sum to less than the level."""
         return torch.where(entropies.sum(-1) < level, logps.shape[1], 2)
 
     monkeypatch.setitem(RULES, "even", Rule(even, 0.0))
@@ -156,7 +156,7 @@ def test_a_cache_added_from_outside_serves_the_fixed_batch_and_the_stream(model,
     counts = Counter()
 
     class OwnPasses(Passes):
-        """Counts blocks and passes, and feeds everything, as the exact sampler does."""
+        """Counts blocks and passes, and computes all tokens, like the exact sampler."""
 
         def enter(self, places, kept):
             counts["blocks"] += 1

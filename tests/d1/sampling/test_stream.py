@@ -1,4 +1,4 @@
-"""Sampling from a stream of prompts: what a fixed batch gives, by fewer passes, with the batch full."""
+"""Sampling from a stream of prompts: the results of a fixed batch, with fewer passes, because the batch stays full."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from tests.d1.sampling.reference import MASK, SAMPLERS, make_prompts
 WIDTHS = [9, 9, 8, 6, 5, 5, 3, 2, 1]
 ENDS = list(range(4, 20))
 FULL = [("llama", sampler) for sampler in SAMPLERS]
-FULL += [("Dream", sampler) for sampler in SAMPLERS if "cached" in sampler["sampler"]]  # speaks of the next token
+FULL += [("Dream", sampler) for sampler in SAMPLERS if "cached" in sampler["sampler"]]  # predicts the next token
 FULL += [(kind, SAMPLERS[0]) for kind in ("llada", "Dream", "gemma2", "bert")]
 BLOCKS = [("sdar", sampler) for sampler in SAMPLERS if "cached" not in sampler["sampler"]]
 BLOCKS += [("Fast_dLLM_Qwen", sampler) for sampler in SAMPLERS[0:4:3]]
-CHOICES = [  # length and steps, settings beyond the sampler's, and what the EOS stop looks for
+CHOICES = [  # length and steps, further settings of the sampler, and the EOS tokens to stop at
     ((11, 7), {}, None),
     ((12, 12), {"temperature": 0.8}, ENDS),
     ((11, 7), {"temperature": 0.8, "cfg_scale": 0.5}, ENDS),
@@ -28,7 +28,7 @@ def generators(rows):
 
 
 def stream(model, ids, mask, settings, batch_size, ends):
-    """Every row's record, as one `rollout` of all rows would give it, and the order in which the rows ended."""
+    """Every row's record, in the form of one `rollout` of all rows, and the order in which the rows ended."""
     prompts = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
     taken = zip(prompts, generators(len(prompts)), strict=True)
     options = {"batch_size": batch_size, "mask_token_id": MASK, "eos_token_ids": ends}
@@ -44,7 +44,7 @@ def stream(model, ids, mask, settings, batch_size, ends):
 @pytest.mark.parametrize(("kind", "sampler"), [*FULL, *BLOCKS], ids=str)
 def test_rows_are_those_of_a_fixed_batch(kind_dirs, kind, sampler):
     model = load_model(kind_dirs[kind])
-    model.get_output_embeddings().weight.data.mul_(4)  # surer, so that rules reveal several tokens
+    model.get_output_embeddings().weight.data.mul_(4)  # more certain, so that rules reveal several tokens
     own = getattr(model.config, "block_size", None)
     ids, mask = make_prompts(WIDTHS, 0)
     early = 0

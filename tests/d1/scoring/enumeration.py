@@ -1,4 +1,4 @@
-"""What estimators are held against: every state of completions of at most four tokens, and every draw with its chance.
+"""The reference for estimators: every state of completions of at most four tokens, and every draw with its probability.
 
 Models have one or two layers, five ids and fp64; one is block-causal. The four rows of `SAMPLED` are a completion as
 long as its canvas, one that ends before it, one that is only an EOS, and one that takes no part; two prompts have
@@ -46,7 +46,7 @@ def settings(**changes: Any) -> ViewSettings:
 
 @cache
 def tiny(layers: int, seed: int = 0, spread: float = 0.7, block: int | None = None) -> Any:
-    """A model with random weights, normal with standard deviation `spread`; `block` makes it block-causal."""
+    """A model with normal random weights of standard deviation `spread`; `block` makes it block-causal."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=5,
@@ -65,7 +65,7 @@ def tiny(layers: int, seed: int = 0, spread: float = 0.7, block: int | None = No
 
 
 def every_model() -> list[Any]:
-    """Of one and of two layers, and one with blocks of two tokens, some of which begin in a prompt."""
+    """Models with one and two layers, and one with blocks of two tokens, some of which begin in a prompt."""
     return [tiny(1), tiny(2), tiny(2, block=2)]
 
 
@@ -85,8 +85,8 @@ def marked(places: Any, width: int = CANVAS) -> Tensor:
 
 
 def quadrature(low: float = 0.0, high: float = 1.0, parts: int = 1, points: int = 3) -> list[tuple[float, float]]:
-    """Points and their weights in each of equal parts of [low, high]: exact for polynomials of degree 2 points - 1,
-    and the chances of a completion's sets are of degree 4 at most."""
+    """Points and their weights in each of several equal parts of [low, high]. They are exact for polynomials of degree
+    2 points - 1; the probabilities of a completion's sets have degree 4 at most."""
     places, weights = np.polynomial.legendre.leggauss(points)
     size = (high - low) / parts
     return [
@@ -100,9 +100,11 @@ def quadrature(low: float = 0.0, high: float = 1.0, parts: int = 1, points: int 
 
 
 def canvas_logits(model: Any, clean: Tensor, noise: Tensor, canvas: int, mask: int = MASK) -> Tensor:
-    """(canvas, vocab) logits of the last tokens of a text `clean` (length,) without padding that `noise` hides some of.
+    """(canvas, vocab) logits of the last tokens of a text `clean` (length,) without padding; `noise` says which are
+    hidden.
 
-    Of a block-causal model one forward pass a block: hidden are its own tokens and the prompt's, and it ends there.
+    For a block-causal model, one forward pass per block: its own tokens and the prompt's are hidden, and the text ends
+    there.
     """
     size, length = block_size(model.config), len(clean)
     if size is None:
@@ -127,12 +129,12 @@ def state_logps(model: Any, row: int, hidden: Any, sampled: SampledRows = SAMPLE
 
 
 def behind(row: int) -> tuple[int, ...]:
-    """The canvas behind a row's completion."""
+    """The canvas after a row's completion."""
     return tuple(range(LENGTHS[row], CANVAS))
 
 
 def all_states(model: Any, row: int) -> dict[tuple[int, ...], Tensor]:
-    """Hidden tokens of a row's completion -> (canvas,) log-probs; what stands behind the completion is hidden."""
+    """Hidden tokens of a row's completion -> (canvas,) log-probs; the tokens after the completion are hidden."""
     return {some: state_logps(model, row, some + behind(row)) for some in subsets(range(LENGTHS[row]))}
 
 
@@ -165,8 +167,8 @@ def blocks_bounds(model: Any, size: int) -> Tensor:
 
 
 def merged(chances: Tensor, views: Views) -> Views:
-    """The expectation over draws of one row, as views of that one row: each state once, with the sum over draws of
-    chance x weight.
+    """The expectation over draws of one row, as views of that row: each state once, with the sum over draws of
+    probability x weight.
 
     Args:
         chances: (draws,), which sum to 1.
@@ -180,7 +182,7 @@ def merged(chances: Tensor, views: Views) -> Views:
 
 
 def stacked(rows: list[Views]) -> Views:
-    """The rows' views as those of one batch; rows with fewer states than others get some that score nothing."""
+    """The rows' views as one batch; rows with fewer states than others get additional ones that score nothing."""
     most = max(views.noise.shape[1] for views in rows)
 
     def filled(values: Tensor) -> Tensor:
@@ -199,19 +201,19 @@ def scores(
 
 
 def gradient(model: Any, values: Tensor) -> Tensor:
-    """Of a sum of `values` in which each weighs differently, by all weights of the model."""
+    """The gradient of a sum of differently weighted `values` with respect to all weights of the model."""
     total = (values * torch.linspace(0.5, 1.5, values.numel(), dtype=values.dtype).view(values.shape)).sum()
     return torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()), retain_graph=True)])
 
 
 def assert_same(model: Any, found: Tensor, expected: Tensor) -> None:
-    """Equal values and gradients. Weights of views are fp32, all else is fp64."""
+    """Checks that values and gradients are equal. Weights of views are fp32, everything else is fp64."""
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
     torch.testing.assert_close(gradient(model, found), gradient(model, expected), rtol=1e-5, atol=2e-6)
 
 
 def assert_frequencies(counts: Tensor, chances: Tensor) -> None:
-    """Counts (cells,) are those of independent draws with these chances: chi square within five of its deviations."""
+    """Checks that counts (cells,) fit independent draws with these probabilities: chi square within five deviations."""
     assert abs(float(chances.sum()) - 1) < 1e-6
     expected = chances.double() * counts.sum()
     assert not counts[expected == 0].any()
@@ -223,5 +225,5 @@ def assert_frequencies(counts: Tensor, chances: Tensor) -> None:
 
 
 def repeated(row: int, times: int) -> SampledRows:
-    """A row of `SAMPLED`, as many times."""
+    """A row of `SAMPLED`, repeated."""
     return some_rows(SAMPLED, [row] * times)

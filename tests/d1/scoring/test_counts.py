@@ -32,12 +32,12 @@ from tests.d1.scoring.enumeration import (
     tiny,
 )
 
-PARTS = 120  # of [0, 1): within each, a number gives the same counts for completions of up to five tokens
+PARTS = 120  # parts of [0, 1): in each, all numbers give the same counts for completions of up to five tokens
 ROWS = len(LENGTHS)
 
 
 def all_draws(monkeypatch, estimator, row, draws, blocks=None):
-    """Every number that counts are made of, with every order of the tokens, as the estimator itself has them."""
+    """Every number from which counts are made, with every order of the tokens, as in the estimator itself."""
     length = LENGTHS[row]
     orders = [[place / 9 for place in order] + [1.0] * (CANVAS - length) for order in permutations(range(length))]
     middles = (torch.arange(PARTS, dtype=torch.float64) + 0.5) / PARTS
@@ -75,7 +75,7 @@ def test_the_mean_over_all_counts_is_the_any_order_bound_or_the_sum_of_the_block
 
 
 def test_the_mean_over_all_complements_is_half_of_all_tokens_each_where_it_is_hidden(monkeypatch):
-    """A count is uniform on 0..L, and so is what its complement hides."""
+    """A count is uniform on 0..L, and so is the count of its complement."""
     views = mean(monkeypatch, "complements", 2)
     torch.testing.assert_close(views.weights.sum(1), SAMPLED.scored.double() / 2)
     for model in every_model():
@@ -101,7 +101,8 @@ def test_the_mean_over_all_gauss_draws_is_the_quadrature(monkeypatch):
 
 
 def drawn(estimator, length, rows=1, seed=0, first=0, total=None, blocks=None, **chosen):
-    """Views of completions of `length` tokens, one token more on the canvas: what of these each hides, and weights."""
+    """Views of completions of `length` tokens on a canvas with one more token: the hidden tokens of each view, and
+    weights."""
     width = length + 1
     sampled = replace(
         repeated(0, rows),
@@ -119,7 +120,7 @@ def drawn(estimator, length, rows=1, seed=0, first=0, total=None, blocks=None, *
 
 @pytest.mark.parametrize(("length", "mean_weight"), [(1, None), (5, 1.10), (20, 0.96), (1000, 1.0)])
 def test_gauss_hides_exact_counts_with_the_rules_weights_and_is_biased_for_short_answers(length, mean_weight):
-    """The floor of t L moves the times that the rule is for: a token's weights sum to 1 only for many tokens."""
+    """The floor of t L moves the times of the quadrature rule: a token's weights sum to 1 only for many tokens."""
     hidden, weights = drawn("gauss", length, rows=3)
     for view, ((t, w), count) in enumerate(zip(GAUSS, hidden_by_gauss(length), strict=True)):
         assert hidden[:, view].sum(-1).tolist() == [count] * 3
@@ -144,7 +145,7 @@ def test_counts_hide_exactly_x_tokens_for_x_of_1_to_the_length_and_weigh_them_by
 
 @pytest.mark.parametrize(("length", "draws", "rows"), [(4, 16, 1), (4, 2, 6), (5, 5, 3), (64, 16, 4)])
 def test_stratified_counts_are_spread_evenly_over_1_to_the_length(length, draws, rows):
-    """Each as often as any other, in a row and in all rows of the rollout, whichever process has a row."""
+    """All counts are equally frequent, in a row and in all rows of the rollout, whichever process has a row."""
     for seed in range(5):
         options = {"num_views": draws, "stratified": True, "seed": seed}
         counts = drawn("counts", length, rows, **options)[0].sum(-1)
@@ -171,7 +172,7 @@ def test_the_counts_of_blocks_are_as_far_up_their_lengths_as_one_number_says():
 
 
 def test_complements_take_each_token_once_a_draw_with_the_weight_one_half():
-    """Over the number of draws, like every weight."""
+    """Divided by the number of draws, like every weight."""
     hidden, weights = drawn("complements", 4, rows=500, num_views=3)
     assert torch.equal(hidden[:, 3:], ~hidden[:, :3])
     torch.testing.assert_close(weights, hidden / 6)
@@ -182,13 +183,14 @@ def test_complements_take_each_token_once_a_draw_with_the_weight_one_half():
 
 
 def variance_of_counts(sums):
-    """Of 16 stratified draws: each count of 1..4 comes four times, so all that varies is the set."""
+    """For 16 stratified draws: each count of 1..4 occurs four times, so only the set varies."""
     return sum(4 * (4 / (16 * x)) ** 2 * torch.stack(some).var(unbiased=False) for x, some in enumerate(sums[1:], 1))
 
 
 def variance_of_elbo(sums):
-    """Of 16 stratified draws: times t_v = (v + u) / 16, at which a set of x is drawn with t^x (1 - t)^(4 - x) and its
-    sum has the weight 1 / t. That of sets of one token is infinite but for the smallest time, 2^-24."""
+    """For 16 stratified draws: times t_v = (v + u) / 16, at which a set of x is drawn with probability t^x (1 - t)^(4 -
+    x) and its sum has the weight 1 / t. The second moment for sets of one token would be infinite without the smallest
+    time, 2^-24."""
     squares = [float(sum(value**2 for value in some)) for some in sums]
     second = squares[1] * (24 * log(2) - 11 / 6)  # the integral of (1 - t)^3 / t
     second += sum(squares[x] * factorial(x - 2) * factorial(4 - x) / 6 for x in (2, 3, 4))

@@ -1,4 +1,5 @@
-"""coupled-GRPO's estimator against its own definition, integrated over all shares and masks: it is not the bound."""
+"""coupled-GRPO's estimator, compared with its own definition integrated over all shares and masks: it is not the
+bound."""
 
 import torch
 
@@ -41,8 +42,8 @@ def all_draws(row):
 
 
 def definition(model):
-    """Half of one step's log-probs, and half of two opposite masks', of which each is, for a share s of (.2, .8),
-    E[log p of hidden tokens] / s. The two have one distribution."""
+    """Half of one step's log-probs, plus half of those of two complementary masks. Each of these is, for a share s in
+    (.2, .8), E[log p of hidden tokens] / s; both have the same distribution."""
     rows = []
     for row, length in enumerate(LENGTHS):
         states = all_states(model, row)
@@ -61,7 +62,8 @@ def test_the_mean_over_all_draws_is_the_definition_and_not_the_any_order_bound()
         found = scores(model, views).logps
         assert_same(model, found, definition(model))
         assert (found.sum(1) - any_order_bound(model).sum(1))[:2].abs().min() > 0.1
-    # One and a half for each token, where the bound's weights sum to the length: so an EOS alone is scored, too.
+    # The weights of each token sum to one and a half; the bound's weights sum to the length. So an EOS alone is scored,
+    # too.
     torch.testing.assert_close(views.weights.sum((1, 2)), 1.5 * torch.tensor(LENGTHS, dtype=torch.float64))
 
 

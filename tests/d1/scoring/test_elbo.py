@@ -1,4 +1,4 @@
-"""Estimates of the any-order bound: the mean over all draws is the bound, and draws have the chances assumed there."""
+"""Estimates of the any-order bound: the mean over all draws is the bound, and draws have the assumed probabilities."""
 
 from itertools import permutations, product
 from math import comb
@@ -33,13 +33,14 @@ from tests.d1.scoring.enumeration import (
 
 
 def spreads(kind, row):
-    """Where in [0, 1) a row's one or two draws lie: (draws,), and the chance; the integrand is a polynomial of them."""
+    """The positions of a row's one or two draws in [0, 1), (draws,), and their probability; the integrand is a
+    polynomial."""
     if kind == "one":
         return [((u,), chance) for u, chance in quadrature()]
     if kind == "two":
         points = quadrature(points=3)
         return [((u, v), p * q) for (u, p), (v, q) in product(points, points)]
-    # Between the places where one of the batch's numbers passes 1.
+    # Between the points where one of the batch's numbers passes 1.
     turned = quadrature(parts=2 * len(LENGTHS))
     return [
         (tuple(rotation(len(LENGTHS), 2, torch.tensor(u, dtype=torch.float64))[row].tolist()), chance)
@@ -75,7 +76,7 @@ def all_espo_draws(kind, row, antithetic):
         ]
     for some in numbers:
         counts = torch.tensor(some).mul(length + 1).long()
-        # The views of the two draws are apart, so that their sets need not be drawn in all pairs.
+        # The views of the two draws are separate, so not all pairs of their sets are needed.
         cases += [(counts, torch.stack([order] * len(some))) for order in orders]
     counts, ranks = (torch.stack(values) for values in zip(*cases, strict=True))
     scored, noise = SAMPLED.scored[row].expand(len(cases), -1), torch.zeros(len(cases), 1, PROMPT, dtype=torch.bool)
@@ -93,13 +94,13 @@ def test_the_mean_over_all_draws_is_the_any_order_bound(all_draws, kind, antithe
 
 
 def test_a_time_for_all_blocks_estimates_the_sum_of_the_blocks_bounds():
-    """A mask drawn over the whole completion is, in each block, one drawn there, as at a time of the block's own."""
+    """In each block, a mask drawn over the whole completion equals one drawn in that block, at the block's own time."""
     model = tiny(2, block=2)
     assert_same(model, any_order_bound(model), blocks_bounds(model, 2))
 
 
 def hidden_sets(views, length):
-    """(rows, views) the hidden tokens of a completion as a number: token k is worth 2^k."""
+    """(rows, views) the hidden tokens of a completion as a number: token k counts 2^k."""
     return (views.noise[..., PROMPT : PROMPT + length] * 2 ** torch.arange(length)).sum(-1)
 
 
@@ -108,12 +109,13 @@ def sizes_of(sets):
 
 
 def set_chances(length):
-    """Of each set of tokens: a uniform count, then a uniform set; and so with a uniform time, too (a beta integral)."""
+    """The probability of each set of tokens: a uniform count, then a uniform set. A uniform time gives the same (a beta
+    integral)."""
     return torch.tensor([1 / ((length + 1) * comb(length, int(x))) for x in sizes_of(torch.arange(2**length))])
 
 
 def draws_of(estimator, row, count, **chosen):
-    """Views of one row of a batch of four, in as many rollouts."""
+    """Views of one row of a batch of four, in this number of rollouts."""
     own, shared = keyed_generator(1), keyed_generator(2)
     random = Randomness([own], shared, first_row=2, total_rows=4)
     some = [ESTIMATORS[estimator].draw(repeated(row, 1), random, settings(**chosen)) for _ in range(count)]
@@ -126,9 +128,10 @@ def test_elbo_draws_have_the_chances_of_a_uniform_time_and_independent_tokens(st
     length = LENGTHS[row]
     views = draws_of("elbo", row, 1000, num_views=2, antithetic=True, stratified=stratified)
     sets, heaviest = hidden_sets(views, length), views.weights.amax(-1)
-    assert torch.equal(sets[:, 2:], 2**length - 1 - sets[:, :2])  # the opposite view hides the others
+    assert torch.equal(sets[:, 2:], 2**length - 1 - sets[:, :2])  # the complement hides the others
     for view in (0, 1):
-        # A view's weight is 1 / (2 x draws x time), its opposite's 1 / (2 x draws x (1 - time)): one shows the time.
+        # A view's weight is 1 / (2 x draws x time), its complement's 1 / (2 x draws x (1 - time)): a weight gives the
+        # time.
         time = torch.where(sets[:, view] > 0, 0.25 / heaviest[:, view], 1 - 0.25 / heaviest[:, view + 2])
         both = (sets[:, view] > 0) & (sets[:, view + 2] > 0)
         torch.testing.assert_close((0.25 / heaviest[:, view] + 0.25 / heaviest[:, view + 2])[both], time[both] * 0 + 1)

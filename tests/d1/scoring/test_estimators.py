@@ -1,4 +1,4 @@
-"""What holds for every estimator: of whom its views depend, what they may show, and what scoring them takes."""
+"""Properties of every estimator: what its views depend on, what they may show, and what scoring them costs."""
 
 from contextlib import contextmanager
 from copy import deepcopy
@@ -24,7 +24,7 @@ from tests.d1.scoring.enumeration import (
     tiny,
 )
 
-CHOSEN = {  # estimator and settings: as methods have them, and all their ways to draw
+CHOSEN = {  # estimator and settings: those of methods, and all ways to draw
     "one_step": ("one_step", {"p_mask_prompt": 0.5}),
     "coupled": ("coupled", {"p_mask_prompt": 0.5}),
     "elbo": ("elbo", {"p_mask_prompt": 0.5, "num_views": 3, "antithetic": True}),
@@ -64,7 +64,7 @@ def updates_of(name, sampled, first=0, total=6, updates=3, seed=4):
 
 
 def scoring(views, row):
-    """A row's views that score something: (noise, weights). Others stand in for those that another row has more."""
+    """A row's views that score something: (noise, weights). The others are padding, because another row has more."""
     some = views.weights[row].any(-1)
     return views.noise[row, some], views.weights[row, some]
 
@@ -109,7 +109,7 @@ def test_successive_draws_differ_unless_nothing_is_random(name):
 
 @each
 def test_views_are_as_many_as_planned_and_show_nothing_that_tells_the_length(name):
-    """Only replay shows canvas behind a completion's end, where the sampler had revealed it (`test_replay.py`)."""
+    """Only replay shows the canvas after a completion's end, if the sampler had revealed it (`test_replay.py`)."""
     estimator, chosen = CHOSEN[name]
     most = ESTIMATORS[estimator].views(settings(**chosen))
     for views in updates_of(name, SAMPLED, total=4):
@@ -120,7 +120,7 @@ def test_views_are_as_many_as_planned_and_show_nothing_that_tells_the_length(nam
         assert not (views.noise[..., :PROMPT] & ~SAMPLED.maskable.unsqueeze(1)).any()
         assert (views.weights >= 0).all()
         hidden = views.noise[..., PROMPT:]
-        assert not (views.weights[~hidden]).any()  # what is seen is not predicted
+        assert not (views.weights[~hidden]).any()  # visible tokens are not predicted
         assert not views.weights[~SAMPLED.scored.unsqueeze(1).expand_as(hidden)].any()
         if not ESTIMATORS[estimator].replays:
             for row in range(len(LENGTHS)):
@@ -129,7 +129,7 @@ def test_views_are_as_many_as_planned_and_show_nothing_that_tells_the_length(nam
 
 @each
 def test_an_eos_alone_is_scored_and_a_row_that_takes_no_part_is_not(name):
-    """Row 2 is only an EOS; row 3 has nothing that counts, and neither does a whole batch of such rows."""
+    """Row 2 is only an EOS; row 3 has no scored token, and neither has a whole batch of such rows."""
     model = tiny(2)
     seen = torch.zeros(())
     for seed in range(20):
@@ -151,7 +151,7 @@ def test_an_eos_alone_is_scored_and_a_row_that_takes_no_part_is_not(name):
 
 @each
 def test_attention_sees_the_whole_canvas_so_that_other_tokens_behind_the_end_change_nothing(name):
-    """Replay hides them here, too: with none of them revealed before the others."""
+    """Replay hides them here, too, because none of them was revealed before the others."""
     late = SAMPLED.reveal_steps.masked_fill(~SAMPLED.scored, 9)
     sampled = replace(SAMPLED, reveal_steps=late)
     views = updates_of(name, sampled, total=4)[0]
@@ -159,7 +159,7 @@ def test_attention_sees_the_whole_canvas_so_that_other_tokens_behind_the_end_cha
     model = tiny(2)
     expected = scores(model, views, sampled).logps
     torch.testing.assert_close(scores(model, views, other).logps, expected, rtol=0, atol=0)
-    # A canvas that ended with the completion would be another state: attention does reach behind.
+    # A canvas that ended with the completion would be another state: attention covers the rest of the canvas, too.
     row = some_rows(sampled, [1])
     short = Views(views.noise[1:2, :, : PROMPT + LENGTHS[1]], views.weights[1:2, :, : LENGTHS[1]])
     cut = replace(row, completion_ids=row.completion_ids[:, : LENGTHS[1]])
@@ -167,12 +167,12 @@ def test_attention_sees_the_whole_canvas_so_that_other_tokens_behind_the_end_cha
         assert (scores(model, short, cut).logps - expected[1, : LENGTHS[1]]).abs().max() > 1e-4
 
 
-# --- What scoring takes ----------------------------------------------------------------------------------------------
+# --- What scoring costs ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def forward_passes(model):
-    """Rows of each forward pass through the model's body."""
+    """Rows of each forward pass through the transformer."""
     rows = []
     handle = model.base_model.register_forward_pre_hook(
         lambda body, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True

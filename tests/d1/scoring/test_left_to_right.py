@@ -1,4 +1,4 @@
-"""The chain rule: the sum of left-to-right log-probabilities is that of a model that is asked token by token."""
+"""The chain rule: the sum of left-to-right log-probabilities equals that of a model called token by token."""
 
 from dataclasses import replace
 

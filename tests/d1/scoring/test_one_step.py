@@ -1,4 +1,4 @@
-"""d1's estimator: its views, drawn row by row, and what they are on average: no bound."""
+"""d1's estimator: its views, drawn row by row, and their mean, which is not a bound."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_each_update_draws_on_in_its_rows_own_stream():
         for update in updates:
             assert torch.equal(update[row], draw_mask(maskable[row], 0.3, generator))
     alone = [keyed_generator(*keys[1])]
-    for update in updates:  # neither the batch nor padding moves a row
+    for update in updates:  # neither the batch nor padding changes a row
         assert torch.equal(prompt_noise(maskable[1:2, 5:], alone), update[1:2, 5:])
     assert not torch.equal(updates[0], updates[1])
 

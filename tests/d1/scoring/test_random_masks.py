@@ -1,4 +1,4 @@
-"""UniGRPO's estimator against its own definition, integrated over all shares and masks."""
+"""UniGRPO's estimator, compared with its own definition integrated over all shares and masks."""
 
 from dataclasses import replace
 
@@ -30,7 +30,8 @@ from tests.d1.scoring.enumeration import (
 
 
 def chance(hidden, length):
-    """Of a set of so many hidden tokens: the mean over shares s, uniform on [.1, .9], of s^hidden (1 - s)^shown."""
+    """The probability of a set with this number of hidden tokens: the mean over shares s, uniform on [.1, .9], of
+    s^hidden (1 - s)^shown."""
     return sum(p / 0.8 * s**hidden * (1 - s) ** (length - hidden) for s, p in quadrature(0.1, 0.9))
 
 
@@ -44,7 +45,7 @@ def all_draws(row):
 
 
 def definition(model):
-    """The sum over x = 1..L of L P(x) E[log p of hidden tokens] / x, over all sets of x: where P(x) is 1 / L, the
+    """The sum over x = 1..L of L P(x) E[log p of hidden tokens] / x, over all sets of x; if P(x) is 1 / L, this is the
     any-order bound."""
     rows = []
     for row, length in enumerate(LENGTHS):
@@ -57,13 +58,13 @@ def definition(model):
 
 
 def test_the_mean_over_all_draws_is_the_definition_and_biased_for_the_any_order_bound():
-    """Few masks hide nearly no or nearly all tokens, and those that hide none say nothing."""
+    """Few masks hide almost no or almost all tokens, and masks that hide none score nothing."""
     views = stacked([merged(*all_draws(row)) for row in range(len(LENGTHS))])
     for model in every_model():
         found = scores(model, views).logps
         assert_same(model, found, definition(model))
         assert (found.sum(1) - any_order_bound(model).sum(1))[:2].abs().min() > 0.1
-    for row, length in enumerate(LENGTHS[:3]):  # L (1 - P(0)), where the bound's weights sum to L
+    for row, length in enumerate(LENGTHS[:3]):  # L (1 - P(0)); the bound's weights sum to L
         nothing = (0.9 ** (length + 1) - 0.1 ** (length + 1)) / (0.8 * (length + 1))
         assert float(views.weights[row].sum()) == pytest.approx(length * (1 - nothing), abs=1e-6)
 

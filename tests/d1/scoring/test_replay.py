@@ -1,4 +1,4 @@
-"""Replay against what the rollout itself recorded, with every sampler and every distribution drawn from."""
+"""Replay, compared with the rollout's own record, with every sampler and every sampling distribution."""
 
 from copy import deepcopy
 
@@ -43,7 +43,7 @@ def model(request):
 
 
 def sample(model, eos_stop=False, **options):
-    """A rollout of 11 tokens in blocks of 4, 4 and 3, in 7 steps, and what estimators may know of it."""
+    """A rollout of 11 tokens in blocks of 4, 4 and 3, in 7 steps, and the part of it that estimators may use."""
     options = {"gen_length": LENGTH, "block_length": 4, "steps": 7, "mask_token_id": MASK, "temperature": 0.0} | options
     visible = (PROMPTS != 0).long()
     generators = [keyed_generator(2, row) for row in range(len(PROMPTS))]
@@ -96,7 +96,7 @@ def test_replayed_log_probs_are_those_the_sampler_recorded(model, sampler, tempe
     ],
 )
 def test_the_eos_stop_changes_no_view(model, estimator, chosen):
-    """It leaves out steps after a completion's end, which no view shows or draws from."""
+    """Steps after a completion's end are left out; no view shows or draws from them."""
     for sampler in SAMPLERS:
         whole, stopped = (sample(model, stop, temperature=0.9, **sampler) for stop in (False, True))
         assert (stopped.reveal_steps < 0).any()
@@ -109,7 +109,7 @@ def test_the_eos_stop_changes_no_view(model, estimator, chosen):
 
 @pytest.mark.parametrize("segments", [1, 3, 7])
 def test_segments_score_each_token_once_whatever_steps_its_block_took(model, segments):
-    """Of a block-causal model each block has its own segments; its share of the steps is no whole number here."""
+    """In a block-causal model each block has its own segments; its share of the steps is not a whole number here."""
     chosen = settings(gen_length=LENGTH, steps=7, block_length=4, segments=segments)
     for sampler in SAMPLERS:
         sampled = sample(model, eos_stop=True, temperature=0.9, **sampler)
@@ -129,8 +129,9 @@ TRUNCATED = [
 @pytest.mark.parametrize("remasking", ["random", "entropy"])
 @pytest.mark.parametrize("chosen", TRUNCATED, ids=str)
 def test_what_was_recorded_as_sampled_is_replayed_under_the_same_distribution(model, chosen, remasking):
-    """So ratios start at 1. Of the model's own distribution the record is another, of the same tokens. In fp64: in fp32
-    the cache of a block-causal model moves logits, which a temperature below 1 then divides."""
+    """So ratios start at 1. For the model's own distribution the record is different, for the same tokens. In fp64,
+    because in fp32 the cache of a block-causal model changes logits slightly, and a temperature below 1 amplifies
+    that."""
     model = deepcopy(model).double()
     options = {"remasking": remasking, **chosen}
     recorded = SamplingSettings(LENGTH, 4, 7, record_as_sampled=True, **options).recorded

@@ -1,4 +1,4 @@
-"""Replay and its variants against states rebuilt by hand, and over all draws of segments."""
+"""Replay and its variants, compared with states rebuilt by hand, and over all draws of segments."""
 
 from collections import Counter
 from dataclasses import replace
@@ -52,9 +52,9 @@ MERGED = {
 
 
 def step_sums(model, parts, everything=False):
-    """For each part (its first step, its last): (rows, canvas) log p of the tokens revealed in it, or of all that is
-    hidden, in the state at its beginning, state by state. Tokens behind the completion's end are shown from their own
-    step on, as they were to the sampler."""
+    """For each part (its first step, its last): (rows, canvas) log p of the tokens revealed in it, or of all hidden
+    tokens, in the state at its beginning, state by state. Tokens after the completion's end are shown from their own
+    step on, as the sampler saw them."""
     found = []
     for first, last in parts:
         rows = []
@@ -79,7 +79,7 @@ def test_the_sum_over_segments_is_the_trajectory(kind):
 
 @pytest.mark.parametrize(("steps", "segments"), [(64, 16), (64, 10), (7, 3), (5, 5), (5, 8), (6, 1)])
 def test_segments_cut_all_steps_of_the_canvas_evenly_and_hide_prompt_tokens_at_random(steps, segments):
-    """Whatever of them a completion has: its later segments score nothing."""
+    """However many segments a completion has: its later segments score nothing."""
     order = torch.stack([torch.randperm(steps, generator=keyed_generator(row)) for row in range(4)])
     scored = torch.ones(4, steps, dtype=torch.bool)
     scored[1, 2:], scored[3] = False, False
@@ -105,7 +105,8 @@ def test_segments_cut_all_steps_of_the_canvas_evenly_and_hide_prompt_tokens_at_r
 
 
 def test_tokens_behind_the_end_are_hidden_until_the_sampler_revealed_them():
-    """Code that cuts a completion at its EOS before it rebuilds the states shows what stands behind in all of them."""
+    """Code that cuts a completion at its EOS before it rebuilds the states would show the tokens after it in all of
+    them."""
     views = REPLAY(SAMPLED, randomness(4), settings())
     behind = views.noise[:, :, PROMPT + 3]
     assert behind[1].tolist() == [True, True, True, True]  # the last step's, of a completion of three tokens
@@ -120,9 +121,10 @@ def test_tokens_behind_the_end_are_hidden_until_the_sampler_revealed_them():
 
 
 def all_numbers(rows, chosen, chance):
-    """Every order and every u of the numbers that `rows` rows share out: (chance, numbers (rows, draws)).
+    """Every order and every u of the numbers that are divided among `rows` rows: (probability, numbers (rows, draws)).
 
-    What a number draws changes only where it passes a sum of chances, so one u for each part between these is enough.
+    The result of a number changes only where it passes a sum of probabilities, so one u for each part between these is
+    enough.
     """
     total = rows * chosen.num_views
     edges = chance.cumsum(-1).flatten() * total % 1
@@ -136,8 +138,8 @@ def all_numbers(rows, chosen, chance):
 
 
 def mean_over_draws(monkeypatch, chosen):
-    """The views that a draw of four rows is in the mean over all numbers. Two rows share these out, so that draws of
-    one row depend on those of another."""
+    """The mean over all numbers of the views of four rows. The numbers are divided among two rows, so the draws of one
+    row depend on those of another."""
     segments = SAMPLED.reveal_steps // (chosen.segment_steps or 1)
     chance = chances(segments, SAMPLED.scored, SAMPLED.entropies, chosen.draw_steps)
     odds, numbers = zip(*all_numbers(2, chosen, chance), strict=True)
@@ -164,7 +166,7 @@ STEPS = torch.tensor([4, 3, 2, 1]).unsqueeze(1)  # of each row, up to the last s
     ids=str,
 )
 def test_the_mean_over_all_draws_is_the_trajectory_or_with_mean_step_its_mean_over_steps(monkeypatch, chosen, kind):
-    """AGRPO takes the mean over steps, of which the sum over the trajectory is T times as much."""
+    """AGRPO takes the mean over steps; the sum over the trajectory is T times that."""
     parts = MERGED[kind][2]
     of_sum, of_mean = (mean_over_draws(monkeypatch, settings(mean_step=mean, **chosen)) for mean in (False, True))
     segments = STEPS if kind == "each step" else (STEPS + 1) // 2
@@ -179,7 +181,7 @@ def test_the_mean_over_all_draws_is_the_trajectory_or_with_mean_step_its_mean_ov
 
 
 def test_top_takes_the_eight_steps_of_the_highest_mean_entropy_each_with_weight_one():
-    """The mean over the tokens that a step reveals, not their sum; of equals, the first. Nothing is random."""
+    """The steps with the highest mean over their tokens, not sum; among equal ones the first. Nothing is random."""
     generator, count, canvas = keyed_generator(0), 5, 40
     steps = torch.randint(0, 20, (count, canvas), generator=generator)
     entropies = torch.rand(count, canvas, generator=generator)
@@ -208,8 +210,8 @@ def test_top_takes_the_eight_steps_of_the_highest_mean_entropy_each_with_weight_
 
 
 def states_drawn(surprisals, count):
-    """{set of steps: chance} of `count` draws without replacement, each in proportion to exp(surprisal) of what is
-    left, one after the other."""
+    """{set of steps: chance} of `count` draws without replacement, one after the other, each in proportion to
+    exp(surprisal) of the remaining steps."""
     odds = Counter()
     for order in permutations(surprisals, min(count, len(surprisals))):
         chance, left = 1.0, {step: exp(value) for step, value in surprisals.items()}
@@ -221,7 +223,7 @@ def states_drawn(surprisals, count):
 
 
 LOGPS = -torch.tensor([[0.3, 1.0, 0.1, 2.0], [2.0, 0.1, 0.6, 9.0], [0.5, 9.0, 9.0, 9.0], [1.0, 1.0, 1.0, 1.0]])
-# The mean surprisal of what each step revealed, of the three rows that take part; row 0 has nothing at step 2.
+# The mean surprisal of the tokens that each step revealed, for the three rows that take part; row 0 has none at step 2.
 SURPRISALS = [{0: 0.3, 1: 0.1, 3: 1.5}, {0: 0.6, 1: 0.1, 2: 2.0}, {1: 0.5}]
 
 
@@ -260,8 +262,8 @@ def test_a_state_scores_the_tokens_of_all_later_steps_as_the_sampler_saw_them():
 
 
 def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies_share():
-    """Row 0 reveals nothing at step 2; of row 1 the token of step 3, of row 2 all but that of step 1 are behind the
-    end; row 3 takes no part."""
+    """Row 0 reveals nothing at step 2. In row 1 the token of step 3 is after the end, in row 2 all except that of step
+    1. Row 3 takes no part."""
     segments = SAMPLED.reveal_steps
     uniform = chances(segments, SAMPLED.scored, SAMPLED.entropies, "uniform")
     expected = torch.tensor([[1, 1, 1, 1], [4 / 3, 4 / 3, 4 / 3, 0], [2, 2, 0, 0], [4, 0, 0, 0]]).double() / 4
@@ -271,7 +273,7 @@ def test_chances_end_with_the_last_scored_token_and_are_uniform_or_the_entropies
     torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropy.sum(-1), torch.ones(4).double())
     assert ((entropy > 0) == (uniform > 0)).all()
-    # Rounding below zero takes no chance away from others, and gives none below zero.
+    # Rounding below zero does not reduce the probability of others, and gives no negative probability.
     below = chances(segments, SAMPLED.scored, torch.full_like(SAMPLED.entropies, -1e-4), "entropy")
     torch.testing.assert_close(below, uniform)
 
@@ -309,6 +311,6 @@ def test_numbers_at_the_edges_draw_segments_that_have_a_chance():
 def test_a_completion_that_is_only_an_eos_is_one_token(chosen, steps):
     sampled = replace(some_rows(SAMPLED, [2]), reveal_steps=torch.tensor([steps]))
     views = REPLAY(sampled, randomness(1), settings(**chosen))
-    # Numbers of a row alone lie one in each quarter, so that each of four steps is drawn once.
+    # The numbers of a single row lie one in each quarter, so each of four steps is drawn once.
     expected = torch.tensor([1.0, 0.0, 0.0, 0.0])
     torch.testing.assert_close(views.weights[0].sum(0), expected, rtol=0, atol=1e-4)

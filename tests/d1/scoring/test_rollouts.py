@@ -14,7 +14,8 @@ GRID = (torch.arange(60, dtype=torch.float64) + 0.5) / 60  # of u, fine enough t
 
 
 def assert_uniform(numbers):
-    """As many of the numbers (n, ...) in each of 60 equal parts of [0, 1), at every place of the others' shape."""
+    """Checks that each of 60 equal parts of [0, 1) has equally many of the numbers (n, ...), for each index of the
+    other dimensions."""
     assert ((numbers >= 0) & (numbers < 1)).all()
     for values in numbers.flatten(1).unbind(1):
         counts = (values * 60).long().bincount(minlength=60)
@@ -69,7 +70,7 @@ def test_numbers_that_are_drawn_are_those_of_the_pure_functions():
     torch.testing.assert_close(spread, strata(order, (spread * 15 % 1)[0]))
     turned = make(5, total=5).rotated(3)
     torch.testing.assert_close(turned, rotation(5, 3, turned[0, 0]))
-    # Both the order and how far into the strata are drawn anew, and so is the rotation.
+    # The order, the positions within the strata and the rotation are all drawn anew.
     others = [make(5, shared=seed, total=5) for seed in range(200)]
     assert len({tuple((other.evenly_spread(3) * 15).long().flatten().tolist()) for other in others}) == 200
     mean = torch.stack([other.rotated(1)[0] for other in others]).mean()

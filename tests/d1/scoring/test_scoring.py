@@ -1,4 +1,4 @@
-"""The mean-field estimator against probabilities computed token by token, and its invariances."""
+"""The mean-field estimator, compared with probabilities computed token by token, and its invariances."""
 
 import math
 
@@ -90,7 +90,7 @@ def test_log_probs_and_gradient_ignore_left_padding_and_the_rest_of_the_batch(mo
 
 
 def test_the_canvas_does_not_leak_the_completions_length(model):
-    # The same first tokens get the same log-probs whatever follows, however long: nothing but the canvas is seen.
+    # The same first tokens get the same log-probs whatever follows, of any length: only the canvas is visible.
     short, long = score(model, completion=COMPLETION[:2]), score(model, completion=[*COMPLETION, 20, 21])
     torch.testing.assert_close(short, long[:2], rtol=0, atol=1e-6)
 
@@ -123,14 +123,15 @@ SCORED = torch.tensor([[True] * 5, [True] * 2 + [False] * 3, [True] * 5])
 
 
 def unpadded(row, hidden):
-    """A row's prompt, completion and masks behind it, and what is hidden there, without padding: (length,) each."""
+    """A row's prompt, completion and the masks after it, and which tokens are hidden, without padding: (length,)
+    each."""
     text = torch.cat([PROMPTS[row], COMPLETIONS[row], torch.full((3,), MASK)])
     real = torch.cat([VISIBLE[row].bool(), torch.ones(8, dtype=torch.bool)])
     return text[real], hidden[real]
 
 
 def naive(model):
-    """Log-probs and entropies, a row at a time."""
+    """Log-probs and entropies, one row at a time."""
     hidden = torch.cat([NOISES, torch.ones(3, 8, dtype=torch.bool)], dim=1)
     logits = torch.stack([canvas_logits(model, *unpadded(row, hidden[row]), 8, MASK) for row in range(3)])[:, :5]
     logps = logits.log_softmax(-1)
@@ -222,7 +223,7 @@ def test_nothing_scored_still_calls_the_head_so_that_every_weight_has_a_gradient
 
 
 def drawn_views(count):
-    """Any states and weights: noise over prompt and canvas alike, a third of the weights 0."""
+    """Any states and weights: noise in both prompt and canvas, a third of the weights 0."""
     generator = torch.Generator().manual_seed(count)
     noise = torch.rand(3, count, 6 + 8, generator=generator) < 0.5
     weights = torch.rand(3, count, 5, generator=generator) + 0.5

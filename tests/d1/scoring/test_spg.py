@@ -1,6 +1,7 @@
-"""SPG's masks against their definition, and its two forms beside the likelihood of a process that reveals in any order.
+"""SPG's masks, compared with their definition, and its two forms, compared with the likelihood of a process that
+reveals in any order.
 
-Numbers are log-probabilities of the completion of four tokens, a form's value a token times four.
+Numbers are log-probabilities of the completion of four tokens: a form's value per token times four.
 """
 
 from collections import Counter
@@ -40,7 +41,7 @@ P_MASK = 0.3
 
 
 def all_views(row, size, p=P_MASK):
-    """(chance, (canvas,) what is hidden) of every draw of a view of one row, by the module's own function."""
+    """(probability, (canvas,) hidden) of every draw of a view of one row, by the module's own function."""
     length = LENGTHS[row]
     blocks = -(-length // size)
     for block in range(blocks):
@@ -53,8 +54,8 @@ def all_views(row, size, p=P_MASK):
 
 
 def blocks_drawn(length, size, views):
-    """{the blocks of a row's views: chance}: over all orders of the canvas's blocks, modulo those that reach into the
-    completion."""
+    """{the blocks of a row's views: probability}: over all orders of the canvas's blocks, modulo the number of those
+    that contain tokens of the completion."""
     orders = list(permutations(range(-(-CANVAS // size))))
     reached = -(-length // size)
     return Counter(
@@ -87,9 +88,9 @@ def all_draws(row, size, views):
 
 
 def definition(model, size):
-    """The mean over blocks, over how many of a block's tokens are hidden, over the sets of so many and over the sets of
-    earlier tokens that are hidden too, of the mean log-prob of all hidden tokens. Of the canvas's blocks, those that
-    reach into the completion stand for the others in turn."""
+    """The mean log-prob of all hidden tokens, averaged over blocks, over the number of a block's hidden tokens, over
+    the sets of this size, and over the sets of earlier tokens that are also hidden. The blocks that contain tokens of
+    the completion replace the canvas's other blocks in turn."""
     rows = []
     for row, length in enumerate(LENGTHS):
         states, total = all_states(model, row), torch.zeros(CANVAS, dtype=torch.float64)
@@ -111,13 +112,13 @@ def test_the_mean_over_all_draws_is_the_definition(size, views):
     for model in every_model():
         found = scores(model, drawn).logps
         assert_same(model, found, definition(model, size))
-        if size == CANVAS:  # one block: the any-order bound, a token
+        if size == CANVAS:  # one block: the any-order bound, per token
             lengths = torch.tensor(LENGTHS).clamp(min=1).unsqueeze(1)
             assert_same(model, found, any_order_bound(model) / lengths)
 
 
 def draw(row, count, **chosen):
-    """What the views of a row hide in `count` rollouts: (count, views, prompt + canvas), and their weights."""
+    """The hidden tokens of a row's views in `count` rollouts, (count, views, prompt + canvas), and their weights."""
     generator = keyed_generator(5)
     random = Randomness([generator] * count, generator, 0, count)
     views = ESTIMATORS["spg"](repeated(row, count), random, settings(**chosen))
@@ -128,7 +129,8 @@ def draw(row, count, **chosen):
 
 @pytest.mark.parametrize(("row", "size", "views"), [(1, 1, 2), (1, 1, 5), (0, 1, 2), (1, 2, 5)])
 def test_a_views_block_is_a_random_order_of_all_blocks_modulo_those_reached(row, size, views):
-    """So four blocks of which a completion reaches three give the first one twice, in half of all pairs of views."""
+    """If a completion reaches three of four blocks, the order has the first block twice: a view draws it with
+    probability 1/2."""
     hidden = draw(row, 600, num_views=views, block_length=size)[..., PROMPT:]
     blocks = hidden.long().argmax(-1) // size  # nothing is perturbed: the first hidden token is in the block
     found = Counter(map(tuple, blocks.tolist()))
@@ -156,8 +158,8 @@ def test_draws_have_the_chances_assumed_above():
 
 
 class Forms(NamedTuple):
-    """Of one model and completion, in nats: log p of the process that fills blocks in order and each in any order, the
-    evidence lower bound of it, and SPG's two forms over all views at once."""
+    """For one model and completion, in nats: log p of the process that fills blocks in order and each block in any
+    order, its evidence lower bound, and SPG's two forms over all views at once."""
 
     logp: float
     elbo: float
@@ -166,7 +168,7 @@ class Forms(NamedTuple):
 
 
 def forms(states, size, beta):
-    """`evidence_bounds` of all views, each as often as it is likely: its limit for many draws."""
+    """`evidence_bounds` of all views, weighted by their probabilities: its limit for many draws."""
     values = {some: (logps * marked(some)).tolist() for some, logps in states.items()}
     orders = [o for o in permutations(range(CANVAS)) if all(a // size <= b // size for a, b in pairwise(o))]
     each = [fsum(values[tuple(sorted(order[k:]))][order[k]] for k in range(CANVAS)) for order in orders]
@@ -187,7 +189,7 @@ def loss_inputs(states, views):
 
 @pytest.fixture(scope="module")
 def models():
-    """The states of a completion under ten random models."""
+    """The states of a completion for ten random models."""
     with torch.no_grad():
         return [all_states(tiny(layers, seed), 0) for layers in (1, 2) for seed in range(4, 9)]
 
@@ -201,8 +203,8 @@ def test_the_any_order_bound_lies_below_the_log_likelihood_and_spgs_lower_form_i
 
 def test_the_upper_form_is_a_bound_for_beta_of_the_length_and_not_for_the_published_one(models):
     """With a single block and many draws it is the sum over tokens of log E[p_k^beta] / beta, over orders. By Hölder's
-    inequality that is above log E[product of p_k] for beta >= L; for smaller ones nothing is known but that it lies
-    above the lower bound (Jensen)."""
+    inequality this is above log E[product of p_k] for beta >= L. For smaller beta, only its position above the lower
+    bound is known (Jensen)."""
     for states in models:
         assert forms(states, size=4, beta=4.0).upper > forms(states, size=4, beta=4.0).logp
     published = [forms(states, size=4, beta=1.5) for states in models]
@@ -213,8 +215,8 @@ def test_the_upper_form_is_a_bound_for_beta_of_the_length_and_not_for_the_publis
 
 
 def test_with_several_blocks_neither_form_is_a_bound_nor_lies_on_its_side_of_the_other(models):
-    """Each token of later blocks is scored in the states of all blocks before it, and blocks are averaged where a
-    likelihood would add them up."""
+    """Each token of later blocks is scored in the states of all earlier blocks, and blocks are averaged, whereas a
+    likelihood would add them."""
     several = [forms(states, size=2, beta=1.5) for states in models]
     assert all(one.elbo < one.logp for one in several)  # of the process itself it is one
     above = [one.lower - one.logp for one in several if one.lower > one.logp]

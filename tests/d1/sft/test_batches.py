@@ -18,7 +18,7 @@ from d1.sft.trainer import band_losses, dLLMTrainer
 
 
 class ThreeTokens:
-    """A tokenizer of the vocabulary 0 (mask), 1 and 2 (EOS)."""
+    """A tokenizer with the vocabulary 0 (mask), 1 and 2 (EOS)."""
 
     mask_token_id, eos_token_id, pad_token_id = 0, 2, 1
 
@@ -44,8 +44,8 @@ def sample(lengths: list[int], batch_size: int = 8, multiple: int = 2, epoch: in
 
 @pytest.mark.parametrize(("block_size", "complementary"), [(None, False), (2, False), (2, True)])
 def test_estimate_is_unbiased(tmp_path: Path, block_size: int | None, complementary: bool) -> None:
-    """The mean over many draws against the expectation: masks enumerated, t integrated by quadrature, a block at a
-    time behind clean text. The prompt of one token shares the first block."""
+    """The mean over many draws, compared with the expectation: masks enumerated, t integrated by quadrature, one block
+    at a time after clean text. The prompt of one token shares the first block."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=3, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -114,7 +114,7 @@ def test_noise_of_a_row_depends_on_seed_epoch_and_row_alone(block_size: int | No
 
 
 def test_blocks_have_times_of_their_own_which_the_complement_mirrors() -> None:
-    """A prompt of one token, and blocks of 1600. The plain draws come first, then those that mirror them."""
+    """A prompt of one token, and blocks of 1600. The plain draws come first, then their complements."""
     tokenizer: Any = ThreeTokens()
     dataset = dLLMSFTDataset(make_rows([4000, 3000]), tokenizer, 4096, seed=0)
     rows = [dataset[Slot(0)], dataset[Slot(1)]]
@@ -142,7 +142,7 @@ def test_blocks_have_times_of_their_own_which_the_complement_mirrors() -> None:
 
 
 def test_the_draws_of_version_0_1() -> None:
-    """Order, times and hidden tokens (positions), which a resumed or repeated run has to find again."""
+    """Order, times and hidden tokens (positions), which a resumed or repeated run must reproduce."""
     tokenizer: Any = ThreeTokens()
     slots = sample([9] * 6, batch_size=4, epoch=1)
     assert [slot.row for slot in slots] == [5, 0, 2, 1, 3, 4]
@@ -207,7 +207,7 @@ def test_evaluation_loss_is_over_all_draws_and_by_band() -> None:
 
 @pytest.mark.parametrize(("padding", "length"), [(0, 6), (3, 6), (9, 10), (99, 20), ("batch", 6), ("max", 20)])
 def test_eos_padding_of_whole_and_truncated_answers(padding: int | str, length: int) -> None:
-    """A prompt of 1 and an answer of 5 tokens, at most 20 in all."""
+    """A prompt of 1 and an answer of 5 tokens, at most 20 in total."""
     tokenizer: Any = ThreeTokens()
     rows = make_rows([6])
     whole = dLLMSFTDataset(rows, tokenizer, 20, eos_padding=padding)

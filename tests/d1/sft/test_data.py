@@ -1,4 +1,4 @@
-"""Anyone's data: formats, the boundary between prompt and answer, bad rows, the cache."""
+"""Users' data: formats, the boundary between prompt and answer, bad rows, the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATES = {
         "<|startoftext|>{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}<|eot|>"
         "{% endfor %}{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
     ),
-    "unasked": (  # LLaDA's own: it goes on to the next answer's header, whatever add_generation_prompt says
+    "unasked": (  # LLaDA's own: it always continues to the next answer's header, whatever add_generation_prompt says
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>{% endfor %}"
         "{{ '<|im_start|>assistant\n' }}"
     ),
@@ -40,7 +40,7 @@ TEMPLATES = {
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
     ),
-    "glued": "{% for m in messages %}{{ m.content }}{% endfor %}",  # tokens do straddle this boundary
+    "glued": "{% for m in messages %}{{ m.content }}{% endfor %}",  # a token crosses this boundary
     "thinking": (  # the generation prompt is not in the finished conversation
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
@@ -87,7 +87,7 @@ def prepare(
 
 
 def parts(row: dict[str, Any], tokenizer: Any) -> list[tuple[str, bool]]:
-    """The row's text, cut where training starts and stops."""
+    """The row's text, split where training starts and stops."""
     cut: list[tuple[list[int], bool]] = []
     for token, answer in zip(row["input_ids"], row["answer"], strict=True):
         if not cut or cut[-1][1] != answer:
@@ -112,7 +112,7 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
     start = row["start"]
     assert row["answer"] == [False] * start + [True] * (row["length"] - start)
     prompt_ids, answer_ids = row["input_ids"][:start], row["input_ids"][start:]
-    # The prompt is what RL and evaluation feed the model, and the text is the template's.
+    # The prompt equals that of RL and evaluation, and the text is the template's.
     assert prompt_ids == tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert answer_ids[-1] == tokenizer.eos_token_id
     assert answer_ids.count(tokenizer.eos_token_id) == 1
@@ -121,7 +121,7 @@ def test_boundary_is_exact(name: str, texts: list[str], answer: str) -> None:
     if name == "unasked":
         expected = expected.removesuffix("<|im_start|>assistant\n")
     assert text.rstrip() == expected.removesuffix("<eos>").rstrip()
-    # The ids are those of the whole text, unless one of its tokens reaches over the boundary.
+    # The ids are those of the whole text, unless one of its tokens crosses the boundary.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if len(prompt) in {end for _, end in encoded["offset_mapping"]}:
         assert prompt_ids + answer_ids[:-1] == encoded["input_ids"]

@@ -1,4 +1,4 @@
-"""SFT that diverges stops at once, says where, and saves only numbers; losses are counted over resumes."""
+"""SFT that diverges stops at once, says where, and saves only finite weights; losses are counted across resumes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class AtStep(TrainerCallback):
 
 
 def call_at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[Any], None]) -> None:
-    """Has trainers call `act(model)` after a step."""
+    """Makes trainers call `act(model)` after a step."""
     start = dLLMTrainer.__init__
 
     def start_with_callback(self: dLLMTrainer, **options: Any) -> None:
@@ -112,7 +112,7 @@ def test_an_evaluation_that_is_not_finite_stops_the_run_too(
 
 
 def test_weights_that_are_not_finite_are_not_saved(flags: list[str], tmp_path: Path) -> None:
-    """The update of the last step makes them so: no loss shows it."""
+    """The update of the last step makes the weights infinite or NaN: no loss shows it."""
     with pytest.raises(FloatingPointError, match=r"no longer finite after step 2 \(the first is model\.embed_tokens"):
         run(flags, tmp_path, learning_rate=1e39, max_steps=2, eval_steps=1, warmup_steps=2)  # 0, then half of it
     saved = list((tmp_path / "job").rglob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""The loss and its gradient are the formula's, for every way of splitting a global batch.
+"""The loss and its gradient equal the formula, however a global batch is split.
 
 Run under torchrun, this file is also the process that takes the one optimizer step: see `step_in_processes`.
 """
@@ -36,9 +36,9 @@ EOS_PADDINGS: list[int | str] = [1, "batch"]  # rows of 2 to 38 tokens with padd
 BLOCKS: dict[str, Any] = {"block_size": 4, "complementary": True}
 WAYS: dict[str, dict[str, Any]] = {"full attention": {}, "blocks": {"block_size": 4}, "complementary": BLOCKS}
 WAYS |= {"packed": {"packed": True}, "packed blocks": BLOCKS | {"packed": True}}
-SAME = {"packed": "full attention", "packed blocks": "complementary"}  # the way without packing
+SAME = {"packed": "full attention", "packed blocks": "complementary"}  # without packing
 CASES_OF_TWO = [*itertools.product(WAYS, EOS_PADDINGS, SPLITS_OF_TWO)]
-# DeepSpeed reduces gradients in its own way, whatever made them: each way once, and each padding with each split.
+# DeepSpeed reduces gradients in its own way, for any loss: each way is tested once, and each padding with each split.
 PADDINGS_AND_SPLITS = itertools.cycle(itertools.product(EOS_PADDINGS, SPLITS_OF_TWO))
 CASES_OF_DEEPSPEED = [(way, *next(PADDINGS_AND_SPLITS)) for way in WAYS]
 SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty slots
@@ -67,7 +67,7 @@ def rows_of_all_lengths(count: int = ROWS) -> Dataset:
 
 
 def model_of(model_dir: Path, block_size: int | None, dtype: torch.dtype | None = None) -> Any:
-    """The model with the attention of blocks of that size, if any."""
+    """The model with block-causal attention of that block size, if any."""
     config = LlamaConfig.from_pretrained(model_dir)
     config.block_size = block_size
     return prepare(LlamaForCausalLM.from_pretrained(model_dir, config=config, dtype=dtype))
@@ -124,7 +124,7 @@ def make_trainer(
 
 
 def one_step(model_dir: Path, folder: Path, batch: int, accumulation: int, **options: Any) -> None:
-    """An epoch of plain SGD at rate 1: of one step, unless `rows` has more than the global batch."""
+    """An epoch of plain SGD at rate 1: one step, unless `rows` has more rows than the global batch."""
     trainer = make_trainer(model_dir, folder, batch, accumulation, **options)
     trainer.train()
     trainer.save_model()
@@ -133,7 +133,7 @@ def one_step(model_dir: Path, folder: Path, batch: int, accumulation: int, **opt
 
 
 def found(model_dir: Path, folder: Path) -> tuple[float, dict[str, Tensor]]:
-    """The step's loss, and its gradient: what the weights lost."""
+    """The step's loss and its gradient, from the change of the weights."""
     before = load_model(str(model_dir)).state_dict()
     after = load_model(str(folder), dtype=torch.float64).state_dict()
     loss = json.loads((folder / "trainer_state.json").read_text())["log_history"][0]["loss"]
@@ -142,7 +142,7 @@ def found(model_dir: Path, folder: Path) -> tuple[float, dict[str, Tensor]]:
 
 def brute_force(model_dir: Path, folder: Path, eos_padding: int | str, **way: Any) -> tuple[float, dict[str, Tensor]]:
     """The formula, row by row and block by block without padding: sum of cross-entropy / t' over hidden tokens, over
-    all answer tokens. A block is noised behind the clean text before it."""
+    all answer tokens. A noised block follows the clean text before it."""
     model = model_of(model_dir, way.get("block_size"), dtype=torch.float64)
     trainer = make_trainer(model_dir, folder, ROWS, 1, eos_padding=eos_padding, **way)
     (batch,) = trainer.get_train_dataloader()
@@ -181,7 +181,7 @@ def assert_same(
 
 
 def step_in_processes(kind: str, model_dir: Path, folder: Path) -> None:
-    """Two processes of this very file take the step in all cases, and save what they find."""
+    """Two processes of this file take the step in all cases, and save their results."""
     done = subprocess.run(
         [sys.executable, "-m", *LAUNCHERS[kind], __file__, kind, str(model_dir), str(folder)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -237,7 +237,7 @@ def test_a_block_of_the_whole_row_is_full_attention(tiny_model_dir: Path, tmp_pa
 def test_packing_changes_no_loss_and_no_gradient_of_an_adapter(
     tiny_model_dir: Path, tmp_path: Path, block_size: int | None, attention: str
 ) -> None:
-    """In fp32, with a row that hides nothing and an empty slot; and what is said of each evaluation row."""
+    """In fp32, with a row that hides nothing and an empty slot; also what is reported for each evaluation row."""
     tokenizer = load_tokenizer(str(tiny_model_dir))
     dataset = dLLMSFTDataset(rows_of_all_lengths(), tokenizer, 64, eos_padding=1)
     held_out = dLLMSFTDataset(rows_of_all_lengths(5), tokenizer, 64, eval=True, eval_draws=3)

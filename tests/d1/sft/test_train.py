@@ -39,7 +39,7 @@ ZERO2 = [*DDP[:3], "ddp_config.yaml", *DDP[4:]]
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
-    """Flags of every run here; forty rows in s1K's schema, of very different lengths."""
+    """Flags of every run in this file; forty rows in s1K's schema, of very different lengths."""
     path = tmp_path_factory.mktemp("s1k") / "rows.jsonl"
     with path.open("w") as lines:
         for i in range(40):
@@ -104,7 +104,7 @@ def logits(folder: Path) -> torch.Tensor:
 def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
     """SIGKILL in the middle of the second epoch; dropout, noise, order and optimizer continue bit for bit.
 
-    The first run is as a user without an account types it: Weights & Biases logs to files.
+    The first run has the flags of a user without an account: Weights & Biases logs to files.
     """
     training = ["--lora_dropout", "0.3", "--learning_rate", "1e-3", "--max_steps", "36", "--eval_steps", "5"]
     training += ["--grad_accum_steps", "1", "--logging_steps", "5"]
@@ -155,8 +155,8 @@ def assert_two_processes(folder: Path, kind: str) -> None:
 
 
 def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: list[str], tmp_path: Path) -> None:
-    """Steps and rates are those of the same batches unpacked; resumed in the middle of an epoch, by one process too
-    where two had begun, if the steps keep their rows. Batches of 4 do not divide the 18 evaluation draws."""
+    """Steps and rates equal those of the same batches unpacked. Runs are resumed in the middle of an epoch, also with
+    one process in place of two if the steps keep their rows. Batches of 4 do not divide the 18 evaluation draws."""
     step = ["--learning_rate", "1e-3", "--grad_accum_steps", "2", "--logging_steps", "1", "--eos_padding", "1"]
     step += ["--eval_steps", "3", "--lora_dropout", "0", "--debugging", "--max_steps", "5"]
     step += ["--test_split", "0.13", "--eval_draws", "3"]
@@ -196,7 +196,7 @@ def test_adapter_and_merged_model_are_model_paths(flags: list[str], tiny_model_d
     assert (logits(adapter) - logits(tiny_model_dir)).abs().max() > 0.01
     torch.testing.assert_close(logits(merged), logits(adapter), rtol=0, atol=1e-4)
     assert load_tokenizer(str(merged)).mask_token_id == load_tokenizer(str(adapter)).mask_token_id == 3
-    # Training on from the adapter starts from the model that it makes.
+    # Further training from the adapter starts from the model with this adapter.
     run([*flags, "--model_name", str(adapter)], tmp_path / "on", "--max_steps", "1", "--learning_rate", "0")
     torch.testing.assert_close(logits(tmp_path / "on/job"), logits(adapter), rtol=0, atol=1e-4)
 
@@ -223,7 +223,7 @@ def test_a_model_made_block_causal_learns(
 def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(
     flags: list[str], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    """A model that has learned something is ruined by weight decay: the first evaluation is the best."""
+    """Weight decay makes a trained model worse: the first evaluation is the best."""
     learning = ["--max_steps", "20", "--eval_steps", "10", "--learning_rate", "3e-3", "--eos_padding", "40"]
     run([*flags, *learning, "--full_finetuning"], tmp_path / "good")
     losses = history(tmp_path / "good", "eval_loss")

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its own pipe (the Chrome DevTools Protocol), without a package for it."""
+"""A headless Chromium, controlled through its own pipe (the Chrome DevTools Protocol), without a package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = {" ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRi
 
 
 class Page:
-    """A tab. `requests` are the addresses it asked for, `errors` what its scripts threw."""
+    """A tab. `requests` are the addresses that it requested, `errors` the exceptions of its scripts."""
 
     def __init__(self, reads: int, writes: int) -> None:
         self.reads, self.writes, self.buffer, self.numbers = reads, writes, b"", itertools.count(1)
@@ -63,7 +63,7 @@ class Page:
         return message
 
     def open(self, path: Path, fragment: str = "", width: int = 1280, dark: bool = False, still: bool = True) -> None:
-        """Loads a file as a screen of that width shows it, to someone who wishes dark colours or no motion."""
+        """Loads a file on a screen of that width, for a user who prefers dark colours or no motion."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         wishes = {"prefers-color-scheme": "dark" if dark else "light"}
@@ -74,13 +74,13 @@ class Page:
         self.wait_for("document.readyState + location.protocol == 'completefile:'")
 
     def ask(self, expression: str) -> Any:
-        """What a JavaScript expression is in the page."""
+        """The value of a JavaScript expression in the page."""
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Until a JavaScript expression is true in the page."""
+        """Waits until a JavaScript expression is true in the page."""
         until = time.monotonic() + PATIENCE
         while not self.ask(expression):
             assert time.monotonic() < until, expression
@@ -90,13 +90,13 @@ class Page:
         time.sleep(seconds)
 
     def press(self, key: str) -> None:
-        """A real key, down and up."""
+        """Presses and releases a real key."""
         event = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": KEYS[key]}
         self.send("Input.dispatchKeyEvent", type="keyDown", **event, **({"text": " "} if key == " " else {}))
         self.send("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def point(self, selector: str, click: bool = False) -> None:
-        """Moves the mouse onto the first element of a selector, and perhaps clicks."""
+        """Moves the mouse to the first element of a selector, and clicks if asked."""
         self.ask(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
         box = self.ask(
             f"(b => [b.x + b.width / 2, b.y + b.height / 2])"
@@ -113,10 +113,10 @@ class Page:
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Page]:
-    """A page of a Chromium with a profile of its own, which is gone afterwards."""
+    """A page of a Chromium with its own profile, which is deleted afterwards."""
     to_read, to_write, reads, writes = *os.pipe(), *os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # It reads its orders from descriptor 3 and writes to 4.
+        # It reads commands from descriptor 3 and writes to 4.
         command = f'exec "$0" "$@" 3<&{to_read} 4>&{writes}'
         words = ["bash", "-c", command, str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A film is what the rollout did: held against the rollout's own record, with every way to look at it."""
+"""A film shows what the rollout did: it is compared with the rollout's own record, for every kind of output."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from d1.show.flow import COLUMNS, film_svg, flow
 from d1.show.page import film_data, film_page
 from d1.show.terminal import play
 
-# What a model could write to do harm where it is shown.
+# What a model could write to do harm in a display.
 EVIL = "</script><script>document.title='owned'</script>"
 ANSI = "\x1b[2J\x1b]0;owned\x07"
 TURNED = "\u202eabc\u2028"
@@ -27,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def evil_film(title: str = "evil") -> Film:
-    """Three passes over six places, the last of which no pass looked at."""
+    """Three passes over six positions; no pass computed the last one."""
     tokens = [EVIL, ANSI, " the", "\n\n", TURNED, "@@DATA@@"]
     logps = [0.0, math.log(0.5), math.log(0.05), -0.1, -0.1, 0.0]
     return Film(
@@ -66,7 +66,7 @@ def test_a_film_is_the_rollouts_own_record(tiny_model_dir, settings):
     assert film.seconds == sorted(film.seconds)
     counts = [len(look) for look in looks]
     assert counts == sorted(counts)
-    assert counts[-2] < counts[-1] == 12  # what the end of the text fills comes last
+    assert counts[-2] < counts[-1] == 12  # positions filled by the EOS stop come last
     assert max(film.shown_by()) == film.passes
 
 
@@ -162,7 +162,7 @@ def test_a_picture_shows_each_token_in_its_step_and_colour_and_text_as_text():
 
 
 def partial_films(film: Film):
-    """The film as it grew."""
+    """The film as it grows."""
     whole = (film.tokens, film.steps)
     for step in range(3):
         seen = [0 <= at <= step for at in whole[1]]

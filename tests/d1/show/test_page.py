@@ -1,4 +1,4 @@
-"""The page in a real browser: it plays, scrubs and tells, with mouse and keys, and text of a model stays text."""
+"""The page in a real browser: it plays, moves and shows numbers, with mouse and keys; a model's text is never run."""
 
 import math
 
@@ -15,7 +15,7 @@ SHOWN = "[...document.querySelectorAll('.film')].map(f => f.querySelectorAll('.t
 STEP = "Number(document.querySelector('.bar input').value)"
 PLAY = "document.querySelector('.play').textContent"
 DETAIL = "document.querySelector('.detail').textContent"
-# Of each token, the contrast of its letters with its ground (WCAG 2.2, 1.4.3), as the browser paints them.
+# For each token, the contrast of its letters with the background (WCAG 2.2, 1.4.3), as the browser paints them.
 CONTRAST = """(() => {
   const paint = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
   const light = (colour) => {
@@ -38,7 +38,7 @@ CONTRAST = """(() => {
 
 
 def films() -> list[Film]:
-    """40 tokens by two in 20 passes and, faster, by five in 6, the last ten of which no pass looked at."""
+    """40 tokens, two per pass in 20 passes and, faster, five per pass in 6 passes; no pass computed the last ten."""
     tokens = [EVIL, " a" * 30, "x" * 80, "line\n", *(f" word{i}" for i in range(36))]
     chances = [math.log(0.025 + 0.024 * i) for i in range(40)]
     spread = [i / 16 for i in range(40)]
@@ -114,10 +114,10 @@ def test_text_of_a_model_is_text_and_nothing_is_asked_of_any_server(page, path):
     assert page.ask("document.querySelector('[data-place=\"0\"]').textContent") == EVIL
     assert page.ask("document.querySelectorAll('img, .canvas script').length") == 0
     assert set(page.requests) <= {"about:blank", *(f"{path.as_uri()}{end}" for end in ("", "#step=20"))}
-    # Its policy stops what is put in by force.
+    # Its policy stops injected content.
     page.ask("document.body.append(Object.assign(document.createElement('script'), {textContent: 'owned = 1'}))")
     assert page.ask("typeof owned") == "undefined"
-    page.errors.clear()  # in which the browser says so
+    page.errors.clear()  # in which the browser reports it
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

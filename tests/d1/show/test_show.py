@@ -1,4 +1,4 @@
-"""Tables, running means and panels: each against what is written out by hand."""
+"""Tables, running means and panels: each compared with a result written out by hand."""
 
 import re
 import xml.etree.ElementTree as ET

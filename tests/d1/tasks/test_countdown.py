@@ -53,7 +53,7 @@ def test_latex_signs_and_exact_fractions(answer, numbers, target):
         "17 + 96",  # a number is missing
         "17 + 96 - 91 + 17 - 17",  # used more than once
         "22",
-        "22 = 17 + 96 - 91",  # the expression stands before the equals sign
+        "22 = 17 + 96 - 91",  # the expression is before the equals sign
         "96 - 91 = 5 + 17 = 22",
         "96 - 17 - 91",  # another value
         "17.0 + 96 - 91",

@@ -1,4 +1,4 @@
-"""Any text at all: every extractor returns, scores stay in [0, 1], rewards are finite, and nothing takes a second."""
+"""Any text: every extractor returns, scores stay in [0, 1], rewards are finite, and nothing takes a second."""
 
 import math
 import time

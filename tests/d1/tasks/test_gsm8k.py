@@ -1,4 +1,4 @@
-"""GSM8K: reading numbers, and each reward against values worked out by hand."""
+"""GSM8K: reading numbers, and each reward, compared with values computed by hand."""
 
 import pytest
 
@@ -64,7 +64,7 @@ def test_a_missing_gold_is_refused_rather_than_counted():
 @pytest.mark.parametrize(
     ("text", "tags", "soft", "strict", "integer", "correct"),
     [
-        (GOOD, 0.5, 0.5, 0.5, 0.5, 2.0),  # several lines of reasoning: d1 could not pay soft and strict together
+        (GOOD, 0.5, 0.5, 0.5, 0.5, 2.0),  # several lines of reasoning: d1 could not give both soft and strict
         (GOOD.replace("\n9\n", "\n\\boxed{9}\n"), 0.5, 0.5, 0.5, 0.5, 2.0),
         (GOOD + "\n", 0.5, 0.5, 0.5, 0.5, 2.0),
         (GOOD + "\nI am sure.", 0.49, 0.5, 0.0, 0.5, 2.0),

@@ -24,7 +24,7 @@ COUNTDOWN = [{"input": "30,100,93", "output": "23"}, {"input": "1,2,3", "output"
 COUNTDOWN_HUB = [{"nums": [30, 100, 93], "target": 23}, {"nums": [1, 2, 3], "target": 6}]
 SUDOKU = [{"Puzzle": "0102230010030400", "Solution": "4132231412433421"}]  # leading zero
 LOCAL = {"gsm8k": [GSM8K], "math": [MATH], "countdown": [COUNTDOWN, COUNTDOWN_HUB], "sudoku": [SUDOKU]}
-LOCAL |= {"pocket_countdown": [COUNTDOWN], "arithmetic": [GSM8K]}  # read and scored as the tasks whose size they cut
+LOCAL |= {"pocket_countdown": [COUNTDOWN], "arithmetic": [GSM8K]}  # small versions of tasks, read and scored like these
 HUMANEVAL = [
     {
         "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a disc of radius r."""\n',
@@ -58,7 +58,7 @@ EXPRESSIONS = {23: "30 - (100 - 93)", 6: "1 + 2 + 3"}
 
 
 def solution(task: ModuleType, row: dict[str, Any]) -> str:
-    """A right completion: the task's own demonstration, where it has one."""
+    """A right completion: the task's own demonstration, if it has one."""
     if hasattr(task, "demonstrate"):
         return task.demonstrate(row)
     return f"<answer>{EXPRESSIONS[row['ground_truth'][1]]}</answer>"
@@ -84,7 +84,7 @@ def write(rows: list[dict], folder: Path, kind: str) -> str:
         for name in LOCAL
         for i in range(len(LOCAL[name]))
         for kind in ("json", "jsonl", "csv", "parquet")
-        if kind != "csv" or i == 0  # the lists of the hub's Countdown schema are no csv values
+        if kind != "csv" or i == 0  # the lists of the hub's Countdown schema are not csv values
     ],
 )
 def test_local_rows_load_in_each_schema_and_a_right_completion_scores_full(name, schema, kind, tmp_path):

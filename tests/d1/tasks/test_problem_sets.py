@@ -102,7 +102,7 @@ def test_countdown_number_sets_are_disjoint_between_splits():
 
 
 def two_steps(numbers: tuple[int, ...]) -> set[int]:
-    """Targets that three numbers reach, the first two in any order, when every value on the way is whole, 0 to 60."""
+    """Targets that three numbers reach, the first two in any order, with all intermediate values whole, 0 to 60."""
 
     def values(x, y):
         return {v for v in (x + y, x - y, x * y) if v in range(61)}

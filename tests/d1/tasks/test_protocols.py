@@ -1,4 +1,4 @@
-"""Prompt protocols: what each asks, shows and reads."""
+"""Prompt protocols: the prompt, the examples and the answer format of each."""
 
 import json
 from pathlib import Path

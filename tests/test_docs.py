@@ -1,0 +1,97 @@
+"""What docs/ says of names and shapes is so: the glossary, and every field that a function of a user's own gets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+import torch
+
+from d1.rl.objectives import OBJECTIVES
+from d1.rl.rows import LossInputs, Objective
+from d1.scoring import ESTIMATORS, Estimator, Randomness, SampledRows, Views, ViewSettings, views_of_canvas
+from tests.commands import ROOT
+from tests.tiny_grpo import make_trainer
+
+CONCEPTS = (ROOT / "docs/concepts.md").read_text()
+OWN = (ROOT / "docs/write_your_own.md").read_text()
+DTYPES = {"bool": (torch.bool,), "int": (torch.int32, torch.int64), "float": (torch.float32, torch.float64)}
+
+
+def documented(heading: str) -> dict[str, str]:
+    """The names in the first column of the table with this heading -> the second column."""
+    table = OWN.split(f"| {heading} |")[1].split("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    return {name: row[1] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+
+
+def test_the_glossary_has_twenty_words_and_the_picture_shows_six_of_them():
+    words = re.findall(r"^\| \*\*(.+?)\*\* \| \S", CONCEPTS, re.MULTILINE)
+    assert len(set(words)) == len(words) == 20
+    shown = " ".join(re.findall(r">([^<]+)</text>", (ROOT / "docs/concepts.svg").read_text()))
+    for word in ("view", "canvas", "block", "pass", "draw", "update"):
+        assert word in words
+        assert re.search(rf"\b{word}\b", shown)
+
+
+@pytest.mark.parametrize("kind", [SampledRows, Randomness, ViewSettings, Views, LossInputs])
+def test_write_your_own_names_every_field(kind):
+    assert list(documented(f"field of `{kind.__name__}`")) == [field.name for field in fields(kind)]
+
+
+def test_write_your_own_names_every_property_of_a_loss():
+    own = [name for name, value in vars(LossInputs).items() if isinstance(value, property)]
+    assert list(documented("property of `LossInputs`")) == own
+
+
+def check_shapes(heading: str, record: object, sizes: dict[str, int], absent: set[str]) -> None:
+    """Each documented value of `record` has the shape and type that its table says; those of `absent` are None."""
+    for name, said in documented(heading).items():
+        value = getattr(record, name)
+        if name in absent:
+            assert value is None, name
+            assert said.endswith(" or None"), name
+        elif said == "int":
+            assert isinstance(value, int), name
+        else:
+            parts = re.fullmatch(r"\((.*?)\)(?: (\w+))?(?:,? or None)?", said)
+            assert parts, said
+            named = [part for part in parts[1].split(", ") if part]
+            shape = [sum(sizes[one.strip(",")] for one in part.split(" + ")) for part in named]
+            assert list(value.shape) == shape, name
+            assert parts[2] is None or value.dtype in DTYPES[parts[2]], name
+
+
+@pytest.mark.parametrize("kind", ["tiny_model_dir", "tiny_block_dir"])
+def test_a_run_gives_functions_what_write_your_own_says(kind, request, tmp_path, monkeypatch):
+    """A run that computes every field: three views, a reference, groups of two, state advantages, sampling weights."""
+    seen: dict[str, object] = {}
+
+    def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
+        hidden = sampled.scored.unsqueeze(1).expand(-1, 3, -1)
+        shown = torch.zeros_like(sampled.maskable).unsqueeze(1)
+        views = views_of_canvas(shown, hidden, sampled.scored, torch.full((*hidden.shape[:2], 1), 1 / 3))
+        seen.update(sampled=sampled, random=random, views=views)
+        return views
+
+    def loss(inputs: LossInputs, settings: object) -> tuple[torch.Tensor, dict[str, float]]:
+        seen["inputs"] = inputs
+        return -(inputs.advantages.unsqueeze(1) * inputs.logps * inputs.counted).mean(), {}
+
+    monkeypatch.setitem(ESTIMATORS, "seen", Estimator(draw, views=lambda settings: 3))
+    monkeypatch.setitem(OBJECTIVES, "seen", Objective(loss, over_group=True, per_view=True, by_view=True))
+    own = {"estimator": "seen", "objective": "seen", "beta": 0.1, "sampling_weight_cap": 2.0, "state_reward": 0.5}
+    sizes = {"num_generations": 2, "num_iterations": 1, "max_steps": 1, "p_mask_prompt": 0.0}
+    make_trainer(request.getfixturevalue(kind), tmp_path, **own, **sizes).train()
+
+    sampled, random, views, inputs = (seen[name] for name in ("sampled", "random", "views", "inputs"))
+    width = {"rows": 4, "prompt": sampled.prompt_ids.shape[1], "gen_length": 8, "tokens": 8, "views": 3, "group": 2}
+    check_shapes("field of `SampledRows`", sampled, width, {"blocks"} if kind == "tiny_model_dir" else set())
+    check_shapes("field of `Views`", views, width, set())
+    assert (len(random.rows), random.first_row, random.total_rows) == (4, 0, 4)
+    assert [tuple(getattr(random, name)(5).shape) for name in ("uniform", "evenly_spread", "rotated")] == [(4, 5)] * 3
+    width["tokens"] = inputs.mask.shape[1]
+    check_shapes("field of `LossInputs`", inputs, width, set())
+    check_shapes("property of `LossInputs`", inputs, width, set())
+    assert tuple(inputs.by_draw(inputs.view_logps).shape) == (4, 1)
