@@ -6,7 +6,7 @@ Countdown: three numbers from 1 to 99 and a target from 1 to 99 that they reach,
 of numbers belongs to one split only.
 Pocket Countdown: the 364 sets of three numbers from 1 to 12 are split first; of each, every target that the pocket
 model's two steps reach. Arithmetic: word problems of three steps; a start and its three operands belong to one split.
-Programs: functions of one number, each in one split, with their values from f(0) to f(6).
+Programs: the 625 functions are split first; a split then has examples of its own functions.
 
 With --sealed it writes the problems that only the final table of studies/leaderboard/ is judged on.
 """
@@ -20,14 +20,13 @@ import random
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from d1.runs.entry import run_script
 from d1.tasks.arithmetic import LEAST, MOST, after, draw_problem
 from d1.tasks.pocket_countdown import LARGEST_NUMBER, chains
-from d1.tasks.programs import INPUTS, functions
+from d1.tasks.programs import asked, draw_inputs, functions, program_of
 from d1.tasks.sudoku import solution_grids
 
 HOLES = 6
@@ -36,7 +35,7 @@ SUDOKU_PUZZLES = {"train": 4000, "validation": 512, "test": 512}
 COUNTDOWN_PROBLEMS = {"train": 2000, "validation": 256, "test": 256}
 POCKET_COUNTDOWN_SETS = {"train": 1400, "validation": 70, "test": 70}
 ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
-PROGRAMS = {"train": 1261, "validation": 256, "test": 256}
+PROGRAMS = {"train": (425, 2000), "validation": (100, 256), "test": (100, 256)}  # functions, problems
 SEALED = 1024
 
 
@@ -118,14 +117,17 @@ def arithmetic_row(start: int, *operands: int, rng: np.random.Generator) -> dict
     return {"question": problem.question, "answer": "\n".join([*lines, f"#### {amount}"])}
 
 
-def program_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, Any]]]:
-    """Functions with their values, as many per split."""
-    every = functions()
-    drawn = iter(rng.sample(every, len(every)))
-    return {
-        split: [{"output": ",".join(str(one(x)) for x in INPUTS), "program": one.text} for one in islice(drawn, count)]
-        for split, count in splits.items()
-    }
+def program_problems(splits: dict[str, tuple[int, int]], seed: int) -> dict[str, list[dict[str, str]]]:
+    """Examples of (functions, problems) per split; each function of a split is used equally often, to within one."""
+    rng, found = np.random.default_rng(seed), {}
+    every = iter(random.Random(seed).sample(functions(), len(functions())))
+    for split, (share, count) in splits.items():
+        own, rows = list(islice(every, share)), dict[str, dict[str, str]]()
+        while len(rows) < count:
+            function, inputs = own[len(rows) % share], draw_inputs(rng)
+            rows[asked(inputs, function)] = {"input": ",".join(inputs), "program": program_of(function)}
+        found[split] = list(rows.values())
+    return found
 
 
 def sealed_problems(seed: int) -> dict[str, list[dict[str, str]]]:
@@ -146,7 +148,7 @@ def sealed_problems(seed: int) -> dict[str, list[dict[str, str]]]:
     }
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), newline="\n")
 
 
@@ -173,11 +175,11 @@ def main(args: argparse.Namespace) -> None:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["Puzzle", "Solution"])
             writer.writerows(sudoku_puzzles(solutions, SUDOKU_PUZZLES[split], grids, rng))
-    files: dict[str, dict[str, list[dict[str, Any]]]] = {
+    files = {
         "countdown": countdown_problems(COUNTDOWN_PROBLEMS, random.Random(args.seed)),
         "pocket_countdown": pocket_countdown_problems(POCKET_COUNTDOWN_SETS, random.Random(args.seed)),
         "arithmetic": arithmetic_problems(ARITHMETIC_PROBLEMS, args.seed),
-        "programs": program_problems(PROGRAMS, random.Random(args.seed)),
+        "programs": program_problems(PROGRAMS, args.seed),
     }
     for name, splits in files.items():
         for split, rows in splits.items():

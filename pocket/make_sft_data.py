@@ -2,8 +2,8 @@
 
 s1K was curated from a far larger pool for quality. Here the pool is the mixture that the base model was pretrained on,
 on training problems, and curation keeps what is well formed and at least nearly right: 0.7 of a Sudoku's empty cells
-(5 of 6), an expression at most 1 away from a Countdown's target, two of three steps of arithmetic, two of seven values
-of a program. Those are the `careful` answers and the better ones of the others, so not all are right.
+(5 of 6), an expression at most 1 away from a Countdown's target, two of three steps of arithmetic, three of
+four letters of a program. Those are the `careful` answers and the better ones of the others, so not all are right.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Sudoku: one token a cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
 order), because rotary positions alone hide from a small model which cell a bare digit stands in.
-Countdown and programs: one token per whole number. Arithmetic: words, and one token a digit; "27" is "2" and "##7", so
+Programs: one token per place of x and of f(x), with its letters in both examples. Countdown:
+one token a whole number from 0 to 60. Arithmetic: words, and one token a digit; "27" is "2" and "##7", so
 that text reads as it should.
 The chat template makes the prompt of what a task's usual question ends with: <bos>, the problem, "=>".
 """
@@ -53,12 +54,15 @@ ARITHMETIC_PROMPT = """\
 {{ bos_token ~ ' ' ~ message['content'].strip().split('\\n')[-1] ~ ' =>' }}
 """
 PROGRAMS_PROMPT = """\
-{%- set lines = message['content'].strip().split('\\n')[-3:] -%}
-{%- if lines | length != 3 or lines[0][:7] != 'f(1) = ' or lines[1][:7] != 'f(2) = ' or lines[2][:7] != 'f(3) = ' -%}
-{{ raise_exception('the pocket model reads three values: end the user message with the lines "f(1) = 5", "f(2) = 8" '
-   ~ 'and "f(3) = 11", got ' ~ lines) }}
+{%- set lines = message['content'].strip().split('\\n')[-2:] -%}
+{%- if lines | length != 2 or lines[0] | length != 19 or lines[1] | length != 19 or lines[0][:3] != "f('" -%}
+{{ raise_exception('the pocket model reads two examples: end the user message with lines such as '
+   ~ "f('abdca') = 'caab', got " ~ lines) }}
 {%- endif -%}
-{{ bos_token ~ ' ' ~ lines[0][7:] ~ ' ' ~ lines[1][7:] ~ ' ' ~ lines[2][7:] ~ ' =>' }}
+{{ bos_token }}
+{%- for i in range(5) -%}{{ ' x' ~ i ~ lines[0][3 + i] ~ lines[1][3 + i] }}{%- endfor -%}
+{%- for i in range(4) -%}{{ ' y' ~ i ~ lines[0][14 + i] ~ lines[1][14 + i] }}{%- endfor -%}
+{{ ' =>' }}
 """
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -73,6 +77,7 @@ PROMPT
 """
 
 
+PAIRS = [a + b for a in programs.LETTERS for b in programs.LETTERS]
 VERB_WORDS = [*sum(VERBS.values(), ()), *TIMES.values()]
 # By task in d1's TASKS: the model, its words, the prompt, and what is a token of its own wherever it stands.
 TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] = {
@@ -87,7 +92,17 @@ TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] =
         ARITHMETIC_PROMPT,
         "|=>|[-+*/=;().?]",
     ),
-    "programs": (WordLevel, [*SIGNS, "x", *map(str, range(programs.LARGEST + 1))], PROGRAMS_PROMPT, "|=>|[-+*/=;()]"),
+    "programs": (
+        WordLevel,
+        [
+            *(f"x{place}{pair}" for place in range(programs.PLACES) for pair in PAIRS),
+            *(f"y{place}{pair}" for place in range(programs.LENGTH) for pair in PAIRS),
+            *(f"y[{i}]=x[{place}]" for i in range(programs.LENGTH) for place in range(programs.PLACES)),
+            *("+", *(f"x[{place}]" for place in range(programs.PLACES))),
+        ],
+        PROGRAMS_PROMPT,
+        "",
+    ),
 }
 
 

@@ -1,14 +1,17 @@
-"""Programs by example, a coding task of pocket size: from f(1), f(2) and f(3) find the expression in x that f is.
+"""Programs by example, a coding task of pocket size: from two examples of f find the expression in x that f is.
 
-The functions are lines and squares with whole numbers up to 80: `x * 3 + 2`, `30 - x * 4`, `x * ( x + 1 ) + 5`. An
-answer is whatever Python makes of it: it runs in the sandbox as the body of f, on the examples and on four inputs that
-are not shown. Rows are `{"output": "2,5,8,11,14,17,20", "program": "x * 3 + 2"}`: f(0) to f(6).
+f takes a text of five letters to one of four, each a letter of x: `x[3] + x[0] + x[0] + x[2]`. A letter may occur
+several times in an example, so that one example alone does not say which it was. An answer is whatever Python makes of
+it: it runs in the sandbox as the body of f, on both examples and on "abcde", which is not shown.
+Rows are `{"input": "abdca,ddcab", "program": "x[3] + x[0] + x[0] + x[2]"}`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
@@ -17,46 +20,45 @@ from d1.tasks import answer_block, ask, format_completion
 from d1.tasks.code import CONCURRENT, JUDGED, judged_by
 from d1.tasks.data import JSON, file_of, read_file, task_rows
 
+if TYPE_CHECKING:
+    from numpy.random import Generator
+
 __all__ = ["CONCURRENT", "JUDGED", "REWARDS", "demonstrate", "extract", "load_rows", "score"]
 
-INSTRUCTIONS = "Find the function f from its values at 1, 2 and 3."
+INSTRUCTIONS = "Find the function f from two examples."
 ANSWER = "the expression in x alone"
-COLUMNS = ("output", "program")
-INPUTS = range(7)  # what an answer is judged on
-LARGEST = 80  # of f(0) to f(3)
+COLUMNS = ("input", "program")
+LETTERS, HIDDEN = "abcd", "abcde"  # of the examples; what an answer is judged on beyond them
+PLACES, LENGTH = len(HIDDEN), 4  # letters of x and of f(x)
 
-
-class Function(NamedTuple):
-    """`kind` is "rising", "falling" or "square", `factor` the slope or what is added to x, `start` f(0)."""
-
-    kind: str
-    factor: int
-    start: int
-
-    @property
-    def text(self) -> str:
-        forms = {"rising": "x * {1} + {0}", "falling": "{0} - x * {1}", "square": "x * ( x + {1} ) + {0}"}
-        return forms[self.kind].format(self.start, self.factor)
-
-    @property
-    def examples(self) -> tuple[int, ...]:
-        return tuple(self(x) for x in (1, 2, 3))
-
-    def __call__(self, x: int) -> int:
-        slopes = {"rising": self.factor, "falling": -self.factor, "square": x + self.factor}
-        return self.start + x * slopes[self.kind]
+Function = tuple[int, ...]  # the place in x of each letter of f(x)
 
 
 def functions() -> list[Function]:
-    """All functions of the task, whose f(0) to f(3) lie between 0 and `LARGEST`. No two share their examples."""
-    every = [Function("square", a, b) for a in range(10) for b in range(LARGEST + 1)]
-    every += [Function(kind, a, b) for kind in ("rising", "falling") for a in range(1, 10) for b in range(LARGEST + 1)]
-    return [one for one in every if 0 <= one(3) <= LARGEST]
+    """All functions of the task."""
+    return list(product(range(PLACES), repeat=LENGTH))
 
 
-def asked(examples: Sequence[int]) -> str:
-    """The question that these values at 1, 2, 3 make."""
-    return "\n".join(f"f({x}) = {y}" for x, y in enumerate(examples, start=1))
+def program_of(function: Function) -> str:
+    return " + ".join(f"x[{place}]" for place in function)
+
+
+def value_at(function: Function, x: str) -> str:
+    return "".join(x[place] for place in function)
+
+
+def asked(inputs: Sequence[str], function: Function) -> str:
+    """The question that these examples make."""
+    return "\n".join(f"f({x!r}) = {value_at(function, x)!r}" for x in inputs)
+
+
+def draw_inputs(rng: Generator) -> tuple[str, str]:
+    """Two inputs that tell all places apart: no two have the same letters in both."""
+    while True:
+        drawn = rng.integers(len(LETTERS), size=(PLACES, 2))
+        if len({*map(tuple, drawn.tolist())}) == PLACES:
+            first, second = ("".join(LETTERS[i] for i in column) for column in drawn.T)
+            return first, second
 
 
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
@@ -70,18 +72,25 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     return task_rows(path, read_file(path, COLUMNS), _task_row, JSON)
 
 
+def read_row(row: dict[str, Any]) -> tuple[list[str], Function]:
+    """The inputs of a row's examples, and its function."""
+    inputs = str(row["input"]).split(",")
+    if len(inputs) != 2 or not all(re.fullmatch(f"[{LETTERS}]{{{PLACES}}}", x) for x in inputs):
+        raise ValueError(f"input must be two texts of {PLACES} letters from {LETTERS}, got {row['input']!r:.80}")
+    if not re.fullmatch(r"x\[[0-4]\]( \+ x\[[0-4]\]){3}", str(row["program"])):
+        raise ValueError(f"program must be as in x[3] + x[0] + x[0] + x[2], got {row['program']!r:.80}")
+    return inputs, tuple(map(int, re.findall(r"\d", row["program"])))
+
+
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    try:
-        values = [int(value) for value in row["output"].split(",")]
-    except (AttributeError, ValueError):
-        values = []
-    if len(values) != len(INPUTS):
-        raise ValueError(
-            f"output must be f(0) to f({len(INPUTS) - 1}), as 2,5,8,11,14,17,20, got {row['output']!r:.80}"
-        )
-    question = asked(values[1:4])
-    prompt = ask(question, INSTRUCTIONS, ANSWER)
-    return {"prompt": prompt, "question": question, "ground_truth": values, "solution": row["program"]}
+    inputs, function = read_row(row)
+    question = asked(inputs, function)
+    return {
+        "prompt": ask(question, INSTRUCTIONS, ANSWER),
+        "question": question,
+        "ground_truth": [[x, value_at(function, x)] for x in (*inputs, HIDDEN)],
+        "solution": row["program"],
+    }
 
 
 def extract(text: str) -> str | None:
@@ -94,11 +103,14 @@ def demonstrate(row: dict[str, Any]) -> str:
     return format_completion("", row["solution"])
 
 
-def read_program(text: str, values: Any) -> tuple[str | None, Cases]:
-    """A completion's answer as the function f, and a case per value."""
-    if not isinstance(values, list):
-        raise ValueError(f"the ground truth must be the values of f, got {values!r:.80}")
-    cases = [f"with __case__({x}):\n    assert f({x}) == {int(y)}" for x, y in enumerate(values)]
+def read_program(text: str, examples: Any) -> tuple[str | None, Cases]:
+    """A completion's answer as the function f; a case per example, and one per letter of the hidden one."""
+    try:
+        *shown, (x, y) = examples
+        checks = [f"f({a!r}) == {b!r}" for a, b in shown] + [f"f({x!r})[{i}] == {y[i]!r}" for i in range(len(y))]
+    except (TypeError, ValueError):
+        raise ValueError(f"the ground truth must be pairs of texts, got {examples!r:.80}") from None
+    cases = [f"with __case__({number}):\n    assert {check}" for number, check in enumerate(checks)]
     answer = extract(text)
     return answer and f"def f(x):\n    return {answer}", Cases("\n".join(cases), ("f",), len(cases))
 

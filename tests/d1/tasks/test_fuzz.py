@@ -17,7 +17,10 @@ ROWS = {
     "sudoku": {"question": "Solve the following Sudoku puzzle: 0102230010030400\n", "ground_truth": "4132231412433421"},
 }
 TRUTH = {"prefix": "", "source": "with __case__(0):\n    assert f(1) == 2", "names": ["f"], "count": 1, "setup": ""}
-ROWS |= {"code": {"question": "?", "ground_truth": TRUTH}, "programs": {"question": "?", "ground_truth": [0, 10**6]}}
+ROWS |= {
+    "code": {"question": "?", "ground_truth": TRUTH},
+    "programs": {"question": "?", "ground_truth": [["abcde", "ab"]]},
+}
 ROWS |= {"pocket_countdown": ROWS["countdown"], "arithmetic": ROWS["gsm8k"]}
 PIECES = [
     *("<answer>", "</answer>", "<reasoning>", "</reasoning>", r"\boxed{", r"\boxed", "{", "}", r"\{", r"\}"),

@@ -152,24 +152,20 @@ def test_arithmetic_numbers_are_disjoint_between_splits():
     assert len({numbers(row) for found in rows.values() for row in found}) == 5024
 
 
-PROGRAM_FORMS = {  # the text of a program -> its value at x
-    r"x \* (\d+) \+ (\d+)": lambda x, a, b: a * x + b,
-    r"(\d+) - x \* (\d+)": lambda x, a, b: a - b * x,
-    r"x \* \( x \+ (\d+) \) \+ (\d+)": lambda x, a, b: x * x + a * x + b,
-}
-
-
-def test_programs_are_right_and_each_function_is_in_one_split():
-    lines = [line for split in SPLITS for line in (FOLDER / f"programs_{split}.jsonl").read_text().splitlines()]
-    rows = [json.loads(line) for line in lines]
-    assert len(rows) == 1261 + 256 + 256
-    assert len({tuple(row["output"].split(",")[1:4]) for row in rows}) == len(rows)
-    for row in rows:
-        ((value, constants),) = [
-            (value, map(int, match.groups()))
-            for form, value in PROGRAM_FORMS.items()
-            if (match := re.fullmatch(form, row["program"]))
-        ]
-        a, b = constants
-        assert row["output"] == ",".join(str(value(x, a, b)) for x in range(7))
-        assert all(0 <= value(x, a, b) <= 80 for x in range(4))
+def test_programs_are_determined_and_each_function_is_in_one_split():
+    functions = []
+    for split, count, share in (("train", 2000, 425), ("validation", 256, 100), ("test", 256, 100)):
+        lines = (FOLDER / f"programs_{split}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert len(set(lines)) == len(rows) == count
+        functions.append({row["program"] for row in rows})
+        assert len(functions[-1]) == share
+        for row in rows:
+            first, second = row["input"].split(",")
+            pairs = [*zip(first, second, strict=True)]
+            assert len({*pairs}) == 5
+            places = re.fullmatch(r"x\[(\d)\] \+ x\[(\d)\] \+ x\[(\d)\] \+ x\[(\d)\]", row["program"]).groups()
+            letters = [pairs[int(place)] for place in places]
+            fitting = [p for p in product(range(5), repeat=4) if [pairs[i] for i in p] == letters]
+            assert fitting == [tuple(map(int, places))]
+    assert len(set.union(*functions)) == 625
