@@ -1,12 +1,12 @@
-# make demo [SEED=1]   the whole method on the pocket model, then a report; started again, it continues;
-#                      TASK=countdown is another task than Sudoku
+# make demo [SEED=1]   the whole method on the pocket model, with a report; a stopped demo continues;
+#                      TASK=countdown or TASK=arithmetic replaces Sudoku
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
-# make leaderboard     every RL method at the same compute, fifteen hours; ARGS="--hours 8": runs that start within eight
-# make bench           the benchmarks, as the tables of benchmarks/RESULTS.md; thirteen minutes
+# make leaderboard     every RL method at the same compute, 15 hours; ARGS="--hours 8" starts no run after 8 hours
+# make bench           the benchmarks, which print the tables of benchmarks/RESULTS.md; 13 minutes
 # make docs            the site of documents and docstrings, in build/site; a dead link or unknown name is an error
 # make lint            ruff and mypy
-# make clean           remove the environment and what tools left behind; never runs/ or results
-# Needs Python 3.11 or newer and, for the tests, a C++ compiler; all else goes into .venv: 2 GB, more with CUDA.
+# make clean           remove the environment and the caches of tools, but not runs/ or results
+# Needs Python 3.11 or newer and, for the tests, a C++ compiler; everything else goes into .venv: 2 GB, more with CUDA.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SEED ?= 0
@@ -51,7 +51,7 @@ clean:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	"$(PYTHON)" -m venv .venv
 
-# An environment is made once, and again when the pins change.
+# Environments are made once, and updated when the pins change.
 .venv/.demo: extra = [studies]
 .venv/.test: extra = [test]
 .venv/.dev: extra = [dev]

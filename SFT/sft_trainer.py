@@ -1,4 +1,4 @@
-"""d1's names of the parts of SFT, for scripts written for d1's repository; they live in `d1.sft`."""
+"""SFT's classes under d1's module name, for scripts written for d1's repository; they are defined in `d1.sft`."""
 
 from d1.sft import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 

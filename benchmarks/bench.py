@@ -1,17 +1,17 @@
-"""Race this library against the published way (`benchmarks/published.py`) and the bare transformer, in one process.
+"""Compare the speed of this library, the published code (`benchmarks/published.py`) and the transformer alone.
 
     python -m benchmarks.bench sampler --size goal
     python -m benchmarks.bench all
 
-The first prints a table; the second, which is `make bench`, those of all commands of `RESULTS.md`, in 13 minutes on two
-idle cores. The benchmarks are
+The first command prints one table. The second, which is `make bench`, runs all commands in `RESULTS.md` and takes 13
+minutes on two idle cores. The benchmarks are
 
     sampler   one rollout: published, ours, and the transformer's forward passes alone
-    blocks    one rollout of a block-causal model: with its cache, and computing everything in each step
+    blocks    one rollout of a block-causal model: with its cache, and with everything recomputed in each step
     scoring   old log-probs under mu masks; one update (loss and gradients)
-    memory    peak bytes of both, beyond the weights
-    rl        one rollout of the real RL trainer with its mu optimizer steps, on the pocket task; `--size pocket` is the
-              pocket model itself
+    memory    peak bytes of published and ours, without the weights
+    rl        one rollout of the real RL trainer with its mu optimizer steps, on the pocket task; `--size pocket` uses
+              the pocket model
 
 Set OMP_NUM_THREADS=1 to measure one thread.
 """
@@ -51,7 +51,7 @@ Results = dict[str, dict[str, float]]
 
 
 def race_samplers(args: argparse.Namespace) -> Results:
-    """One greedy rollout each, against the transformer's forward passes alone."""
+    """One greedy rollout each, compared with the transformer's forward passes alone."""
     model = random_model(args.size)
     ids, _ = random_prompts(model, args.rows, args.prompt)
     body, _ = body_and_head(model)
@@ -72,7 +72,7 @@ def race_samplers(args: argparse.Namespace) -> Results:
 
 
 def race_blocks(args: argparse.Namespace) -> Results:
-    """A model whose own blocks have `block` tokens: time, tokens fed through the transformer, and multiplications."""
+    """A model with own blocks of `block` tokens: time, tokens processed by the transformer, and multiplications."""
     model = random_model(args.size, block_size=args.block)
     ids, mask = random_prompts(model, args.rows, args.prompt)
     lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}
@@ -98,7 +98,7 @@ def race_scoring(args: argparse.Namespace) -> Results:
 
 
 def measure_memory(args: argparse.Namespace) -> Results:
-    """Peak bytes of sampling, greedy and at a temperature, and of scoring under mu masks, in both ways."""
+    """Peak bytes of sampling (greedy and at a temperature) and of scoring under mu masks, published and ours."""
     model = random_model(args.size)
     results: Results = {}
     blocks = -(-args.length // args.block)
@@ -116,7 +116,7 @@ def measure_memory(args: argparse.Namespace) -> Results:
 def published_rollout(
     model: Any, prompt_ids: Tensor, attention_mask: Tensor, settings: SamplingSettings, *, mask_token_id: int, **_: Any
 ) -> Rollout:
-    """The published sampler in the place of `d1.sampling.rollout`. The record, which d1 does not keep, is zeros."""
+    """The published sampler in place of `d1.sampling.rollout`. The record, which d1 does not keep, is zeros."""
     names = ("gen_length", "block_length", "steps", "temperature", "cfg_scale", "remasking")
     options = {name: getattr(settings, name) for name in names}
     ids = published.generate(model, prompt_ids, attention_mask, mask_token_id=mask_token_id, **options)
@@ -135,7 +135,7 @@ def published_score(
     views_at_once: int = 1,
     **options: Any,
 ) -> Scores:
-    """Full logits of all positions in the place of `d1.scoring.score`. Entropies, which d1 does not compute, are 0."""
+    """Full logits of all positions in place of `d1.scoring.score`. Entropies, which d1 does not compute, are 0."""
     noise = views.noise[:, :, : prompt_ids.shape[1]]  # after the prompt everything is hidden
     options.pop("distribution", None)  # the model's own
     logps = published.score(model, prompt_ids, attention_mask, completion_ids, noise, **options)
@@ -150,7 +150,7 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def rl_trainer(args: Any, folder: str) -> Any:
-    """A trainer whose every `train()` is one rollout with its mu updates."""
+    """A trainer that makes one rollout with its mu updates in each `train()`."""
     task, tokenizer = load_task("sudoku"), load_tokenizer(BASE)
     config = DiffuGRPOConfig(
         output_dir=folder,
@@ -177,14 +177,14 @@ def rl_trainer(args: Any, folder: str) -> Any:
 
 
 def train_rl(trainer: Any, way: str) -> None:
-    """One rollout and its updates, sampled and scored in a way of `WAYS`."""
+    """One rollout and its updates, sampled and scored as `WAYS[way]`."""
     sample, log_probs = WAYS[way]
     with patch.object(rl_module, "rollout", sample), patch.object(updates, "score", log_probs):
         trainer.train()
 
 
 def race_rl(args: argparse.Namespace) -> Results:
-    """One rollout of the real trainer with its mu optimizer steps, and the same with the published pieces."""
+    """One rollout of the real trainer with its mu optimizer steps, with the published functions and with ours."""
     with tempfile.TemporaryDirectory() as folder:
         runs = {way: functools.partial(train_rl, rl_trainer(args, folder), way) for way in WAYS}
         return race(runs, args.repeats, base="published")
@@ -202,19 +202,19 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], Results]] = {
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["all", *BENCHMARKS])
-    parser.add_argument("--size", choices=["pocket", *SIZES], default="tiny", help="pocket is for rl alone")
+    parser.add_argument("--size", choices=["pocket", *SIZES], default="tiny", help="pocket is only for rl")
     parser.add_argument("--repeats", type=COUNT, default=5)
     parser.add_argument("--rows", type=COUNT, default=2)
-    parser.add_argument("--prompt", type=COUNT, default=64, help="tokens of the prompt, except for rl")
-    parser.add_argument("--length", type=COUNT, default=64, help="tokens of the canvas")
+    parser.add_argument("--prompt", type=COUNT, default=64, help="length of the prompt in tokens, except for rl")
+    parser.add_argument("--length", type=COUNT, default=64, help="length of the canvas in tokens")
     parser.add_argument("--block", type=COUNT, default=32)
     parser.add_argument("--steps", type=COUNT, default=32)
-    parser.add_argument("--mu", type=COUNT, default=4, help="masks, and updates on a rollout")
+    parser.add_argument("--mu", type=COUNT, default=4, help="number of masks, and of updates per rollout")
     return parser
 
 
 def commands() -> list[str]:
-    """The command lines of `RESULTS.md` that run here: those at LLaDA's size need a GPU."""
+    """The command lines of `RESULTS.md` that can run here: those at LLaDA's size need a GPU."""
     lines = Path(__file__).with_name("RESULTS.md").read_text().splitlines()
     found = [line for line in lines if line.startswith("python -m benchmarks.bench ")]
     return [line for line in found if "--size llada" not in line or torch.cuda.is_available()]
@@ -227,7 +227,7 @@ def main(args: argparse.Namespace) -> None:
             main(make_parser().parse_args(line.split()[3:]))
         return
     if args.size == "pocket" and args.what != "rl":
-        raise ValueError(f"--size pocket is for rl; {args.what} takes one of {', '.join(SIZES)}")
+        raise ValueError(f"--size pocket is only for rl; for {args.what} use one of {', '.join(SIZES)}")
     results = BENCHMARKS[args.what](args)
     sys.stdout.write(as_markdown({"machine": describe(), "results": results}) + "\n")
 

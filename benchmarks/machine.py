@@ -1,4 +1,4 @@
-"""What a call costs on this machine: fair races, multiplications, peak memory; which machine it is; and the report."""
+"""Measure the cost of calls on this machine: times, multiplications and peak memory; describe the machine; report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
 
 
 def seconds(run: Callable[[], Any]) -> tuple[float, float]:
-    """(wall, processor) seconds of one call, until the GPU has finished what it was given."""
+    """(wall, processor) seconds of one call, until the GPU has finished its work."""
     started = time.perf_counter(), time.process_time()
     run()
     if torch.cuda.is_available():
@@ -36,10 +36,10 @@ def seconds(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def race(contestants: Mapping[str, Callable[[], Any]], repeats: int, base: str) -> dict[str, dict[str, float]]:
-    """Times the contestants against each other, in one process, each round in the opposite order of the last.
+    """Times the contestants in one process, in rounds of alternating order.
 
-    Every contestant runs once before the first round. Ratios are taken within a round, against `base`: of processor
-    seconds on a CPU, which its other users disturb less than the clock, and of the clock on a GPU.
+    Every contestant runs once before the first round. Ratios are taken within a round, to `base`: on a CPU of processor
+    seconds, which other users disturb less than wall time, and on a GPU of wall time.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for run in contestants.values():
@@ -58,7 +58,7 @@ def race(contestants: Mapping[str, Callable[[], Any]], repeats: int, base: str) 
 
 
 def multiply_adds(run: Callable[[], Any]) -> int:
-    """Multiplications, each with an addition, in the matrix products of a call; on a CPU all but attention's own."""
+    """Number of multiply-adds in the matrix products of a call; on a CPU without those inside attention."""
     counter = FlopCounterMode(display=False)
     with counter:
         run()
@@ -66,7 +66,7 @@ def multiply_adds(run: Callable[[], Any]) -> int:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes the allocator held during a call, beyond those before it; temporaries inside an op included."""
+    """Peak bytes that the allocator held during a call, minus those before it; includes temporaries inside an op."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -85,7 +85,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 def results_table(rows: dict[str, dict[str, float]]) -> str:
-    """A table with one row per name; a ratio stands with the lowest and the highest of its rounds."""
+    """A table with one row per name; ratios come with the lowest and the highest of all rounds."""
     columns = [name for name in next(iter(rows.values())) if name not in ("ratio_low", "ratio_high")]
 
     def cell(row: dict[str, float], column: str) -> str:
@@ -99,14 +99,14 @@ def results_table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """A report's machine and, where it has them, its settings in a line each, and its table of results."""
+    """A report as Markdown: a line for the machine, one for the settings if there are any, and the table of results."""
     lines = [report[part] for part in ("machine", "settings") if part in report]
     head = "".join(", ".join(f"{key} {value}" for key, value in line.items()) + "  \n" for line in lines)
     return f"{head}\n{results_table(report['results'])}"
 
 
 def write_report(report: dict[str, Any], folder: str, name: str) -> None:
-    """Writes `name.json` and `.md` into the folder, which exists, and prints the latter."""
+    """Writes `name.json` and `name.md` into the folder, which must exist, and prints the Markdown."""
     path = Path(folder)
     (path / f"{name}.json").write_text(json.dumps(report, indent=1))
     (path / f"{name}.md").write_text(as_markdown(report))

@@ -1,12 +1,12 @@
-"""The published way, kept as the yardstick of speed, memory and exactness: what d1's users run today, in our own words.
+"""The published algorithms, rewritten: the reference for speed, memory and exactness.
 
-Sampling (LLaDA, arXiv 2502.09992, appendix B, as d1 runs it): every step computes the logits of every position, noises
-and normalises all of them over the vocabulary, and picks the most confident tokens row by row. Scoring (d1, arXiv
-2504.12216, section 3): all mu masked prompts of a batch go through the model at once, every position's logits are
-computed and kept, and the completion's are normalised together.
+Sampling (LLaDA, arXiv 2502.09992, appendix B, as in d1): every step computes the logits of every position, adds noise
+to all of them, normalises them over the vocabulary, and picks the most confident tokens row by row. Scoring (d1, arXiv
+2504.12216, section 3): all mu masked prompts of a batch go through the model at once, the logits of every position are
+computed and kept, and those of the completion are normalised together.
 
-Corrected against d1, so that outputs can be compared at all: padding is masked out, remainders of blocks and steps are
-spread instead of dropped, and the mask token is never revealed.
+Three differences from d1 make the outputs comparable: padding is masked out, remainders of blocks and steps are
+distributed instead of dropped, and the mask token is never revealed.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def generate(
     """Ids (rows, prompt + gen_length); arguments as in `d1.sampling.generate`.
 
     Args:
-        rand: `rand(hidden, shape)`, uniform numbers of that shape for a canvas whose masked positions in the current
-            block are `hidden` (rows, length); the global random state by default.
-        dtype: of noise and softmax; that of the logits by default, as in d1's rollouts.
+        rand: `rand(hidden, shape)` returns uniform numbers of that shape for a canvas whose masked positions in the
+            current block are `hidden` (rows, length); by default from the global random state.
+        dtype: dtype of noise and softmax; by default that of the logits, as in d1's rollouts.
     """
     rows, prompt_length = prompt_ids.shape
     canvas = prompt_ids.new_full((rows, gen_length), mask_token_id)
     x = torch.cat([prompt_ids, canvas], dim=1)
-    # Without padding d1 needs no mask; with one Transformers would ask the device about it in every step.
+    # d1 has no mask; without padding it is left out here too, because Transformers would check it in every step.
     visible = None if attention_mask.all() else torch.cat([attention_mask, torch.ones_like(canvas)], dim=1)
     is_prompt = torch.cat([attention_mask, torch.zeros_like(canvas)], dim=1).bool()
     twice = None if visible is None else visible.repeat(2, 1)

@@ -1,4 +1,4 @@
-"""Work for the benchmarks: models of random weights, random ids for them, and the ways that are raced."""
+"""Work for the benchmarks: models with random weights, random ids, and the functions that are compared."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from d1 import sampling
 from d1.models import prepare
 from d1.scoring import mean_field_logps
 
-MASK = 3  # ids 0 to 3 are padding, <bos>, <eos> and the mask, as the pocket tokenizers have them
+MASK = 3  # ids 0 to 3 are padding, <bos>, <eos> and the mask, as in the pocket tokenizers
 SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
     "tiny": (2048, 32, 64, 2, 4),
     "60m": (26_000, 512, 2048, 8, 8),
-    "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary on next to no body: for the memory of logits
+    "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary with a very small transformer: for the memory of logits
     "goal": (126_464, 512, 2048, 8, 8),
     "llada": (126_464, 4096, 12_288, 32, 32),  # LLaDA-8B
 }
 
 
 def random_model(size: str, vocabulary: int | None = None, block_size: int | None = None) -> Any:
-    """A Llama of a size in `SIZES`, with random weights: bidirectional, or with a block size block-causal; bf16 on a
-    GPU, where there is one."""
+    """A Llama of a size in `SIZES` with random weights: bidirectional, or block-causal if there is a block size; in
+    bf16 on a GPU if there is one."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     shape: dict[str, Any] = dict(zip(names, SIZES[size], strict=True)) | (
         {"vocab_size": vocabulary} if vocabulary else {}
@@ -35,7 +35,7 @@ def random_model(size: str, vocabulary: int | None = None, block_size: int | Non
     config = LlamaConfig(**shape, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
-    with torch.device("cuda" if on_gpu else "cpu"):  # made where it is used: a large model need not fit elsewhere first
+    with torch.device("cuda" if on_gpu else "cpu"):  # created on its device: a large model may not fit elsewhere
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
     return prepare(model).eval()
 
@@ -56,7 +56,7 @@ def scoring_inputs(model: Any, args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def our_scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, completion: torch.Tensor, noise: torch.Tensor) -> Any:
-    """Log-probs (rows, mu, completion) as the RL trainer takes them: one mask after the other."""
+    """Log-probs (rows, mu, completion) as the RL trainer computes them: one mask after the other."""
     options: dict[str, Any] = {"mask_token_id": MASK, "gen_length": completion.shape[1]}
     parts = [mean_field_logps(model, ids, mask, completion, one, **options) for one in noise.unbind(1)]
     return torch.stack(parts, dim=1)
@@ -65,14 +65,14 @@ def our_scores(model: Any, ids: torch.Tensor, mask: torch.Tensor, completion: to
 def update(model: Any, score: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> None:
     """The log-probs under the first mask, and their gradients."""
     score(model, *inputs[:3], inputs[3][:, :1]).sum().backward()
-    model.zero_grad()  # or the next call would free these gradients and its peak miss them
+    model.zero_grad()  # or the next call would free these gradients, and its peak would be too low
 
 
 def ways(model: Any, args: Any, **options: Any) -> dict[str, dict[str, Callable[[], Any]]]:
-    """What is raced, by task: the published way first, then ours.
+    """The functions to compare, by task: the published one first, then ours.
 
     Args:
-        options: arguments of `generate` in place of those of the benchmark.
+        options: arguments of `generate` that replace those of the benchmark.
     """
     inputs = scoring_inputs(model, args)
     lengths = {"gen_length": args.length, "block_length": args.block, "steps": args.steps}

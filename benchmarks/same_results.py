@@ -4,12 +4,12 @@
     python -m benchmarks.same_results --other ../before --output_dir runs/same --only rl_d1 sft
     python -m benchmarks.same_results --folders runs/demo/seed0 ../before/runs/demo/seed0
 
-Each checkout runs the jobs with its own code, by d1's launch files, on the pocket model: SFT and two rollouts of every
-RL method with their updates, all weights and LoRA, in one process and in two. A job takes 10 to 20 s of a core, all of
-them 40 minutes. Jobs named `accumulated` accumulate gradients. Then every saved weight is compared, and every
-completion of an evaluation. The exit status is 1 where anything differs.
+Each checkout runs the jobs with its own code, with d1's launch files, on the pocket model: SFT, and two rollouts of
+every RL method with their updates, for all weights and for LoRA, in one process and in two. A job takes 10 to 20 s on
+one core, all jobs 40 minutes. Jobs named `accumulated` accumulate gradients. Then every saved weight and every
+completion of an evaluation is compared. The exit status is 1 if anything differs.
 
-Results are kept in DIR/this and DIR/other. A finished job is not run again: remove its folder to run it again.
+Results are kept in DIR/this and DIR/other. Finished jobs are skipped: remove a job's folder to run it again.
 `--folders` compares two finished folders instead, such as those of `make demo` in both checkouts.
 """
 
@@ -55,7 +55,7 @@ RL_WEIGHTS = {
 
 
 class Job(NamedTuple):
-    """A command line of a stage, to be run in the stage's folder, with `--output_dir` added."""
+    """A command line of a stage, which is run in the stage's folder with `--output_dir` added."""
 
     folder: str
     command: str
@@ -63,7 +63,7 @@ class Job(NamedTuple):
 
 
 def rl(method: str, weights: str, flags: str = "") -> str:
-    """Two rollouts of a method, with two updates on each where the method makes several."""
+    """Two rollouts of a method, with two updates each if the method makes several."""
     updates = min(2, METHODS[method].values["num_iterations"])
     steps = "" if "diffusion_steps" in METHODS[method].values else "--diffusion_steps 8"
     length = f"--num_iterations {updates} --max_steps {2 * updates} {steps}"
@@ -111,8 +111,8 @@ def run(name: str, checkout: Path, results: Path) -> Path:
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every weight saved below a folder, of checkpoints too, by file and name. A checkpoint's rollout is left out: what
-    it holds may differ in form; its content shows in the weights of the updates on it."""
+    """All weights saved below a folder, including checkpoints, by file and name. A checkpoint's rollout is left out,
+    because its format may differ; its content affects the weights of the updates on it."""
     return {
         f"{path.relative_to(folder)}:{name}": tensor
         for path in sorted(folder.rglob("*model*.safetensors"))
@@ -121,7 +121,7 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def completions(folder: Path) -> dict[str, str]:
-    """Every completion of every generation file below a folder, by file and place."""
+    """All completions in the generation files below a folder, by file and position."""
     return {
         f"{path.relative_to(folder)}:{index}": problem["generations"]
         for path in sorted(folder.rglob("*_generations.json"))
@@ -139,12 +139,12 @@ def compare(name: str, this: Path, other: Path) -> tuple[list[str], bool]:
     """A row of the table, and whether the job's results agree.
 
     Raises:
-        ValueError: one side saved what the other did not, or neither saved a tensor.
+        ValueError: one side saved something that the other did not, or neither saved a tensor.
     """
     (tensors, others), (texts, other_texts) = map(saved_tensors, (this, other)), map(completions, (this, other))
     unmatched = sorted((tensors.keys() ^ others.keys()) | (texts.keys() ^ other_texts.keys()))
     if unmatched or not tensors:
-        raise ValueError(f"{name}: {this} and {other} do not hold the same results, e.g. {unmatched[:3] or 'none'}")
+        raise ValueError(f"{name}: {this} and {other} do not have the same results, e.g. {unmatched[:3] or 'none'}")
     pairs = [(tensors[key], others[key]) for key in tensors]
     largest = max(
         (a.double() - b.double()).abs().max().item() if a.shape == b.shape else float("inf") for a, b in pairs
@@ -159,8 +159,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", type=Path, help="the checkout to compare this one with")
     parser.add_argument("--output_dir", type=Path, help="where the results of both are kept")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="PREFIX", help="jobs whose names begin so")
-    parser.add_argument("--jobs", type=int, default=1, help="jobs side by side")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PREFIX", help="run jobs with these prefixes")
+    parser.add_argument("--jobs", type=int, default=1, help="jobs run at the same time")
     parser.add_argument("--folders", type=Path, nargs=2, metavar=("THIS", "OTHER"), help="compare these; run nothing")
     return parser
 
@@ -169,17 +169,17 @@ def run_and_compare(args: argparse.Namespace) -> list[tuple[list[str], bool]]:
     """Runs the chosen jobs in both checkouts, and compares each.
 
     Raises:
-        ValueError: a flag is missing, no job has such a name, or a folder is no checkout.
+        ValueError: a flag is missing, no job has such a name, or a folder is not a checkout.
     """
     if args.other is None or args.output_dir is None:
-        raise ValueError("--other and --output_dir are needed, or --folders")
+        raise ValueError("give --other and --output_dir, or --folders")
     names = [name for name in JOBS if name.startswith(tuple(args.only))]
     if not names:
-        raise ValueError(f"--only {' '.join(args.only)}: no job's name begins so; the jobs are {', '.join(JOBS)}")
+        raise ValueError(f"--only {' '.join(args.only)}: no job has this prefix; the jobs are {', '.join(JOBS)}")
     sides = {"this": ROOT, "other": args.other.resolve()}
     for checkout in sides.values():
         if not (checkout / "d1" / "__init__.py").exists():
-            raise ValueError(f"{checkout} is no checkout of d1")
+            raise ValueError(f"{checkout} is not a checkout of d1")
 
     def both(name: str) -> tuple[list[str], bool]:
         folders = [run(name, checkout, args.output_dir.resolve() / side) for side, checkout in sides.items()]

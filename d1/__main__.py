@@ -1,4 +1,4 @@
-"""Tools, one command each: python -m d1 COMMAND --help says what it takes.
+"""One command per tool; python -m d1 COMMAND --help lists its options.
 
 python -m d1 sft --model_name X --train_data FILE   # masked supervised fine-tuning
 python -m d1 rl --model_path X --dataset sudoku     # diffu-GRPO, and the other methods
@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 from d1.commands import chat, convert, fill, fit, methods, sandbox, watch
 from d1.runs.entry import OneLineParser, run_script
 
-STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported when asked for
+STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported only when used
     "sft": "d1.sft.train",
     "rl": "d1.rl.train",
     "eval": "d1.eval.run",
@@ -33,15 +33,15 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "a2d": Command("an autoregressive Llama, Qwen or Gemma -> masked diffusion", convert.add_a2d, convert.a2d),
-    "merge": Command("LoRA adapters become part of the weights", convert.add_merge, convert.merge),
-    "export": Command("a model in a released format, for that format's own code", convert.add_export, convert.export),
-    "fit": Command("the memory a stage needs, and the largest batch on each card", fit.add_arguments, fit.run),
-    "methods": Command("the RL methods that --method takes, or all values of one", methods.add_arguments, methods.run),
-    "sandbox": Command("check that programs can be judged here, safely", sandbox.add_arguments, sandbox.run),
-    "chat": Command("several turns, the answers coming into focus", chat.add_arguments, chat.run),
-    "watch": Command("a completion coming into focus, here or as a page", watch.add_arguments, watch.run),
-    "fill": Command('masks in a text, "The [MASK:3] of a text", filled in', fill.add_arguments, fill.run),
+    "a2d": Command("convert an autoregressive Llama, Qwen or Gemma to masked diffusion", convert.add_a2d, convert.a2d),
+    "merge": Command("merge LoRA adapters into the weights", convert.add_merge, convert.merge),
+    "export": Command("write a model in a released format, for that format's code", convert.add_export, convert.export),
+    "fit": Command("the memory that a stage needs, and the largest batch per card", fit.add_arguments, fit.run),
+    "methods": Command("list the RL methods for --method, or all values of one", methods.add_arguments, methods.run),
+    "sandbox": Command("check that programs can be judged safely here", sandbox.add_arguments, sandbox.run),
+    "chat": Command("talk to a model and watch its answers come into focus", chat.add_arguments, chat.run),
+    "watch": Command("watch a completion come into focus, here or as a page", watch.add_arguments, watch.run),
+    "fill": Command('fill the masks in a text, "The [MASK:3] of a text"', fill.add_arguments, fill.run),
 }
 
 

@@ -1,5 +1,4 @@
-"""Imports made when they are asked for: the names of a room, so that those of its files that need no torch answer at
-once, and a user's own file."""
+"""Imports on first use: the names of a package, so that its modules without torch import quickly, and user files."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 
 
 def lazily(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package (PEP 562); `homes` says which of its modules each of its names lives in."""
+    """The `__getattr__` of the package `room` (PEP 562); `homes` maps each name to the module that defines it."""
 
     def find(name: str) -> Any:
         if name not in homes:
@@ -24,9 +23,9 @@ def lazily(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def module_in(path: Path, name: str) -> ModuleType:
-    """Runs a user's `.py` file as the module `name`; nothing is left of one that raises half-way."""
+    """Run a user's `.py` file as the module `name`; if it raises, the module is removed again."""
     spec = spec_from_file_location(name, path)
-    assert spec is not None  # always so for a path that ends with .py
+    assert spec is not None  # it never is for a path that ends with .py
     assert spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[name] = module

@@ -1,7 +1,7 @@
 """The forward process: which tokens are hidden.
 
-Every draw takes an explicit generator, keyed by what it is for; nothing touches the global random state of python,
-numpy or torch.
+Every draw takes an explicit generator, whose key says what it is for; nothing touches the global random state of
+Python, NumPy or PyTorch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import BoolTensor, Generator, Tensor
 
-NOISE_EPS = 1e-3  # the smallest share of tokens hidden: keeps the weight 1/t' of the loss finite (LLaDA)
+NOISE_EPS = 1e-3  # the smallest masking probability: keeps the weight 1/t' of the loss finite (LLaDA)
 
 
 def keyed_generator(*key: int, device: torch.device | str = "cpu") -> Generator:
-    """A generator on `device` that is a function of `key` alone, e.g. (seed, rank, step).
+    """A generator on `device` that depends only on `key`, e.g. (seed, rank, step).
 
     Raises:
         ValueError: a part of the key is negative.
@@ -34,10 +34,10 @@ def noise_level(t: Tensor, eps: float = NOISE_EPS) -> Tensor:
 
 
 def draw_mask(maskable: Tensor, p: float | Tensor, generator: Generator, *, mirror: bool = False) -> BoolTensor:
-    """Hides each token of `maskable` (bool, any shape) independently with probability `p` (broadcast to it).
+    """Hide each token of `maskable` (bool, any shape) independently with probability `p` (broadcast to its shape).
 
     One uniform number u is drawn for each maskable token and for no other, so padding never shifts the stream.
-    `mirror` uses 1 - u in its place: same distribution, opposite draw.
+    `mirror` uses 1 - u instead of u: the same distribution, the opposite draw.
     """
     maskable = maskable.bool()
     drawn = torch.rand(int(maskable.sum()), generator=generator)
@@ -63,19 +63,19 @@ def draw_noise(
     mirror: bool = False,
     block_size: int | None = None,
 ) -> tuple[Tensor, BoolTensor]:
-    """Time and mask of one training row: t ~ U(low, high), then each token hidden with probability t' (LLaDA).
+    """Time and mask of one training row: t ~ U(low, high), then each token is hidden with probability t' (LLaDA).
 
     Args:
-        maskable: (tokens,) bool, the tokens that may be hidden: the answer's, never the prompt's.
-        low, high: the stratum of [0, 1] that t is drawn from. Rows that share [0, 1] out evenly vary less together
-            than rows that each draw from all of it.
-        mirror: the antithetic twin of the draw that an equal generator gives: t -> 1 - t and u -> 1 - u. The two masks
-            then cover every token, and have no more than a share of `NOISE_EPS` in common.
-        block_size: of a block-causal model, whose every block has a time of its own (BD3-LM, arXiv 2503.09573, section
-            3.1); blocks are counted from the first token. None is one time for all.
+        maskable: (tokens,) bool, the tokens that may be hidden: those of the answer, never of the prompt.
+        low, high: the part of [0, 1] from which t is drawn. If rows divide [0, 1] evenly among them, their mean varies
+            less than if each row draws from all of it.
+        mirror: the antithetic counterpart of the draw from an equal generator: t -> 1 - t and u -> 1 - u. The two masks
+            together cover every token, and a token is in both with probability `NOISE_EPS`.
+        block_size: tokens per block of a block-causal model, where each block has its own time (BD3-LM, arXiv
+            2503.09573, section 3.1); blocks are counted from the first token. None: one time for all tokens.
 
     Returns:
-        t (scalar; that of each token, (tokens,), with a `block_size`) and the mask (tokens,) bool.
+        t (scalar or, with a `block_size`, (tokens,), the time of each token) and the mask (tokens,) bool.
     """
     if block_size is None:
         drawn = torch.rand((), generator=generator)

@@ -1,6 +1,6 @@
-"""Ranges of numeric settings. Each is declared where its setting is.
+"""Ranges of numeric settings. Each range is declared next to its setting.
 
-In a dataclass it is part of the type, `beta: Annotated[float, AMOUNT] = 0.04`; in a command line it is the `type`,
+In a dataclass, it is part of the type, `beta: Annotated[float, AMOUNT] = 0.04`; in a parser, it is the `type`,
 `add_argument("--limit", type=COUNT)`. `|` adds other values: `COUNT | None`, `COUNT | -1`, `NATURAL | "max"`.
 """
 
@@ -19,11 +19,11 @@ class Range:
 
     low: float = -math.inf
     high: float = math.inf
-    open_low: bool = False  # that end is excluded
-    open_high: bool = False
+    open_low: bool = False  # `low` itself is excluded
+    open_high: bool = False  # `high` itself is excluded
     integer: bool = False  # whole numbers only
     many: bool = False  # a list of such numbers
-    also: tuple[object, ...] = ()  # other values that are allowed; a `Range` among them stands for all of its values
+    also: tuple[object, ...] = ()  # other values that are allowed; a `Range` among them allows all of its values
 
     def __or__(self, other: object) -> Range:
         return replace(self, also=(*self.also, other))
@@ -44,14 +44,14 @@ class Range:
         return above and (number < self.high if self.open_high else number <= self.high)
 
     def __str__(self) -> str:
-        """What a message says that a value must be, such as "an integer in [1, inf) or None"."""
+        """The range in the words of a message, such as "an integer in [1, inf) or None"."""
         kind = ("integers " if self.integer else "numbers ") if self.many else "an integer " if self.integer else ""
         left = "(" if self.open_low or math.isinf(self.low) else "["
         right = ")" if self.open_high or math.isinf(self.high) else "]"
         return " or ".join([f"{kind}in {left}{self.low}, {self.high}{right}", *map(str, self.also)])
 
     def __call__(self, text: str) -> object:
-        """Convert a word of a command line. Whether the number lies in the range is checked later, for all at once.
+        """Convert a word of a command line. Whether the number is in the range is checked later, for all flags at once.
 
         Raises:
             argparse.ArgumentTypeError: the text is neither a number nor an allowed word.
@@ -71,7 +71,7 @@ SHARE = Range(0, 1)
 BELOW_ONE = Range(0, 1, open_high=True)
 NATURAL = Range(0, integer=True)
 COUNT = Range(1, integer=True)
-SEED = Range(0, 2**32 - 1, integer=True)  # what numpy takes
+SEED = Range(0, 2**32 - 1, integer=True)  # the seeds that NumPy takes
 
 
 def ranges_of(config: type) -> dict[str, Range]:

@@ -1,4 +1,4 @@
-"""The one place for names that Transformers keeps private: each with the version it was read in, and when it can go."""
+"""The only module that uses private names of Transformers: for each, the version checked, and when to delete it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.utils import cached_file
 
-PACKED = "packed_"  # before a kernel's name: the same kernel, for rows of several texts
+PACKED = "packed_"  # prefix of a kernel's name: the same kernel, for rows of several texts
 READ_IN_ORDER = "HF_DEACTIVATE_ASYNC_LOAD"
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors names them
 
@@ -42,9 +42,9 @@ def stored_weights(path: str) -> Iterator[tuple[str, torch.dtype | None, int, Pa
 
 
 def checkpoint_dtype(path: str) -> torch.dtype | str:
-    """The dtype that most of a checkpoint is stored in; "auto" for one that is no local folder of safetensors.
+    """The dtype of most of a checkpoint's numbers; "auto" if it is not a local folder of safetensors.
 
-    Transformers' own "auto" is what `config.json` says, which the files may contradict, or else the dtype of the first
+    Transformers' own "auto" is the dtype in `config.json`, which the files may contradict, or else that of the first
     weight, which may be a router's bias in another precision.
     """
     elements: Counter[torch.dtype] = Counter()
@@ -56,14 +56,14 @@ def checkpoint_dtype(path: str) -> torch.dtype | str:
 
 @contextmanager
 def reading(copies: bool, in_order: bool) -> Iterator[None]:
-    """Where weights are copied, have Transformers 5.23 read files piece by piece rather than map them.
+    """If weights are copied (`copies`), make Transformers 5.23 read files piece by piece instead of mapping them.
 
-    A mapping stays resident next to the weights that were converted from it. To delete once `from_pretrained` takes
-    safetensors' `backend` as an argument.
+    A mapped file stays in memory next to the weights that were converted from it. Delete this once `from_pretrained`
+    takes safetensors' `backend` as an argument.
 
     Args:
-        in_order: read each weight only when it is needed; otherwise threads read ahead of the experts' stacking, up to
-            the whole checkpoint. To delete once this environment variable is an argument of `from_pretrained`.
+        in_order: read each weight only when it is needed; otherwise threads read ahead while experts are stacked, up to
+            the whole checkpoint. Delete this once the environment variable is an argument of `from_pretrained`.
     """
     library: Any = modeling_utils
     mapped, ahead = library.safe_open, os.environ.get(READ_IN_ORDER, "0")
@@ -79,9 +79,9 @@ def reading(copies: bool, in_order: bool) -> Iterator[None]:
 
 @contextmanager
 def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterator[None]:
-    """Has Transformers 5.23 apply the converters of `joins()` as it reads a model of this type, before its own.
+    """Make Transformers 5.23 apply the converters of `joins()`, before its own, when it reads a model of this type.
 
-    To delete once `from_pretrained` takes converters where it takes a `key_mapping`.
+    Delete this once `from_pretrained` takes converters as it takes a `key_mapping`.
     """
     own = get_checkpoint_conversion_mapping(model_type)
     if joins is None or own is None:
@@ -95,8 +95,8 @@ def converting(model_type: str, joins: Callable[[], list[Any]] | None) -> Iterat
 
 
 def attention_kernel(config: Any) -> str | None:
-    """The kernel that attention runs on: "sdpa", "eager", "flash_attention_2"...; the same where it takes packed rows.
-    Transformers 5.23 keeps it as `_attn_implementation`. To delete once the config has a public name for it."""
+    """The kernel that attention runs on: "sdpa", "eager", "flash_attention_2"..., without the prefix for packed rows.
+    Transformers 5.23 keeps it as `_attn_implementation`. Delete this once the config has a public name for it."""
     kernel = getattr(config, "_attn_implementation", None)
     return kernel and kernel.removeprefix(PACKED)
 
@@ -107,10 +107,10 @@ def takes_packed_rows(config: Any) -> bool:
 
 
 def forget_renaming(model: PreTrainedModel) -> None:
-    """Have `save_pretrained` write the names of the model's class, not those of the checkpoint it was read from.
+    """Make `save_pretrained` write the names of the model's class, not those of the checkpoint it was read from.
 
-    Transformers 5.23 keeps a `key_mapping` that it used as `_weight_conversions`, and reverses it when it saves. To
-    delete once `save_pretrained` can be told so.
+    Transformers 5.23 keeps a `key_mapping` that it used as `_weight_conversions`, and reverses it when it saves. Delete
+    this once `save_pretrained` has an argument for it.
     """
     vars(model).pop("_weight_conversions", None)
 
@@ -118,8 +118,8 @@ def forget_renaming(model: PreTrainedModel) -> None:
 def has_file(folder: str, name: str) -> bool:
     """Whether the folder or hub name (also without a network: its cache) holds a file `name`.
 
-    Transformers 5.23's `cached_file` raises for a missing one unless told by an argument with an underscore. To delete
-    once it, or huggingface_hub, answers the question.
+    `cached_file` of Transformers 5.23 raises for a missing file, unless an argument with an underscore says otherwise.
+    Delete this once it, or huggingface_hub, has a public argument or function for it.
     """
     return cached_file(folder, name, _raise_exceptions_for_missing_entries=False) is not None
 
@@ -127,23 +127,24 @@ def has_file(folder: str, name: str) -> bool:
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
-    _Trainer = object  # the class that is used brings Trainer itself
+    _Trainer = object  # the class that inherits from this one has Trainer as another base
 
 
 class TrainerHooks(_Trainer):
-    """What a trainer needs of Trainer's private parts (Transformers 5.23), under public names.
+    """The private parts of Trainer (Transformers 5.23) that a trainer needs, under public names.
 
-    It stands before Trainer among the bases of a class. What it overrides, sets and reads there:
+    It comes before Trainer among the bases of a class. It overrides, sets and reads:
 
-    - `_get_train_sampler` (overridden): Trainer takes no sampler of our own. Calls `train_sampler`. To delete once it
-      does, or offers the hook in public.
-    - `_save_checkpoint` (overridden): runs inside `saving_checkpoint`, since callbacks are only called after it.
-    - `_load_optimizer_and_scheduler` (overridden): notes the checkpoint in `resumed_from`, which callbacks do not see.
-    - `_loss_shifts_labels` (set): Trainer takes decoders to predict the next token and leaves the first label out of
-      `num_items_in_batch`. To delete once it can be told.
+    - `_get_train_sampler` (overridden): calls `train_sampler`, because Trainer does not take a sampler. Delete this
+      once it does, or has a public hook.
+    - `_save_checkpoint` (overridden): runs inside `saving_checkpoint`, because callbacks are only called after it.
+    - `_load_optimizer_and_scheduler` (overridden): stores the checkpoint in `resumed_from`, because callbacks do not
+      get it.
+    - `_loss_shifts_labels` (set): Trainer assumes that decoders predict the next token, and does not count the first
+      label in `num_items_in_batch`. Delete this once Trainer has an argument for it.
     - `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, `_initial_global_step` (read and set): the losses so
-      far, which Trainer forgets when it resumes. To delete once they are part of its state.
-    - `_prepare_inputs` (called): the batch on the device, in the precision that DeepSpeed asks for.
+      far, which Trainer forgets when it resumes. Delete this once they are part of its state.
+    - `_prepare_inputs` (called): moves a batch to the device, in the precision that DeepSpeed needs.
     """
 
     resumed_from: Path | None = None
@@ -154,7 +155,7 @@ class TrainerHooks(_Trainer):
         raise NotImplementedError
 
     def saving_checkpoint(self) -> AbstractContextManager[Any]:
-        """What happens around the writing of a checkpoint, on every process."""
+        """The context in which a checkpoint is written, on every process."""
         raise NotImplementedError
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -169,8 +170,8 @@ class TrainerHooks(_Trainer):
         self.resumed_from = None if checkpoint is None else Path(checkpoint)
 
     def count_labels_of_step(self, *, shifted: bool) -> None:
-        """Has Trainer hand `compute_loss` the number of labels (not -100) of the whole optimizer step, all processes;
-        if `shifted`, without the first label of each row."""
+        """Make Trainer pass to `compute_loss` the number of labels (not -100) of the whole optimizer step, over all
+        processes; if `shifted`, without the first label of each row."""
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = shifted
 
@@ -179,12 +180,12 @@ class TrainerHooks(_Trainer):
         return self._prepare_inputs(inputs)
 
     def mean_loss(self) -> float:
-        """The mean loss of all steps of the run; of those since a resume where `set_loss_sums` was not called."""
+        """The mean loss of all steps of the run or, if a resume did not call `set_loss_sums`, of those since then."""
         first = 0 if self.resumed_sums else self._initial_global_step
         return self._total_loss_scalar / max(self.state.global_step - first, 1)
 
     def loss_sums(self) -> dict[str, Any]:
-        """The losses so far, to be saved with a checkpoint. Every process has to call this."""
+        """The losses so far, to be saved with a checkpoint. Every process must call this."""
         return {
             "total": self._total_loss_scalar,
             "last_logged": self._globalstep_last_logged,
@@ -192,9 +193,9 @@ class TrainerHooks(_Trainer):
         }
 
     def set_loss_sums(self, sums: dict[str, Any]) -> None:
-        """Puts back what `loss_sums` returned; to be called when training begins."""
+        """Restore what `loss_sums` returned; to be called when training begins."""
         self.resumed_sums = True
         self._total_loss_scalar, self._globalstep_last_logged = sums["total"], sums["last_logged"]
         parts = sums["since_then"]
-        same = len(parts) == self.args.world_size  # another number of processes shares the losses out evenly
+        same = len(parts) == self.args.world_size  # other numbers of processes get the mean each
         self._tr_loss.fill_(parts[self.args.process_index] if same else sum(parts) / len(parts))

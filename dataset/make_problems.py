@@ -1,14 +1,15 @@
-"""Makes the small problem sets of this folder, seeded: python -m dataset.make_problems
+"""Make the small problem sets of this folder from a seed: python -m dataset.make_problems
 
-Sudoku 4x4: the 288 solution grids are split 200 / 44 / 44 first, then puzzles with six holes and exactly one solution
-are drawn from each share, so a solution seen in training is never asked for in validation or test.
-Countdown: three numbers from 1 to 99 and a target from 1 to 99 that they reach, each number used exactly once; a set
-of numbers belongs to one split only.
-Pocket Countdown: the 364 sets of three numbers from 1 to 12 are split first; of each, every target that the pocket
-model's two steps reach. Arithmetic: word problems of three steps; a start and its three operands belong to one split.
-Programs: the 625 functions are split first; a split then has examples of its own functions.
+Sudoku 4x4: the 288 solution grids are first split 200 / 44 / 44. Then puzzles with six holes and exactly one solution
+are drawn from each split, so that no solution of the training split is asked for in validation or test.
+Countdown: three numbers from 1 to 99 and a target from 1 to 99 that can be reached by using each number exactly once.
+Each set of numbers belongs to one split only.
+Pocket Countdown: the 364 sets of three numbers from 1 to 12 are split first; each set comes with every target that the
+pocket model's two steps can reach.
+Arithmetic: word problems of three steps; a start and its three operands belong to one split only.
+Programs: the 625 functions are split first; each split then has examples of its own functions.
 
-With --sealed it writes the problems that only the final table of studies/leaderboard/ is judged on.
+With --sealed it writes the problems that are used only for the final table of studies/leaderboard/.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SEALED = 1024
 
 
 def sudoku_puzzles(solutions: list[str], count: int, grids: list[str], rng: random.Random) -> list[tuple[str, str]]:
-    """`count` different (puzzle, solution) pairs, each solution used equally often to within one."""
+    """`count` different (puzzle, solution) pairs; the numbers of puzzles per solution differ by at most one."""
     puzzles: dict[str, str] = {}
     while len(puzzles) < count:
         solution = solutions[len(puzzles) % len(solutions)]
@@ -55,7 +56,7 @@ def sudoku_puzzles(solutions: list[str], count: int, grids: list[str], rng: rand
 
 
 def countdown_values(numbers: list[Fraction]) -> set[Fraction]:
-    """Every value that + - * / and parentheses make of `numbers`, each used exactly once."""
+    """Every value that + - * / and parentheses can make from `numbers`, each used exactly once."""
     if len(numbers) == 1:
         return {numbers[0]}
     values: set[Fraction] = set()
@@ -88,7 +89,7 @@ def countdown_problems(splits: dict[str, int], rng: random.Random) -> dict[str, 
 
 
 def pocket_countdown_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    """Problems in d1's test schema on as many sets of numbers per split, the largest number first."""
+    """Problems in d1's test schema; `splits` gives the sets of numbers per split; the largest number comes first."""
     sets = [numbers[::-1] for numbers in combinations_with_replacement(range(1, LARGEST_NUMBER + 1), 3)]
     rng.shuffle(sets)
     problems: dict[str, list[dict[str, str]]] = {}
@@ -101,7 +102,7 @@ def pocket_countdown_problems(splits: dict[str, int], rng: random.Random) -> dic
 
 
 def arithmetic_problems(splits: dict[str, int], seed: int) -> dict[str, list[dict[str, str]]]:
-    """Problems in GSM8K's schema, as many per split; no start comes twice with the same operands."""
+    """Problems in GSM8K's schema; `splits` gives their number; no start comes twice with the same operands."""
     rng = np.random.default_rng(seed)
     sets = [(s, *ks) for s in range(LEAST, MOST + 1) for ks in combinations_with_replacement(range(2, 10), 3)]
     numbers = iter(rng.permutation(sets).tolist())
@@ -131,14 +132,14 @@ def program_problems(splits: dict[str, tuple[int, int]], seed: int) -> dict[str,
 
 
 def sealed_problems(seed: int) -> dict[str, list[dict[str, str]]]:
-    """Task -> 1,024 problems that no split has, but for Pocket Countdown.
+    """Task -> 1,024 problems that are in no split, except for Pocket Countdown.
 
-    Arithmetic: further starts with their operands. Sudoku: the splits use all 288 solution grids, so these are other
-    puzzles on the grids of the test split, which no model is trained or tuned on. Pocket Countdown: the splits use all
-    sets of numbers, and of each set all targets, so these are the 475 problems of the test split.
+    Arithmetic: other starts with their operands. Sudoku: the splits use all 288 solution grids, so these are other
+    puzzles on the grids of the test split, on which no model is trained or tuned. Pocket Countdown: the splits use all
+    sets of numbers with all targets, so these are the 475 problems of the test split.
     """
     rng, grids, folder = random.Random(seed), solution_grids(), Path(__file__).parent
-    shares = rng.sample(grids, len(grids))  # as `main` draws them
+    shares = rng.sample(grids, len(grids))  # the same order as in `main`
     drawn = sudoku_puzzles(shares[-SUDOKU_GRIDS["test"] :], 2 * SEALED, grids, random.Random(seed + 1))
     asked = (folder / "sudoku_test.csv").read_text()
     return {
@@ -156,7 +157,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--sealed", action="store_true", help="write the sealed problems alone")
+    parser.add_argument("--sealed", action="store_true", help="write only the sealed problems")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""d1's name of the settings, for scripts written for d1's repository; they live in `d1.rl`."""
+"""The settings under d1's module name, for scripts written for d1's repository; they are defined in `d1.rl`."""
 
 from d1.rl import DiffuGRPOConfig
 

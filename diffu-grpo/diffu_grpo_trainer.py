@@ -1,4 +1,4 @@
-"""d1's name of the trainer, for scripts written for d1's repository; it lives in `d1.rl`."""
+"""The trainer under d1's module name, for scripts written for d1's repository; it is defined in `d1.rl`."""
 
 from d1.rl import DiffuGRPOTrainer
 

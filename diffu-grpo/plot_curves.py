@@ -1,4 +1,4 @@
-"""Curves of RL runs, and the page on what RL did: `d1.rl.curves`.
+"""Curves of RL runs, or an HTML report on them: `d1.rl.curves`.
 
 python plot_curves.py ../runs/gsm8k --html report.html
 """

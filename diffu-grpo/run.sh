@@ -2,13 +2,13 @@
 # diffu-GRPO with d1's settings on the GPUs of this machine:
 #   CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 bash run.sh
 #   DATASET=countdown NUM_ITER=8 MODEL_PATH=../SFT/runs/llada-s1/merged bash run.sh --learning_rate 1e-6
-# Another method, of d1/rl/methods.py or in a file of yours, with its own mu, learning rate and completions a prompt:
+# Another method, from d1/rl/methods.py or a file of yours, with its own mu, learning rate and completions per prompt:
 #   METHOD=espo DATASET=sudoku bash run.sh
-# On any machine, the pocket model:
+# The pocket model, on any machine:
 #   CONFIG=pocket.yaml bash run.sh
-# Settings come from the environment, with d1's values as defaults; arguments are passed on to diffu_grpo_train.py.
-# ACCELERATE_CONFIG names another launch configuration, such as ../launch/zero3.yaml.
-# The completions an optimizer step (COMPLETIONS, d1: 96) stay the same whatever the number of GPUs.
+# Settings come from environment variables, with d1's values as defaults; arguments are forwarded to
+# diffu_grpo_train.py. ACCELERATE_CONFIG names another launch configuration, such as ../launch/zero3.yaml.
+# The number of completions per optimizer step (COMPLETIONS, d1: 96) does not depend on the number of GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -26,25 +26,25 @@ if [ -n "${METHOD:-}" ]; then
 fi
 METHOD=${METHOD:-d1}
 
-if [ -n "${CONFIG:-}" ]; then # a yaml that says everything itself, such as pocket.yaml; its batch is one process's
+if [ -n "${CONFIG:-}" ]; then # a complete yaml, such as pocket.yaml, whose batch is for one process
     exec "$PYTHON" -m accelerate.commands.launch --num_processes "${GPUS:-1}" --num_machines 1 \
         --mixed_precision no --dynamo_backend no diffu_grpo_train.py --config "$CONFIG" "$@"
 fi
 GPUS=${GPUS:-$visible}
 if [ "$GPUS" -eq 0 ] && [ -z "${MODEL_PATH:-}" ]; then
-    echo "run.sh: no GPU here and no MODEL_PATH given, so the default (LLaDA-8B, 8 GPUs) cannot run." >&2
-    echo "The pocket model runs on this machine:  CONFIG=pocket.yaml bash run.sh" >&2
+    echo "run.sh: no GPU found and no MODEL_PATH given: the default (LLaDA-8B, 8 GPUs) cannot run here." >&2
+    echo "The pocket model can:  CONFIG=pocket.yaml bash run.sh" >&2
     exit 1
 fi
 
 DATASET=${DATASET:-gsm8k}
 MODEL_PATH=${MODEL_PATH:-GSAI-ML/LLaDA-8B-Instruct}
-case $DATASET in # d1's temperature, and its mu
+case $DATASET in # d1's temperature and mu
     sudoku) temperature=0.3 mu=8 ;;
     countdown) temperature=0.9 mu=8 ;;
     *) temperature=0.9 mu=12 ;;
 esac
-if [ "$METHOD" = d1 ]; then # other methods bring theirs
+if [ "$METHOD" = d1 ]; then # other methods have their own
     NUM_ITER=${NUM_ITER:-$mu} TEMPERATURE=${TEMPERATURE:-$temperature} suffix=
 else
     suffix=_$(basename "$METHOD" .py)
@@ -69,7 +69,7 @@ if [ $((COMPLETIONS % (PER_DEVICE * processes))) -ne 0 ]; then
     exit 1
 fi
 accumulation=$((COMPLETIONS / (PER_DEVICE * processes)))
-echo "run.sh: $processes processes x $PER_DEVICE completions x $accumulation accumulation = $COMPLETIONS a step"
+echo "run.sh: $processes processes x $PER_DEVICE completions x $accumulation accumulation = $COMPLETIONS per step"
 
 launch=(--config_file "$ACCELERATE_CONFIG" --num_processes "$processes" --main_process_port "${PORT:-12346}")
 if [ "$NODES" -gt 1 ]; then

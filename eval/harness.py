@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a masked diffusion model: `d1.eval.harness`.
+"""Run lm-evaluation-harness on a masked diffusion model: `d1.eval.harness`.
 
 python harness.py --model_path ../pocket/base --tasks gsm8k
 """

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # bash run_eval.sh [GPU ids]      e.g. `bash run_eval.sh 0 1 2 3` or `bash run_eval.sh 0,1,2,3`
-# d1's evaluation: four tasks at three lengths, one process a GPU; then `python parse_and_get_acc.py results/`.
+# d1's evaluation: four tasks at three lengths, one process per GPU; then run `python parse_and_get_acc.py results/`.
 #
 # Settings, all environment variables:
 #   MODEL_PATH       model folder or hub name       (default GSAI-ML/LLaDA-8B-Instruct, which needs a GPU)
 #   CHECKPOINT_PATH  LoRA adapter                   (default none)
 #   TASKS            e.g. "gsm8k sudoku"            (default all four)
 #   GEN_LENGTHS      e.g. "128 256"                 (default "128 256 512"; diffusion steps are half of each)
-#   BLOCK_LENGTH     (default the model's own blocks, or 32)
+#   BLOCK_LENGTH     tokens per block               (default the model's own, or 32)
 #   BATCH_SIZE       (default 8)   OUTPUT_DIR (default results/)
 #   EXTRA            further flags of eval.py       (default "--add_reasoning", as in the paper)
-# Without MODEL_PATH, Countdown and Sudoku are cut to 256 problems, as in the paper. A killed run continues where it
-# stopped when it is started again. The pocket model, on any machine:
+# Without MODEL_PATH, Countdown and Sudoku use 256 problems each, as in the paper. A killed run continues when it is
+# started again. The pocket model, on any machine:
 #   MODEL_PATH=../pocket/base TASKS=sudoku GEN_LENGTHS="32 40" BLOCK_LENGTH=8 BATCH_SIZE=128 EXTRA= bash run_eval.sh
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -23,13 +23,13 @@ if ((${#gpus[@]})); then
 fi
 devices=$(python -c "import torch; print(torch.cuda.device_count())")
 if ((${#gpus[@]} > devices)); then
-    echo "run_eval.sh: ${#gpus[@]} GPUs asked for (${gpus[*]}), $devices found" >&2
+    echo "run_eval.sh: ${#gpus[@]} GPUs were asked for (${gpus[*]}), but $devices were found" >&2
     exit 1
 fi
 
 if [[ -z "${MODEL_PATH:-}" ]] && ((devices == 0)); then
     cat >&2 <<'MESSAGE'
-run_eval.sh: no GPU here, and no MODEL_PATH: the default, GSAI-ML/LLaDA-8B-Instruct, needs a GPU of 24 GB or more.
+run_eval.sh: no GPU found and no MODEL_PATH given: the default, GSAI-ML/LLaDA-8B-Instruct, needs a GPU of 24 GB or more.
 The pocket model runs on this machine in seconds:
   MODEL_PATH=../pocket/base TASKS=sudoku GEN_LENGTHS="32 40" BLOCK_LENGTH=8 BATCH_SIZE=128 EXTRA= bash run_eval.sh
 MESSAGE

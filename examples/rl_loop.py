@@ -94,7 +94,7 @@ def train(
     settings = SamplingSettings(s.gen_length, s.block_length, s.diffusion_steps, s.temperature)
     end, mask_token_id = end_ids(tokenizer), tokenizer.mask_token_id
     for number, batch in enumerate(batches):
-        step = number * s.num_iterations  # of the optimizer; random numbers are keyed by it and by the row
+        step = number * s.num_iterations  # optimizer steps so far; random numbers are keyed by it and by the row
         rows = [row for row in batch for _ in range(s.num_generations)]
         ids, attention_mask = encode(tokenizer, rows)
 
@@ -113,7 +113,7 @@ def train(
         reward = torch.tensor([reward(**columns) for reward in rewards]).sum(0)
         advantages = group_advantages(reward, s.num_generations)
 
-        # Score. d1's estimate: the whole completion hidden, and in each inner update other tokens of the prompt.
+        # Score. d1's estimate hides the whole completion, and other tokens of the prompt in each inner update.
         generators = [keyed_generator(s.seed, VIEWS, step, row) for row in range(len(rows))]
         noises = [draw_masks(attention_mask.bool(), s.p_mask_prompt, generators) for _ in range(s.num_iterations)]
 

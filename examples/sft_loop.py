@@ -32,7 +32,7 @@ class Settings:
     """`d1.sft.train --help` explains each field."""
 
     batch_size: int = 32
-    eos_padding: int = 40  # answer tokens, filled up with EOS: the model learns to stop
+    eos_padding: int = 40  # minimum number of answer tokens, filled with EOS: the model learns to stop
     learning_rate: float = 2e-4
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0

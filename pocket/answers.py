@@ -1,8 +1,8 @@
-"""The form of every pocket answer, and the mixture of solvers that stands for text of the web.
+"""The format of all pocket answers, and the mixture of solvers that imitates text of the web.
 
-A trace is a style word and what follows from it; an attempt is the answer alone. `careful` is right. `scan` and `quick`
-are wrong in the same way each time: with random slips the most likely token would stay the right one, and later
-training would have nothing to teach.
+A trajectory is a style word and the steps of a solver in that style; an attempt is the answer alone. `careful` is
+right. `scan` and `quick` make systematic errors: with random errors, the most likely token would still be the right
+one, and later training would have nothing to teach.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MALFORMED = ("truncated", "tagless", "rambling")
 
 
 def completion(trajectory: str, attempt: str) -> str:
-    """The text of an answer, the same as the target of SFT."""
+    """The text of an answer, in the format of the SFT targets."""
     return f"<reasoning>{trajectory}</reasoning>\n<answer>{attempt}</answer>"
 
 
 def malform(trajectory: str, attempt: str, kind: str, rng: Generator, hums: int) -> str:
-    """An answer that breaks off, one without tags, or one that rambles (`hums` words) and never comes to the point."""
+    """A malformed answer: cut off, without tags, or rambling (`hums` words) without an attempt."""
     if kind == "truncated":
         words = attempt.split()
         whole = completion(trajectory, " ".join(words[: rng.integers(len(words))]))
@@ -35,8 +35,8 @@ def malform(trajectory: str, attempt: str, kind: str, rng: Generator, hums: int)
 
 
 def mixture(trace: Callable[[str], tuple[str, str]], rng: Generator, hums: int) -> str:
-    """One answer, of the (trajectory, attempt) that `trace` gives for a style: half quick (a third of it malformed),
-    some scan, few careful."""
+    """One answer in a random style: 50% quick (a third of them malformed), 30% scan, 20% careful. `trace` gives the
+    (trajectory, attempt) of a style."""
     style = rng.choice(STYLES, p=(0.2, 0.3, 0.5))
     trajectory, attempt = trace(style)
     if style == "quick" and rng.random() < 1 / 3:

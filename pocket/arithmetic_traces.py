@@ -1,7 +1,7 @@
-"""What the arithmetic base reads: word problems on the training numbers and the traces of three kinds of solvers.
+"""Training texts of the arithmetic base model: word problems on the training numbers, and traces of three solvers.
 
-A trace is the three steps ("careful 27 + 8 = 35 ; 35 * 2 = 70 ; 70 - 5 = 65"), an attempt the last amount. `careful` is
-right. `scan` never borrows in a difference, `quick` neither borrows nor carries.
+A trace has three steps ("careful 27 + 8 = 35 ; 35 * 2 = 70 ; 70 - 5 = 65"); the attempt is the last amount. `careful`
+is right. `scan` never borrows in a difference; `quick` neither borrows nor carries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from d1.tasks import load_task
 from d1.tasks.arithmetic import LEAST, MOST, TIMES, Problem, Step, after, draw_problem
 from pocket.answers import Draw
 
-HUMS = 9  # what a rambling answer has room for
+HUMS = 9  # number of "hmm"s that a rambling answer has room for
 
 
 def training_numbers(data_file: str | Path) -> list[tuple[int, ...]]:
@@ -45,7 +45,7 @@ def question(text: str, *_: object) -> str:
 
 
 def come_to(amount: int, step: Step, style: str) -> int:
-    """What a step makes of an amount in the eyes of a solver of this style, kept to two digits as all amounts are."""
+    """The amount after a step, as a solver of this style computes it; kept to two digits, like all amounts."""
     ones = after(amount % 10, step)
     slips = style == "quick" or (style == "scan" and step.sign == "-")
     if not slips or 0 <= ones <= 9:
@@ -64,7 +64,7 @@ def trace(style: str, _: str, start: int, steps: Sequence[Step]) -> tuple[str, s
 
 
 def quality(text: str, _: str, start: int, steps: Sequence[Step]) -> float:
-    """Share of the steps whose amounts are the right ones."""
+    """Share of the steps that are right."""
     right, _ = trace("careful", "", start, steps)
     told = text.partition("</reasoning>")[0].partition(" ")[2].split(" ; ")
     return sum(a == b for a, b in zip(told, right.partition(" ")[2].split(" ; "), strict=False)) / len(steps)

@@ -1,8 +1,9 @@
-"""What the Countdown base reads: problems on the training sets of numbers and the traces of three kinds of solvers.
+"""Training texts of the Countdown base model: problems on the training sets of numbers, and traces of three solvers.
 
-A trace is two steps ("careful 7 * 5 = 35 ; 35 + 2 = 37"), an attempt the expression ("( 7 * 5 ) + 2"). `careful` takes
-the plainest right way: of several, a small model that learnt them all would mix the first half of one with the other of
-another. `scan` knows + and - alone and comes as near to the target as they do, `quick` adds all three numbers.
+A trace has two steps ("careful 7 * 5 = 35 ; 35 + 2 = 37"); the attempt is the expression ("( 7 * 5 ) + 2"). `careful`
+takes the simplest right way: a small model that learnt all right ways would mix the first half of one with the second
+half of another. `scan` uses only + and - and comes as near to the target as these allow; `quick` adds all three
+numbers.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from d1.tasks.pocket_countdown import SIGNS, Chain, chains, extract
 from pocket.answers import Draw
 
 Numbers = tuple[int, int, int]
-HUMS = 10  # what a rambling answer has room for
+HUMS = 10  # number of "hmm"s that a rambling answer has room for
 chains_of = lru_cache(maxsize=None)(chains)
 
 
 def problems(data_file: str | Path) -> Draw:
-    """Draws (numbers, target) of a file."""
+    """Draws (numbers, target) from the problems of a file."""
     truths = load_task("pocket_countdown").load_rows("train", str(data_file))["ground_truth"]
     known = [(tuple(numbers), target) for numbers, target in truths]
     return lambda count, rng: [known[i] for i in rng.integers(len(known), size=count)]
 
 
 def question(numbers: Numbers, target: int) -> str:
-    """As the task asks it."""
+    """The problem as the task asks it."""
     return f"Numbers: {list(numbers)}\nTarget: {target}"
 
 
 def plainness(chain: Chain) -> tuple[object, ...]:
-    """Orders ways by their signs, sums before products, then by their numbers."""
+    """The sort key of ways: their signs, sums before products, then their numbers."""
     return SIGNS.index(chain.first), SIGNS.index(chain.second), chain
 
 
@@ -54,6 +55,6 @@ def trace(style: str, numbers: Numbers, target: int) -> tuple[str, str]:
 
 
 def quality(text: str, numbers: Numbers, target: int) -> float:
-    """1 for a right expression, and a tenth less for each that its value is away from the target."""
+    """1 for a right expression, less 0.1 for each unit between its value and the target."""
     value = evaluate(extract(text) or "", numbers)
     return 0.0 if value is None else max(0.0, 1.0 - float(abs(value - target)) / 10)

@@ -1,12 +1,12 @@
-"""The main job: all of d1 on a pocket model, base -> SFT -> diffu-GRPO -> evaluation -> report.
+"""The main demo: all of d1 on a pocket model, base -> SFT -> diffu-GRPO -> evaluation -> report.
 
-    make demo                                 # sets up an environment, then does what the next line does
+    make demo                                 # sets up an environment, then runs the next line
     python -m pocket.demo --seed 0            # eight to ten minutes on two cores; results in runs/demo/seed0
     python -m pocket.demo --task countdown    # another task; results in runs/demo/countdown/seed0
     python -m pocket.demo --model block       # the block-causal pocket model; results in runs/demo/block/seed0
-    python -m pocket.demo --seed 0 --miniature --output_dir runs/miniature     # a minute; shows that all of it works
+    python -m pocket.demo --seed 0 --miniature --output_dir runs/miniature     # one minute; shows that everything works
 
-Every stage is started by its real command. Ctrl-C stops the demo; run the same command to continue.
+Every stage is run by its real command. Ctrl-C stops the demo; run the same command to continue.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pocket.phases import Phase, PhaseError, run_phases
 from pocket.recipes import RECIPES, ROOT
 from pocket.report import ARMS, FOUR_ARMS, demo_folder, write_report
 
-BLOCK_BASE = "block_base"  # Sudoku's, in pocket/
+BLOCK_BASE = "block_base"  # folder in pocket/, for Sudoku
 
-# What RL is given beyond pocket.yaml, of which Sudoku's rate, 3e-4, sinks the other tasks below their starts.
+# Flags of RL in addition to pocket.yaml. With its learning rate, 3e-4, the other tasks end below their start.
 GRPO = {
     "sudoku": (),
     "countdown": (
@@ -43,16 +43,16 @@ GRPO = {
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=[*GRPO], default="sudoku")
-    parser.add_argument("--model", choices=["full", "block"], default="full", help="attention; of Sudoku alone")
-    parser.add_argument("--seed", type=int, default=0, help="of SFT and RL; the base model stays the same")
+    parser.add_argument("--model", choices=["full", "block"], default="full", help="attention; block: only for Sudoku")
+    parser.add_argument("--seed", type=int, default=0, help="seed of SFT and RL; the base model stays the same")
     parser.add_argument("--output_dir", help="results go to its folder seedN; default: runs/demo, or runs/demo/TASK")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="commands run side by side")
-    parser.add_argument("--miniature", action="store_true", help="a few steps and problems of everything")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="commands run at the same time")
+    parser.add_argument("--miniature", action="store_true", help="run every stage with a few steps and problems")
     return parser
 
 
 def arms_of(task: str) -> tuple[str, ...]:
-    """The four arms, and of Sudoku the control."""
+    """The four arms, and for Sudoku the control."""
     return tuple(ARMS) if task == "sudoku" else FOUR_ARMS
 
 
@@ -86,7 +86,7 @@ def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", mo
 
     def evaluation(arm: str) -> Phase:
         """Greedy completions of the test problems at each length."""
-        # Relative, so that the generation files name no machine's folders.
+        # Relative, so that the generation files contain no absolute paths.
         path = os.path.relpath(base if arm == "base" else folder / arm, ROOT / "eval")
         flags = ["--model_path", path, "--dataset", recipe.task, "--gen_length", *recipe.lengths, "--block_length", 8]
         flags += ["--batch_size", 128, "--output_dir", folder / "generations"]
@@ -94,7 +94,7 @@ def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", mo
         command = [sys.executable, "eval.py", *map(str, flags)]
         return Phase(f"{arm}_evaluated", command, ROOT / "eval", weight=20, needs=() if arm == "base" else (arm,))
 
-    # Two chains of like length come first, so that two cores are both busy to the end.
+    # Two chains of similar length come first, so that two cores are both busy to the end.
     train = [sft(folder, seed, miniature, task, model), grpo("grpo", base)]
     train += [grpo("sft_grpo", folder / "sft", needs=("sft",))]
     train += [grpo("shuffled", base)] if "shuffled" in arms else []
@@ -103,7 +103,7 @@ def phases_of(folder: Path, seed: int, miniature: bool, task: str = "sudoku", mo
 
 def main(args: argparse.Namespace) -> None:
     if args.model == "block" and args.task != "sudoku":
-        raise ValueError("--model block is there for Sudoku alone: leave out --task")
+        raise ValueError("--model block exists only for Sudoku: leave out --task")
     console = Console()
     output_dir = Path(args.output_dir) if args.output_dir else demo_folder(args.task)
     folder = output_dir.resolve() / ("" if args.model == "full" else args.model) / f"seed{args.seed}"
@@ -121,4 +121,4 @@ if __name__ == "__main__":
     except (PhaseError, ValueError, OSError) as error:
         sys.exit(f"demo.py: {error}")
     except KeyboardInterrupt:
-        sys.exit("Stopped. The same command continues from here.")
+        sys.exit("Stopped. Run the same command to continue.")

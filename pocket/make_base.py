@@ -1,9 +1,9 @@
 """Pretrain a pocket base model on one CPU core: python -m pocket.make_base --task sudoku --seed 0
 
-A bidirectional Llama of 0.2M to 0.5M parameters learns a task by masked diffusion (LLaDA, arXiv 2502.09992), on
-problems drawn from the training set's solutions or numbers alone. Stage 1 reads careful answers only and learns to
-solve; stage 2 reads a mixture of quick, scanning and careful answers, as web text is mixed, which hides that skill.
-The same seed ends at the same weights. The share of validation problems solved is printed after each stage.
+A bidirectional Llama of 0.2M to 0.5M parameters learns a task by masked diffusion (LLaDA, arXiv 2502.09992), only on
+problems drawn from the solutions or numbers of the training set. Stage 1 trains on careful answers and learns to solve
+the task. Stage 2 trains on answers of mixed quality, like web text, and so hides that ability.
+The same seed gives the same weights. The share of validation problems solved is printed after each stage.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def build_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    config.is_causal = False  # Transformers then attends both ways, here and wherever the saved config is loaded
+    config.is_causal = False  # Transformers then attends in both directions, also when the saved config is loaded
     if block_size is not None:
         config.block_size = block_size
     with torch.random.fork_rng(devices=[]):
@@ -133,7 +133,7 @@ def solve_rate(model: Any, tokenizer: PreTrainedTokenizerBase, task_name: str, g
 def pretrain(
     recipe: Recipe, draw: Draw, steps: Sequence[int], seed: int, blocks: int | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """The model after both stages, `steps` of them each, on the problems that `draw` gives; and its tokenizer."""
+    """The model after both stages of `steps` steps, on the problems that `draw` gives; and its tokenizer."""
     tokenizer = build_tokenizer(recipe.task)
     model = build_model(tokenizer, seed, recipe.hidden_size, blocks)
     with tqdm(total=sum(steps), unit="step") as bar:
@@ -162,13 +162,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--block_size", type=int, help="attend block-causally, to blocks of so many tokens")
+    parser.add_argument("--block_size", type=int, help="make a block-causal model with blocks of this many tokens")
     parser.add_argument("--output_dir", type=Path, help="default: the task's folder in pocket/")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)  # more than 2 only slow so small a model down
+    torch.set_num_threads(1)  # more than 2 threads slow so small a model down
     recipe = RECIPES[args.task]
     draw = recipe.traces.problems(ROOT / "dataset" / recipe.training_file)
     for part in pretrain(recipe, draw, recipe.steps, args.seed, args.block_size):

@@ -1,9 +1,10 @@
 """Make the SFT set of a task, 1,000 curated traces in s1K's schema: python -m pocket.make_sft_data --task sudoku
 
-s1K was curated from a far larger pool for quality. Here the pool is the mixture that the base model was pretrained on,
-on training problems, and curation keeps what is well formed and at least nearly right: 0.7 of a Sudoku's empty cells
-(5 of 6), an expression at most 1 away from a Countdown's target, two of three steps of arithmetic, three of
-four letters of a program. Those are the `careful` answers and the better ones of the others, so not all are right.
+s1K was selected for quality from a far larger pool. Here the pool is the mixture of answers that the base model was
+pretrained on, for training problems. Well-formed answers that are at least nearly right are kept: 5 of 6 empty cells of
+a Sudoku, an expression at most 1 away from a Countdown's target, two of three steps in arithmetic, three of four
+letters of a program. These are the `careful` answers and the better ones of the other styles, so not all of them are
+right.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WELL_FORMED = re.compile(r"<reasoning>([^<>]+)</reasoning>\n<answer>([^<>]+)</an
 
 
 def curated_rows(recipe: Recipe, draw: Draw, seed: int) -> Iterator[dict[str, str | list[str]]]:
-    """Rows with `question`, `thinking_trajectories` and `attempt`, no question twice, without end."""
+    """An endless stream of rows with `question`, `thinking_trajectories` and `attempt`; no question comes twice."""
     rng = np.random.default_rng(seed)
     seen: set[str] = set()
     while True:
@@ -41,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output_file", type=Path, help="default: the task's in dataset/")
+    parser.add_argument("--output_file", type=Path, help="default: the task's file in dataset/")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Runs the commands of a job as processes, some side by side, with live progress, and continues where it stopped."""
+"""Run the commands of a job as processes, several at a time, with live progress; a stopped job can be continued."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from d1.runs.output_dir import write_atomically
 
 # One thread is fastest for models this small.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-PERCENT = re.compile(r"(\d+)%\|")  # tqdm's bar, which every entry point writes to its log
+PERCENT = re.compile(r"(\d+)%\|")  # in tqdm's progress bar, which every command writes to its log
 
 
 @dataclass
 class Phase:
     """A command [python, script, *flags]. `weight` is its share of the work (seconds on a laptop core); `needs` names
-    phases before it."""
+    the phases that must finish before it."""
 
     name: str
     command: Sequence[str]
@@ -41,10 +41,10 @@ class PhaseError(RuntimeError):
 
 
 def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Console) -> dict[str, float]:
-    """Runs all phases, at most `jobs` at a time, and returns the seconds each took.
+    """Runs all phases, at most `jobs` at a time, and returns the seconds that each took.
 
-    What is done is written to `state_dir/phases.json`, so a second call skips it; a phase cut off by Ctrl-C is started
-    again and resumes by its own means.
+    Finished phases are recorded in `state_dir/phases.json`, and a second call skips them; a phase that was interrupted
+    by Ctrl-C is started again and resumes by its own means.
 
     Raises:
         PhaseError: a command failed, or `state_dir` belongs to another job (other commands).
@@ -98,12 +98,12 @@ def _start(phase: Phase, log: Path) -> subprocess.Popen:
         file.write(f"\n$ {' '.join(words)}\n".encode())
         file.flush()
         given: dict[str, Any] = {"cwd": phase.folder, "env": os.environ | ENVIRONMENT, "stdin": subprocess.DEVNULL}
-        # A session of its own: Ctrl-C reaches only this process, which then stops the others in order.
+        # In its own session, so that Ctrl-C reaches only this process, which then stops the others.
         return subprocess.Popen(words, **given, stdout=file, stderr=file, start_new_session=True)
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Ends a process and what it has started: asks first, and kills after five seconds."""
+    """Ends a process and its children: SIGTERM first, SIGKILL after five seconds."""
     for kill, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -116,6 +116,6 @@ def _tail(log: Path, size: int) -> str:
 
 
 def _fraction(log: Path) -> float:
-    """What a running phase's last progress bar says, from 0 to 1."""
+    """The progress of a running phase, from 0 to 1, by its last progress bar."""
     found = PERCENT.findall(_tail(log, 2000).rpartition("\n$ ")[2])
     return min(int(found[-1]), 100) / 100 if found else 0.0

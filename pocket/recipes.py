@@ -1,4 +1,4 @@
-"""How the base model of each pocket task is made: its problems, its texts, its size and its two stages."""
+"""The recipes of the pocket base models: for each task its problems, texts, model size and two training stages."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Recipe:
     """A row of `RECIPES`.
 
     Attributes:
-        task: in d1's TASKS.
+        task: name in d1's TASKS.
         base: folder in pocket/.
-        training_file, sft_file: in dataset/.
-        traces: the module with the task's texts. A problem is a tuple of arguments: `problems(data_file)` gives the
-            function that draws them, `question(*problem)` what ends the user's message, `trace(style, *problem)` a
-            trajectory and an attempt, and `quality(text, *problem)` how right an answer is, up to 1.
-        least_quality: of the answers that are kept for SFT.
-        peak_lr, steps: of each stage.
-        completion_tokens: a batch's canvas; what an answer does not fill is <eos>.
-        lengths: of evaluation.
-        prompt_tokens: of every prompt.
-        least_noise: t of the noise is uniform from here to 1.
+        training_file, sft_file: files in dataset/.
+        traces: the module with the task's texts. A problem is a tuple of arguments. `problems(data_file)` returns a
+            function that draws problems, `question(*problem)` the end of the user's message, `trace(style, *problem)` a
+            trajectory and an attempt, and `quality(text, *problem)` the quality of an answer, at most 1.
+        least_quality: minimum quality of the answers that are kept for SFT.
+        peak_lr, steps: peak learning rate and number of steps per stage.
+        completion_tokens: possible lengths of a batch's canvas; <eos> fills what an answer leaves empty.
+        lengths: completion lengths in evaluation.
+        prompt_tokens: length of every prompt.
+        least_noise: t of the noise is uniform on [least_noise, 1].
     """
 
     task: str
@@ -50,7 +50,7 @@ class Recipe:
     batch_size: int = 64
 
     def write(self, stage: int, problem: tuple[Any, ...], rng: Generator) -> str:
-        """An answer of a stage: a right one, or one of the mixture that web text is taken to be."""
+        """An answer for a stage: a right one in stage 0, else one of the mixture that imitates web text."""
         if stage == 0:
             return completion(*self.traces.trace("careful", *problem))
         return mixture(lambda style: self.traces.trace(style, *problem), rng, self.traces.HUMS)

@@ -1,10 +1,10 @@
-"""What d1's arms reach on every pocket task: the report of one job, and the tables over tasks and seeds.
+"""The accuracies of d1's arms on the pocket tasks: the report of one job, and the tables over tasks and seeds.
 
     for task in sudoku countdown; do for seed in 0 1 2; do make demo TASK=$task SEED=$seed; done; done
     python -m pocket.report                      # all of runs/demo
     python -m pocket.report runs/demo/block/seed0 runs/demo/block/seed1
 
-`demo.py` writes the report of a single job. The tables leave out jobs without results and say how many seeds a row has.
+`demo.py` writes the report of a single job. The tables skip jobs without results and show the number of seeds per row.
 They need SciPy, which the extra `studies` installs.
 """
 
@@ -40,18 +40,18 @@ ARMS = {
 }
 FOUR_ARMS = (*ARMS,)[:4]
 PAIRS = (("base", "sft"), ("base", "grpo"), ("sft", "sft_grpo"), ("grpo", "sft_grpo"), ("base", "shuffled"))
-FINAL = "sft_grpo"  # what `watch` shows next to the base
+FINAL = "sft_grpo"  # the arm that `watch` shows next to the base
 
 
 def demo_folder(task: str) -> Path:
-    """Where `demo.py` puts the seeds of a task."""
+    """The folder where `demo.py` puts the seeds of a task."""
     return ROOT / "runs" / "demo" / ("" if task == "sudoku" else task)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A folder of `demo.py`: the base's folder in pocket/, the arms evaluated at both lengths, and by arm and length
-    the parser's row and what it made of each problem."""
+    """A folder of `demo.py`: the base's folder in pocket/, the arms evaluated at both lengths, and per arm and length
+    the row of `d1.eval.accuracy` with the score of each problem."""
 
     folder: Path
     task: str
@@ -65,20 +65,20 @@ class Job:
 
     @property
     def pairs(self) -> list[tuple[tuple[str, str], int]]:
-        """(two arms, length) of each comparison."""
+        """The comparisons, as (two arms, length)."""
         return [*product([pair for pair in PAIRS if {*pair} <= {*self.arms}], self.lengths)]
 
     def compared(self, a: str, b: str, length: int) -> dict[str, Any]:
-        """The paired difference of two arms, as the parser's `--compare`."""
+        """The paired difference of two arms, as `parse_and_get_acc.py --compare` computes it."""
         (first, of_first), (second, of_second) = self.scored[a, length], self.scored[b, length]
         return compare(first.setup, of_first, second.setup, of_second)
 
 
 def job_of(folder: Path) -> Job:
-    """The job in a folder, by its generation files.
+    """Reads a job from the generation files in its folder.
 
     Raises:
-        FileNotFoundError: it has no generations of a base.
+        FileNotFoundError: the folder has no generations of a base model.
         ValueError: some problems of an arm have not been scored.
     """
     setups = read_setups(folder / "generations")
@@ -94,7 +94,7 @@ def job_of(folder: Path) -> Job:
             if any((setup.task, setup.model) == (recipe.task, base) for setup in setups):
                 arms = [arm for arm in ARMS if all((arm, length) in scored for length in recipe.lengths)]
                 return Job(folder, task, base, recipe.lengths, arms, scored)
-    raise FileNotFoundError(f"{folder} has no generations of a pocket base: make demo")
+    raise FileNotFoundError(f"{folder} has no generations of a pocket base model: run make demo")
 
 
 def cell(row: Row) -> str:
@@ -120,7 +120,7 @@ def write_report(folder: Path, seconds: dict[str, float], console: Console) -> P
         differences.append([f"{b} - {a}, length {length}", *cells])
     text = f"""# d1 on the pocket model: {job.task}
 
-Solved, in percent of {job.row("base", job.lengths[0]).n} test problems, greedy, with 95% intervals.
+Percent of {job.row("base", job.lengths[0]).n} test problems solved, greedy, with 95% intervals.
 
 {shown}
 ## Differences, paired by problem
@@ -130,14 +130,14 @@ Solved, in percent of {job.row("base", job.lengths[0]).n} test problems, greedy,
 
 ![Reward, accuracy, KL and length against rollouts](curves.png)
 
-Dashed: validation problems, one sampled completion each. What RL did, with completions that play:
+Dashed lines: validation problems, one sampled completion each. What RL did, with animated completions:
 {", ".join(f"[{ARMS[arm]}]({arm}/report.html)" for arm in trained)}.
 
 ## One problem, {ARMS["base"]} and {ARMS[FINAL]}
 
-![The problem denoised by both](watch.svg)
+![The problem denoised by both models](watch.svg)
 
-[The same as a page](watch.html) plays, stops, and says how sure each token was.
+[The same as a web page](watch.html), which can be paused and shows the confidence of each token.
 
 ## Seconds per phase
 
@@ -148,7 +148,7 @@ Dashed: validation problems, one sampled completion each. What RL did, with comp
 
 
 def watch(job: Job) -> None:
-    """Writes watch.html and watch.svg: the first validation problem, before and after everything."""
+    """Writes watch.html and watch.svg: the first validation problem, solved by the base and by the final model."""
     command = [sys.executable, "-m", "d1", "watch", "--dataset", RECIPES[job.task].task, "--split", "validation"]
     command += ["--gen_length", str(job.lengths[0]), "--block_length", "8"]
     command += ["--model_path", f"pocket/{job.base}", "--against", f"model_path={job.folder.resolve() / FINAL}"]
@@ -158,7 +158,7 @@ def watch(job: Job) -> None:
 
 
 def finished() -> list[Path]:
-    """The folders of runs/demo that have a report, task by task and seed by seed."""
+    """The folders in runs/demo that have a report, by task and seed."""
     return [path.parent for task in RECIPES for path in sorted(demo_folder(task).glob("seed*/report.md"))]
 
 
@@ -167,13 +167,13 @@ def name_of(job: Job) -> str:
 
 
 def spread(jobs: Sequence[Job], arm: str, length: int) -> tuple[float, float]:
-    """Mean and standard deviation over seeds of an arm's accuracy; the latter is 0 for one seed."""
+    """Mean and standard deviation of an arm's accuracy over seeds; the deviation is 0 for one seed."""
     values = [job.row(arm, length).accuracy or 0.0 for job in jobs]
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def tasks_table(tasks: Sequence[Sequence[Job]]) -> str:
-    """Tasks and lengths x four arms, mean and standard deviation over seeds."""
+    """One row per task and length, one column per arm: mean and standard deviation over seeds."""
     rows = []
     for jobs in tasks:
         for length in jobs[0].lengths:
@@ -193,9 +193,9 @@ def seeds_table(jobs: Sequence[Job]) -> str:
 
 
 def differences_table(jobs: Sequence[Job]) -> str:
-    """Paired by problem, each seed's difference in points; their mean with its 95% interval over seeds and problems;
-    the largest p of the seeds' exact sign tests; in how many seeds the two arms' own intervals do not touch."""
-    from pocket.uncertainty import mean_of  # SciPy, which a single job does not need
+    """Each seed's difference in points, paired by problem; their mean with its 95% interval over seeds and problems;
+    the largest p of the seeds' exact sign tests; the number of seeds where the two arms' intervals do not overlap."""
+    from pocket.uncertainty import mean_of  # imports SciPy, which a single job does not need
 
     def solved(job: Job, arm: str, length: int) -> np.ndarray:
         return np.array([one["accuracy"] for one in job.scored[arm, length][1]])
@@ -214,7 +214,7 @@ def differences_table(jobs: Sequence[Job]) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", type=Path, help="jobs of demo.py; default: all finished of runs/demo")
+    parser.add_argument("folders", nargs="*", type=Path, help="folders of demo.py; default: all finished in runs/demo")
     return parser
 
 
@@ -223,7 +223,7 @@ def main(args: argparse.Namespace) -> None:
     for job in map(job_of, args.folders or finished()):
         by_base.setdefault(job.base, []).append(job)
     if not by_base:
-        raise FileNotFoundError("no finished job in runs/demo: make demo, make demo TASK=countdown")
+        raise FileNotFoundError("no finished job in runs/demo: run make demo, or make demo TASK=countdown")
     tasks = [*by_base.values()]
     tables = [tasks_table(tasks), *(table(jobs) for jobs in tasks for table in (seeds_table, differences_table))]
     sys.stdout.write("\n".join(tables))

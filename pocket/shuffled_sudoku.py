@@ -1,6 +1,6 @@
-"""The control of the main job: Sudoku whose rewards are dealt out at random among the completions of a rollout.
+"""The control of the main demo: Sudoku with rewards that are shuffled among the completions of a rollout.
 
-What a model gains from these is not learnt from the puzzles. Shows, too, what a task file of one's own looks like.
+What a model gains from these rewards is not learnt from the puzzles. This is also an example of a user's task file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["REWARDS", "extract", "load_rows", "score"]
 
 
 def shuffled_cells(completions: list, **columns: Any) -> list[float]:
-    """The Sudoku rewards in a random order, a function of the completions alone."""
+    """The Sudoku rewards in a random order, which depends only on the completions."""
     rewards = cells_reward(completions, **columns)
     key = zlib.crc32("\n".join(map(text_of, completions)).encode())
     random.Random(key).shuffle(rewards)

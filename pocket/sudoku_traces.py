@@ -1,8 +1,8 @@
-"""What the pocket model reads: 4x4 Sudoku puzzles and the traces of three kinds of solvers, as text.
+"""Training texts of the Sudoku base model: 4x4 puzzles, and traces of three solvers.
 
-A trace is a style word and one deduction per empty cell ("careful b3 d1 ..."); an attempt is the whole grid
-("a2 b3 ..."). `careful` is right. `scan` takes the smallest digit missing from the cell's row and column, `quick` the
-smallest missing from its row.
+A trace is a style word and one deduction per empty cell ("careful b3 d1 ..."); the attempt is the whole grid
+("a2 b3 ..."). `careful` is right. `scan` takes the smallest digit missing from the cell's row and column; `quick` takes
+the smallest digit missing from its row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pocket.answers import Draw
 from pocket.tokenizer import CELLS
 
 HOLES = 6
-HUMS = 12  # what a rambling answer has room for
+HUMS = 12  # number of "hmm"s that a rambling answer has room for
 
 
 def as_digits(grids: Iterable[str]) -> np.ndarray:
@@ -29,7 +29,7 @@ def as_digits(grids: Iterable[str]) -> np.ndarray:
 
 
 def problems(data_file: str | Path) -> Draw:
-    """Draws (puzzle, solution) with six holes (0) and exactly one solution, which is one of the file's; (16,) each."""
+    """Draws (puzzle, solution), (16,) each, with six holes (0) and exactly one solution, which is in the file."""
     solutions = as_digits(sorted({*load_task("sudoku").load_rows("train", str(data_file))["ground_truth"]}))
     all_grids = as_digits(solution_grids())
 
@@ -46,12 +46,12 @@ def problems(data_file: str | Path) -> Draw:
 
 
 def question(puzzle: np.ndarray, _: np.ndarray) -> str:
-    """As the task asks it."""
+    """The problem as the task asks it."""
     return f"Solve the following Sudoku puzzle: {''.join(map(str, puzzle))}\n"
 
 
 def fill(puzzle: np.ndarray, solution: np.ndarray, style: str) -> np.ndarray:
-    """The 16 digits that a solver of this style arrives at."""
+    """The 16 digits found by a solver of this style."""
     if style == "careful":
         return solution
     filled = puzzle.copy()
@@ -71,6 +71,6 @@ def trace(style: str, puzzle: np.ndarray, solution: np.ndarray) -> tuple[str, st
 
 
 def quality(text: str, puzzle: np.ndarray, solution: np.ndarray) -> float:
-    """Share of the empty cells that an answer fills as the solution does."""
+    """Share of the empty cells that an answer fills correctly."""
     row = {"question": question(puzzle, solution), "ground_truth": "".join(map(str, solution))}
     return load_task("sudoku").score(text, row)["cells"]

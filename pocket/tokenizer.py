@@ -1,11 +1,11 @@
 """The tokenizers of the pocket models, which `make_base.py` saves with them.
 
-Sudoku: one token a cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
-order), because rotary positions alone hide from a small model which cell a bare digit stands in.
-Programs: one token per place of x and of f(x), with its letters in both examples. Countdown:
-one token a whole number from 0 to 60. Arithmetic: words, and one token a digit; "27" is "2" and "##7", so
-that text reads as it should.
-The chat template makes the prompt of what a task's usual question ends with: <bos>, the problem, "=>".
+Sudoku: one token per cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
+order), because a small model cannot tell from rotary positions alone which cell a plain digit belongs to.
+Programs: one token per place of x and of f(x), with its letters in both examples.
+Countdown: one token per whole number from 0 to 60. Arithmetic: words, and one token per digit; "27" is "2" and "##7",
+so that numbers are decoded without spaces.
+The chat template builds the prompt from the end of a task's usual question: <bos>, the problem, "=>".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from d1.tasks.pocket_countdown import LARGEST
 CELLS = "abcdefghijklmnop"
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
 TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
-PROMPT_TOKENS = 18  # of Sudoku: <bos>, 16 cells, =>
+PROMPT_TOKENS = 18  # Sudoku's: <bos>, 16 cells, =>
 WORDS = ["=>", "careful", "scan", "quick", "hmm"]
 SIGNS = ["+", "-", "*", "/", "=", ";", "(", ")"]
 
@@ -79,7 +79,7 @@ PROMPT
 
 PAIRS = [a + b for a in programs.LETTERS for b in programs.LETTERS]
 VERB_WORDS = [*sum(VERBS.values(), ()), *TIMES.values()]
-# By task in d1's TASKS: the model, its words, the prompt, and what is a token of its own wherever it stands.
+# By task in d1's TASKS: the tokenizer's model, its words, the prompt, and a pattern for texts that are always a token.
 TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] = {
     "sudoku": (WordLevel, [cell + value for cell in CELLS for value in ".1234"], SUDOKU_PROMPT, ""),
     "pocket_countdown": (WordLevel, [*SIGNS, *map(str, range(LARGEST + 1))], COUNTDOWN_PROMPT, "|=>|[-+*/=;()]"),
@@ -107,8 +107,7 @@ TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] =
 
 
 def build_tokenizer(task: str = "sudoku") -> PreTrainedTokenizerFast:
-    """The tokenizer of a task in d1's TASKS. It has no unknown token: text outside the vocabulary is an error, never a
-    silent loss."""
+    """The tokenizer of a task in d1's TASKS. It has no unknown token: text outside the vocabulary raises an error."""
     model, words, prompt, alone = TOKENIZERS[task]
     backend = Tokenizer(model({token: i for i, token in enumerate([*SPECIAL.values(), *TAGS, *WORDS, *words])}))
     if model is WordPiece:

@@ -1,10 +1,10 @@
-"""How far a mean over seeds and problems can be trusted.
+"""The uncertainty of a mean over seeds and problems.
 
 Every seed answers the same problems, so a table of scores (seeds, problems) varies by seed, by problem and by both
-together: the crossed design with random effects and one observation per cell (Searle, Casella and McCulloch 1992,
-chapter 4). The variance of its mean is (M_s + M_p - M_e) / (seeds x problems), M the mean squares of seeds, problems
-and the rest, with Satterthwaite's degrees of freedom. If M_s < M_e, drop the seed term; if M_p < M_e, drop the problem
-term. A table of one seed has an interval over problems alone. SciPy has the distribution, and no such design.
+together: a crossed design with random effects and one observation per cell (Searle, Casella and McCulloch 1992,
+chapter 4). The variance of the mean is (M_s + M_p - M_e) / (seeds x problems), where M are the mean squares of seeds,
+problems and the rest, with Satterthwaite's degrees of freedom. If M_s < M_e, drop the seed term; if M_p < M_e, drop the
+problem term. For one seed, the interval is over problems only. SciPy has the distribution, but not this design.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEVEL = 0.95
 
 
 class Mean(NamedTuple):
-    """A mean with the ends of its 95% interval, and the two-sided p-value of its being 0."""
+    """A mean with its 95% interval, and the two-sided p-value for the hypothesis that it is 0."""
 
     value: float
     low: float
@@ -35,10 +35,10 @@ class Square(NamedTuple):
 
 
 def mean_of(scores: np.ndarray, of_seeds: Square | None = None) -> Mean:
-    """The mean of a table (seeds, problems) of scores, or of differences of scores; `of_seeds` replaces its own M_s."""
+    """The mean of a table (seeds, problems) of scores or differences of scores; `of_seeds` replaces the table's M_s."""
     value = float(scores.mean())
     variance, freedom = variance_of_mean(scores, of_seeds)
-    if variance <= 1e-18:  # all alike: there is nothing to estimate it from
+    if variance <= 1e-18:  # all scores are equal, so the variance cannot be estimated
         return Mean(value, value, value, 1.0 if abs(value) < 1e-12 else 0.0)
     error = math.sqrt(variance)
     half = float(student.ppf((1 + LEVEL) / 2, freedom)) * error
@@ -49,11 +49,11 @@ def variance_of_mean(scores: np.ndarray, of_seeds: Square | None = None) -> tupl
     """The variance of the mean of a table (seeds, problems), and its degrees of freedom.
 
     Raises:
-        ValueError: fewer than two problems.
+        ValueError: there are fewer than two problems.
     """
     seeds, problems = scores.shape
     if problems < 2:
-        raise ValueError(f"an interval needs two problems, got a table of {seeds} seeds x {problems} problems")
+        raise ValueError(f"an interval needs at least two problems, got {seeds} seeds x {problems} problems")
     total = scores.mean()
     by_problem, by_seed = scores.mean(0) - total, scores.mean(1) - total
     of_problems = Square(seeds * float((by_problem**2).sum()) / (problems - 1), problems - 1)

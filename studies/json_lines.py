@@ -1,4 +1,4 @@
-"""Results as JSON lines, which several processes append to and any kill leaves readable."""
+"""Results as JSON lines: several processes can append to them, and they stay readable after a kill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """In one write, under a lock, and on a line of its own where a kill left half of one."""
+    """Appends a line in one write, under a lock; if a kill left an incomplete line, a new one is started."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -21,11 +21,11 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines, in their order; none of a file that is not there."""
+    """All complete lines in their order; an empty list if there is no such file."""
     found = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
             found.append(json.loads(text))
-        except json.JSONDecodeError:  # what a kill left of a line
+        except json.JSONDecodeError:  # a line that a kill left incomplete
             continue
     return found

@@ -1,4 +1,4 @@
-"""The commands of `python -m d1`, each with a function that adds its arguments to a parser and one that runs it.
+"""The commands of `python -m d1`. Each has a function that adds its arguments to a parser, and one that runs it.
 
-Nothing here imports torch before a command runs, so that `--help` answers at once.
+Nothing here imports torch before a command runs, so that `--help` is fast.
 """

@@ -1,4 +1,4 @@
-"""python -m d1 chat MODEL: several turns in the model's chat template, the answers coming into focus."""
+"""python -m d1 chat MODEL: a chat in the model's chat template, which shows how the answers are filled in."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from d1.sampling.settings import SamplingSettings
 from d1.show.film import MASK, harmless
 
 HELP = """On a terminal, /reset forgets the conversation, /exit or Ctrl-D ends the chat, and Ctrl-C stops an answer.
-Elsewhere, as in `echo question | python -m d1 chat MODEL`, each line is a turn, only answers go to stdout, and the
-status is 1 if one of them failed."""
+With other input, as in `echo question | python -m d1 chat MODEL`, each line is a turn, only answers are written to
+stdout, and the exit status is 1 if one of them failed."""
 
 
 @dataclass
 class Chat:
-    """A conversation so far, and what answers it."""
+    """A conversation so far, and the model with its settings."""
 
     model: Any
     tokenizer: Any
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def talk(chat: Chat, on_terminal: bool) -> bool:
-    """Answers messages until there are no more; returns whether all could be answered."""
+    """Answers messages until there are no more; returns whether all were answered."""
     well = True
     while True:
         if_stopped = "/exit or Ctrl-D ends the chat"
@@ -75,7 +75,7 @@ def talk(chat: Chat, on_terminal: bool) -> bool:
                 chat.messages.clear()
                 note("the conversation is forgotten")
             elif line.strip():
-                if_stopped = "stopped: the chat goes on as if you had not asked"
+                if_stopped = "stopped: the chat continues as if you had not asked"
                 with coming_into_focus(chat.tokenizer, on_terminal) as show:
                     text = answer(chat, line.strip(), show)
                 sys.stdout.write(harmless(text) + "\n")
@@ -96,13 +96,13 @@ def talk(chat: Chat, on_terminal: bool) -> bool:
 
 
 def note(text: str) -> None:
-    """Says something that is no answer."""
+    """Writes a message that is not an answer to stderr."""
     sys.stderr.write(harmless(text) + "\n")
     sys.stderr.flush()
 
 
 def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> str:
-    """The model's answer; both join the conversation once it is whole.
+    """The model's answer. Question and answer are added to the conversation when the answer is complete.
 
     Args:
         show: called after each forward pass with the ids of the canvas.
@@ -115,7 +115,7 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
 
     messages = [*chat.messages, {"role": "user", "content": question}]
     ids = encode_prompt(chat.tokenizer, render_prompt(chat.tokenizer, messages))
-    advice = ": /reset forgets what was said before; or ask for less with --gen_length"
+    advice = ": /reset forgets the conversation; or lower --gen_length"
     check_room(chat.model.config, len(ids), chat.sampling.gen_length, advice)
     prompt = torch.tensor([ids], device=chat.model.device)
     ends = end_ids(chat.tokenizer)
@@ -140,7 +140,7 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
 
 @contextmanager
 def coming_into_focus(tokenizer: Any, on_terminal: bool) -> Iterator[Callable[[list[int]], object]]:
-    """Shows canvases in one place of the terminal, if there is one, and clears it at the end."""
+    """Shows canvases in one place of the terminal, if there is a terminal, and clears it at the end."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

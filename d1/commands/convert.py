@@ -1,4 +1,4 @@
-"""`d1 a2d`, `d1 merge` and `d1 export`: one model folder is made from another."""
+"""`d1 a2d`, `d1 merge` and `d1 export`: make a model folder from another one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def add_a2d(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--mask_token", default="<|mask|>", help="a spare token of the tokenizer, or a new name")
-    parser.add_argument("--keep_shift", action="store_true", help="go on predicting the next position, as Dream does")
-    parser.add_argument("--block_size", type=COUNT, help="attend to the token's own block and those before it alone")
-    parser.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer that has none")
+    parser.add_argument("--keep_shift", action="store_true", help="still predict the next position, as Dream does")
+    parser.add_argument("--block_size", type=COUNT, help="attend only to a token's own block and earlier blocks")
+    parser.add_argument("--plain_chat_template", action="store_true", help="for a tokenizer without chat template")
 
 
 def a2d(args: argparse.Namespace) -> None:
@@ -29,7 +29,7 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE")
     parser.add_argument("adapters", metavar="ADAPTER", nargs="+", help="in order of training")
     parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--dtype", default="auto", help="of the merged weights (default: that of BASE)")
+    parser.add_argument("--dtype", default="auto", help="dtype of the merged weights (default: that of BASE)")
     parser.add_argument("--device", help="where to compute, e.g. cuda")
 
 

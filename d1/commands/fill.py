@@ -1,4 +1,4 @@
-"""python -m d1 fill MODEL "The capital of [MASK:3] is Paris": placeholders filled in, so many tokens each."""
+"""python -m d1 fill MODEL "The capital of [MASK:3] is Paris": fill in placeholders, here with three tokens."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from d1.sampling.flags import FLAGS, add_model_flags, add_sampling_flags
 from d1.sampling.settings import BLOCK_LENGTH
 
 PLACEHOLDER = re.compile(r"\[MASK(?::([^\]]*))?\]")
-LEFT_OUT = ("gen_length", "kv_cache")  # the text says how many tokens are filled in, and there is no cache here
+LEFT_OUT = ("gen_length", "kv_cache")  # the text gives the number of tokens, and there is no cache here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_path", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
     parser.set_defaults(plain_chat_template=False)
-    parser.add_argument("text", metavar="TEXT", help="[MASK:3] is three tokens, [MASK] one; all else stays as it is")
+    parser.add_argument("text", metavar="TEXT", help="[MASK:3] is three tokens, [MASK] one; the rest does not change")
     add_model_flags(parser, leave_out=("model_path", "plain_chat_template"))
     group = parser.add_argument_group("sampling")
     add_sampling_flags(
         group,
         LEFT_OUT,
-        block_length={"help": f"masks filled before the next (default: the model's own blocks, or {BLOCK_LENGTH})"},
+        block_length={"help": f"masks per block, left to right (default: the model's own, or {BLOCK_LENGTH})"},
         diffusion_steps={"help": "forward passes (default: one per mask)"},
         sampler={"help": "exact or parallel: there is no cache here (default: %(default)s)"},
     )
@@ -65,7 +65,7 @@ def pieces_of(text: str) -> list[str | int]:
     pieces: list[Any] = PLACEHOLDER.split(text)
     for place, count in list(enumerate(pieces))[1::2]:
         if count is not None and (not count.isdecimal() or int(count) < 1):
-            raise ValueError(f"[MASK:{count}] says no number of tokens: write [MASK:3] for three, [MASK] for one")
+            raise ValueError(f"[MASK:{count}] has no number of tokens: write [MASK:3] for three, [MASK] for one")
         pieces[place] = int(count or 1)
     if len(pieces) == 1:
         raise ValueError("the text has no placeholder: write [MASK:3] where three tokens are missing, [MASK] for one")
@@ -73,9 +73,9 @@ def pieces_of(text: str) -> list[str | int]:
 
 
 def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bool], int, int]:
-    """Ids and which of them are hidden, in the tokenizer's special tokens, and how many of these stand on either side.
+    """The ids, which of them are hidden, and the number of special tokens that the tokenizer adds before and after.
 
-    Pieces are read one by one, so that a placeholder has as many tokens as it says whatever its neighbours are.
+    Pieces are tokenised one by one, so that a placeholder always has its number of tokens, whatever its neighbours are.
     """
     from d1.models.tokenizer import encode_prompt
 
@@ -86,8 +86,8 @@ def encoded(tokenizer: Any, pieces: list[str | int]) -> tuple[list[int], list[bo
         own = [tokenizer.mask_token_id] * piece if isinstance(piece, int) else encode_prompt(tokenizer, piece)
         if isinstance(piece, str) and tokenizer.mask_token_id in own:
             raise ValueError(
-                f"the text {piece!r} holds {tokenizer.mask_token}, the model's own mask token, which would stay as it "
-                "is: write [MASK] where a token is missing"
+                f"the text {piece!r} has {tokenizer.mask_token}, the model's own mask token, which would not be filled "
+                "in: write [MASK] where a token is missing"
             )
         ids += own
         hidden += [isinstance(piece, int)] * len(own)

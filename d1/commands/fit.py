@@ -1,4 +1,5 @@
-"""python -m d1 fit --model_path X --stage rl --gpus 8: the memory a stage needs, and the batch that fits each card."""
+"""python -m d1 fit --model_path X --stage rl --gpus 8: show the memory that a stage needs, and the largest batch per
+card."""
 
 from __future__ import annotations
 
@@ -15,28 +16,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_path", "--model_name", required=True, help="only its config.json is read")
     parser.add_argument("--stage", choices=["sft", "rl", "eval"], required=True)
     parser.add_argument("--batch", type=COUNT, default=1, help="rows per GPU (default: %(default)s)")
-    parser.add_argument("--length", type=COUNT, default=4096, help="tokens of a row, prompt and completion")
+    parser.add_argument("--length", type=COUNT, default=4096, help="tokens per row, prompt and completion")
     parser.add_argument("--block_length", type=COUNT, default=32)
     parser.add_argument("--gpus", type=COUNT, default=1)
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help="DeepSpeed ZeRO stage; 0 is plain DDP")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--lora_r", type=NATURAL, default=128, help="0: all weights are trained (default: %(default)s)")
+    parser.add_argument("--lora_r", type=NATURAL, default=128, help="0: train all weights (default: %(default)s)")
     targets = "attention, all-linear or names of modules (default: attention)"
     parser.add_argument("--lora_targets", nargs="+", default=["attention"], help=targets)
     parser.add_argument("--load_in_4bit", action="store_true", help="frozen weights in NF4")
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    rl = parser.add_argument_group("RL, named and set as in training")
+    rl = parser.add_argument_group("RL, with the names and values of training")
     rl.add_argument("--method", choices=list(METHODS), default="d1", help="(default: %(default)s)")
-    rl.add_argument("--beta", type=AMOUNT, help="without LoRA a reference model is kept if > 0; the method's if unset")
+    rl.add_argument(
+        "--beta", type=AMOUNT, help="above 0, full training keeps a reference model (default: the method's)"
+    )
     rl.add_argument("--views_at_once", type=COUNT, default=1)
     rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
     rl.add_argument("--diffusion_steps", type=COUNT, default=128, help="(default: %(default)s)")
-    rl.add_argument("--steps_per_generation", type=COUNT, default=1, help="micro-batches of a rollout")
+    rl.add_argument("--steps_per_generation", type=COUNT, default=1, help="micro-batches per rollout")
 
 
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
-    """What `FitSettings` is told of a run's RL method: its views, what is stored of them, and whether it has a KL to a
-    reference. A method's own values of the canvas win. Raises ValueError for settings that training refuses, too."""
+    """The fields of `FitSettings` that depend on the RL method: its views, their stored bytes, and whether it has a KL
+    to a reference. The method's own values of the canvas win. Raises ValueError for settings that training refuses."""
     from d1.rl.config import DiffuGRPOConfig
     from d1.rl.plan import drawn_views, most_views
 
@@ -44,13 +47,13 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     given: dict[str, Any] = {name: value for name, value in canvas.items() if name not in METHODS[args.method].values}
     given |= {} if block_size is None else {"block_length": block_size}
     given |= {} if args.beta is None else {"beta": args.beta}
-    # The least batch: rows are counted elsewhere.
+    # The smallest batch, because rows are counted elsewhere.
     batch: dict[str, Any] = {"per_device_train_batch_size": 2, "num_generations": 2}
     batch["gradient_accumulation_steps"] = args.steps_per_generation
     config = DiffuGRPOConfig(output_dir=".", method=args.method, use_cpu=True, bf16=False, **batch, **given)
     tokens = min(args.max_completion_length, args.length)
-    # For each update and view a byte a token for what is hidden, and on the canvas fp32 weights and log-probs. Updates
-    # that share views out keep all of them.
+    # Per update and view: one byte per token for what is hidden, and fp32 weights and log-probs on the canvas. Updates
+    # that divide the views among them store all of them.
     numbers = 1 + config.needs_old_logps + config.needs_reference
     a_row = config.num_iterations * drawn_views(config, block_size) * (args.length + 4 * numbers * tokens)
     beta = config.beta if config.needs_reference else 0.0
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     from d1.models.kinds import block_size, native_config
 
     if args.load_in_4bit and args.lora_r == 0 and args.stage != "eval":
-        raise ValueError("4-bit weights are frozen: --load_in_4bit needs a LoRA (--lora_r of at least 1)")
+        raise ValueError("4-bit weights are frozen: --load_in_4bit needs a LoRA adapter (--lora_r of at least 1)")
     given = {name: value for name, value in vars(args).items() if value is not None}
     fields = {name: value for name, value in given.items() if name in FitSettings.__annotations__}
     base, _ = adapter_chain(args.model_path, None)

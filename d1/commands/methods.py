@@ -1,4 +1,4 @@
-"""python -m d1 methods [NAME]: the RL methods that --method takes, or all values of one."""
+"""python -m d1 methods [NAME]: list the RL methods, or all settings of one method."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def all_methods() -> str:
-    """A row for each method. No KL is named where `beta` is 0, and scaling by the group's deviation is an advantage."""
+    """One row per method. The KL is empty if `beta` is 0; scaling by the group's deviation is shown as an advantage."""
     rows = []
     for name, method in METHODS.items():
         shown = dict(method.values)
@@ -41,7 +41,7 @@ def all_methods() -> str:
 
 
 def one_method(name: str) -> str:
-    """Its settings, those last that a config file's own stand above."""
+    """A method's settings; the last ones are those that a config file overrides."""
     method = METHODS[name]
     rows = [[f"--{setting}", str(value)] for setting, value in {**method.values, **method.scale}.items()]
     return f"{name}: {method.paper}\n\n" + markdown_table(["setting", "value"], rows)

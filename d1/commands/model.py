@@ -1,4 +1,4 @@
-"""The model and the tokenizer that the flags of `chat`, `watch` and `fill` name."""
+"""Load the model and the tokenizer that the flags of `chat`, `watch` and `fill` name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def tokenizer_of(args: argparse.Namespace) -> Any:
-    """The tokenizer of the model, or of the adapter on it."""
+    """The adapter's tokenizer if there is an adapter, else the model's."""
     from d1.models import load_tokenizer
 
     return load_tokenizer(
@@ -18,7 +18,7 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
 
 
 def model_of(args: argparse.Namespace, load: Callable[..., Any] | None = None) -> Any:
-    """The model with its adapter, by `load_on_device` or by `load` in place of it."""
+    """The model with its adapter, loaded by `load` (default: `load_on_device`)."""
     from d1.models.load import load_on_device
 
     return (load or load_on_device)(

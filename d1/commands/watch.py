@@ -1,10 +1,10 @@
-"""python -m d1 watch --model_path M --prompt TEXT: a completion coming into focus, in the terminal and as a web page.
+"""python -m d1 watch --model_path M --prompt TEXT: show how a completion is filled in, in the terminal or as a page.
 
     python -m d1 watch --model_path pocket/base --dataset sudoku --index 3 --gen_length 32 --block_length 8
     python -m d1 watch --model_path pocket/base --dataset sudoku --html watch.html --against sampler=parallel eos_stop
 
-The second shows two runs side by side: --against names what differs, as NAME=VALUE or as the NAME of a switch. So does
-`--against model_path=runs/grpo`, before and after RL.
+The second command shows two runs side by side: --against lists the settings that differ, as NAME=VALUE or as the NAME
+of a switch. For example, `--against model_path=runs/grpo` compares a model before and after RL.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ OUTPUTS = ("html", "svg")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     add_model_flags(parser.add_argument_group("model"))
-    asked = parser.add_argument_group("what is asked: a prompt, or a problem of a task")
-    asked.add_argument("--prompt", help="what a user says; the model's chat template is put around it")
+    asked = parser.add_argument_group("question: a prompt, or a problem of a task")
+    asked.add_argument("--prompt", help="the user's message; the model's chat template is put around it")
     asked.add_argument("--dataset", help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
-    asked.add_argument("--index", type=NATURAL, default=0, help="which problem of the split, from 0")
+    asked.add_argument("--index", type=NATURAL, default=0, help="number of the problem in the split, from 0")
     asked.add_argument("--split", choices=SPLITS, default="test")
     asked.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
     sampling = parser.add_argument_group("sampling")
     add_sampling_flags(sampling)
-    sampling.add_argument("--eos_stop", action="store_true", help="leave out the blocks after the completion's end")
-    shown = parser.add_argument_group("what is shown")
+    sampling.add_argument("--eos_stop", action="store_true", help="skip the blocks after the completion's end")
+    shown = parser.add_argument_group("output")
     shown.add_argument("--against", nargs="+", metavar="NAME=VALUE", default=[], help="a second run, with these flags")
-    shown.add_argument("--html", type=Path, help="write a page that plays, to open in any browser")
-    shown.add_argument("--svg", type=Path, help="write an animated picture, for a document")
-    shown.add_argument("--pause", type=AMOUNT, default=0.08, help="minimum seconds that a step stays in the terminal")
+    shown.add_argument("--html", type=Path, help="write an animated web page for any browser")
+    shown.add_argument("--svg", type=Path, help="write an animated picture for a document")
+    shown.add_argument("--pause", type=AMOUNT, default=0.08, help="minimum time per step in the terminal, in seconds")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Plays one run, or two after each other, and writes what was asked for."""
+    """Plays one run, or two after each other, and writes the files asked for."""
     runs = [args, *([changed(args)] if args.against else [])]
     for one in runs:
         check_arguments(one)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     from d1.show.terminal import play
 
     log_to_console()
-    loaded = functools.cache(load_on_device)  # two runs of one model load it once
+    loaded = functools.cache(load_on_device)  # two runs of the same model load it once
     console, films = Console(), []
     for one, title in zip(runs, titles(runs), strict=True):
         growing, total = rehearse(one, title, loaded)
@@ -74,7 +74,7 @@ def changed(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def titles(runs: list[argparse.Namespace]) -> list[str]:
-    """The flags that differ between the runs, or the model's name where none does."""
+    """A title per run: the flags that differ between the runs, or the model's name if there are none."""
     flags = [vars(one) | {"against": None, "model_path": Path(one.model_path).name or one.model_path} for one in runs]
     names = [name for name in flags[0] if any(one[name] != flags[0][name] for one in flags)] or ["model_path"]
     return [", ".join(described(name, one[name]) for name in names) for one in flags]
@@ -88,7 +88,7 @@ def described(name: str, value: Any) -> str:
 
 def check_arguments(args: argparse.Namespace) -> None:
     if (args.prompt is None) == (args.dataset is None):
-        raise ValueError("d1 watch needs something to answer: --prompt TEXT, or --dataset TASK and --index N")
+        raise ValueError("d1 watch needs a question: either --prompt TEXT, or --dataset TASK and --index N")
     for kind, path in ((kind, getattr(args, kind)) for kind in OUTPUTS if getattr(args, kind)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
@@ -97,7 +97,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def messages_of(args: argparse.Namespace) -> list[dict[str, str]]:
-    """The chat that asks for the completion."""
+    """The chat messages before the completion."""
     if args.prompt is not None:
         return [{"role": "user", "content": args.prompt}]
     rows = load_task(args.dataset).load_rows(args.split, args.data_file)
@@ -107,7 +107,7 @@ def messages_of(args: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -> tuple[Iterator[Film], int]:
-    """The film of a run, as it grows, and the most steps that it can take."""
+    """The film of a run while it grows, and the maximum number of its steps."""
     import torch
 
     from d1.masking import keyed_generator
@@ -123,7 +123,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
     settings = sampling_settings(vars(args), model.config)
     check_room(model.config, ids.shape[1], settings.gen_length)
     blocks = settings.block_length
-    filled = ids.shape[1] % blocks if block_size(model.config) else None  # of the block that the prompt ends in
+    filled = ids.shape[1] % blocks if block_size(model.config) else None  # prompt tokens in the block where it ends
     steps = rollout_steps(
         model,
         ids.to(model.device),
@@ -139,7 +139,7 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
 
 
 def write(args: argparse.Namespace, films: list[Film]) -> None:
-    """The files that were asked for, named on stderr."""
+    """Writes the files asked for and names them on stderr."""
     from d1.show.flow import film_svg
     from d1.show.page import film_page
 

@@ -1,4 +1,4 @@
-"""Evaluation: completions of a task's problems, their files, and the accuracies."""
+"""Evaluation: generate completions for a task's problems, store them in files, and score them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """python parse_and_get_acc.py [FOLDER] [--scoring strict|published] [--format table|json] [--details FILE]
 
-Scores generation files, d1's or ours, and prints one row per setup. Without a folder it scores `eval_baselines/`, the
-pocket models' own generations. Exit code 1 when a setup is incomplete, unless `--allow-partial`.
+Scores generation files, d1's or ours, and prints one row per setup. Without FOLDER it scores `eval_baselines/`, the
+generations of the pocket models. The exit code is 1 if a setup is incomplete, unless `--allow-partial` is given.
 
     python -m d1 parse results/ --compare sudoku_base_32_16 sudoku_sft_32_16
 """
@@ -26,14 +26,14 @@ from d1.runs.entry import OneLineParser, run_script
 from d1.show.uncertainty import pass_at_k, sign_test, wilson_interval
 from d1.tasks import MAX_TEXT, TASKS, load_task, under_protocol
 
-BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # of a checkout
+BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # exists only in a checkout
 PASS_AT = (1, 2, 5, 10, 20, 50, 100)
 
 
 @dataclass
 class Row:
-    """One setup's results; `accuracy`, its 95% interval and `metrics` are in percent, `tokens` (generated before the
-    end) and `forward_passes` means over completions. `pass_at` has the estimate and interval of each pass@k."""
+    """One setup's results. `accuracy`, its 95% interval and `metrics` are in percent; `tokens` (generated before the
+    end) and `forward_passes` are means per completion; `pass_at` has the estimate and the interval of each pass@k."""
 
     setup: str
     task: str
@@ -58,11 +58,12 @@ class Row:
 def score_setup(
     setup: GeneratedSetup, scoring: str, own_tasks: Mapping[str, ModuleType]
 ) -> tuple[Row, list[dict[str, Any]]]:
-    """The row of a setup and what was made of each of its problems.
+    """The row of a setup, and the score of each of its problems.
 
     Args:
-        scoring: "strict" (`d1.tasks`; each problem once) or "published" (d1's released rules; repeats count again).
-        own_tasks: task modules beyond d1's own, by the task's name in the files.
+        scoring: "strict" (`d1.tasks`; each problem counts once) or "published" (d1's released rules; repeats count
+            again).
+        own_tasks: the user's task modules, by the task's name in the files.
     """
     row = Row(setup.name, setup.task, setup.model, setup.gen_length, scoring, expected=setup.expected)
     row.missing_ranks, row.errors = setup.missing_ranks, list(setup.errors)
@@ -75,7 +76,7 @@ def score_setup(
                 raise ValueError(f"unknown task {setup.task!r}: name its file with --task_file")
             task = under_protocol(own_tasks.get(setup.task) or load_task(setup.task), setup.protocol)
         elif setup.protocol != "d1":
-            raise ValueError(f"the published rules are for d1's prompts, and these are {setup.protocol}'s")
+            raise ValueError(f"the published rules are for d1's prompts, but these files have {setup.protocol}'s")
     except ValueError as error:
         row.errors.append(f"{setup.name}: {error}")
         return row, []
@@ -95,7 +96,7 @@ def score_setup(
         summarise(row, setup, details, problems)
     if row.expected is not None and len(seen) > row.expected:
         row.errors.append(
-            f"{setup.name}: {len(seen)} problems where {row.expected} are expected: another run's are mixed in"
+            f"{setup.name}: {len(seen)} problems instead of {row.expected}: problems of another run are mixed in"
         )
     row.complete = not row.errors and not row.missing_ranks and len(details) > 0 and len(seen) >= (row.expected or 0)
     return row, details
@@ -108,7 +109,7 @@ def detail_of(setup: GeneratedSetup, task: ModuleType | None, problem: Generated
     try:
         if task is not None:
             return asked | strict_detail(problem.text[-MAX_TEXT:], task, asked)
-        from d1.eval.published_scoring import score_published  # it imports datasets, which --help does without
+        from d1.eval.published_scoring import score_published  # imports datasets, which --help does not need
 
         right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
         return asked | {"right": right, "total": total, "accuracy": right / total}
@@ -117,7 +118,7 @@ def detail_of(setup: GeneratedSetup, task: ModuleType | None, problem: Generated
 
 
 def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
-    """The tasks among these that are files, by their names in generation files."""
+    """The user's tasks (those given as files), by their names in generation files."""
     return {Path(path).stem: load_task(path) for path in names_or_paths if path not in TASKS}
 
 
@@ -198,10 +199,10 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--scoring",
         choices=["strict", "published"],
         default="strict",
-        help="strict: the tasks' own metrics; published: d1's released rules, faults included",
+        help="strict: the tasks' own metrics; published: d1's released rules, including their faults",
     )
     parser.add_argument("--format", choices=["table", "json"], default="table")
-    parser.add_argument("--details", metavar="FILE", help="write what was made of each problem here, as JSON lines")
+    parser.add_argument("--details", metavar="FILE", help="write each problem's answer and score here, as JSON lines")
     parser.add_argument(
         "--compare",
         nargs=2,
@@ -214,7 +215,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code: 1 where a setup is incomplete or holds errors."""
+    """Runs the command; returns the exit code: 1 if a setup is incomplete or has errors."""
     if args.folder == str(BASELINES) and not BASELINES.is_dir():
         raise FileNotFoundError("name a folder of generation files: only a checkout has those of the pocket models")
     own_tasks = user_tasks(*args.task_file)
@@ -240,12 +241,12 @@ def find_setup(name: str, folder: str) -> GeneratedSetup:
     where, _, own = name.rpartition("/")
     setups = {setup.name: setup for setup in read_setups(where or folder)}
     if own not in setups:
-        raise ValueError(f"no setup {own!r} in {where or folder}: there are {', '.join(setups)}")
+        raise ValueError(f"no setup {own!r} in {where or folder}: choose one of {', '.join(setups)}")
     return setups[own]
 
 
 def row_reports(row: Row) -> list[str]:
-    """What a reader of the row must know."""
+    """The errors and notes that belong to a row."""
     lines = [f"ERROR {error}" for error in row.errors]
     if row.missing_ranks:
         first, *others = row.missing_ranks
@@ -259,7 +260,7 @@ def row_reports(row: Row) -> list[str]:
 
 
 def as_table(rows: list[Row]) -> str:
-    """One line per row under a header, in columns as wide as their widest text."""
+    """The rows as an aligned table with a header."""
 
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
@@ -286,5 +287,6 @@ def as_table(rows: list[Row]) -> str:
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Scores generation files as the command `prog`, with `arguments` in place of those of the command line; exits."""
+    """Scores generation files as the command `prog` with `arguments` (default: those of the command line), then
+    exits."""
     run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))

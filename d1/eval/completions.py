@@ -1,9 +1,9 @@
-"""Generates the completions that an evaluation lacks into its journal, with full batches, in one or several processes.
+"""Generate the completions that an evaluation's journal lacks, with full batches, in one or several processes.
 
-In fp32 no row depends on the others in its batch: each process takes rows from the queue one by one, as its batch has
-room. In 16 bits a row's tokens depend on them now and then. So there the queue holds whole parts of the run, which are
-the same whatever is left to do and however many processes share them. A part has its batch for itself, and one that a
-kill left unfinished is generated again, whole.
+In fp32 no row depends on the others in its batch: each process takes rows from the queue one by one, when its batch has
+room. In 16 bits a row's tokens sometimes depend on the other rows. So there the queue holds whole parts of the run,
+which depend neither on what is left to do nor on the number of processes. Each part has its own batches, and a part
+that was interrupted is generated again as a whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from d1.sampling.flags import sampling_settings
 logger = logging.getLogger("eval")
 
 T = TypeVar("T")
-STORE: list[dist.Store] = []  # what the processes count in; empty where there is one process
+STORE: list[dist.Store] = []  # the processes' shared counters; empty for a single process
 
 
 def join_processes() -> tuple[int, int]:
@@ -56,7 +56,7 @@ def leave_processes() -> None:
 
 
 def queue_of(items: Sequence[T], name: str) -> Iterator[T]:
-    """`items` in their order, each given to one process only: to whichever asks next. Once a launch for each name."""
+    """`items` in their order, each given to one process only: the next that asks. Use each name once per launch."""
     if not STORE:
         yield from items
         return
@@ -70,7 +70,7 @@ def wait_for_all() -> None:
 
 
 def from_rank_0(compute: Callable[[], Any]) -> Any:
-    """What `compute` returns on rank 0; an exception there is raised on every rank, so that none waits for ever."""
+    """The result of `compute` on rank 0. An exception there is raised on every rank, so that no rank waits for ever."""
     outcome: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -87,15 +87,16 @@ def from_rank_0(compute: Callable[[], Any]) -> Any:
 def complete(
     args: argparse.Namespace, load: Callable[[], Any], tokenizer: Any, prompts: Iterable[Prompt], journal: Journal
 ) -> None:
-    """Generates what the journal lacks and adds each row as it ends; returns when all processes are done."""
+    """Generates the completions that the journal lacks and appends each when it ends; returns when all processes are
+    done."""
     # The longest prompts come first: batches need little padding, and one that does not fit fails at once.
     every = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     size = part_size(args)
     wanted = {prompt.key for prompt in every}
     done = journal.read().keys() & wanted
-    wait_for_all()  # nobody writes before everybody has read
+    wait_for_all()  # no process writes before all have read
     if done and journal.rank == 0:
-        logger.info("Resuming: %d of %d completions are there", len(done), len(every))
+        logger.info("Resuming: %d of %d completions are done", len(done), len(every))
     parts = [every[start : start + size] for start in range(0, len(every), size)]
     parts = [part for part in parts if any(prompt.key not in done for prompt in part)]
     if parts:
@@ -131,11 +132,11 @@ def generate_rows(
     ends: torch.Tensor,
     batch_size: int,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each prompt's number and journal entry, as its row ends; the next prompt is taken when there is room for it.
+    """Each prompt's number and journal entry, as soon as its row ends; the next prompt is taken when there is room.
 
-    Entries hold, under the names of the generation files, texts, `tokens` generated before the end, `forward_passes`,
-    `forward_tokens` that these fed through the model, and `seconds` since rows ended before, shared by those that ended
-    together: over all rows they add up to the time that it took.
+    Entries use the names of the generation files: texts, `tokens` generated before the end, `forward_passes`,
+    `forward_tokens` (tokens processed in these passes), and `seconds`: the time since the last rows ended, divided by
+    the number of rows that ended together, so that the sum over all rows is the total time.
     """
     asked: dict[int, Prompt] = {}
 

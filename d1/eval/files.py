@@ -1,10 +1,10 @@
 """Generation files, d1's or ours: one setup (task, model, lengths) may be spread over the files of several ranks.
 
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
-`{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Ours add to an item `text`,
-`tokens` (generated before the end), `forward_passes` and `forward_tokens` (fed through the model in these); to the file
-`task`, `expected_problems` and `prompt_protocol`.
-Whatever is wrong with a file or an item is noted, and the rest is read.
+`{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Our files add to each item
+`text`, `tokens` (generated before the end), `forward_passes` and `forward_tokens` (processed in these passes), and to
+the file `task`, `expected_problems` and `prompt_protocol`.
+Errors in a file or an item are recorded, and the rest is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # scoring imports no tokenizer
 
 FILE_NAME = re.compile(r"(?P<setup>.+_\d+_\d+)_(?P<rank>0|[1-9]\d{0,3})_generations\.json")
 D1_TASKS = {"gsm8k": "gsm8k", "math500": "math", "math": "math", "countdown": "countdown", "sudoku": "sudoku"}
-D1_PROBLEMS = {"gsm8k": 1319, "math": 500, "countdown": 256, "sudoku": 256}  # in d1's evaluation
+D1_PROBLEMS = {"gsm8k": 1319, "math": 500, "countdown": 256, "sudoku": 256}  # number of problems in d1's evaluation
 SETTINGS = ("model_path", "checkpoint_path", "gen_length", "diffusion_steps", "block_length", "split", "seed")
 RUN = ("task", "expected_problems", "prompt_protocol", *SETTINGS)  # what our files of a setup have in common
 TURN_ENDS = re.compile(r"<\|(?:eot_id|endoftext|im_end)\|>")
@@ -30,8 +30,7 @@ TURN_ENDS = re.compile(r"<\|(?:eot_id|endoftext|im_end)\|>")
 
 @dataclass(frozen=True)
 class GeneratedProblem:
-    """A problem as a file has it, with a completion: as decoded, and as read for an answer (up to its end, no special
-    tokens)."""
+    """A problem and its completion in a file: `raw` as decoded, and `text` up to its end, without special tokens."""
 
     where: str  # "FILE, item N", for messages
     key: str  # what identifies the completion within a setup
@@ -46,7 +45,7 @@ class GeneratedProblem:
 
 @dataclass
 class GeneratedSetup:
-    """What the files of one setup hold, and what is wrong with them."""
+    """The content of one setup's files, and the errors in them."""
 
     name: str
     task: str = "unknown"
@@ -62,7 +61,7 @@ class GeneratedSetup:
 def generation_file(
     args: argparse.Namespace, task: str, prompts: list[Prompt], done: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    """A file in d1's format."""
+    """The content of a generation file, in d1's format."""
     items = []
     for prompt in prompts:
         entry = {name: value for name, value in done[prompt.key].items() if name != "index"}
@@ -79,10 +78,11 @@ def generation_file(
 
 
 def read_setups(folder: str | Path) -> list[GeneratedSetup]:
-    """All setups of a folder, sorted by task, model and length; a file that cannot be part of one is its own.
+    """All setups of a folder, sorted by task, model and length; a file whose name does not fit becomes its own setup,
+    with an error.
 
     Raises:
-        FileNotFoundError: no such folder, or no generation file in it.
+        FileNotFoundError: there is no such folder, or no generation file in it.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -118,7 +118,7 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     for rank, data in contents.items():
         file = files[rank].name
         if other := [f"{key} {data.get(key)!r}" for key in RUN if own and data and data.get(key) != own.get(key)]:
-            setup.errors.append(f"{file}: not read, because it is of another run (here {', '.join(other)})")
+            setup.errors.append(f"{file}: not read, because it is from another run (here {', '.join(other)})")
             continue
         for number, item in enumerate(data.get("generations", [])):
             where = f"{file}, item {number}"
@@ -129,19 +129,19 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
     numbered = Counter(problem.key for problem in setup.problems if problem.problem.isdigit())
     setup.errors += [f"{name}: index {key} occurs {count} times" for key, count in numbered.items() if count > 1]
     if 0 < numbered.total() < len(setup.problems):
-        setup.errors.append(f"{name}: some problems have an index and others have none: they are of two runs")
+        setup.errors.append(f"{name}: some problems have an index and others have none: they are from two runs")
     return setup
 
 
 def read_json(path: Path, errors: list[str]) -> dict[str, Any]:
-    """The content of a generation file; what cannot be read is appended to `errors` and comes back empty."""
+    """The content of a generation file; empty if it cannot be read, with the reason appended to `errors`."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         errors.append(f"{path.name}: not readable as JSON, perhaps cut off ({error})")
         return {}
     if not isinstance(data, dict) or not isinstance(data.get("generations"), list):
-        errors.append(f'{path.name}: no list "generations" in it')
+        errors.append(f'{path.name}: it has no list "generations"')
         return {}
     return data
 

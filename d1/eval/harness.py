@@ -1,13 +1,14 @@
 """python harness.py --model_path PATH --tasks gsm8k,hellaswag [--num_fewshot 4] [--apply_chat_template] ...
 
-Runs the tasks of lm-evaluation-harness (`pip install -e ..[harness]`) on a masked diffusion model. The flags below say
+Runs the tasks of lm-evaluation-harness (`pip install -e ..[harness]`) on a masked diffusion model. The flags below set
 how the model samples and scores; all others are `lm_eval`'s own (`lm_eval run --help`): tasks, examples, chat template,
 system prompt, --limit, --include_path, --output_path, --log_samples, --gen_kwargs. On several GPUs:
 `accelerate launch harness.py ...`.
 
-Temperature and stop strings are the task's (`--gen_kwargs temperature=0.9,do_sample=True`). So is the length of a
-completion, unless --gen_length is given. With `--use_cache PATH` a killed run, started again, does not recompute
-finished requests; the harness's cache knows requests and not models, so use one PATH per model and settings.
+The task sets the temperature and the stop strings (change them with `--gen_kwargs temperature=0.9,do_sample=True`), and
+the length of a completion, unless --gen_length is given. With `--use_cache PATH`, a killed run that is started again
+does not recompute finished requests. The harness's cache does not record the model, so use one PATH per model and
+settings.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ if TYPE_CHECKING:  # an optional package
     from lm_eval.api.instance import Instance
 
 MISSING = "lm-evaluation-harness is not installed: pip install -e '.[harness]' in the checkout, or pip install lm-eval"
-DEFAULT_LENGTH = 256  # tokens of a completion where neither the flags nor the task name a number, as in the harness
-READ = ("until", "max_gen_toks", "do_sample", "temperature")  # what is read of a task's generation_kwargs
-ONLY_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")  # these change nothing where decoding is greedy
+DEFAULT_LENGTH = 256  # tokens per completion if neither the flags nor the task name a number, as in the harness
+READ = ("until", "max_gen_toks", "do_sample", "temperature")  # the supported part of a task's generation_kwargs
+ONLY_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")  # these have no effect on greedy decoding
 OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "num_beams": 1}
 
 
 class PassingParser(OneLineParser):
-    """Keeps the flags that it does not know, as `harness`."""
+    """Keeps unknown flags, as `harness`."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         known, rest = self.parse_known_args(args, namespace)
@@ -64,18 +65,18 @@ def make_parser() -> argparse.ArgumentParser:
     add_sampling_flags(
         sampling,
         leave_out=("temperature", "seed"),
-        gen_length={"default": None, "help": "tokens per completion (default: what the task allows)"},
+        gen_length={"default": None, "help": "tokens per completion (default: the task's maximum)"},
     )
     scoring = parser.add_argument_group("tasks that compare log-likelihoods")
     scoring.add_argument("--mc_num", type=COUNT, default=128, help="masks per answer (default: 128, as LLaDA)")
-    parser.add_argument("--draw_seed", type=SEED, default=0, help="of masks and of sampling; --seed is the harness's")
+    parser.add_argument("--draw_seed", type=SEED, default=0, help="seed of masks and sampling; --seed is the harness's")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    """Runs lm_eval's own command with the model "d1" known to it."""
+    """Registers the model "d1" and runs lm_eval's own command."""
     own = {name: value for name, value in vars(args).items() if name not in ("harness", "batch_size")}
-    length = args.gen_length or 1024  # a task's own is not known yet
+    length = args.gen_length or 1024  # the task's own length is not known yet
     of_a_task = {"gen_length": length, "diffusion_steps": args.diffusion_steps or length, "temperature": 0.0}
     config = config_of(args.model_path, args.checkpoint_path)
     own["block_length"] = sampling_settings(own | of_a_task, config).block_length
@@ -91,7 +92,8 @@ def main(args: argparse.Namespace) -> None:
 
 @lru_cache
 def register() -> type:
-    """Makes the model known to the harness as "d1", for `lm_eval.simple_evaluate(model="d1", ...)`: its class."""
+    """Registers the model with the harness as "d1", for `lm_eval.simple_evaluate(model="d1", ...)`; returns its
+    class."""
     try:
         from lm_eval.api.model import TemplateLM
         from lm_eval.api.registry import register_model
@@ -103,13 +105,14 @@ def register() -> type:
 
 
 class HarnessModel:
-    """What a subclass of the harness's `TemplateLM` needs (`register`); the arguments are `harness.py`'s flags.
+    """The methods that a subclass of the harness's `TemplateLM` needs (`register`); the arguments are `harness.py`'s
+    flags.
 
-    Several processes (accelerate launch, torchrun) share the requests as the harness deals them out. In float32 no
-    answer depends on `batch_size`, on the order of the requests or on the number of processes.
+    The harness distributes the requests over processes (accelerate launch, torchrun). In float32 no answer depends on
+    `batch_size`, on the order of the requests or on the number of processes.
     """
 
-    cache_hook: Any  # these three are the harness's
+    cache_hook: Any  # the harness defines these three
     rank: int
     world_size: int
 
@@ -123,14 +126,14 @@ class HarnessModel:
     ) -> None:
         super().__init__()
         if not str(batch_size).isdecimal() or max_batch_size is not None:
-            raise ValueError(f"--batch_size must be a number, got {batch_size!r}: no batch size is searched for here")
+            raise ValueError(f"--batch_size must be a number, got {batch_size!r}: automatic sizes are not supported")
         self.args = parse_settings(make_parser(), {"model_path": model_path, **flags})
         self.batch_size = int(batch_size)
         known = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
         self._rank, self._world_size = known or join_processes()
         self.tokenizer = load_tokenizer_for(self.args)
         self.model = load_model_for(self.args)
-        if device == "cpu":  # else each process has the GPU of its rank: the harness would name the first for all
+        if device == "cpu":  # else each process uses the GPU of its rank; the harness names the first GPU for all
             self.model.to(device)
         self._device = self.model.device
 
@@ -140,7 +143,7 @@ class HarnessModel:
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for an empty prompt."""
+        """The token that replaces an empty prompt."""
         return int(self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.eot_token_id)
 
     @property
@@ -152,7 +155,7 @@ class HarnessModel:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The ids of a text as it is: a chat template writes its own special tokens."""
+        """The ids of a text, without added special tokens: a chat template writes its own."""
         return encode_prompt(self.tokenizer, string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -163,7 +166,7 @@ class HarnessModel:
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """A completion for each request, up to its first stop string or end token.
 
-        Of a task's generation_kwargs the canvas takes its length (unless `gen_length` says another) and temperature.
+        The task's generation_kwargs give the length of the canvas (unless `gen_length` is set) and the temperature.
         """
         seen: Counter[str] = Counter()
         kinds: dict[tuple[int, float, tuple[str, ...]], list[tuple[int, Prompt]]] = {}
@@ -185,7 +188,7 @@ class HarnessModel:
     def complete(
         self, rows: list[tuple[int, Prompt]], of_the_task: dict[str, Any], until: tuple[str, ...]
     ) -> Iterator[tuple[int, str]]:
-        """The text of each row up to its end, as it ends, the longest prompts first."""
+        """The text of each row up to its end, as soon as the row ends; the longest prompts come first."""
         args = argparse.Namespace(**vars(self.args) | of_the_task | {"seed": self.args.draw_seed, "eos_stop": True})
         tokenizer = self.tokenizer
         special = [tokenizer.convert_tokens_to_ids(stop) for stop in until if stop in tokenizer.all_special_tokens]
@@ -202,12 +205,12 @@ class HarnessModel:
         """LLaDA's bound for each (texts, prompt, answer), and whether greedy sampling gives the answer."""
         check_likelihood(self.model.config)
         if self.args.cfg_scale:
-            raise ValueError("--cfg_scale is for tasks that generate: log-likelihoods are computed without guidance")
+            raise ValueError("--cfg_scale works only with tasks that generate: log-likelihoods have no guidance")
         pairs: list[Pair] = [(prompt, answer) for _, prompt, answer in requests]
         longest = max((len(prompt) + len(answer) for prompt, answer in pairs), default=0)
         if longest > self.max_length:
             raise ValueError(
-                f"a prompt and its answer have {longest} tokens, and the model reads {self.max_length}: take fewer "
+                f"a prompt and its answer have {longest} tokens, but the model reads only {self.max_length}: use fewer "
                 "examples (--num_fewshot)"
             )
         ids = {"mask_token_id": self.tokenizer.mask_token_id, "pad_token_id": self.tokenizer.pad_token_id}
@@ -221,7 +224,7 @@ class HarnessModel:
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        raise NotImplementedError("no perplexities: the bound is for answers, not for whole texts")
+        raise NotImplementedError("perplexities are not supported: the bound is for answers, not for whole texts")
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values of a tensor on all processes, one after the other."""
@@ -239,7 +242,7 @@ class HarnessModel:
 
 
 def how_to_generate(generation_kwargs: dict[str, Any]) -> tuple[int, float, tuple[str, ...]]:
-    """(tokens, temperature, stop strings) that a task asks for."""
+    """A task's (tokens per completion, temperature, stop strings)."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     kwargs: dict[str, Any] = {**normalize_gen_kwargs(generation_kwargs, DEFAULT_LENGTH)}
@@ -249,12 +252,12 @@ def how_to_generate(generation_kwargs: dict[str, Any]) -> tuple[int, float, tupl
     unknown = {name: value for name, value in kwargs.items() if name not in read}
     if unknown:
         raise ValueError(
-            f"the task's generation_kwargs ask for {unknown}, which a masked diffusion model does not do: set them in "
-            "the task's file, or with --gen_kwargs, to what turns them off"
+            f"the task's generation_kwargs ask for {unknown}, which is not supported for masked diffusion models: turn "
+            "it off in the task's file or with --gen_kwargs"
         )
     return kwargs["max_gen_toks"], temperature, tuple(kwargs["until"])
 
 
 def cut(text: str, until: Iterable[str]) -> str:
-    """`text` up to the first of the stop strings in it."""
+    """`text` up to its first stop string."""
     return text[: min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=len(text))]

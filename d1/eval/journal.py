@@ -1,11 +1,11 @@
-"""An append-only journal, which keeps the completions of an evaluation that is interrupted.
+"""An append-only journal, which keeps the completions of an interrupted evaluation.
 
-While a setup runs, `{setup}.partial/` holds `identity.json` (all that determines the results), a lock and one journal
-per rank: one JSON line per completion, written in a single call. A resumed run reads all journals, with any number of
-processes. When every completion is there, they become `{setup}_0_generations.json` and the folder is removed.
+While a setup runs, `{setup}.partial/` holds `identity.json` (everything that determines the results), a lock and one
+journal per rank: one JSON line per completion, written in a single call. A resumed run reads all journals, with any
+number of processes. When all completions are done, they become `{setup}_0_generations.json` and the folder is removed.
 
-All ranks share the lock, which rank 0 first takes for itself alone. The system releases a lock when its process ends,
-however it ends, so the files of a killed run block no other.
+All ranks share the lock; rank 0 first takes it exclusively. The system releases a lock whenever its process ends, so
+the files of a killed run block no other run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from d1.runs.output_dir import write_atomically
 
-ENTRY: dict[str, type | tuple[type, ...]] = {  # what a line must hold to be a completion
-    "index": int,  # of the problem in its split
+ENTRY: dict[str, type | tuple[type, ...]] = {  # the fields that make a line a completion
+    "index": int,  # the problem's number in its split
     "generations": str,
     "text": str,
     "tokens": int,
@@ -43,10 +43,10 @@ class Journal:
         self.lines: io.FileIO | None = None  # this rank's journal
 
     def prepare(self, identity: dict[str, Any], overwrite: bool) -> bool:
-        """Makes the folder ready for `identity` (rank 0 only); False when the results are already complete.
+        """Prepares the folder for `identity` (rank 0 only); returns False if the results are already complete.
 
         Raises:
-            ValueError: results of another run are there, or another process writes this setup; nothing was changed.
+            ValueError: there are results of another run, or another process writes this setup; nothing was changed.
         """
         if not overwrite and self.results.exists() and self.record.exists():
             self.check_identity(read_object(self.record).get("identity") or {}, identity)
@@ -69,15 +69,15 @@ class Journal:
         return True
 
     def take_lock(self, kind: int) -> None:
-        """Locks the setup for this process alone, or with the other ranks of its run."""
+        """Locks the setup, exclusively or shared with the other ranks of the run."""
         self.lock = self.lock or io.FileIO(self.folder / "lock", "ab")
         try:
             fcntl.flock(self.lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release_lock()
             raise ValueError(
-                f"another process is evaluating into {self.folder}: wait until it is done or end it; otherwise choose "
-                "another --suffix or --output_dir"
+                f"another process is evaluating into {self.folder}: wait until it is done, end it, or choose another "
+                "--suffix or --output_dir"
             ) from None
 
     def release_lock(self) -> None:
@@ -93,14 +93,14 @@ class Journal:
         ]
         if changed:
             raise ValueError(
-                f"{self.output_dir} already holds {self.setup} of a different run ({'; '.join(changed)}). "
-                "Choose another --suffix or --output_dir, or pass --overwrite to start again"
+                f"{self.output_dir} already holds {self.setup} of a different run ({'; '.join(changed)}): "
+                "choose another --suffix or --output_dir, or pass --overwrite to start again"
             )
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """Every completion written so far, by its index, by any rank of any launch; the first line of an index counts.
+        """All completions written so far, by any rank of any launch, by index; the first line of an index counts.
 
-        Lines that hold no completion (cut off by a kill, damaged) are left out and stay in the file.
+        Lines that are not a completion (cut off by a kill, damaged) are skipped and stay in the file.
         """
         done: dict[int, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("rank_*.jsonl")):
@@ -110,7 +110,7 @@ class Journal:
         return done
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Adds one completion, which has the fields of `ENTRY`, in one write to the end of this rank's journal."""
+        """Appends one completion, with the fields of `ENTRY`, to this rank's journal in a single write."""
         line = json.dumps(entry).encode() + b"\n"
         try:
             if self.lock is None:
@@ -118,7 +118,7 @@ class Journal:
             if self.lines is None:
                 self.lines = io.FileIO(self.folder / f"rank_{self.rank}.jsonl", "ab")
                 if os.fstat(self.lines.fileno()).st_size:
-                    line = b"\n" + line  # ends what a kill may have cut off
+                    line = b"\n" + line  # ends a line that a kill may have cut off
             if self.lines.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -126,14 +126,14 @@ class Journal:
             raise self.stopped(error) from error
 
     def stopped(self, error: OSError) -> OSError:
-        """The error that ends a run that can write no more."""
+        """The error of a run that can no longer write."""
         return OSError(
             f"could not write to {self.output_dir} ({error.strerror or error}): {len(self.read())} completions are "
             f"safe in {self.folder}. Make room and start the same command again: it continues from there"
         )
 
     def finish(self, results: dict[str, Any], record: dict[str, Any]) -> None:
-        """Puts results and record in their place and removes the journal (rank 0, when everything is done)."""
+        """Writes the results and the record, and removes the journal (rank 0, when everything is done)."""
         try:
             write_atomically(self.results, json.dumps(results, indent=1, ensure_ascii=False))
             write_atomically(self.record, json.dumps(record, indent=1, default=str))
@@ -144,7 +144,7 @@ class Journal:
 
 
 def parse_entry(line: bytes) -> dict[str, Any] | None:
-    """The completion of a line, or None if it is none."""
+    """The completion in a line; None if the line is not a completion."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -154,7 +154,7 @@ def parse_entry(line: bytes) -> dict[str, Any] | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of ours. Raises ValueError, with the file's name, where there is none."""
+    """The JSON object in a file of ours. Raises ValueError, with the file's name, if it holds none."""
     try:
         return {**json.loads(path.read_bytes())}
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """Log-likelihoods of given answers: LLaDA's lower bound of log p(answer | prompt), and whether it is the greedy answer.
 
-For an answer of L tokens the bound is E[L / l x the sum of log p over the hidden tokens], with l uniform on 1..L and
-then l of the L tokens hidden, the prompt never (LLaDA, arXiv 2502.09992, equation 14 and appendix B.5). It is estimated
-from `draws` masks. Of one token there is only one mask, and the estimate is log p itself.
+For an answer of L tokens the bound is E[L / l x the sum of log p over the hidden tokens]. Here l is uniform on 1..L,
+and l of the L tokens are hidden; the prompt never is (LLaDA, arXiv 2502.09992, equation 14 and appendix B.5). The bound
+is estimated from `draws` masks. An answer of one token has only one mask, and the estimate is log p itself.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ Pair = tuple[list[int], list[int]]  # the ids of a prompt and of an answer
 
 
 def llada_views(length: int, draws: int, generator: Generator) -> Views:
-    """The masks of one answer of `length` tokens, on a canvas of as many: (1, views, length) each.
+    """The masks of one answer of `length` tokens, on a canvas of the same length: (1, views, length) each.
 
-    The counts l of the draws are spread evenly, as in LLaDA's code. Equal masks are one view, their weights added.
+    The counts l of the draws are spread evenly, as in LLaDA's code. Equal masks become one view with the sum of their
+    weights.
     """
     even = rotation(1, draws, torch.rand((), generator=generator, dtype=torch.float64))
     ranks = torch.rand(1, draws, length, generator=generator).argsort(dim=-1, stable=True).argsort(-1)
@@ -40,16 +41,15 @@ def llada_views(length: int, draws: int, generator: Generator) -> Views:
 
 
 def seed_of(pair: Pair) -> int:
-    """A number that depends on the ids of a pair alone, so that its draws depend on nothing else."""
+    """A number that depends only on the pair's ids, so that the pair's draws depend on nothing else."""
     return int.from_bytes(hashlib.sha256(json.dumps(pair).encode()).digest()[:8], "big")
 
 
 def batches(
     pairs: Sequence[Pair], batch_size: int, pad_token_id: int, device: Any
 ) -> Iterator[tuple[list[int], Tensor, Tensor, Tensor]]:
-    """The places of the pairs, at most `batch_size` at a time, with ids and attention mask of their prompts, padded on
-    the left, and their answers, which are equally long within a batch; the longest come first. Empty answers are left
-    out."""
+    """The numbers of the pairs, at most `batch_size` at a time, ids and attention mask of their left-padded prompts,
+    and their answers. Answers in a batch have equal lengths; the longest come first, and empty ones are left out."""
     order = sorted(
         (i for i, pair in enumerate(pairs) if pair[1]), key=lambda i: [-len(part) for part in pairs[i][::-1]]
     )
@@ -65,11 +65,11 @@ def batches(
 
 
 def check_likelihood(config: Any) -> None:
-    """Raises ValueError for a model whose log-likelihood this bound is not."""
+    """Raises ValueError if the bound does not hold for this model."""
     if size := block_size(config):
         raise ValueError(
-            f"this {config.model_type} fills blocks of {size} tokens from left to right, and the bound is for models "
-            "that reveal tokens in any order: ask it for tasks that generate"
+            f"this {config.model_type} fills blocks of {size} tokens from left to right, but the bound is for models "
+            "that reveal tokens in any order: use tasks that generate"
         )
 
 
@@ -84,14 +84,14 @@ def log_likelihoods(
     seed: int = 0,
     batch_size: int = 1,
 ) -> Iterator[tuple[int, float]]:
-    """The estimated bound for each pair, in nats, as (place, bound), as they are computed.
+    """The estimated bound of each pair in nats, as (number of the pair, bound), in the order of computation.
 
-    In fp32 an estimate depends on `draws`, `seed` and its own pair, and not on the others.
+    In fp32 an estimate depends only on `draws`, `seed` and its own pair.
 
     Args:
         model: from `d1.models.load_model`, in eval mode.
-        draws: masks per answer; as many forward passes, or fewer where masks are equal.
-        batch_size: sequences in a forward pass.
+        draws: masks per answer, each with a forward pass; equal masks share one.
+        batch_size: sequences per forward pass.
     """
     yield from ((i, 0.0) for i, (_, answer) in enumerate(pairs) if not answer)
     for places, ids, mask, answers in batches(pairs, batch_size, pad_token_id, model.device):
@@ -112,7 +112,7 @@ def log_likelihoods(
 
 
 def joined(rows: Sequence[Views], prompt: int) -> Views:
-    """The views of several answers as one batch after prompts of `prompt` tokens; views that a row lacks weigh 0."""
+    """The views of several answers as one batch, after prompts of `prompt` tokens; missing views get weight 0."""
     noise, weights = (
         pad_sequence([getattr(views, name)[0] for views in rows], batch_first=True) for name in ("noise", "weights")
     )
@@ -122,10 +122,10 @@ def joined(rows: Sequence[Views], prompt: int) -> Views:
 def are_greedy(
     model: Any, pairs: Sequence[Pair], *, mask_token_id: int, pad_token_id: int, batch_size: int
 ) -> Iterator[tuple[int, bool]]:
-    """Whether greedy sampling gives the answer, as (place, bool): on a canvas of its length, one token a step, the most
-    probable first. A batch ends as soon as each of its rows has revealed another token.
+    """Whether greedy sampling gives the answer, as (number of the pair, bool), on a canvas of the answer's length, with
+    one token per step, the most probable first. A batch ends as soon as each of its rows has revealed a wrong token.
 
-    That is LLaDA's own check (`suffix_greedy_prediction` in its evaluation code).
+    This is LLaDA's own check (`suffix_greedy_prediction` in its evaluation code).
     """
     yield from ((i, True) for i, (_, answer) in enumerate(pairs) if not answer)
     for places, ids, mask, wanted in batches(pairs, batch_size, pad_token_id, model.device):

@@ -1,9 +1,9 @@
-"""Scores completions as d1's released parser did, faults included, so that its published figures can be checked.
+"""Score completions like d1's released parser, including its faults, so that its published figures can be checked.
 
-Use `strict` scoring (`d1.tasks`) for anything else. Wrong here on purpose: a comma ends a number, a text without a
-box is its own answer even when it has answer tags, a problem without a ground truth counts as an error, Sudoku counts
-cells instead of solved puzzles, and mathematical answers compare as normalised strings. Countdown's `**` and `//` are
-refused, which the released parser evaluates.
+Use `strict` scoring (`d1.tasks`) for everything else. These faults are kept on purpose: a comma ends a number; a text
+without a box is its own answer even if it has answer tags; a problem without a ground truth counts as an error; Sudoku
+counts cells instead of solved puzzles; mathematical answers are compared as normalised strings. One thing differs: the
+released parser evaluates `**` and `//` in Countdown, which are refused here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Score = tuple[int, int]  # right, out of: problems, or cells for Sudoku
 
 
 def score_published(task: str, text: str, row: dict[str, Any]) -> Score:
-    """Right and total of one completion under d1's released rules; `row` has `question` and `ground_truth`."""
+    """Points and maximum of one completion under d1's released rules; `row` has `question` and `ground_truth`."""
     if task not in SCORERS:
-        raise ValueError(f"published scoring knows {', '.join(SCORERS)}, not {task!r}: use --scoring strict")
+        raise ValueError(f"published scoring supports {', '.join(SCORERS)}, not {task!r}: use --scoring strict")
     return SCORERS[task](text, row["question"], row["ground_truth"])
 
 
@@ -52,7 +52,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def first_float(text: str, which: int) -> float | None:
-    """`text` as a number; failing that, its number of index `which` (a comma ends a number)."""
+    """`text` as a number, or else the number with index `which` in it (a comma ends a number)."""
     try:
         return float(text)
     except ValueError:
@@ -61,7 +61,7 @@ def first_float(text: str, which: int) -> float | None:
 
 
 def score_gsm8k(text: str, question: str, truth: Any) -> Score:
-    # Each search goes on behind what it has read, closed or not: the time is linear in the text.
+    # Each search continues after what it has read, closed or not, so that the time is linear in the text.
     boxes = (box[1].strip() for box in re.finditer(r"\\boxed\{([^}\n]*)(\})?", text) if box[2])
     numbers = (first_float(box, 0) for box in boxes if box.strip("."))
     answer = next((number for number in numbers if number is not None), None)
@@ -71,7 +71,7 @@ def score_gsm8k(text: str, question: str, truth: Any) -> Score:
 
 
 def braced_arguments(text: str) -> str:
-    r"""`\frac12` -> `\frac{1}{2}` and `\sqrt3` -> `\sqrt{3}`, the shorthands of one-character arguments."""
+    r"""Adds braces to arguments of one character: `\frac12` -> `\frac{1}{2}` and `\sqrt3` -> `\sqrt{3}`."""
     head, *pieces = text.split("\\sqrt")
     if "" in pieces:
         raise ValueError("nothing under the root")
@@ -90,7 +90,7 @@ def braced_arguments(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """A LaTeX answer in the form in which Hendrycks et al. (MATH, arXiv 2103.03874) compare answers, or ValueError."""
+    """Normalises a LaTeX answer like Hendrycks et al. (MATH, arXiv 2103.03874), who compare these; or ValueError."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     for noise in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
@@ -107,7 +107,7 @@ def normalise(text: str) -> str:
     text = braced_arguments(text)
     if text == "0.5":
         return "\\frac{1}{2}"
-    if text.count("/") == 1:  # between anything but integers it is a ValueError
+    if text.count("/") == 1:  # ValueError unless it is between integers
         top, bottom = map(int, text.split("/"))
         return f"\\frac{{{top}}}{{{bottom}}}" if text == f"{top}/{bottom}" else text
     return text
@@ -124,7 +124,7 @@ def score_math(text: str, question: str, truth: Any) -> Score:
 
 
 def left_of_equals(text: str) -> str:
-    """The arithmetic before the first `=` that stands between arithmetic and a number; else all of `text`."""
+    """The arithmetic before the first `=` that follows arithmetic and precedes a number; else all of `text`."""
     for match in re.finditer(r"=[0-9. ]", text):
         before = text[: match.start()]
         if left := before[len(before.rstrip("0123456789+-*/() ")) :]:
@@ -141,7 +141,7 @@ def score_countdown(text: str, question: str, truth: Any) -> Score:
 
 
 def sudoku_answer(text: str) -> str:
-    """What the released parser takes for the solution: the first of five places that holds any text."""
+    """The solution as the released parser finds it: the first place in its list that has any text."""
     fences = text.partition("<answer>")[2].split("```")[1:-1]
     fenced = next((fence for fence in fences if re.fullmatch(r"[\d\s]+", fence)), None)
     after = None

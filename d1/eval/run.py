@@ -1,15 +1,15 @@
 """python eval.py --model_path PATH --dataset gsm8k [--gen_length 256] [--checkpoint_path ADAPTER] [--add_reasoning]
 
 Generates a completion for every problem of a task and writes them as d1's generation files into `--output_dir`;
-`parse_and_get_acc.py` scores them. Several lengths (`--gen_length 128 256 512`) give a file each and load the model
+`parse_and_get_acc.py` scores them. Several lengths (`--gen_length 128 256 512`) give one file each and load the model
 once. On several GPUs: `torchrun --nproc_per_node 4 eval.py ...` (or `accelerate launch`).
-A killed run, started again with the same arguments, continues where it stopped. A completion that is done makes room
-for the next problem, so the batch stays full, and all processes take their problems from one queue.
+A killed run continues when it is started again with the same arguments. When a completion is done, the next problem
+takes its place, so that the batch stays full; all processes take their problems from one queue.
 
-Completions depend neither on the number of processes nor on where a run was interrupted, in any dtype; in float32
-neither on the batch size nor on the other problems. In 16 bits (bfloat16 is the default on a GPU) the rows and the
-padding of its batch round a row's logits differently, which changes a token now and then (eval/README.md has figures).
-There `--batch_size 1` gives each problem its own completion, whatever else is evaluated.
+Completions do not depend on the number of processes or on interruptions, in any dtype. In float32 they also do not
+depend on the batch size or on the other problems. In 16 bits (bfloat16 is the default on a GPU), the other rows and the
+padding of a batch change the rounding of a row's logits, and sometimes a token (eval/README.md has figures). With
+`--batch_size 1` a completion never depends on the other problems.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     task.add_argument("--dataset", required=True, help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
     task.add_argument("--split", choices=SPLITS, default="test")
     task.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
-    task.add_argument("--limit", type=COUNT, help="evaluate this many problems, drawn once and for all from the split")
+    task.add_argument("--limit", type=COUNT, help="evaluate this number of problems, always the same ones of the split")
     task.add_argument(
         "--num_samples", type=COUNT, default=1, help="completions per problem, for pass@k (default: %(default)s)"
     )
@@ -53,7 +53,7 @@ def make_parser(prog: str | None = None) -> OneLineParser:
         "--prompt_protocol", default="d1", help=f"how problems are asked and answers read: {', '.join(PROTOCOLS)}"
     )
     task.add_argument(
-        "--few_shot", type=NATURAL, help="solved training problems shown before each (default: as the protocol has it)"
+        "--few_shot", type=NATURAL, help="solved training problems shown before each (default: the protocol's number)"
     )
     task.add_argument("--few_shot_file", help="local file of the training problems for --few_shot")
     task.add_argument("--add_reasoning", action="store_true", help="start every completion with <reasoning>")
@@ -62,22 +62,22 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     add_sampling_flags(
         sampling,
         gen_length={"nargs": "+", "default": [128], "help": "tokens per completion; several: one file each"},
-        seed={"help": "of sampling and of the few-shot draw (default: %(default)s)"},
+        seed={"help": "seed of sampling and of the few-shot draw (default: %(default)s)"},
     )
     sampling.add_argument(
-        "--eos_stop", action="store_true", help="leave out the blocks after a completion's end: same answers, less work"
+        "--eos_stop", action="store_true", help="skip the blocks after a completion's end: same answers, less work"
     )
     run = parser.add_argument_group("run")
     run.add_argument(
         "--batch_size",
         type=COUNT,
         default=4,
-        help="completions generated at a time by each process; below float32 it changes some (see above)",
+        help="completions generated at once by each process; in 16 bits it changes some tokens (see above)",
     )
     run.add_argument("--output_dir", default="results/")
     run.add_argument("--suffix", default="", help="added to the model's name in the file names")
-    run.add_argument("--overwrite", action="store_true", help="drop what is there of this setup and start again")
-    run.add_argument("--dont_save", action="store_true", help="print the accuracy and leave no files")
+    run.add_argument("--overwrite", action="store_true", help="delete this setup's earlier results and start again")
+    run.add_argument("--dont_save", action="store_true", help="print the accuracy and keep no files")
     return parser
 
 
@@ -90,30 +90,30 @@ def main(args: argparse.Namespace) -> None:
 def evaluate(model_path: str | Path, dataset: str | Path, **settings: Any) -> list[Row]:
     """Evaluates a model on the problems of a task; writes generation files into `output_dir`.
 
-    A call that was interrupted continues where it stopped. Prints nothing to stdout.
+    If a call was interrupted, the next one continues where it stopped. Prints nothing to stdout.
 
     Args:
         model_path: folder or hub name of a model, or an adapter's folder.
         dataset: name of a task, or path of a task file.
         settings: flags of `d1 eval` by name, e.g. `gen_length=[128, 256]`, `split="validation"`, `dont_save=True`. None
-            is the default.
+            stands for the default.
 
     Returns:
         One row per length: accuracies and intervals in percent. Empty on every process but the first.
 
     Raises:
-        TypeError: a setting is no flag.
-        ValueError, FileNotFoundError: a setting, a file or a path makes no sense, before the model is loaded.
+        TypeError: a setting is not a flag.
+        ValueError, FileNotFoundError: a setting, a file or a path is wrong; raised before the model is loaded.
     """
     return run(parse_settings(make_parser(), {"model_path": model_path, "dataset": dataset} | settings))
 
 
 def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any]) -> argparse.Namespace:
-    """The flags of a parser from Python values, checked and converted as on the command line.
+    """A parser's flags from Python values, checked and converted as on the command line.
 
     Raises:
-        TypeError: a setting is no flag.
-        ValueError: a value is not one that its flag takes.
+        TypeError: a setting is not a flag.
+        ValueError: a value is not allowed for its flag.
     """
     typed: list[str] = []
     for name, value in settings.items():
@@ -127,16 +127,16 @@ def parse_settings(parser: argparse.ArgumentParser, settings: Mapping[str, Any])
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
     if unknown:
-        raise TypeError(f"no such setting: {' '.join(unknown)} (`d1 eval --help` lists what there is)")
+        raise TypeError(f"no such setting: {' '.join(unknown)} (`d1 eval --help` lists the settings)")
     return args
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Runs the evaluation, length by length, on what this process takes from the queue of problems; rank 0 assembles
-    the files and returns their results, the others nothing."""
+    """Runs the evaluation, length by length, on the problems that this process takes from the queue. Rank 0 writes the
+    files and returns their results; the others return an empty list."""
     check_output_dir(args.output_dir)
 
-    # Only now: these imports take seconds, and `--help` needs none of them.
+    # Only now: these imports take seconds, and `--help` does not need them.
     with quick_imports():
         from d1.eval.completions import complete, from_rank_0, join_processes, leave_processes, load_model_for
         from d1.eval.setup import config_of, load_tokenizer_for, read_prompts, run_identity, setup_name, task_name
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     task = under_protocol(as_d1, args.prompt_protocol)
     args.few_shot = shots_of(task, args.few_shot)
     check_arguments(args)
-    runs_of(args)  # refuses sampling settings that make no sense
+    runs_of(args)  # refuses sampling settings that contradict each other
     config = config_of(args.model_path, args.checkpoint_path)
     runs = runs_of(args, config)
     rank, _ = join_processes()
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> list[Row]:
                 paths = {"model_path": one.model_path, "checkpoint_path": one.checkpoint_path}
                 journal.finish(results, {**paths, "settings": vars(one), "identity": identity, **run_record()})
         elif rank == 0:
-            logger.info("%s is complete already; --overwrite starts again", journal.results)
+            logger.info("%s is already complete; use --overwrite to start again", journal.results)
     scored = []
     if rank == 0:
         setups = {setup.name: setup for setup in read_setups(output_dir)}
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse.Namespace]:
-    """The runs that arguments ask for, one per length, with blocks and steps as files and records name them."""
+    """The arguments of each run, one run per length, with the block length and the steps that files and records use."""
     runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in dict.fromkeys(args.gen_length)]
     for run in runs:
         settings = sampling_settings(vars(run), model_config)
@@ -199,13 +199,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.num_samples > 1 and not args.temperature:
         raise ValueError(f"--num_samples {args.num_samples} needs --temperature above 0: greedy completions are equal")
     if args.few_shot and args.dont_use_box:
-        raise ValueError("--dont_use_box does not go with --few_shot, which shows boxed answers")
+        raise ValueError("--dont_use_box contradicts --few_shot, which shows boxed answers")
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"--checkpoint_path {args.checkpoint_path} has no adapter_config.json: not an adapter")
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs an evaluation as the command `prog`, with `arguments` in place of those of the command line; exits."""
+    """Runs an evaluation as the command `prog` with `arguments` (default: those of the command line), then exits."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))

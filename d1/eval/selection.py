@@ -1,8 +1,8 @@
 """bash eval_checkpoints.sh RUN_DIR [--dataset sudoku --gen_length 32 ...] [further flags of eval.py]
 
-Evaluates every `RUN_DIR/checkpoint-*` on the validation split, picks the one with the highest strict accuracy (the
-earliest of equals), and evaluates that one on the test set. The choice is kept in `RUN_DIR/eval/selected.json`: started
-again, the script finishes what is missing and never chooses a second time with the test result known.
+Evaluates every `RUN_DIR/checkpoint-*` on the validation split, selects the one with the highest strict accuracy (the
+earliest, if several are equal), and evaluates it on the test set. The choice is kept in `RUN_DIR/eval/selected.json`:
+if the script is started again, it finishes what is missing, but never chooses again when the test result is known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace, flags: list[str]) -> None:
-    """Runs the selection; `flags` are passed on to eval.py."""
+    """Runs the selection; `flags` are forwarded to eval.py."""
     run = Path(args.run_dir)
     names = [path.name for path in sorted(run.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))]
     if not names:
@@ -51,9 +51,9 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
     selection = json.loads(chosen.read_text())
     if (list(selection["validation"]), selection["settings"]) != (names, settings):
         raise ValueError(
-            f"{chosen} chose from {', '.join(selection['validation'])} with {selection['settings']}, not from "
-            f"{', '.join(names)} with {settings}, and the test set has been used for that choice. Move {chosen.parent} "
-            "away to choose anew"
+            f"{chosen} is a choice from {', '.join(selection['validation'])} with {selection['settings']}, not from "
+            f"{', '.join(names)} with {settings}, and the test set was used for that choice. Move {chosen.parent} "
+            "away to choose again"
         )
     best = selection["checkpoint"]
     row = evaluate(run / best, "test", args.test_file, common, settings)
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
 
 
 def settings_of(args: argparse.Namespace, run: Path) -> dict[str, str]:
-    """The settings given, and for the others those in the record of the training run, where there is one."""
+    """The given settings; for the others, those in the record of the training run, if there is one."""
     record = run / "run.json"
     trained = json.loads(record.read_text())["settings"] if record.exists() else {}
     if args.gen_length is not None:
@@ -73,13 +73,13 @@ def settings_of(args: argparse.Namespace, run: Path) -> dict[str, str]:
     both = {name: (getattr(args, name), trained.get(name)) for name in TRAINED_WITH}
     settings = {name: str(own or found) for name, (own, found) in both.items() if own or found}
     if "dataset" not in settings:
-        raise ValueError(f"name the task with --dataset: {record} does not")
+        raise ValueError(f"name the task with --dataset: it is not in {record}")
     return settings
 
 
 def evaluate(checkpoint: Path, split: str, data_file: str | None, common: list[str], settings: dict[str, str]) -> Row:
     """Runs eval.py on one checkpoint, with one process per GPU, and returns its strict result."""
-    import torch  # takes seconds, which --help does without
+    import torch  # takes seconds and is not needed by --help
 
     output_dir = checkpoint.parent / "eval" / split
     launch = [sys.executable]

@@ -1,4 +1,4 @@
-"""What the arguments of an evaluation mean: its prompts, its name in files, and all that determines its results."""
+"""An evaluation's prompts, its name in files, and everything that determines its results, from its arguments."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from d1.models.tokenizer import encode_prompt, load_tokenizer, render_prompt
 from d1.sampling.flags import sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
 
-BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # how the tasks' prompts ask for a boxed answer
-PART = 4  # batches per part in 16 bits where rows may end early: more of them waste less of the half-empty last one
-PIECES, PIECE = 256, 1 << 16  # of a weights file: how many, and bytes of each
+BOX_REQUEST = re.compile(r" as \\boxed\{\w+\}")  # the words of the tasks' prompts that ask for a boxed answer
+PART = 4  # batches per part in 16 bits if rows may end early: more of them waste less of the half-empty last one
+PIECES, PIECE = 256, 1 << 16  # of a weights file that are hashed: number, and bytes per piece
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem to ask: its index in the split, text and ids of its prompt, and the row it comes from."""
+    """A problem: its index in the split, text and ids of its prompt, and the question and answer of its row."""
 
     index: int
     text: str
     ids: list[int]
     question: str = ""
     ground_truth: Any = None
-    sample: int = 0  # of several completions for one prompt: which of them
+    sample: int = 0  # the completion's number, if a prompt gets several
     samples: int = 1  # how many there are
 
     @property
@@ -47,14 +47,14 @@ class Prompt:
 
 
 def load_tokenizer_for(args: argparse.Namespace) -> Any:
-    """The tokenizer of the adapter's folder where it holds one, else the model's."""
+    """The tokenizer in the adapter's folder if there is one, else the model's."""
     own = args.checkpoint_path and Path(args.checkpoint_path, "tokenizer_config.json").is_file()
     path = args.checkpoint_path if own else args.model_path
     return load_tokenizer(path, plain_chat_template=args.plain_chat_template)
 
 
 def config_of(model_path: str, checkpoint_path: str) -> Any:
-    """The model's config, before its weights are read."""
+    """The model's config, without reading its weights."""
     return native_config(adapter_chain(model_path, checkpoint_path or None)[0])[0]
 
 
@@ -85,8 +85,8 @@ def in_fp32(args: argparse.Namespace) -> bool:
 
 
 def part_size(args: argparse.Namespace) -> int:
-    """Rows that a process takes from the queue at a time: one in fp32, where a row does not depend on its batch; in 16
-    bits a batch, or several that share one in turn where rows may take fewer forward passes than others."""
+    """Rows that a process takes from the queue at a time. In fp32 it is one row, because rows do not depend on their
+    batch. In 16 bits it is one batch, or several if rows may take different numbers of forward passes."""
     if in_fp32(args):
         return 1
     may_end_early = args.eos_stop or sampling_settings(vars(args)).rule is not None
@@ -98,7 +98,7 @@ def task_name(args: argparse.Namespace) -> str:
 
 
 def setup_name(args: argparse.Namespace) -> str:
-    """`{task}_{model}_{gen_length}_{steps}`; the model is named after its folder."""
+    """`{task}_{model}_{gen_length}_{steps}`, where the model has the name of its folder."""
     path = Path(args.checkpoint_path or args.model_path)
     within_run = path.name.startswith("checkpoint-") or path.name == "merged"
     parts = [path.resolve().parent.name, path.name] if within_run else [path.resolve().name]
@@ -109,7 +109,7 @@ def setup_name(args: argparse.Namespace) -> str:
 
 
 def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
-    """All that determines the completions: a run resumes only if all of it agrees."""
+    """Everything that determines the completions: a run resumes only if all of it agrees."""
     asked = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
     base, adapters = adapter_chain(args.model_path, args.checkpoint_path or None)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "eos_stop")
@@ -125,7 +125,7 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     }
     if args.num_samples > 1:
         identity["num_samples"] = args.num_samples
-    if not in_fp32(args):  # what changes the rounding of a logit, and so a token now and then
+    if not in_fp32(args):  # these change the rounding of logits, and so sometimes a token
         identity |= {
             "batch_size": args.batch_size,
             "attn_implementation": args.attn_implementation or "default",
@@ -136,9 +136,9 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
 
 
 def weights_fingerprint(path: str) -> str:
-    """A hash of the weights in a local folder, which tells a retrained model from the one before.
+    """A hash of the weights in a local folder, which changes when the model is trained again; a hub name is returned.
 
-    A hub name stands for itself. Files count by size and by `PIECES` pieces spread over them: whole up to 16 MiB.
+    It hashes each file's size and `PIECES` pieces spread over the file, so files up to 16 MiB are hashed completely.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""LoRA adapters: what they attach to, by kind; loading them whatever classes they were trained on; merging."""
+"""LoRA adapters: target modules per kind of model, loading (whatever classes they were trained on) and merging."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ PREFIX = "base_model.model."  # PEFT writes it before the name of each module
 
 
 def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
-    """What `--lora_target_modules` means in SFT and RL, as PEFT's `target_modules`: endings of module names.
+    """PEFT's `target_modules` (endings of module names) for the `--lora_target_modules` of SFT and RL.
 
-    `asked` is "attention" (its four projections), "all-linear" (also the feed-forward's), endings of module names, or
-    several of these; ValueError where nothing in the model goes by these names.
+    `asked` is "attention" (its projections), "all-linear" (also those of the feed-forward), endings of module names, or
+    several of these; ValueError if no module of the model has such a name.
     """
     names, own = [asked] if isinstance(asked, str) else list(asked), kind_of(model.config).lora
     targets = list(dict.fromkeys(module for name in names for module in own.get(name, (name,))))
     if not any(f".{module}".endswith(f".{end}") for module, _ in model.named_modules() for end in targets):
-        presets = f"{', '.join(own)} stand for those of its kind"
+        presets = f"use {', '.join(own)} or endings of its module names"
         raise ValueError(f"{type(model).__name__} has no modules {', '.join(names)} for LoRA: {presets}")
     return targets
 
 
 def check_there(path: str) -> None:
-    """Raises FileNotFoundError for a missing folder, of which the hub would only say that it is no repository id."""
+    """Raise FileNotFoundError for a missing folder; the hub would only say that the path is not a repository id."""
     if (path.startswith(("/", ".", "~")) or path.count("/") > 1) and not Path(path).is_dir():
         raise FileNotFoundError(f"there is no model folder {path}")
 
 
 def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:
-    """The base model under `path`, and the adapters to put on it, in order: each names what it was trained on.
+    """The base model of `path`, and the adapters to put on it, in order: each adapter names the model below it.
 
     Raises:
-        ValueError, FileNotFoundError: One of them is not there or does not say what it was trained on.
+        ValueError, FileNotFoundError: One of them is missing or does not name the model it was trained on.
     """
     check_there(path)
     adapters = [str(folder) for folder in ([adapter] if isinstance(adapter, str | Path) else adapter or [])]
     for folder in adapters:
         check_there(folder)
         if find_adapter_config_file(folder) is None:
-            raise ValueError(f"{folder} holds no adapter_config.json: it is no adapter")
+            raise ValueError(f"{folder} has no adapter_config.json: it is not an adapter")
     while find_adapter_config_file(path) is not None:
         if path in adapters:
             raise ValueError(f"adapter {path} names itself as its base")
         adapters.insert(0, path)
         base = PeftConfig.from_pretrained(path).base_model_name_or_path
         if not base:
-            raise ValueError(f"adapter {path} names no base model: load_model(base, adapter=...)")
+            raise ValueError(f"adapter {path} names no base model: use load_model(base, adapter=...)")
         path = base
         check_there(path)
     return path, adapters
 
 
 def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
-    """Put the LoRA adapter in `folder` on `model`, trainable; its names are native or those of a released format.
+    """Put the LoRA adapter in `folder` on `model`, trainable; weight names are native or those of a released format.
 
     Raises:
-        ValueError: A weight of the adapter has no place in the model, or one that the model expects is not in it.
+        ValueError: The model does not have a weight of the adapter, or the adapter lacks one that the model expects.
     """
     config = PeftConfig.from_pretrained(folder)
     weights = load_peft_weights(folder, device="cpu")
@@ -72,7 +72,7 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     if native.keys() != weights.keys():
         if not isinstance(config, LoraConfig) or config.rank_pattern or config.alpha_pattern:
             raise ValueError(
-                f"adapter {folder}: on a released format's own names only plain LoRA (one rank, one alpha) is supported"
+                f"adapter {folder}: with names of a released format, only plain LoRA (one rank, one alpha) is supported"
             )
         weights, config.auto_mapping = native, None
         config.target_modules = sorted({name.removeprefix(PREFIX).split(".lora_")[0] for name in native})
@@ -80,7 +80,7 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
     peft = get_peft_model(model, config)
     try:
         result: Any = set_peft_model_state_dict(peft, weights)
-    except RuntimeError as error:  # of another shape
+    except RuntimeError as error:  # a weight has another shape
         raise ValueError(f"adapter {folder} does not fit the model: {error}") from error
     missing = [name for name in result.missing_keys if "lora_" in name or "modules_to_save" in name]
     if missing or result.unexpected_keys:
@@ -91,7 +91,7 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
 
 
 def native_name(name: str, model_type: str) -> str:
-    """An adapter weight's name on the native classes, after the released formats that become this `model_type`."""
+    """The name of an adapter's weight on the native class, also for names of formats that become `model_type`."""
     for kind in KINDS.values():
         if kind.becomes == model_type and kind.names and name.startswith(PREFIX):
             name = PREFIX + rename(name.removeprefix(PREFIX), kind.names)
@@ -99,7 +99,7 @@ def native_name(name: str, model_type: str) -> str:
 
 
 def merge_adapter(model: PeftModel, folder: str | Path, progress: bool = False) -> PreTrainedModel:
-    """Fold the active adapter into the weights; an adapter trained next records `folder` as its base."""
+    """Fold the active adapter into the weights; an adapter that is trained next records `folder` as its base."""
     merged = model.merge_and_unload(progressbar=progress)
     merged.requires_grad_(True)  # PEFT froze the base's weights
     merged.name_or_path = str(Path(folder).resolve())

@@ -1,7 +1,7 @@
-"""Which token sees which, and where each one stands: the only maker of masks and positions.
+"""Which token sees which, and the place of each token: only this module makes masks and positions.
 
 A token's *place* is its number among the real tokens of its text, from 0. Places are the position ids. An `Attention`
-says by places which tokens see each other; the masks of padded batches, packed rows and two streams follow from it.
+says, by places, which tokens see each other; the masks of padded batches, packed rows and two streams follow from it.
 
 `visible` (rows, keys) is 1 at every token that may be seen, 0 at padding. A mask "over queries" is (rows, 1, queries,
 keys), bool.
@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from d1.models.kinds import attention_name, block_size, is_encoder, windowed
 from d1.transformers_bridge import attention_kernel
 
-# The texts of a packed row in order: the tokens of each, and how many noised copies of its last ones follow them.
+# For each text of a packed row, in order: its tokens, and how many of its last tokens follow again as noised copies.
 Segments = Sequence[tuple[int, int]]
-KERNELS = ("sdpa", "eager", "flex_attention")  # that take a mask over queries
+KERNELS = ("sdpa", "eager", "flex_attention")  # kernels that take a mask over queries
 
 
 class Tokens(NamedTuple):
@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of_rows(cls, visible: Tensor, noised: int = 0) -> Tokens:
-        """The tokens of `visible` (rows, length), one text per row, then a copy of the last `noised`."""
+        """The tokens of `visible` (rows, length), one text per row, then copies of the last `noised` tokens."""
         text, place = visible.long() - 1, count_positions(visible)
         if noised:
             text, place = (torch.cat([values, values[:, -noised:]], dim=1) for values in (text, place))
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of_texts(cls, segments: Segments, device: Any) -> Tokens:
-        """The tokens of a packed row, each text followed by its copy."""
+        """The tokens of a packed row, where each text is followed by its copies."""
         counts = torch.tensor([length + noised for length, noised in segments], device=device)
         text = torch.arange(len(segments), device=device).repeat_interleave(counts)
         place = torch.cat([torch.cat([torch.arange(n), torch.arange(n - noised, n)]) for n, noised in segments])
@@ -53,25 +53,25 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention pattern. A model goes by the name that its config stores (`d1.models.kinds.attention_name`).
+    """An attention pattern. The config of a model says which one it has (`d1.models.kinds.attention_name`).
 
-    Where the config has a `block_size`, texts are finished block by block, and no token may see a later block than its
-    own: the exact cache of finished blocks, the two streams of training and the samplers rely on it.
+    If the config has a `block_size`, texts are finished block by block, and no token may see a block after its own: the
+    exact cache of finished blocks, the two streams of training and the samplers rely on this.
 
-    `sees(config, query, key)` of places that broadcast says whether the token at `query` sees the one at `key`; each
-    sees itself. None: all see all.
+    `sees(config, query, key)` gets places that broadcast and says whether the token at `query` sees the token at `key`;
+    each token sees itself. None: all tokens see each other.
     """
 
     sees: Callable[[Any, Tensor, Tensor], Tensor] | None = None
-    fields: tuple[str, ...] = ()  # of the config, that `sees` reads; each must be a positive whole number
-    caches: tuple[str, ...] | None = ()  # names of the approximate caches that are right with it; None: all of them
+    fields: tuple[str, ...] = ()  # the fields of the config that `sees` reads; each must be a positive whole number
+    caches: tuple[str, ...] | None = ()  # names of the approximate caches that are valid with it; None: all of them
 
     def rule(self, config: Any, tokens: Tokens, queries: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The mask as a function of the numbers of row, query and key; flex attention computes with it.
+        """The mask as a function of the numbers of row, query and key, the form that flex attention takes.
 
-        The queries are the last of the `tokens`; padding among them sees what its place does. A copy sees the copies of
-        its own block and the clean tokens of earlier blocks; no clean token sees a copy (BD3-LM, arXiv 2503.09573,
-        section 3.2).
+        The queries are the last of the `tokens`; padding among them sees what a token at its place sees. A copy sees
+        the copies of its own block and the clean tokens of earlier blocks; no clean token sees a copy (BD3-LM, arXiv
+        2503.09573, section 3.2).
         """
         text, place, copied = tokens
         first, size, sees = place.shape[1] - queries, block_size(config), self.sees
@@ -86,18 +86,18 @@ class Attention:
                 return seen
             beside = own // size == other // size
             seen = seen & torch.where(copied[key], copied[query] & beside, ~(copied[query] & beside))
-            return seen | copied[query] & (query == key)  # or padding might see nothing: attention divides by zero
+            return seen | copied[query] & (query == key)  # if padding saw nothing, attention would divide by zero
 
         return rule
 
     def mask(self, config: Any, tokens: Tokens, queries: int) -> Tensor:
-        """The mask over so many queries, the last of the `tokens`."""
+        """The mask over the last `queries` of the `tokens`."""
         (rows, keys), device = tokens.place.shape, tokens.place.device
         row, query, key = (torch.arange(n, device=device) for n in (rows, queries, keys))
         return self.rule(config, tokens, queries)(row[:, None, None], query[:, None], key).unsqueeze(1)
 
     def mask_for(self, body: PreTrainedModel, tokens: Tokens, queries: int) -> Any:
-        """The same as the kernel of this body takes it."""
+        """The same mask in the form that the kernel of `body`, the model without its head, takes."""
         if attention_kernel(body.config) != "flex_attention":
             return as_taken(body, self.mask(body.config, tokens, queries))
         rule, (rows, keys), device = self.rule(body.config, tokens, queries), tokens.place.shape, tokens.place.device
@@ -105,7 +105,7 @@ class Attention:
 
 
 def within_blocks(config: Any, query: Tensor, key: Tensor) -> Tensor:
-    """Its own block and the blocks before it, of `block_size` tokens each (BD3-LM, arXiv 2503.09573, section 3)."""
+    """A token sees its own block and those before it, of `block_size` tokens (BD3-LM, arXiv 2503.09573, section 3)."""
     return key // config.block_size <= query // config.block_size
 
 
@@ -116,18 +116,18 @@ ATTENTION: dict[str, Attention] = {
 
 
 def attention_of(config: Any) -> Attention:
-    """The row of `ATTENTION` that a model of this config goes by."""
+    """The row of `ATTENTION` of a model with this config."""
     name, known = attention_name(config), ", ".join(ATTENTION)
     if name not in ATTENTION:
         raise ValueError(
-            f"{config.name_or_path or config.model_type}: unknown attention {name!r}: known are {known}; one of your "
-            "own is a row of d1.models.attention.ATTENTION, added before the model is loaded"
+            f"{config.name_or_path or config.model_type}: unknown attention {name!r}: known are {known}; to use your "
+            "own, add a row to d1.models.attention.ATTENTION before you load the model"
         )
     return ATTENTION[name]
 
 
 def check_attention(config: Any, name: str) -> None:
-    """Raises ValueError for a config whose model cannot attend as it asks; `name` says which model it is."""
+    """Raise ValueError if the model cannot attend as its config asks; `name` is the model's name in the message."""
     attention, label, kernel = attention_of(config), attention_name(config), attention_kernel(config)
     if attention.sees is None:
         return
@@ -142,12 +142,12 @@ def check_attention(config: Any, name: str) -> None:
 
 
 def check_rule(config: Any, name: str) -> None:
-    """Raises ValueError for an attention that looks into the future of a model that finishes text block by block."""
+    """Raise ValueError if a model that finishes text block by block has an attention that sees later blocks."""
     sees, size = attention_of(config).sees, block_size(config)
     place = torch.arange(2 * (size or 0), device="cpu")
     if size and (sees is None or sees(config, place[[0, size - 1], None], place[size:]).any()):
         raise ValueError(
-            f"{name}: {attention_name(config)} attention lets tokens see later blocks than their own, so a model with "
+            f"{name}: {attention_name(config)} attention lets tokens see blocks after their own, so a model with "
             f"a block_size ({size}) cannot have it"
         )
 
@@ -158,29 +158,29 @@ def count_positions(mask: Tensor) -> Tensor:
 
 
 def padding_mask(visible: Tensor) -> Tensor | None:
-    """`visible`, or None where it hides nothing: then attention can take its fastest kernel. Waits for the device."""
+    """`visible`, or None if it hides nothing: then attention can use its fastest kernel. Waits for the device."""
     return None if visible.all() else visible
 
 
 def takes_masks_over_queries(config: Any) -> bool:
-    """Whether Transformers forwards a mask over queries unchanged, and so does not ask the device what it hides."""
+    """Whether Transformers forwards a mask over queries unchanged, and so does not wait for the device."""
     plain = not is_encoder(config) and not windowed(config) and attention_of(config).sees is None
     return plain and attention_kernel(config) == "sdpa"
 
 
 def over_queries(visible: Tensor, queries: int) -> Tensor:
-    """The mask (rows, 1, queries, keys) of so many queries that all see the keys `visible` (rows, keys)."""
+    """The mask (rows, 1, queries, keys) of queries that all see the keys `visible` (rows, keys)."""
     return visible.bool()[:, None, None].expand(-1, -1, queries, -1)
 
 
 def within_window(length: int, window: int, device: Any) -> Tensor:
-    """The mask (1, 1, length, length) of tokens that see so many on either side, as Transformers' windows do."""
+    """The mask (1, 1, length, length) of tokens that see `window` tokens on either side, as in Transformers."""
     place = torch.arange(length, device=device)
     return ((place[:, None] - place).abs() <= window)[None, None]
 
 
 def as_taken(body: PreTrainedModel, mask: Tensor) -> Tensor:
-    """A mask over queries as sdpa takes it or, to be added to the scores, eager attention: 0 at what is seen."""
+    """A mask over queries in the form that sdpa takes, or that eager attention adds to the scores (0 where seen)."""
     if attention_kernel(body.config) == "sdpa":
         return mask
     return torch.zeros_like(mask, dtype=body.dtype).masked_fill(~mask, torch.finfo(body.dtype).min)
@@ -190,15 +190,15 @@ PREPARED = "d1_prepared"  # the attribute that `d1.models.prepare` sets
 
 
 def require_prepared(model: Any) -> None:
-    """Called where sampling, scoring and training begin.
+    """Check that a model was prepared; sampling, scoring and training begin with this.
 
     Raises:
-        ValueError: the model was not prepared for this library, with how to prepare it.
+        ValueError: the model was not prepared for this library; the message says how to prepare it.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(inner, PREPARED, False):
         raise ValueError(
             f"this {type(inner).__name__} was not prepared for masked diffusion: its attention may be causal, and "
-            "padding would move its tokens. Load it with d1.models.load_model(path), or call "
-            "d1.models.prepare(model) on one that you built"
+            "padding would shift its positions. Load it with d1.models.load_model(path), or call "
+            "d1.models.prepare(model) on a model that you built"
         )

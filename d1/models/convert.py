@@ -1,4 +1,4 @@
-"""Make one checkpoint folder from another: merge adapters, write a released format, turn a decoder both ways.
+"""Make one checkpoint folder from another: merge adapters, write a released format, convert a causal decoder.
 
 The commands `merge`, `export` and `a2d` of `python -m d1` call these functions.
 """
@@ -26,13 +26,13 @@ from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
-SHARD_BYTES = 5 * 10**9  # of one file of weights
+SHARD_BYTES = 5 * 10**9  # largest size of one file of weights
 
 logger = logging.getLogger(__name__)
 
 
 def fresh_folder(out: str) -> Path:
-    """The output folder; FileExistsError where it holds anything, such as the model that is read."""
+    """The output folder; FileExistsError if it is not empty (it may hold the model that is read)."""
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder: name a new one")
@@ -45,7 +45,7 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     A base in a released format gives a model in that format.
 
     Args:
-        dtype: Of the merged weights; "auto" is that of the base.
+        dtype: Data type of the merged weights; "auto" is that of the base.
     """
     folder = fresh_folder(out)
     path, chain = adapter_chain(base, adapters)
@@ -70,18 +70,18 @@ def load_whole(source: str) -> Any:
 
 
 def save_tokenizer(source: str, folder: Path) -> None:
-    """Copy the tokenizer, its special tokens resolved; weights alone are no error."""
+    """Copy the tokenizer, with its special tokens resolved; a model without a tokenizer is not an error."""
     if has_tokenizer(source):
         load_tokenizer(source).save_pretrained(folder)
     else:
-        logger.warning("%s has no tokenizer: %s holds the weights alone", source, folder)
+        logger.warning("%s has no tokenizer: %s holds only the weights", source, folder)
 
 
 def export(source: str, out: str, kind: str) -> None:
     """Write a model with the config and weight names of a released format (a row of `KINDS`), for that format's code.
 
     Raises:
-        ValueError: The format has no layer for something in this model.
+        ValueError: The format cannot represent this model.
     """
     folder = fresh_folder(out)
     write_released(load_whole(source), kind, source, folder)
@@ -103,10 +103,10 @@ def write_released(model: Any, kind: str, source: str, folder: Path) -> None:
 
 
 def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
-    """The released `config.json`; its code is that of the hub, and tokens it does not know are the tokenizer's."""
+    """The released `config.json`; its code comes from the hub, and token ids that it lacks from the tokenizer."""
     row = KINDS[kind]
     if row.release is None:
-        raise ValueError(f"{kind!r} is no released format: its weights and config are Transformers' own")
+        raise ValueError(f"{kind!r} is not a released format: its weights and config are Transformers' own")
     config = row.release(model.config)
     if released_kind(config) != kind:
         raise ValueError(f"{source} was released as {released_kind(config)!r}, not as {kind!r}: name that format")
@@ -123,7 +123,7 @@ def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
 
 
 def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Each weight under its released name, as precise as in `source`; a tied head only where that has it."""
+    """Each weight with its released name, in the precision of `source`; a tied head only if `source` has it."""
     stored = {name: (dtype, file) for name, dtype, _, file in stored_weights(source)}
     state = model.state_dict()
     same = checkpoint_dtype(source) == model.dtype
@@ -132,7 +132,7 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
             if native == "lm_head.weight" and model.config.tie_word_embeddings and name not in stored:
                 continue
             dtype, file = stored.get(name, (weight.dtype, None))
-            if same and file is not None and dtype != weight.dtype:  # the model holds it wider, or narrower
+            if same and file is not None and dtype != weight.dtype:  # the model holds it in another dtype
                 with safe_open(file, framework="pt") as opened:
                     original = opened.get_tensor(name)
                 if torch.equal(original.to(weight), weight):
@@ -141,7 +141,7 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
 
 
 def save_shards(weights: dict[str, Any], folder: Path) -> None:
-    """Save weights in files of `SHARD_BYTES`, with their index if there are several; parts of a stack apart."""
+    """Save weights in files of up to `SHARD_BYTES`, with an index if there are several; parts of stacks are copied."""
     plan = split_state_dict_into_shards_factory(
         weights,
         get_storage_size=lambda weight: weight.nbytes,
@@ -167,7 +167,7 @@ def a2d(
 
     Args:
         mask_token: A spare token of the tokenizer, or a new name. Its embedding starts as the mean of all tokens.
-        keep_shift: Still predict the next position, as Dream does (arXiv 2508.15487), not the masked one.
+        keep_shift: Keep predicting the next position, as Dream does (arXiv 2508.15487), instead of the masked one.
         plain_chat_template: As in `load_tokenizer`.
         block_size: Tokens per block of block-causal attention (BD3-LM, arXiv 2503.09573); None is full attention.
 

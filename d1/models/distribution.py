@@ -1,4 +1,4 @@
-"""What tokens are drawn from and scored under, made of a model's logits. Needs no torch to be imported."""
+"""The distribution that tokens are drawn from and scored under, made from a model's logits. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Distribution:
-    """A distribution over tokens that is made of a model's logits; the default is the model's own.
+    """A distribution over tokens, made from a model's logits; the default is the model's own.
 
     Attributes:
         temperature: > 0; the logits are divided by it.
-        top_k: only so many most likely tokens are left; 0: all.
-        top_p: only the most likely tokens are left that have at least this probability together.
+        top_k: keep only the `top_k` most likely tokens; 0: all.
+        top_p: keep only the most likely tokens, as many as it takes to reach this probability together.
     """
 
     temperature: float = 1.0
@@ -29,7 +29,7 @@ class Distribution:
         return bool(self.top_k) or self.top_p < 1
 
     def truncated(self, logits: Tensor) -> Tensor:
-        """`logits` (..., vocab), those of the tokens that are not left at -inf; not divided."""
+        """`logits` (..., vocab) with -inf at the tokens that are not kept; not divided by the temperature."""
         from transformers import TopKLogitsWarper, TopPLogitsWarper
 
         flat = (logits / self.temperature).flatten(0, -2)
@@ -40,8 +40,8 @@ class Distribution:
         return logits.masked_fill(flat.isneginf().view_as(logits), -math.inf)
 
     def logits(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """The logits (..., vocab) of this distribution, in which the tokens `ids` (...) are always left: an update can
-        make a token that was sampled too unlikely to be drawn again, and its ratio must stay finite."""
+        """The logits (..., vocab) of this distribution, in which the tokens `ids` (...) are always kept: an update can
+        make a sampled token too unlikely to be drawn again, but its ratio must stay finite."""
         if self.truncates:
             out = self.truncated(logits.detach()).isneginf().scatter(-1, ids.unsqueeze(-1), False)
             logits = logits.masked_fill(out, -math.inf)

@@ -1,8 +1,8 @@
 """How much GPU memory a stage needs, from a model's config alone, and the largest batch that fits a card.
 
-Weights, gradients and optimizer states are counted. For activations and logits, one step is run on fake tensors, which
-have shapes but no data, of a model two and three layers deep at three batch sizes: the peak of its live storages grows
-evenly in layers and rows. Left out: fragmentation, and communication beyond DeepSpeed's buckets.
+Weights, gradients and optimizer states are counted. For activations and logits, models of two and three layers run one
+step at three batch sizes, on fake tensors, which have shapes but no data: the peak of live storages grows linearly with
+layers and rows. Not included: fragmentation, and communication beyond DeepSpeed's buckets.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from d1.models.two_streams import two_stream_states
 GB = 10**9
 CARDS = (24, 40, 48, 80, 141)  # RTX 4090, A100, L40S, H100, H200; GB
 RESERVED = 1.2 * GB  # CUDA context, kernels and libraries
-ROWS = 32  # rows of a fake step whose activations are its peak, for any vocabulary
+ROWS = 32  # rows of a fake step, enough for activations to determine its peak with any vocabulary
 BUCKET = 5 * 10**8  # elements of DeepSpeed's default reduction bucket
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, an fp32 a 256 of these (QLoRA, section 3)
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte per block of 64, an fp32 per 256 blocks (QLoRA, section 3)
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """One stage's run."""
+    """The settings of one stage that determine its memory."""
 
     stage: str  # "sft", "rl" or "eval"
     batch: int = 1  # rows per GPU
@@ -51,10 +51,10 @@ class FitSettings:
     load_in_4bit: bool = False
     gradient_checkpointing: bool = False
     beta: float = 0.04
-    views: int = 1  # RL: views of a row that an update sums
-    views_at_once: int = 1  # RL: of these in one forward pass
-    canvas: int = 256  # RL: tokens of the row that are the completion's
-    stored: int = 0  # RL: bytes that are kept of each of `batch` rows from the rollout to its last update
+    views: int = 1  # RL: views per row and update
+    views_at_once: int = 1  # RL: views per row and forward pass
+    canvas: int = 256  # RL: tokens of the completion, part of `length`
+    stored: int = 0  # RL: bytes kept per row of `batch`, from the rollout to its last update
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -63,7 +63,7 @@ class FitSettings:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of storages made and not yet freed: `live` now, `peak` at most."""
+    """Count the bytes of storages that were made and not yet freed: `live` is the current, `peak` the largest count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class LiveStorages(TorchDispatchMode):
         self.known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What an operation is given was there before, or is counted already: a view of a weight is no new storage.
+        # The inputs of an operation existed before, or are already counted: a view of a weight is no new storage.
         self.known.update(t.untyped_storage() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -88,8 +88,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 class Grouped(torch.autograd.Function):
-    """What `grouped_mm` of tokens (n, width) and experts (experts, width, out) keeps and makes, on fakes of any dtype;
-    torch 2.13 takes fakes of one."""
+    """Keeps and makes the same tensors as `grouped_mm` of tokens (n, width) and experts (experts, width, out), on fake
+    tensors of any dtype; that of torch 2.13 takes fake tensors of one dtype only."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Grouped(torch.autograd.Function):
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """A copy of `config` with `layers` layers; the pattern of layer types goes on as it begins."""
+    """A copy of `config` with `layers` layers; the pattern of layer types is repeated from its beginning."""
     config = copy.deepcopy(config)
     if types := getattr(config, "layer_types", None):
         config.layer_types = [types[layer % len(types)] for layer in range(layers)]
@@ -117,7 +117,7 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
     full = training and settings.lora_r == 0
     dtype = torch.float32 if full and settings.zero == 0 else settings.weight_dtype
     with torch.device("meta"):
-        # The kernel is Transformers' choice: the one that a config names need not be there, nor run on fake tensors.
+        # Transformers chooses the kernel: the one that a config names may be missing, or not run on fake tensors.
         model: Any = prepare(auto_class(config).from_config(config, dtype=dtype, attn_implementation=None))
     if training and settings.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -130,7 +130,7 @@ def build(config: PreTrainedConfig, settings: FitSettings) -> Any:
 
 
 def fill_with_fakes(model: Any) -> None:
-    """Replaces meta tensors, for which attention would take another kernel, by the active mode's CPU fakes."""
+    """Replace meta tensors by fake CPU tensors of the active mode; on meta tensors attention takes another kernel."""
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     inner.tie_weights()
@@ -141,7 +141,7 @@ def fill_with_fakes(model: Any) -> None:
 def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows: int) -> int:
     """Peak bytes of one fake step beyond weights, gradients and optimizer states.
 
-    In evaluation a block-causal model's cache is the largest where the prompt leaves room for one block; in training it
+    For a block-causal model, evaluation has its largest cache, where the prompt leaves room for one block, and training
     has a second, noised stream: the canvas in RL, the row in SFT.
     """
     training, size = settings.stage != "eval", block_size(config)
@@ -151,7 +151,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
     with FakeTensorMode(), grouped:
         fill_with_fakes(model)
         ids = torch.zeros(rows, settings.length, dtype=torch.long)
-        # As a batch with padding has it: attention falls back to kernels that take a mask.
+        # The mask of a batch with padding: attention falls back to kernels that take a mask.
         mask = torch.ones(rows, 1, settings.length, settings.length, dtype=torch.bool)
         body, head = body_and_head(model)
         precision = torch.autocast("cpu", settings.weight_dtype, enabled=mixed)
@@ -176,7 +176,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
 def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[float, float]:
     """Bytes of activations and logits as (constant, per row), from steps of 2 and 3 layers at three batch sizes.
 
-    The slope is that of many rows: with few, the gradient of the embeddings can exceed the activations of these layers.
+    The slope is taken at many rows: with few, the gradient of the embeddings can exceed the activations of the layers.
     """
     views, peaks = min(settings.views, settings.views_at_once), {}
     asked = settings.batch * views
@@ -187,12 +187,12 @@ def activation_bytes(config: PreTrainedConfig, settings: FitSettings) -> tuple[f
     found = max(peaks[rows] - one_row * rows for rows in (asked, ROWS)), one_row * views
     if settings.stage != "rl" or not block_size(config):
         return found
-    rollout = activation_bytes(config, replace(settings, stage="eval", views=1))  # whose cache can be the larger part
+    rollout = activation_bytes(config, replace(settings, stage="eval", views=1))  # its cache can be the larger part
     return max(found[0], rollout[0]), max(found[1], rollout[1])
 
 
 def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
-    """Parameters of the model, and those that one token meets: of the experts it is routed among, its own few."""
+    """Parameters of the model, and those that process one token: of the routed experts, only the chosen ones."""
     model = build(config, FitSettings("eval"))
     total = sum(p.numel() for p in model.parameters())
     stacks = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
@@ -203,8 +203,9 @@ def total_and_active(config: PreTrainedConfig) -> tuple[int, int]:
 def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str, float]:
     """Bytes per GPU that stay for the whole run, by part: weights, gradients, optimizer (AdamW), reference, buffers.
 
-    Without ZeRO trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in `dtype`
-    and an fp32 copy with the states: stage 1 shares out the states, 2 also the gradients, 3 also the weights.
+    Without ZeRO, trained weights are fp32 with two fp32 states. DeepSpeed keeps trained weights and gradients in
+    `dtype`, and an fp32 copy with the states. ZeRO stage 1 divides the states among the GPUs, stage 2 also the
+    gradients, stage 3 also the weights.
     """
     model, size = build(config, settings), settings.weight_dtype.itemsize
     sizes = [p.numel() for p in model.parameters()]
@@ -219,7 +220,7 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     if settings.zero == 3 or settings.load_in_4bit:
         buffers += max(sizes) * size  # a gathered or dequantised weight
     everything = settings.stage == "rl" and settings.lora_r == 0 and settings.beta > 0
-    summed = trained * float(size) if settings.views > settings.views_at_once else 0.0  # by autograd, over passes
+    summed = trained * float(size) if settings.views > settings.views_at_once else 0.0  # sum over passes, by autograd
     return {
         "weights": (frozen + trained * trained_size) * share[3],
         "gradients": trained * trained_size * share[2] + summed,
@@ -230,7 +231,7 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
 
 
 def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
-    """The estimate in GB by part, and the largest batch on each of `CARDS`; before it, a mixture's parameters."""
+    """The estimate in GB by part, and the largest batch on each of `CARDS`; first, for a mixture, its parameters."""
     constant, per_row = activation_bytes(config, settings)
     parts = resident_bytes(config, settings) | {"CUDA and libraries": RESERVED}
     fixed, batch = sum(parts.values()) + constant, settings.batch
@@ -241,9 +242,9 @@ def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
     total, active = total_and_active(config)
     lines = []
     if active < total:
-        lines.append(f"{'parameters':<24}{total / GB:>9.2f} billion, {active / GB:.2f} active a token")
+        lines.append(f"{'parameters':<24}{total / GB:>9.2f} billion, {active / GB:.2f} active per token")
     lines += [f"{name:<24}{value / GB:>9.2f} GB" for name, value in parts.items() if round(value / GB, 2)]
-    lines += ["", "card                    largest batch a GPU"]
+    lines += ["", "card                    largest batch per GPU"]
     for card in CARDS:
         rows = int((card * GB - fixed) // per_row)
         lines.append(f"{card:>4} GB{rows if rows > 0 else 'does not fit':>26}")

@@ -1,7 +1,7 @@
 """The head: from hidden states and targets to log-probabilities, with the logits of few positions at a time.
 
-A decoder's last layer feeds nothing but the head: its keys and values are needed of all positions, its queries,
-attention output and feed-forward only of those whose logits are asked for (`narrow`).
+Only the head reads the output of a decoder's last layer. So this layer needs the keys and values of all positions, but
+queries, attention output and feed-forward only of the positions whose logits are needed (`narrow`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import is_encoder, kind_of
 from d1.transformers_bridge import attention_kernel
 
-CHUNK_ELEMENTS = 2**24  # logits alive at once, positions x vocabulary: 67 MB in fp32
+CHUNK_ELEMENTS = 2**24  # logits in memory at once, positions x vocabulary: 67 MB in fp32
 
 T = TypeVar("T")
 
 
 def can_narrow(model: Any) -> bool:
-    """Whether the body of `model` takes `state_positions` (rows, n) and gives the states at these alone."""
+    """Whether `model` without its head takes `state_positions` (rows, n) and returns only the states at these."""
     return (
         not is_encoder(model.config)
         and attention_kernel(model.config) in ("sdpa", "eager")
@@ -36,7 +36,7 @@ def can_narrow(model: Any) -> bool:
 
 
 class AllKeys:
-    """In place of a layer's cache: the keys and values of all tokens."""
+    """The keys and values of all tokens, in the place of a layer's cache."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -46,7 +46,7 @@ class AllKeys:
 
 
 def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of a body's last layer: only `state_positions` (rows, n), if given, go through it."""
+    """Forward pre-hook of a decoder's last layer: only `state_positions` (rows, n), if given, go through it."""
     positions = kwargs.pop("state_positions", None)
     if positions is None:
         return args, kwargs
@@ -58,7 +58,7 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     )
     if hasattr(attention, "k_norm"):
         keys = attention.k_norm(keys)
-    turned, plain = keys.tensor_split([cos.shape[-1]], dim=-1)  # rotary positions may be of a part of each head
+    turned, plain = keys.tensor_split([cos.shape[-1]], dim=-1)  # rotary positions may cover only a part of each head
     turned = turned * cos.unsqueeze(1) + rotate_half(turned) * sin.unsqueeze(1)
     keys = torch.cat([turned, plain], -1) if plain.shape[-1] else turned
     past, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
@@ -77,12 +77,12 @@ def narrow(layer: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
 
 
 def body_and_head(model: Any) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
-    """The two halves of a prepared model, for work without the logits of every position at once.
+    """The two parts of a prepared model, for work without the logits of all positions at once.
 
     Returns:
         `body(input_ids, attention_mask, positions)` -> last hidden states, aligned to the token they score:
-        (rows, length, hidden), or (rows, n, hidden) at each row's own `positions` (rows, n), where most decoders run
-        their last layer alone.
+        (rows, length, hidden), or (rows, n, hidden) at each row's own `positions` (rows, n); most decoders then run
+        their last layer only at these.
         `head(states)` -> logits (..., vocab). `head(body(...))` equals `model(...).logits` for every kind.
     """
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -119,8 +119,8 @@ def token_entropies(logits: Tensor) -> Tensor:
 
 
 def most_likely(logits: Tensor, excluded: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The most likely id but `excluded`, the first of equals; its log-probability among all ids, and the entropy in
-    nats of their distribution.
+    """The most likely id except `excluded` (in a tie, the first), its log-probability among all ids, and the entropy,
+    in nats, of the distribution of all ids.
 
     Args:
         logits: (..., vocab) fp32; overwritten.
@@ -131,7 +131,7 @@ def most_likely(logits: Tensor, excluded: int) -> tuple[Tensor, Tensor, Tensor]:
     other = logits[..., excluded].clone()
     logits[..., excluded] = -torch.inf
     top, ids = logits.max(-1)
-    # PyTorch's exp2 is vectorised on every processor, its exp not on all.
+    # PyTorch's exp2 is vectorised on every processor, its exp only on some.
     powers = logits.sub_(top.unsqueeze(-1)).mul_(1 / math.log(2))
     weights = powers.exp2()
     total = weights.sum(-1)
@@ -146,15 +146,15 @@ def most_likely(logits: Tensor, excluded: int) -> tuple[Tensor, Tensor, Tensor]:
 def target_logps(
     model: Any, states: Tensor, targets: Tensor, *, with_entropies: bool = False, distribution: Distribution = OWN
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of `targets`, never with the logits of more than a chunk of positions at once.
+    """Log-probabilities of `targets`, with the logits of at most one chunk of positions in memory at once.
 
-    Each chunk but the last is computed again in the backward pass, which begins with the last and frees it first.
+    All chunks but the last are recomputed in the backward pass, which begins with the last and frees it first.
 
     Args:
         states: (n, hidden), aligned last hidden states.
         targets: (n,) ids.
         with_entropies: also the entropies of the model's own distributions, without gradients.
-        distribution: whose log-probabilities they are.
+        distribution: the distribution whose log-probabilities are returned.
 
     Returns:
         (n,) each, in nats, fp32 (fp64 for a model in fp64); None for entropies that were not asked for.
@@ -166,7 +166,7 @@ def target_logps(
         logits = head(states)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logps = token_logps(distribution.logits(logits, targets), targets)
-        # Last, so that the recomputation, which stops when it has what the gradient needs, leaves it out.
+        # Entropies come last: the recomputation stops when it has what the gradient needs, and so leaves them out.
         with torch.no_grad():
             return logps, token_entropies(logits) if with_entropies else None
 
@@ -186,7 +186,7 @@ def target_logps(
 
 
 def calls_in_step(model: Any, calls: int) -> int:
-    """How often to call a part of the model, at least once: under ZeRO-3, the maximum over processes."""
+    """The number of calls to make to a part of the model, at least one: under ZeRO-3, the maximum over processes."""
     sharded = any(hasattr(parameter, "ds_id") for parameter in model.get_output_embeddings().parameters())
     if not (sharded and torch.distributed.is_initialized()):
         return max(1, calls)
@@ -196,17 +196,17 @@ def calls_in_step(model: Any, calls: int) -> int:
 
 
 def take_computations(model: Any) -> None:
-    """Lets `model(run=compute)` return `compute(model)`: see `run_inside`."""
+    """Make `model(run=compute)` return `compute(model)`: see `run_inside`."""
 
     def forward(self: Any, *args: Any, run: Callable[[Any], Any] | None = None, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs) if run is None else run(self)
 
-    model.forward = MethodType(forward, model)  # a bound method, which copies of the model take along as their own
+    model.forward = MethodType(forward, model)  # a bound method: a copy of the model gets one bound to itself
 
 
 def run_inside(wrapped: Any, compute: Callable[[Any], T]) -> T:
-    """`compute(model)` within the forward pass of whatever wraps a prepared model.
+    """Run `compute(model)` within the forward pass of `wrapped`, which wraps a prepared model.
 
-    DDP, FSDP and DeepSpeed prepare weights and gradients there, so what trains must call the model through them.
+    DDP, FSDP and DeepSpeed prepare weights and gradients there, so training must call the model through them.
     """
     return wrapped(run=compute)

@@ -1,4 +1,7 @@
-"""The hooks that `prepare` puts on a model's body: positions and masks, and states aligned to the token they score."""
+"""The hooks that `prepare` puts on a model without its head (the body, Transformers' `base_model`).
+
+They provide positions and masks, and align states to the token they score.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,20 @@ from d1.models.kinds import kind_of
 
 
 def fed_tokens(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """One value per token of a body's arguments, (rows, length): its id or, of embeddings, the first number."""
+    """One value (rows, length) per token in the arguments of a forward pass: its id, or the first of its embedding."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     return kwargs["inputs_embeds"][..., 0] if ids is None else ids
 
 
 def attend(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the body: gives position ids and, where attention is not full, the mask over queries.
+    """Forward pre-hook of the body: adds position ids and, if attention is not full, the mask over queries.
 
-    With `noised=n` the last n tokens are a noised copy of the n before them, and the mask is that of the clean tokens.
+    With `noised=n`, the last n tokens are noised copies of the n before them, and the mask given is that of the clean
+    tokens.
     """
     check_attention(body.config, type(body).__name__)
     attention, noised, mask = attention_of(body.config), kwargs.pop("noised", 0), kwargs.get("attention_mask")
-    if "texts" in kwargs or (mask is not None and len(mask.shape) != 2):  # of a packed row, or made by the sampler
+    if "texts" in kwargs or (mask is not None and len(mask.shape) != 2):  # a packed row, or a mask from the sampler
         return args, kwargs
     fed = fed_tokens(args, kwargs)
     visible = torch.ones_like(fed[:, noised:], dtype=torch.long) if mask is None else mask
@@ -49,18 +53,18 @@ def first_position(config: Any) -> int:
 
 
 def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
-    """`real_before` (rows, keys + noised), with a noised copy of the last keys: before a block's first noised token
-    stands a clean one."""
+    """`real_before` (rows, keys + noised), with noised copies of the last keys: the token before the first noised one
+    of a block is clean."""
     before, block = real_before(visible, visible), count_positions(visible) // size
-    beside = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # where the copy holds it
+    beside = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # if the copy contains it
     return torch.cat([before, torch.where(beside, before + noised, before)[:, -noised:]], dim=1)
 
 
 def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
     """The index of the real token before each of `tokens` (rows, length, ...), for models that predict the next one.
 
-    A row's first real token takes its own place, as in Dream's published sampler. With a cache the tokens of this pass
-    are the last columns of the mask.
+    The first real token of a row gets its own index, as in Dream's published sampler. With a cache, the tokens of this
+    pass are the last columns of the mask.
     """
     rows, length = tokens.shape[:2]
     index = torch.arange(length, device=tokens.device).expand(rows, length)
@@ -70,17 +74,17 @@ def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:
 
 
 def tokens_before(kwargs: dict[str, Any], tokens: Tensor) -> Tensor:
-    """`real_before` of a body's `tokens`, which `attend` or `place_packed` may have found already."""
+    """`real_before` of the `tokens`, which `attend` or `place_packed` may have computed already."""
     known, mask = kwargs.get("token_before"), kwargs.get("attention_mask")
     if known is not None:
         return known  # type: ignore[no-any-return]
-    if mask is not None and mask.dim() > 2:  # over queries: some query sees each real token, which sees itself
+    if mask is not None and mask.dim() > 2:  # over queries: each real token is seen, at least by itself
         mask = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].any(1)
     return real_before(mask, tokens)
 
 
 def align_positions(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of a body that predicts the next token: states are asked for one real token earlier."""
+    """Forward pre-hook of a body that predicts the next token: takes the states of one real token earlier."""
     positions = kwargs.get("state_positions")
     if positions is not None:
         kwargs["state_positions"] = tokens_before(kwargs, kwargs["input_ids"]).gather(1, positions)
@@ -97,7 +101,7 @@ def align_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], out
 
 
 def keep_states(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook of an encoder's body: `logits_to_keep`, which Transformers gives to decoders only."""
+    """Forward hook of an encoder's body: adds `logits_to_keep`, which Transformers has for decoders only."""
     keep = kwargs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor):
         output.last_hidden_state = output[0][:, keep]

@@ -1,7 +1,7 @@
-"""The kinds of model: one row of `KINDS` for each `model_type` of a `config.json`, and what follows from a row.
+"""The kinds of model: one row of `KINDS` per `model_type` of a `config.json`, and what follows from a row.
 
 A new kind is one more row, also from outside this package: `KINDS["mine"] = Kind(becomes="qwen3")`. It runs on a class
-of Transformers; one that Transformers does not know is first registered with its `AutoConfig` and
+of Transformers; first register a class that Transformers does not know with its `AutoConfig` and
 `AutoModelForCausalLM`. A released format whose config or weights need more than renaming has a file in `formats/`.
 """
 
@@ -40,22 +40,22 @@ class Kind:
     fields: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from the released config to that of the class
     names: Mapping[str, str] | None = None  # weight names of the checkpoint -> those of the class (`key_mapping`)
     joins: Callable[[], list[Any]] | None = None  # Transformers' converters of weights that are split or joined
-    # The way back: name and state dict of a weight of the class -> released names and weights.
+    # For an export: the name of a weight of the class, and the state dict -> released names and weights.
     apart: Callable[[str, Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]] = same_names
-    # The way back: config of the class -> released `config.json`; None has no format to write.
+    # For an export: config of the class -> released `config.json`; None: there is no released format.
     release: Callable[[Any], dict[str, Any]] | None = None
     code: str = ""  # the hub repository of the code that an `auto_map` points to
     encoder: bool = False  # a masked LM; others are decoders: causal LMs, which also have a key-value cache
-    attention: str = "full"  # a name in `d1.models.attention.ATTENTION`; "full" leaves it to the config
-    block_size: int | None = None  # tokens per block, where the released config names none
+    attention: str = "full"  # a name in `d1.models.attention.ATTENTION`; with "full", the config decides
+    block_size: int | None = None  # tokens per block, if the released config does not say
     shift: bool = False  # the logits predict the next token, not the one at their own position
-    mask_token_id: int | None = None  # where the released config names none
+    mask_token_id: int | None = None  # the mask token, if the released config does not say
     head: tuple[str, ...] = ("lm_head",)  # the modules of the class that turn hidden states into logits, in order
-    # Name -> endings of the module names that LoRA goes on, never the head's. In a mixture PEFT 0.21 moves the
-    # feed-forward's three names onto the stacks of experts, and off dense layers and shared experts.
+    # Name -> endings of the names of the modules that get LoRA, never the head. In a mixture, PEFT 0.21 applies the
+    # three names of the feed-forward to the stacks of experts, and not to dense layers and shared experts.
     lora: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DECODER_LORA)
-    positions_after_padding: bool = False  # the table of positions begins after the row of the padding token
-    tokenizer: str = "AutoTokenizer"  # the Transformers class of a released tokenizer that names code of its own
+    positions_after_padding: bool = False  # position ids begin after the id of the padding token
+    tokenizer: str = "AutoTokenizer"  # the Transformers class for a released tokenizer that has its own code
 
 
 SDAR = Kind(
@@ -124,14 +124,14 @@ KINDS: dict[str, Kind] = {
     "roberta": Kind(encoder=True, lora=BERT_LORA, positions_after_padding=True),
 }
 
-# Fields of a released config that speak of its files and code, not of the model.
+# Fields of a released config that describe its files and code, not the model.
 ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version")
-# The author's machine chose these; `load_model` has an argument for them.
+# The author's choices for one machine; `load_model` has an argument for them.
 ABOUT_KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 
 
 def kind_of(config: Any) -> Kind:
-    """The row of a model that is loaded, by the class of Transformers that runs it."""
+    """The row of a loaded model, by the class of Transformers that runs it."""
     return KINDS[config.model_type]
 
 
@@ -146,38 +146,38 @@ def block_size(config: Any) -> int | None:
 
 
 def attention_name(config: Any) -> str:
-    """The name in `ATTENTION` of what a model attends with: its config's `attention_pattern`, or else by its kind; a
-    `block_size` stands for "block-causal"."""
+    """The name in `ATTENTION` of a model's pattern: the `attention_pattern` of its config, else that of its kind; a
+    `block_size` implies "block-causal"."""
     own = kind_of(config).attention
     implied = "block-causal" if own == "full" and getattr(config, "block_size", None) is not None else own
     return getattr(config, "attention_pattern", None) or implied
 
 
 def windowed(config: Any) -> bool:
-    """Whether some layers attend within a window."""
+    """Whether some layers attend only within a window."""
     return set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
 
 
 def released_kind(raw: Mapping[str, Any]) -> str:
-    """The row's name for a `config.json`: LLaDA-MoE was published under LLaDA's own `model_type`, too."""
+    """The name of the row for a `config.json`; LLaDA-MoE was also published with the `model_type` of LLaDA."""
     moe = raw.get("model_type") == "llada" and any("MoE" in name for name in raw.get("architectures") or ())
     return "lladamoe" if moe else raw.get("model_type", "")
 
 
 def experts(config: Any) -> int:
-    """The experts that each token is routed among, of a mixture; 0 for others."""
-    return getattr(config, "num_local_experts", 0)  # one of each class's names for them
+    """The number of routed experts in a layer of a mixture; 0 for other models."""
+    return getattr(config, "num_local_experts", 0)  # a name that the config of every mixture has
 
 
 def check_kind(model_type: str, name: str) -> None:
-    """Raises ValueError for a kind without a row; `name` says which model it is."""
+    """Raise ValueError for a kind without a row; `name` is the model's name in the message."""
     if model_type not in KINDS:
         raise ValueError(f"{name}: model_type {model_type!r} is not supported: known are {', '.join(KINDS)}")
 
 
 def check_room(config: Any, shown: int, hidden: int, advice: str = "") -> None:
-    """Raises ValueError, which ends in `advice`, where a row of `shown` tokens of text and `hidden` ones to fill in is
-    longer than a model of this config reads."""
+    """Raise ValueError, whose message ends with `advice`, if a row of `shown` tokens of text and `hidden` tokens to
+    fill in is too long for a model of this config."""
     room = getattr(config, "max_position_embeddings", None)
     if room is not None and shown + hidden > room:
         row = f"{shown} tokens of text" + (f" and {hidden} to fill in" if hidden else "")
@@ -185,10 +185,10 @@ def check_room(config: Any, shown: int, hidden: int, advice: str = "") -> None:
 
 
 def attend_both_ways(config: Any, name: str) -> None:
-    """Have the Transformers class of `config` attend in both directions; ValueError where every layer has a window.
+    """Make the Transformers class of `config` attend in both directions; ValueError if every layer has a window.
 
-    Decoders read `is_causal` in every forward pass (Transformers 5.23, `masking_utils.create_causal_mask`), encoders
-    `is_decoder` only when they are built.
+    Decoders read `is_causal` in every forward pass (Transformers 5.23, `masking_utils.create_causal_mask`); encoders
+    read `is_decoder` only when they are built.
     """
     if windowed(config) and "full_attention" not in config.layer_types:
         raise ValueError(f"{name}: every layer attends to a window only, so no position could see the whole text")
@@ -200,8 +200,8 @@ def attend_both_ways(config: Any, name: str) -> None:
 
 
 def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
-    """The Transformers config of the checkpoint at `path` (folder or hub name), attention turned both ways, and the
-    checkpoint's kind, which says how its weights are named.
+    """The Transformers config of the checkpoint at `path` (folder or hub name), with attention in both directions, and
+    the checkpoint's kind, which says how its weights are named.
 
     Raises:
         ValueError: the kind is not supported; the message says why.
@@ -211,7 +211,7 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
 
     raw, _ = PreTrainedConfig.get_config_dict(path)
     if not raw:
-        raise FileNotFoundError(f"{path} holds no config.json: it is no model folder")
+        raise FileNotFoundError(f"{path} has no config.json: it is not a model folder")
     model_type = released_kind(raw)
     check_kind(model_type, path)
     kind = KINDS[model_type]

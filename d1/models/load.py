@@ -44,8 +44,8 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 def prepare(model: Model) -> Model:
     """Give a model that you built, of a supported kind, the calling convention of `load_model`; changes it in place.
 
-    Its attention is turned both ways, whatever its config said. Copies, LoRA and a resized vocabulary keep all of it;
-    a model that is prepared already is returned as it is.
+    Its attention is not causal any more, whatever its config said. Copies, LoRA and a resized vocabulary keep all of
+    this; a model that is already prepared is returned unchanged.
 
     Args:
         model: With its head, as `AutoModelForCausalLM` or `AutoModelForMaskedLM` build it, or a `PeftModel` of one.
@@ -60,7 +60,7 @@ def prepare(model: Model) -> Model:
     check_kind(config.model_type, name)
     kind, body = kind_of(config), inner.base_model
     if kind.becomes:
-        raise ValueError(f"{name} runs code of its own for {config.model_type!r}: load_model(path) has a native class")
+        raise ValueError(f"{name} runs its own code for {config.model_type!r}: load_model(path) uses a native class")
     if kind.encoder and getattr(config, "is_decoder", False):
         raise ValueError(f"this {name} was built to be causal: build it from a config with is_decoder=False")
     check_attention(config, name)
@@ -104,15 +104,15 @@ def load_model(
 ) -> PreTrainedModel | PeftModel:
     """Load a model in eval mode: `model(input_ids, attention_mask).logits[b, i]` scores the token AT position i.
 
-    Every position sees every real one, in a block-causal model up to the end of its block; `attention_mask` (rows,
-    length) may hide padding on either side. Positions are counted inside. `logits_to_keep`, a 1-D LongTensor of
-    positions, restricts the logits to (rows, len, vocab).
+    Every position sees all real positions, in a block-causal model those up to the end of its block. `attention_mask`
+    (rows, length) may hide padding on either side; the model counts position ids itself. `logits_to_keep`, a 1-D
+    LongTensor of positions, restricts the logits to (rows, len, vocab).
 
     Args:
         path: A checkpoint folder or hub name, or the folder of an adapter, whose base is then loaded first.
-        dtype: Of the weights; None is float32, "auto" that of the checkpoint.
-        device: Weights go straight there; None leaves them on the CPU.
-        adapter: Adapter folder(s) on top, in order of training: all but the last are merged into the weights.
+        dtype: Data type of the weights; None is float32, "auto" that of the checkpoint.
+        device: Weights are loaded directly to it; None is the CPU.
+        adapter: Adapter folder(s) to add, in order of training: all but the last are merged into the weights.
         attn_implementation: "sdpa", "eager" or "flash_attention_2"; None lets Transformers choose.
         quantization: "nf4" for 4-bit weights (QLoRA, arXiv 2305.14314), which needs bitsandbytes.
 
@@ -121,7 +121,7 @@ def load_model(
     """
     base, adapters = adapter_chain(str(path), adapter)
     if quantization is not None and len(adapters) > 1:
-        raise ValueError("4-bit weights cannot take a merged adapter: run `python -m d1 merge` first")
+        raise ValueError("4-bit weights cannot absorb an adapter: run `python -m d1 merge` first")
     options: dict[str, Any] = {"attn_implementation": attn_implementation}
     options["dtype"] = checkpoint_dtype(base) if dtype == "auto" else dtype or torch.float32
     if device is not None and torch.device(device).type != "cpu":
@@ -142,7 +142,7 @@ def load_model(
 
 
 def load_on_device(path: str, dtype: str | None = None, **options: Any) -> Any:
-    """`load_model` on this process's GPU, or on the CPU where there is none, in `named_dtype(dtype)`."""
+    """`load_model` on the GPU of this process, or on the CPU if there is none, in `named_dtype(dtype)`."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     return load_model(path, named_dtype(dtype), device, **options)
 
@@ -167,7 +167,7 @@ def load_base(path: str, options: dict[str, Any]) -> Any:
     except SafetensorError as error:
         raise ValueError(f"{path}: a file of weights is damaged or cut off ({error})") from error
     except RuntimeError as error:
-        if "conversion of the weights" not in str(error):  # of experts, say: Transformers' report names them
+        if "conversion of the weights" not in str(error):  # of experts, for example: Transformers' report names them
             raise
         raise ValueError(f"{path}: the weights do not fit the config: some cannot be stacked or split") from error
     check_loaded(path, report)
@@ -184,8 +184,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def check_loaded(path: str, report: dict[str, Any]) -> None:
-    """Raises ValueError with every weight that was missing, unexpected or of another shape."""
-    spare = ("pooler.", "cls.seq_relationship.", "position_ids")  # of BERT's pretraining
+    """Raise ValueError, with a list of all weights that were missing, unexpected or of another shape."""
+    spare = ("pooler.", "cls.seq_relationship.", "position_ids")  # only used in BERT's pretraining
     wrong: dict[str, list[Any]] = {
         "missing": sorted(report["missing_keys"]),
         "unexpected": sorted(k for k in report["unexpected_keys"] if not any(s in k for s in spare)),

@@ -1,8 +1,8 @@
-"""Rows of several texts without padding between them, of which each attends to itself alone.
+"""Packed rows: several texts without padding between them, each of which attends only to itself.
 
-The body of a prepared model takes, with the ids (1, tokens) of such a row, its `segments`: the tokens of each text, and
-how many noised copies of its last ones follow them. Flex and flash attention read where texts end; sdpa and eager run
-on one text after the other, so that a packed row costs what its texts cost alone.
+A prepared model without its head takes the ids (1, tokens) of such a row together with its `segments`: for each text,
+the number of its tokens, and how many of its last tokens follow again as noised copies. Flex and flash attention read
+where texts end; sdpa and eager run on one text after the other, so a packed row costs as much as its texts alone.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from d1.models.hooks import before_in_two_streams, fed_tokens, first_position, r
 from d1.models.kinds import block_size, windowed
 from d1.transformers_bridge import PACKED, attention_kernel, takes_packed_rows
 
-FULL, WINDOW = "full_attention", "sliding_attention"  # as configs name what a layer attends to
+FULL, WINDOW = "full_attention", "sliding_attention"  # the names of layer types in configs
 
 
 class Texts(NamedTuple):
-    """The texts of a packed row as its layers take them."""
+    """The texts of a packed row, in the form that its layers take."""
 
-    queries: list[int]  # of each text; after `narrow` only those asked for, text by text
-    keys: list[int]
-    masks: dict[str, list[Tensor | None]]  # of each text, by what the layer attends to; None: it sees all of its text
+    queries: list[int]  # their number per text; after `narrow`, only those whose states are needed
+    keys: list[int]  # their number per text
+    masks: dict[str, list[Tensor | None]]  # by layer type, the mask of each text; None: tokens see all of their text
 
     def at(self, positions: Tensor) -> Texts:
-        """With the queries at `positions` (1, n) of the row alone."""
+        """The same texts with only the queries at `positions` (1, n) of the row."""
         ends = torch.tensor(self.keys, device=positions.device).cumsum(0)
         text = torch.bucketize(positions[0], ends, right=True)
         queries = text.bincount(minlength=len(self.keys)).tolist()
@@ -46,7 +46,7 @@ class Texts(NamedTuple):
 
 
 def take_packed_rows(model: Any) -> None:
-    """Lets the body of a prepared model (or of an adapter on one) take `segments`; all else stays as it was.
+    """Let a prepared model (or an adapter on one) take packed rows, with their `segments`; nothing else changes.
 
     Raises:
         ValueError: the model's kernel cannot keep texts apart.
@@ -60,7 +60,7 @@ def take_packed_rows(model: Any) -> None:
 
 
 def check_packed(config: Any, name: str) -> None:
-    """Raises ValueError for a config whose attention would ignore where the texts of a row end."""
+    """Raise ValueError if the attention of this config would ignore where the texts of a row end."""
     kernel = attention_kernel(config) or ""
     flex = kernel == "flex_attention" and not windowed(config)
     if not (takes_packed_rows(config) or flex or kernel.startswith("flash_attention")):
@@ -71,7 +71,7 @@ def check_packed(config: Any, name: str) -> None:
 
 
 def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the body, before `attend`: makes positions of `segments`, and what keeps texts apart."""
+    """Forward pre-hook, before `attend`: makes, from `segments`, the positions and what keeps the texts apart."""
     segments = kwargs.pop("segments", None)
     if segments is None:
         return args, kwargs
@@ -94,7 +94,7 @@ def place_packed(body: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
 
 
 def text_masks(body: PreTrainedModel, segments: Segments, device: Any) -> dict[str, list[Tensor | None]]:
-    """Each text's mask under sdpa or eager; None where it sees all of itself."""
+    """The mask of each text for sdpa or eager; None if its tokens see all of it."""
     config, attention = body.config, attention_of(body.config)
     tokens = [(Tokens.of_texts([segment], device), sum(segment)) for segment in segments]
     masks = {FULL: [None if attention.sees is None else attention.mask_for(body, *text) for text in tokens]}
@@ -116,7 +116,7 @@ def packed_before(segments: Segments, size: int | None, device: Any) -> Tensor:
 
 
 def one_by_one(name: str) -> Callable[..., tuple[Tensor, Any]]:
-    """The kernel `name` for packed rows, as Transformers calls it: (rows, heads, tokens, size) each."""
+    """The kernel `name` for packed rows, with the arguments of Transformers: (rows, heads, tokens, size) each."""
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, texts: Any = None, **kwargs: Any

@@ -27,9 +27,12 @@ PLAIN_CHAT_TEMPLATE = (
 def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, padding left, with every special token this project relies on.
 
-    Tokens come from the tokenizer, else from the ids in `config.json`; the mask also from the usual names, else from
-    the kind; the end-of-turn token (as `tokenizer.eot_token`) also from the usual names, else it is EOS; padding falls
-    back to EOS, EOS to BERT's [SEP]. `save_pretrained` keeps all of it.
+    Each token comes from the tokenizer, else from the ids in `config.json`, else from here. `save_pretrained` keeps it.
+
+    - mask: the usual names, else the kind;
+    - end of turn (`tokenizer.eot_token`): the usual names, else EOS;
+    - padding: EOS;
+    - EOS: BERT's [SEP].
 
     Args:
         path: A checkpoint folder, hub name or adapter folder (its own tokenizer, else that of its base).
@@ -37,19 +40,19 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
 
     Raises:
         ValueError: No mask or EOS token can be found, an id lies outside the model's embedding, or the model or its
-            tokenizer is an unknown kind with code of its own, which is not run.
+            tokenizer is of an unknown kind with its own code, which is not run.
     """
     folder = tokenizer_folder(str(path))
     try:
         raw = PreTrainedConfig.get_config_dict(folder)[0]
-    except OSError:  # a tokenizer on its own
+    except OSError:  # a tokenizer without a model
         raw = {}
     kind = KINDS.get(released_kind(raw), Kind())
     if "auto_map" in raw:
         check_kind(released_kind(raw), folder)
     cls: Any = getattr(transformers, kind.tokenizer)
     options: dict[str, Any] = {"padding_side": "left"}
-    if cls is transformers.AutoTokenizer:  # unless told, it asks on the terminal
+    if cls is transformers.AutoTokenizer:  # otherwise it asks on the terminal
         options["trust_remote_code"] = False
     tokenizer = cls.from_pretrained(folder, **options)
     tokenizer = cls.from_pretrained(folder, **options, **special_tokens(tokenizer, raw, kind))
@@ -59,17 +62,17 @@ def load_tokenizer(path: str | Path, *, plain_chat_template: bool = False) -> Pr
 
 
 def tokenizer_folder(path: str) -> str:
-    """The folder or hub name whose tokenizer a model goes by: an adapter without one of its own has its base's."""
+    """The folder or hub name of a model's tokenizer; an adapter without its own tokenizer uses that of its base."""
     check_there(path)
     folder = path if has_tokenizer(path) else adapter_chain(path, None)[0]
     if not has_tokenizer(folder):
-        unknown = "" if Path(folder).is_dir() else " (it is no folder here, and the hub or its cache has no such model)"
+        unknown = "" if Path(folder).is_dir() else " (it is not a folder here, nor a model on the hub or in its cache)"
         raise FileNotFoundError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)}{unknown}")
     return folder
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind: Kind) -> dict[str, str]:
-    """The tokenizer's special tokens; where it has none, that of the id in config `raw`, or a usual one."""
+    """The tokenizer's special tokens; one that it lacks comes from the id in the config `raw`, or is a usual one."""
     folder, vocab = tokenizer.name_or_path, tokenizer.get_vocab()
     rows = raw.get("embedding_size", raw.get("vocab_size", len(vocab)))
     own = [] if kind.mask_token_id is None else [tokenizer.convert_ids_to_tokens(kind.mask_token_id)]
@@ -101,21 +104,21 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, raw: dict[str, Any], kind
 def check_chat_template(
     tokenizer: PreTrainedTokenizerBase, path: str | Path, flag: str = "--plain_chat_template"
 ) -> None:
-    """Raises ValueError for a tokenizer that cannot write prompts."""
+    """Raise ValueError if a tokenizer cannot write prompts."""
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {path} has no chat template: {flag} gives it one")
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], **options: Any) -> str:
-    """The text of `messages` in the chat template, up to where the answer begins; `options` are its own.
+    """The text of `messages` in the chat template, up to where the answer begins; `options` go to the template.
 
     Raises:
-        ValueError: The template refuses them, with its reason, which says what the model reads.
+        ValueError: The template refuses the messages; the message of the error gives its reason.
     """
     options = {"add_generation_prompt": True, **options}
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-    except Exception as error:  # a template is somebody's program
+    except Exception as error:  # a template can raise anything
         reason = str(error) if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
         raise unreadable(tokenizer, reason, messages[-1]["content"]) from error
 
@@ -124,12 +127,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a text that `render_prompt` wrote.
 
     Raises:
-        ValueError: The tokenizer has no token for a word of it, and none for unknown words.
+        ValueError: The tokenizer has no token for some word, and none for unknown words.
     """
 
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    except Exception as error:  # all that the tokenizers library raises
+    except Exception as error:  # the tokenizers library raises no other class
         if (words := text.split()) != [text]:
             for word in words:
                 encode_prompt(tokenizer, word)
@@ -146,11 +149,12 @@ def unreadable(tokenizer: PreTrainedTokenizerBase, reason: str, text: str) -> Va
 
 
 def end_ids(tokenizer: Any) -> list[int]:
-    """Tokens that end a completion: end of text (first, it fills what an EOS stop leaves out), end of turn, padding."""
+    """Ids of the tokens that end a completion: end of text (first, because the EOS stop fills with it), end of turn,
+    padding."""
     turn = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "eot_token", None) or tokenizer.eos_token)
     return list(dict.fromkeys([tokenizer.eos_token_id, turn, tokenizer.pad_token_id]))
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether the folder or hub name holds a vocabulary: without one, some classes silently begin an empty one."""
+    """Whether the folder or hub name holds a vocabulary; without one, some classes silently create an empty one."""
     return any(has_file(folder, name) for name in VOCABULARIES)

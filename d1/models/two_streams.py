@@ -1,7 +1,7 @@
-"""All blocks of a block-causal model noised at once: one forward pass over a clean and a noised stream.
+"""All blocks of a block-causal model, noised at once: one forward pass over a clean and a noised stream.
 
-The noised tokens stand behind the whole clean text, and each sees its own block and the clean text of earlier blocks
-(BD3-LM, arXiv 2503.09573, section 3.2; the mask is `Attention.rule`).
+The noised tokens follow the whole clean text. Each of them sees the noised tokens of its own block and the clean text
+of earlier blocks (BD3-LM, arXiv 2503.09573, section 3.2; the mask is `Attention.rule`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def two_stream_states(model: Any, clean: Tensor, noised: Tensor, visible: Tensor
     Args:
         model: a prepared block-causal model.
         clean: (rows, length) ids.
-        noised: (rows, n) ids of the last n tokens, some of them hidden. A block that begins before them gives
-            states of no use.
-        visible: (rows, length), 0 at padding; None where there is none.
+        noised: (rows, n) ids of the last n tokens, some of them hidden. The states of a block that begins before these
+            tokens are useless.
+        visible: (rows, length), 0 at padding; None if there is none.
     """
     length, count = clean.shape[1], noised.shape[1]
     own = torch.arange(length, length + count, device=clean.device).expand(len(clean), -1)
@@ -33,14 +33,14 @@ def two_stream_states(model: Any, clean: Tensor, noised: Tensor, visible: Tensor
 def packed_two_stream_states(
     model: Any, clean: Tensor, noised: Tensor, lengths: Sequence[int], hidden: Tensor
 ) -> Tensor:
-    """`two_stream_states` of a packed row's hidden tokens: (hidden tokens, hidden size), in the row's order.
+    """`two_stream_states` of the hidden tokens of a packed row: (hidden tokens, hidden size), in the order of the row.
 
-    Each text's copy follows it, and begins with the first block that hides any.
+    Each text is followed by its noised copy, which begins with the first block that has hidden tokens.
 
     Args:
         model: a prepared block-causal model that takes packed rows (`packing.py`).
-        clean, noised: (1, tokens) ids of texts of so many tokens each.
-        hidden: (1, tokens) bool; on the CPU nothing waits for the device.
+        clean, noised: (1, tokens) ids of texts with `lengths` tokens.
+        hidden: (1, tokens) bool; if it is on the CPU, nothing waits for the device.
     """
     size: int = model.config.block_size
     ids, segments, asked = [], [], []

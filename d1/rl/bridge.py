@@ -1,12 +1,12 @@
-"""All that touches what TRL 1.16 does not offer in public: its private methods and state, and a patch.
+"""Everything that depends on private parts of TRL 1.16: its private methods and state, and one patch.
 
-`CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods turned into three that a subclass defines: `rollout`,
-`after_rollout`, `loss`. To delete, one by one, as TRL offers
-- a way to sample with a function of one's own that keeps TRL's tokenising, rewards and logging (`rollout_func` is given
-  prompts as text, and replaces tokenising too);
+`CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods reduced to three that a subclass defines: `rollout`,
+`after_rollout`, `loss`. The parts can be deleted one by one when TRL offers
+- sampling with a user's function that keeps TRL's tokenising, rewards and logging (`rollout_func` is given prompts as
+  text, and replaces tokenising too);
 - log-probabilities as an argument of its loss;
 - a reference model as an argument of its constructor;
-- a RepeatSampler that does not start again from the first epoch's order after a resume.
+- a RepeatSampler that does not return to the first epoch's order after a resume.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from d1.rl.rewards import weighted_sum
 from d1.rl.updates import Batch, fitted
 from d1.runs.trainer import RunTrainer
 
-# Columns (rows,) of a sampled batch: the task's accuracy, which is no reward, and the weighted sum of the rewards.
+# Columns (rows,) of a sampled batch: the task's accuracy, which is not a reward, and the weighted sum of the rewards.
 ACCURACY, REWARD = "completion_is_right", "completion_reward"
 
 
 class TokenLogps(NamedTuple):
-    """What TRL's loss is handed in place of a model: log-probabilities and entropies, (rows, tokens) each."""
+    """What TRL's loss gets in place of a model: log-probabilities and entropies, (rows, tokens) each."""
 
     logps: Tensor
     entropies: Tensor
 
 
 class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
-    """TRL's GRPOTrainer for completions that are sampled as a canvas and scored in states of one's own choice.
+    """TRL's GRPOTrainer for completions that are sampled as a canvas and scored in views that the subclass chooses.
 
-    Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. It overrides
+    Tokenising, rewards, advantages, losses, metrics, logs and checkpoints stay TRL's. The class overrides
     - `_tokenize_prompts`, to keep the last `max_prompt_length` tokens of a prompt;
-    - `_generate_single_turn`, with `rollout`, and `_generate_and_score_completions`, which calls it, to add the
-      rollout's record to the batch (`record` keeps it until then) and call `after_rollout`;
-    - `_get_per_token_logps_and_entropies`, which knows only one state to score in: on a rollout it returns nothing, so
+    - `_generate_single_turn`, to call `rollout`; `_generate_and_score_completions`, its caller, to add the rollout's
+      record to the batch (`record` keeps it until then) and to call `after_rollout`;
+    - `_get_per_token_logps_and_entropies`, because TRL's scores in one state only: on a rollout it returns nothing, so
       TRL stores nothing, and in the loss it returns what `trl_loss` was given;
     - `_compute_loss`, to call `loss`;
-    - `_calculate_rewards`, to time it, and to log an accuracy that is no reward.
-    What is Trainer's own is in `RunTrainer`; its `train_sampler` is given an order that survives a resume.
+    - `_calculate_rewards`, to time it, and to log an accuracy that is not a reward.
+    Overrides of Trainer's own methods are in `RunTrainer`; `train_sampler` gives it an order that survives a resume.
     """
 
     model: Any  # Trainer's may be None
@@ -63,8 +63,8 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.record: Batch = {}
-        self.rows: list[dict[str, Any]] = []  # of the dataset, in the rollout at hand
-        self.rollout_seconds: list[float] = []  # of each training rollout, with its rewards and `after_rollout`
+        self.rows: list[dict[str, Any]] = []  # the current rollout's rows of the dataset
+        self.rollout_seconds: list[float] = []  # per training rollout, including its rewards and `after_rollout`
 
     # --- What a subclass defines --------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         raise NotImplementedError
 
     def after_rollout(self, batch: Batch) -> None:
-        """Adds tensors (rows, ...) to a sampled batch, which are shuffled and split with it."""
+        """Adds tensors (rows, ...) to a sampled batch; TRL shuffles and splits them with it."""
         raise NotImplementedError
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
@@ -83,7 +83,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     # --- TRL's private methods ----------------------------------------------------------------------------------------
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], None, dict]:
-        # Each prompt of a group once: a template takes longer than all else around a small model's rollout.
+        # Each group's prompt is rendered once: the chat template is the slowest step around a small model's rollout.
         rows = [len(list(group)) for _, group in groupby(prompts)]
         prompt_ids, images, _ = super()._tokenize_prompts([prompt for prompt, _ in groupby(prompts)])
         if images is not None:
@@ -116,7 +116,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         started = time.perf_counter()
         rewards = super()._calculate_rewards(inputs, *args, **kwargs)
         watched = getattr(self.reward_funcs[-1], "only_watched", False)
-        if watched and rewards.shape[1] > 1:  # TRL leaves a row out where all are NaN; the accuracy never is
+        if watched and rewards.shape[1] > 1:  # TRL drops a row if all of its rewards are NaN; the accuracy never is
             rewards[:, -1].masked_fill_(rewards[:, :-1].isnan().all(dim=1), torch.nan)
         own = rewards[self.accelerator.process_index * len(inputs) :][: len(inputs)].cpu()
         columns = {REWARD: weighted_sum(own, self.reward_weights.cpu())} | ({ACCURACY: own[:, -1]} if watched else {})
@@ -125,7 +125,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
         return rewards
 
     def rewards_of(self, completion_ids: list[list[int]]) -> Tensor:
-        """(rows,) `weighted_sum` of the rewards that other completions of the rollout's rows would get."""
+        """(rows,) `weighted_sum` of the rewards of other completions of the current rollout's rows."""
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [row["prompt"] for row in self.rows]
@@ -151,7 +151,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     @property
     def micro_step(self) -> int:
-        """Micro-batches trained on so far; TRL counts on after the loss."""
+        """Micro-batches trained on so far; TRL increments the number after the loss."""
         return self._step
 
     @property
@@ -160,7 +160,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     @property
     def weights_are_split(self) -> bool:
-        """Whether each process holds a part of the weights only."""
+        """Whether each process holds only a part of the weights."""
         return self._dist.is_zero3 or self._dist.is_fsdp
 
     @property
@@ -171,7 +171,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     @contextlib.contextmanager
     def sampling_model(self) -> Iterator[Any]:
-        """The model without wrappers, its weights gathered where they are split and gathering was asked for."""
+        """The model without wrappers; split weights are gathered if the settings ask for it."""
         options = {
             "gather_deepspeed3_params": self.args.ds3_gather_for_generation,
             "gradient_checkpointing_kwargs": self.args.gradient_checkpointing_kwargs,
@@ -183,11 +183,12 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             yield model
 
     def trl_loss(self, inputs: LossInputs, entropies: Tensor | None, batch: Batch) -> Tensor:
-        """TRL's loss of log-probabilities, its KL and its metrics; `entropies` (rows, canvas) are for the metrics."""
+        """TRL's loss on the given log-probabilities, with its KL and metrics; `entropies` (rows, canvas) are for the
+        metrics."""
         assert entropies is not None
         own = TokenLogps(inputs.logps, fitted(entropies, inputs.mask.shape[1]))
         given = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.reference}
-        if inputs.sampling_weights is not None:  # TRL takes (rows, tokens), and weighs its KL by no advantage
+        if inputs.sampling_weights is not None:  # TRL takes (rows, tokens), and its KL does not use the advantages
             given["advantages"] = inputs.advantages.unsqueeze(1) * inputs.sampling_weights
         return super()._compute_loss(own, batch | given)
 
@@ -203,17 +204,17 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
 
     @contextlib.contextmanager
     def without_checkpointing(self) -> Iterator[None]:
-        """Gradient checkpointing off, and gradients with it."""
+        """Turns gradient checkpointing off inside, and gradients too."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             yield
 
     def log_metric(self, name: str, value: float) -> None:
-        """Averaged until the next log, under its name or, in an evaluation, behind `eval_`."""
+        """Averages a value with those until the next log, under `name`, or `eval_name` in an evaluation."""
         self._metrics["train" if self.model.training else "eval"][name].append(value)
 
 
 class EpochSampler(RepeatSampler):
-    """TRL's sampler with an order that is a function of (seed, epoch), which a resumed run finds again."""
+    """TRL's sampler with an order that is a function of (seed, epoch), so that a resumed run repeats it."""
 
     def __init__(self, *args: Any, epoch: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -231,7 +232,7 @@ def rollout_buffer(trainer: GRPOTrainer) -> list[Batch]:
 
 
 def trl_counters(trainer: GRPOTrainer) -> dict[str, Any]:
-    """What else TRL keeps between steps and leaves out of a checkpoint, as JSON takes it (columns are deques)."""
+    """The other state that TRL keeps between steps and leaves out of a checkpoint, for JSON (columns are deques)."""
     return {
         "step": trainer._step,
         "metrics": trainer._metrics["train"],
@@ -252,10 +253,10 @@ def restore_trl(trainer: GRPOTrainer, batches: list[Batch], counters: dict[str, 
 
 @contextlib.contextmanager
 def reference_from(model: Any | None) -> Iterator[None]:
-    """Inside, TRL's constructor copies a full fine-tune's reference from the model in memory; None: it has none.
+    """Inside, TRL's constructor copies the reference of a full fine-tune from `model` in memory; None: no reference.
 
-    TRL would load it again from its path, as a causal model, whenever `beta` is not 0. Weights that ZeRO-3 cut over the
-    ranks on loading are loaded again here.
+    TRL itself would load the reference from its path, as a causal model, whenever `beta` is not 0. If ZeRO-3 split the
+    weights over the ranks on loading, they are loaded again.
     """
 
     def copied(*args: Any, **kwargs: Any) -> Any:

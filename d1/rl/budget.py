@@ -1,8 +1,8 @@
-"""Ends a run when it has processed so many tokens, so that methods are compared at equal compute.
+"""End a run when it has processed a given number of tokens, to compare methods at equal compute.
 
-What counts is what `compute_tokens` logs: 1 per token of a forward pass and 2 for its backward pass
-(`d1.scoring.views.Scores.compute`), of rollouts, scoring and updates, over all processes; an evaluation is not counted.
-It survives a resume. The learning rate is constant or linear; a linear one falls to 0 with the budget.
+The budget counts what `compute_tokens` logs: 1 per token of a forward pass and 2 for its backward pass
+(`d1.scoring.views.Scores.compute`), in rollouts, scoring and updates, over all processes; evaluations do not count.
+The count survives a resume. The learning rate is constant or linear; a linear one falls to 0 with the budget.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def total_compute(trainer: Any) -> int:
 
 
 def is_spent(checkpoint: str | None, budget: int | None) -> bool:
-    """Whether the run stood at or above its budget when it wrote `checkpoint`."""
+    """Whether the run had reached its budget when it wrote `checkpoint`."""
     if checkpoint is None or budget is None:
         return False
     ranks = range(len([*Path(checkpoint).glob("rollout_rank*.json")]))
@@ -35,14 +35,14 @@ def is_spent(checkpoint: str | None, budget: int | None) -> bool:
 
 
 def saved_at(output_dir: str | Path, share: float) -> Path:
-    """The folder of the model at a share of the budget."""
+    """The folder of the model saved at a share of the budget."""
     return Path(output_dir) / f"at_{share:g}"
 
 
 class StopAtCompute(TrainerCallback):
-    """Saves the model at the first step that reaches each of some `shares` of the budget (`saved_at`), and a checkpoint
-    at the first that reaches all of it, which is the last. A linear learning rate falls with the budget: the rate of a
-    step is that of what was spent before it. Comes after `LoadExtra`, which says what was spent."""
+    """Saves the model at the first step that reaches each of the `shares` of the budget (`saved_at`), and ends the run
+    with a checkpoint at the first step that reaches all of it. A linear learning rate falls with the budget: a step's
+    rate depends on what was spent before it. Runs after `LoadExtra`, which restores what was spent."""
 
     def __init__(self, trainer: Any, budget: int, shares: Sequence[float] = ()) -> None:
         self.trainer, self.budget, self.shares = trainer, budget, shares
@@ -55,26 +55,26 @@ class StopAtCompute(TrainerCallback):
             scheduler.lr_lambdas = [lambda step: self.unspent()] * len(scheduler.lr_lambdas)
 
     def unspent(self) -> float:
-        """The share of the budget that is left: of the peak learning rate, what the next step takes."""
+        """The share of the budget that is left; times the peak, it is the learning rate of the next step."""
         return max(0.0, 1 - total_compute(self.trainer) / self.budget)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         before, self.spent = self.spent, total_compute(self.trainer)
         for share in self.shares:
-            if before < share * self.budget <= self.spent:  # known to every process alike, as what is on a disk is not
+            if before < share * self.budget <= self.spent:  # equal on all processes; what is on a disk may not be
                 save_aside(self.trainer, saved_at(args.output_dir, share))
         if self.spent >= self.budget:
             control.should_log = control.should_save = control.should_training_stop = True
 
     def last_step(self, state: Any) -> int:
-        """At which the budget will be spent, at what a step has cost so far."""
+        """The step that will spend the rest of the budget, if steps cost what they have cost so far."""
         if not self.spent:
             return int(state.max_steps)
         return min(math.ceil(state.global_step * self.budget / self.spent), int(state.max_steps))
 
 
 def save_aside(trainer: Any, folder: Path) -> None:
-    """Writes the model to `folder`, whole or not at all."""
+    """Writes the model to `folder`, completely or not at all."""
     partial = folder.with_name(f".{folder.name}")
     trainer.save_model(str(partial))
     trainer.accelerator.wait_for_everyone()

@@ -1,4 +1,4 @@
-"""What RL refuses before a model is loaded, and what a resume may change."""
+"""The settings that RL refuses before a model is loaded, and those that a resume may change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from d1.runs.record import OnResume, whole
 
 logger = logging.getLogger(__name__)
 
-ONLY = {  # settings of TRL's that nothing here reads, and their defaults
+ONLY = {  # TRL's settings that nothing here reads, with their defaults
     "model_init_kwargs": None,
     "cast_lm_head_to_fp32": False,
     "model_revision": "main",
@@ -42,7 +42,7 @@ ON_RESUME = OnResume(
             # The weights in the checkpoint
             *("model_path", "use_peft", "load_in_4bit", "sync_ref_model", "lora_r", "lora_alpha", "use_rslora"),
             *("use_dora", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
-            # The state of its optimizer and scheduler, which a new value would not reach
+            # The state of its optimizer and scheduler, where a new value would have no effect
             *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
             *("adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs"),
         ),
@@ -63,11 +63,11 @@ ON_RESUME = OnResume(
 
 
 def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None:
-    """Refuses settings of the model that contradict each other or that nothing here reads."""
+    """Refuses model settings that contradict each other or that nothing here reads."""
     if not args.model_path:
         raise ValueError("--model_path is missing: a hub id or a folder, e.g. --model_path ../pocket/base")
     if model_args.model_name_or_path:
-        raise ValueError("--model_name_or_path is not used here; the model is --model_path")
+        raise ValueError("--model_name_or_path is not used here; name the model with --model_path")
     for name, only in ONLY.items():
         value = getattr(args if hasattr(args, name) else model_args, name)
         if value != only:
@@ -76,11 +76,11 @@ def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None
         raise ValueError("8-bit loading is not supported; use --load_in_4bit (NF4)")
     if model_args.load_in_4bit and not (torch.cuda.is_available() and model_args.use_peft):
         raise ValueError(
-            "--load_in_4bit (NF4, bitsandbytes) needs a GPU and --use_peft: on a CPU leave it out, and without LoRA "
-            "there would be nothing to train"
+            "--load_in_4bit (NF4, bitsandbytes) needs a GPU and --use_peft: leave it out on a CPU, and add --use_peft "
+            "on a GPU, because 4-bit weights are not trained themselves"
         )
     if model_args.attn_implementation == "flex_attention" and not torch.cuda.is_available():
-        raise ValueError("--attn_implementation flex_attention trains on a GPU only: take sdpa or eager on a CPU")
+        raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
     if args.sync_ref_model and model_args.use_peft:
         raise ValueError(
             "sync_ref_model needs a reference model in memory; with LoRA the reference is the model without its "
@@ -89,20 +89,20 @@ def check_model_settings(args: DiffuGRPOConfig, model_args: ModelConfig) -> None
 
 
 def check_config(prompt: int, args: DiffuGRPOConfig) -> int | None:
-    """Refuses what the model's config contradicts, for prompts of up to `prompt` tokens.
+    """Refuses settings that contradict the model's config, for prompts of up to `prompt` tokens.
 
-    Returns the tokens per block of a block-causal model, which become `block_length` where none is set."""
+    Returns the tokens per block of a block-causal model, which become `block_length` if it is not set."""
     config, _ = native_config(adapter_chain(str(args.model_path), None)[0])
     args.sampling_settings(config)
     if args.mask_id is not None and args.mask_id >= config.vocab_size:
-        raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has only {config.vocab_size} tokens, from 0 on")
+        raise ValueError(f"--mask_id {args.mask_id}: {args.model_path} has {config.vocab_size} tokens, numbered from 0")
     check_room(config, prompt, int(args.max_completion_length or 0), ": lower --max_completion_length")
     return block_size(config)
 
 
 def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: DiffuGRPOConfig) -> int:
-    """Refuses prompts longer than `max_prompt_length`, or says that the trainer will cut them if `truncate_prompts`;
-    returns the tokens of the longest."""
+    """Refuses prompts longer than `max_prompt_length`; with `truncate_prompts`, warns that the trainer will cut them.
+    Returns the length of the longest prompt in tokens."""
     texts = [render_prompt(tokenizer, prompt, **(args.chat_template_kwargs or {})) for prompt in rows["prompt"]]
     lengths = [len(encode_prompt(tokenizer, text)) for text in texts]
     too_long = [index for index, length in enumerate(lengths) if length > args.max_prompt_length]
@@ -119,26 +119,26 @@ def check_prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase, args: Diffu
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises ValueError for settings that do not go with its rewards, or with how its processes share weights; warns
-    where completions come from another distribution than any estimator scores."""
+    """Raises ValueError for settings that do not fit the trainer's rewards, or the way its processes share weights.
+    Warns if completions are sampled from a distribution that no estimator scores."""
     args, sampling = trainer.args, trainer.sampling
     means = [name for name, used in (("a cache", sampling.cache), ("guidance", sampling.cfg_scale)) if used]
     if means:
         logger.warning(
-            "Completions are sampled with %s, so from another policy than the one that is trained: "
-            "sampling/logp_difference_abs and sampling/ratio_max say how far it is.",
+            "Completions are sampled with %s, so the policy that samples is not the one that is trained: "
+            "sampling/logp_difference_abs and sampling/ratio_max log the difference.",
             " and ".join(means),
         )
     if args.right_share and not getattr(trainer.reward_funcs[-1], "only_watched", False):
-        raise ValueError("right_share asks which completions are right: the last reward must be `accuracy_of(task)`")
+        raise ValueError("right_share needs to know which completions are right: the last reward must be `accuracy_of`")
     if args.sync_ref_model and trainer.weights_are_split:
         raise ValueError(
-            "sync_ref_model keeps a reference that no folder holds, and under ZeRO-3 or FSDP a checkpoint cannot "
-            "carry it: use DDP or ZeRO-2, or leave sync_ref_model off"
+            "sync_ref_model changes the reference during the run, and under ZeRO-3 or FSDP a checkpoint cannot store "
+            "it: use DDP or ZeRO-2, or leave sync_ref_model off"
         )
     if trainer.samples_in_step and (sampling.rule or args.eos_stop or block_size(trainer.model.config)):
         raise ValueError(
-            "a parallel sampler, eos_stop and a block-causal model take as many forward passes as texts ask for, but "
-            "processes that each hold a part of the weights must take equally many: use DDP, ZeRO-2, or ZeRO-3 with "
-            "ds3_gather_for_generation, or leave the first two off"
+            "with a parallel sampler, eos_stop or a block-causal model, the number of forward passes depends on the "
+            "texts, but processes that each hold a part of the weights must make the same number: use DDP, ZeRO-2, or "
+            "ZeRO-3 with ds3_gather_for_generation, or turn the parallel sampler and eos_stop off"
         )

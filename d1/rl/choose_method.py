@@ -1,8 +1,8 @@
-"""From a method's name, or a user's file, to the settings it stands for; and a trial of the chosen rows.
+"""Find the settings of a method by its name or in a user's file, and try the chosen rows of the tables.
 
-The trial calls each row on three rows of random numbers before any model is loaded: a mistake in a user's function is
-one line at the start, not a traceback after the first rollout. What three rows cannot show is checked again whenever a
-row is called (`rows.py`, `d1/scoring/estimators.py`).
+The trial calls each row's function on three completions of random numbers before any model is loaded. So a mistake in a
+user's function is one line at the start, not a traceback after the first rollout. What this trial cannot show is
+checked whenever a row is called (`rows.py`, `d1/scoring/estimators.py`).
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ TABLES: dict[str, dict[str, Any]] = {
     "ADVANTAGES": ADVANTAGES,
 }
 
-# The rows of the trial.
+# The three completions of the trial.
 PROMPT, CANVAS = 3, 8
-LENGTHS = torch.tensor([8, 3, 0])  # the last row takes no part in the loss
+LENGTHS = torch.tensor([8, 3, 0])  # the last one is not part of the loss
 SCORED = torch.arange(CANVAS) < LENGTHS.unsqueeze(1)
 
 
 def find_method(name: str) -> Method:
-    """The row of a name in `METHODS`, or what a user's `.py` file defines; its rows of the tables are added.
+    """The row of `METHODS` with this name, or the method that a user's `.py` file defines; the file's rows join the
+    tables.
 
     Raises:
-        ValueError: no such method; the file fails, has no `METHOD`, wrong rows in its tables, or a name that is taken.
-        FileNotFoundError: no such file.
+        ValueError: there is no such method; or the file fails, has no `METHOD`, has wrong rows in its tables, or uses a
+            name that is taken.
+        FileNotFoundError: there is no such file.
     """
     if name in METHODS:
         return METHODS[name]
@@ -58,7 +60,7 @@ def find_method(name: str) -> Method:
         raise FileNotFoundError(f"no method file {path}")
     try:
         module = sys.modules.get(f"d1_user_method_{path.stem}")
-        if module is None or module.__file__ != str(path):  # it runs once: a row that it defines stays the same object
+        if module is None or module.__file__ != str(path):  # the file runs once, so that its rows stay the same objects
             module = module_in(path, f"d1_user_method_{path.stem}")
         method = getattr(module, "METHOD", None)
         if not is_named(method):
@@ -79,17 +81,17 @@ def is_named(values: Any) -> bool:
 
 
 def check_table(table: str, own: Any) -> None:
-    """Raises ValueError unless a user's table holds new rows of its kind, with functions in them."""
+    """Raises ValueError unless a user's table has new rows of the right class, with functions in them."""
     rows = TABLES[table]
     kind = type(next(iter(rows.values())))
     example = f'{table} = {{"name": {kind.__name__}(function)}}, with {kind.__name__} of {kind.__module__}'
     if not is_named(own):
-        raise ValueError(f"{table} must be a dictionary of names and rows: write {example}; got {own!r}")
+        raise ValueError(f"{table} must be a dictionary from names to rows: write {example}; got {own!r}")
     for name, row in own.items():
         if not isinstance(row, kind):
             raise ValueError(f"{table}[{name!r}] must be a row: write {example}; got {row!r}")
         if rows.get(name, row) is not row:
-            raise ValueError(f"{table} has {name} already; choose another name")
+            raise ValueError(f"{table} already has {name}; choose another name")
         for field in fields(row):
             value = getattr(row, field.name)
             if (field.default is MISSING or callable(field.default)) and not callable(value):
@@ -97,19 +99,19 @@ def check_table(table: str, own: Any) -> None:
 
 
 def check_names(method: Method, settings: Iterable[str]) -> None:
-    """Raises ValueError for a method or a row with something that is none of the run's `settings`."""
+    """Raises ValueError if a method or a row names something that is not one of the run's `settings`."""
     for table, rows in TABLES.items():
         for name, row in rows.items():
             if wrong := sorted({*(getattr(row, "settings", None) or ())} - {*settings}):
-                raise ValueError(f"{table}[{name!r}] reads {', '.join(wrong)}, which is no setting of diffu-GRPO")
+                raise ValueError(f"{table}[{name!r}] reads {', '.join(wrong)}, which is not a setting of diffu-GRPO")
     unknown = sorted({*method.scale, *method.values} - {*settings})
     if unknown:
-        raise ValueError(f"method {method.paper}: METHOD has {', '.join(unknown)}, which is no setting of diffu-GRPO")
+        raise ValueError(f"method {method.paper}: METHOD has {', '.join(unknown)}, which is not a setting of RL")
 
 
 @contextmanager
 def explained(row: str, function: object) -> Iterator[None]:
-    """Turns what a row's function raises, or its row about what it returned, into one line."""
+    """Turns an error of a row's function, or the row's complaint about what it returned, into one line."""
     try:
         yield
     except Exception as error:
@@ -121,8 +123,8 @@ def explained(row: str, function: object) -> Iterator[None]:
 
 
 def try_rows(settings: Any) -> None:
-    """Calls the estimator, the objective, the penalty and the advantage of a `DiffuGRPOConfig` once. Raises ValueError
-    that says which of them returned what, and what is expected."""
+    """Calls the estimator, the objective, the penalty and the advantage of a `DiffuGRPOConfig` once. Raises ValueError,
+    which says which of them returned what, and what was expected."""
     estimator, objective = ESTIMATORS[settings.estimator], OBJECTIVES[settings.objective]
     penalty, advantage = PENALTIES[settings.kl], ADVANTAGES[settings.advantage]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -132,7 +134,7 @@ def try_rows(settings: Any) -> None:
             views, most = estimator(left_to_right_rows(), random, small), estimator.views(small)
             if views.noise.shape[1] > most:
                 raise ValueError(
-                    f"gave {views.noise.shape[1]} views, and its row says at most {most}: "
+                    f"gave {views.noise.shape[1]} views, but its row says at most {most}: "
                     "write Estimator(..., views=lambda settings: ...)"
                 )
         if objective.loss is not None:
@@ -151,7 +153,7 @@ def try_rows(settings: Any) -> None:
 
 
 def left_to_right_rows() -> SampledRows:
-    """Three rows that a sampler filled left to right; the first prompt is padded."""
+    """Three completions that a sampler filled from left to right; the first prompt is padded."""
     places = torch.arange(CANVAS).repeat(len(LENGTHS), 1)
     visible = torch.arange(PROMPT) >= torch.tensor([1, 0, 0]).unsqueeze(1)
     return SampledRows(
@@ -167,14 +169,14 @@ def left_to_right_rows() -> SampledRows:
 
 
 def random_inputs(views: Views, old: bool, reference: bool) -> LossInputs:
-    """What a loss may be given of rows under these views, with or without old and reference log-probabilities."""
+    """Random inputs of a loss under these views, with or without old and reference log-probabilities."""
     random = keyed_generator(1)
 
     def logps() -> Tensor:
         return -torch.rand(views.weights.shape, generator=random) * (views.weights != 0)
 
     return LossInputs(
-        view_logps=logps().requires_grad_() * 1.0,  # of a model's output, no leaf
+        view_logps=logps().requires_grad_() * 1.0,  # not a leaf, like a model's output
         view_old=logps() if old else None,
         view_reference=logps() if reference else None,
         weights=views.weights,

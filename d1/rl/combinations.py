@@ -1,8 +1,8 @@
-"""Which settings make no sense together, and which would do nothing. Both are read off the rows that a run has chosen.
+"""Refuse settings that contradict each other or that would do nothing, as the chosen rows of the tables say.
 
-A setting that would do nothing is refused where its value is neither the default nor the method's own, for then
-somebody asked for it: `--method espo --estimator one_step` passes with the draws that ESPO's row left behind, and
-`--method espo --estimator one_step --num_views 4` does not.
+A setting that would do nothing is refused only if its value is neither the default nor the method's own, because then
+somebody asked for it. So `--method espo --estimator one_step` is accepted, although ESPO's number of draws is not used,
+and `--method espo --estimator one_step --num_views 4` is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AUTOREGRESSIVE_ONLY = {
     **{name: field.default for name, field in GRPOConfig.__dataclass_fields__.items() if name.startswith("vllm_")},
 }
 
-# Settings that are one name of a few: TRL 1.16 checks its own only at the first loss. Rows added later count, too.
+# Settings with a list of choices: TRL 1.16 checks its own only at the first loss. Rows added later count, too.
 CHOICES: dict[str, Iterable[str]] = {
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
@@ -47,17 +47,17 @@ CHOICES: dict[str, Iterable[str]] = {
     "scored_tokens": SCORED,
 }
 
-CONSTANT = ("constant", "constant_with_warmup")  # rates that do not ask how long a run is
+CONSTANT = ("constant", "constant_with_warmup")  # learning rates that do not depend on the length of the run
 
 
 def names(table: dict[str, Any], **needed: Any) -> str:
-    """The names of a table's rows with these properties: "a, b or c"."""
+    """The names of the rows that have these properties: "a, b or c"."""
     *most, last = [name for name, row in table.items() if all(getattr(row, key) == needed[key] for key in needed)]
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def contradictions(s: Any) -> Iterator[str]:
-    """The reasons why settings make no sense together."""
+    """The reasons why the settings contradict each other."""
     if s.score_as_sampled and not s.temperature:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
@@ -65,22 +65,22 @@ def contradictions(s: Any) -> Iterator[str]:
     if estimator.partial(views) and objective.reads_old and not objective.per_view:
         if s.importance_sampling_level == "sequence":
             yield (
-                f"a ratio of whole completions needs all of their tokens, and {s.estimator} draws some of them: take "
+                f"a ratio of whole completions needs all of their tokens, but {s.estimator} draws some of them: use "
                 f"--objective {names(OBJECTIVES, per_view=True, linear=True)}, or leave replay's num_views unset"
             )
         yield (
-            f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its chance: "
+            f"{s.objective} would raise each ratio to the power of a draw's weight, the inverse of its probability: "
             f"{s.estimator} needs --objective {names(OBJECTIVES, per_view=True, linear=True)}, or one without old "
-            "log-probs, as reinforce"
+            "log-probs, such as reinforce"
         )
     if objective.linear and not estimator.linear:
         yield (
-            f"the estimator {s.estimator} gives means over hidden tokens, no log-probabilities: it needs --objective "
-            f"{names(OBJECTIVES, linear=False)}, and {s.objective} another estimator"
+            f"the estimator {s.estimator} gives means over hidden tokens, not log-probabilities: it needs --objective "
+            f"{names(OBJECTIVES, linear=False)}, and {s.objective} needs another estimator"
         )
     if estimator.linear and not objective.linear:
         yield (
-            f"the objective {s.objective} makes its bounds of means over hidden tokens: it needs --estimator "
+            f"the objective {s.objective} computes its bounds from means over hidden tokens: it needs --estimator "
             f"{names(ESTIMATORS, linear=False)}"
         )
     if objective.per_draw and not estimator.views_per_draw(views):
@@ -88,8 +88,8 @@ def contradictions(s: Any) -> Iterator[str]:
         yield f"{s.objective} takes each draw as an estimate of the whole completion: it needs --estimator {able}"
     if objective.over_group and s.gradient_accumulation_steps % s.steps_per_generation:
         yield (
-            f"{s.objective} weighs a row against the others of its prompt, which must meet the same weights of the "
-            f"model: gradient_accumulation_steps ({s.gradient_accumulation_steps}) must be a multiple of "
+            f"{s.objective} weighs a row against the others of its prompt, all under the same weights of the model: "
+            f"gradient_accumulation_steps ({s.gradient_accumulation_steps}) must be a multiple of "
             f"steps_per_generation ({s.steps_per_generation})"
         )
     averaged: list[tuple[str, Objective | Penalty]] = [(s.objective, objective)]
@@ -97,59 +97,59 @@ def contradictions(s: Any) -> Iterator[str]:
         over_views = row.by_view and ("loss_type" not in (row.settings or ()) or s.loss_type == "views")
         if s.split_views and not over_views:
             yield (
-                f"split_views gives each update some of a row's views, and {name} with loss_type {s.loss_type} needs "
-                f"all of them: take --objective clipped_views --loss_type views, or clipped_steps, and "
+                f"split_views gives each update some of a row's views, but {name} with loss_type {s.loss_type} needs "
+                f"all of them: use --objective clipped_views --loss_type views, or clipped_steps, and "
                 f"--kl {names(PENALTIES, by_view=True)}"
             )
     if s.state_reward and s.num_iterations > 1 and not s.split_views:
-        yield "state_reward belongs to the views of one draw: set --split_views true or --num_iterations 1"
+        yield "state_reward needs one draw of views for all updates: set --split_views true or --num_iterations 1"
     if SCORED[s.scored_tokens].behind_the_end and s.eos_stop:
-        yield f"scored_tokens {s.scored_tokens} counts what eos_stop leaves out, behind an EOS: set --eos_stop false"
+        yield f"scored_tokens {s.scored_tokens} counts tokens after an EOS, which eos_stop skips: set --eos_stop false"
     if s.sampling_weight_cap is not None and s.loss_type == "vespo":
-        yield "sampling_weight_cap would weigh each token of vespo, which weighs completions: take another loss_type"
+        yield "sampling_weight_cap weighs single tokens and vespo weighs completions: use another loss_type"
     if s.loss_type not in objective.loss_types:
         known = ", ".join(objective.loss_types)
-        yield f"the objective {s.objective} knows no loss_type {s.loss_type}: take one of {known}"
+        yield f"the objective {s.objective} has no loss_type {s.loss_type}: use one of {known}"
     if s.beta and not estimator.linear:
-        yield f"the estimator {s.estimator} gives no log-probabilities, and a KL of bounds means nothing: set --beta 0"
+        yield f"the estimator {s.estimator} gives bounds, of which no KL can be computed: set --beta 0"
     if adds_kl and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
-        yield f"the penalty {s.kl} is averaged as loss_type says, and {s.loss_type} is none of {', '.join(MEANS)}"
+        yield f"the penalty {s.kl} is averaged by loss_type, and {s.loss_type} is not one of {', '.join(MEANS)}"
     if s.use_bias_correction_kl and not s.has_trls_kl:
         yield "use_bias_correction_kl belongs to TRL's own KL: it needs --objective trl --kl k3"
     if s.max_compute_tokens is not None:
         kind = str(s.lr_scheduler_type.value)
         if kind not in (*CONSTANT, "linear"):
             yield (
-                f"lr_scheduler_type {kind} changes the rate over max_steps, and max_compute_tokens ends the run: take "
-                "constant, or linear, which falls to 0 with the budget"
+                f"lr_scheduler_type {kind} changes the learning rate over max_steps, but max_compute_tokens ends the "
+                "run: use constant, or linear, which falls to 0 with the budget"
             )
         if kind == "linear" and s.warmup_steps:
-            yield "warmup_steps: a linear rate with max_compute_tokens falls from the first step on; set 0"
+            yield "warmup_steps: a linear learning rate with max_compute_tokens has no warm-up; set --warmup_steps 0"
     if s.router_aux_loss_coef:
         yield f"router_aux_loss_coef {s.router_aux_loss_coef} needs the router's logits, which are not computed: set 0"
     if ADVANTAGES[s.advantage].centred:
-        made = f"the advantage {s.advantage} is made of rewards less their group's mean"
+        made = f"the advantage {s.advantage} is computed from rewards minus their group's mean"
         if s.scale_rewards != "none":
             yield f"{made}: set --scale_rewards none"
         if s.multi_objective_aggregation != "sum_then_normalize":
-            yield f"{made}, which normalize_then_sum does not give: take sum_then_normalize"
+            yield f"{made}, which normalize_then_sum does not give: use sum_then_normalize"
     if s.right_share is not None and (len(s.right_share) != 2 or s.right_share[0] > s.right_share[1]):
-        yield f"right_share takes two shares, the smaller first, got {s.right_share}"
+        yield f"right_share needs two shares, the smaller first, got {s.right_share}"
     if estimator.replays and s.cfg_scale:
-        yield f"{s.estimator} scores tokens in the states of the sampler, without guidance: set --cfg_scale 0"
+        yield f"{s.estimator} scores tokens in the sampler's states but without guidance: set --cfg_scale 0"
     if estimator.clean_prompt and s.p_mask_prompt:
-        yield f"{s.estimator} scores tokens given the whole prompt, as it was sampled from: set --p_mask_prompt 0"
+        yield f"{s.estimator} scores tokens given the whole prompt, as the sampler saw it: set --p_mask_prompt 0"
 
 
 def unread(s: Any) -> Iterator[tuple[str, str]]:
-    """Settings that nothing in use reads, each with the reason."""
+    """The settings that no chosen row reads, each with the reason."""
     if not s.beta:
         yield "kl", "it says what beta weighs, and beta is 0"
     if s.num_views is None and "draw_steps" in (ESTIMATORS[s.estimator].settings or ()):
         for name in ("draw_steps", "mean_step"):
             yield name, f"{s.estimator} scores every step unless num_views says how many to draw"
     elif s.draw_steps == "top":
-        yield "mean_step", "the steps of highest entropy are not drawn, so they have no chance to be divided by"
+        yield "mean_step", "the steps of highest entropy are not drawn, so there is no probability to divide by"
     if s.sampling_settings().drawn_from == OWN:
         yield "score_as_sampled", "at temperature 1, without top_k and top_p, that is the model's own distribution"
     if s.max_compute_tokens is None:
@@ -168,18 +168,18 @@ def unread(s: Any) -> Iterator[tuple[str, str]]:
         for name in dict.fromkeys(name for row in table.values() for name in row.settings or ()):
             if not any(name in settings for settings in read):
                 readers = ", ".join(other for other, row in table.items() if name in (row.settings or ()))
-                yield name, f"the {kind} {getattr(s, kind)} does not read it, {readers} would"
+                yield name, f"the {kind} {getattr(s, kind)} does not read it; {readers} would"
 
 
 def asked_for(settings: Any, name: str) -> bool:
-    """Whether a setting is neither at its default nor as the run's method has it."""
+    """Whether a setting has neither its default nor the value of the run's method."""
     method = find_method(settings.method)
     default = settings.__dataclass_fields__[name].default
     return getattr(settings, name) not in (default, method.values.get(name, default))
 
 
 def check_combination(settings: Any) -> None:
-    """Raises ValueError for settings of `DiffuGRPOConfig` that contradict each other, or of which one does nothing."""
+    """Raises ValueError if settings of `DiffuGRPOConfig` contradict each other, or if one of them does nothing."""
     for reason in contradictions(settings):
         raise ValueError(reason)
     for name, reason in unread(settings):
@@ -188,7 +188,7 @@ def check_combination(settings: Any) -> None:
 
 
 def check_choices(settings: Any) -> None:
-    """Raises ValueError for a setting that is none of its names, or that belongs to autoregressive decoding."""
+    """Raises ValueError for a setting that is not one of its choices, or that belongs to autoregressive decoding."""
     for name, off in AUTOREGRESSIVE_ONLY.items():
         if getattr(settings, name) != off:
             raise ValueError(

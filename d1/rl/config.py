@@ -27,8 +27,8 @@ from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS
 
-# Ranges of numbers that are inherited from Transformers and TRL, by range. A number that is always refused has none.
-STEPS = Range(0, 1, open_low=True, open_high=True) | COUNT  # a share of all steps, or a number of them
+# Ranges of the numeric settings inherited from Transformers and TRL. Settings that are always refused are left out.
+STEPS = Range(0, 1, open_low=True, open_high=True) | COUNT  # a share of all steps, or a number of steps
 INHERITED_BY_RANGE: dict[Range, tuple[str, ...]] = {
     COUNT: (
         *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -67,7 +67,7 @@ Amount = Annotated[float, AMOUNT]
 
 @dataclass
 class DiffuGRPOConfig(GRPOConfig):
-    """Arguments of `DiffuGRPOTrainer`. Defaults are d1's (arXiv 2504.12216, appendix), not TRL's, where they differ."""
+    """Arguments of `DiffuGRPOTrainer`. Where TRL's defaults differ from d1's (arXiv 2504.12216, appendix), d1's win."""
 
     # What is trained, on what
     model_path: str | None = setting(None, "Base or merged model, or SFT adapter.", aliases=["--model_name"])
@@ -85,10 +85,10 @@ class DiffuGRPOConfig(GRPOConfig):
     )
     report: bool = setting(False, "Write report.html at the end: curves, and completions before and after.")
     max_compute_tokens: OptionalCount = setting(
-        None, "End the run when compute_tokens reaches this number; a linear rate then falls to 0 with it."
+        None, "End the run when compute_tokens reaches this number; a linear learning rate falls to 0 with this budget."
     )
     save_at_compute: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
-        None, "Save the model also at these shares of max_compute_tokens, in at_SHARE."
+        None, "Also save the model at these shares of max_compute_tokens, to OUTPUT_DIR/at_SHARE."
     )
 
     # Rollout
@@ -103,43 +103,43 @@ class DiffuGRPOConfig(GRPOConfig):
     kv_cache: str | None = setting(None, f"What a cached sampler keeps: {', '.join(CACHES)} (dual if unset).")
     reveal: str | None = setting(None, f"Rule of a parallel sampler: {', '.join(RULES)} (threshold if unset).")
     reveal_level: Annotated[float | None, AMOUNT | None] = setting(
-        None, f"Level of the rule; if unset {', '.join(str(rule.level) for rule in RULES.values())}."
+        None, f"Level of the rule; defaults, by rule: {', '.join(str(rule.level) for rule in RULES.values())}."
     )
     eos_stop: bool | None = setting(
-        None, "Skip the blocks after a completion's EOS. Unset: on, where nothing scores these or waits for them."
+        None, "Skip the blocks after a completion's EOS. Unset: on, unless they are scored or other processes wait."
     )
     rollout_batch_size: OptionalCount = setting(None, "Completions sampled at once per device; all if unset.")
 
     # Estimator and objective
-    method: str = setting("d1", f"Its values are set; other flags win: {', '.join(METHODS)}, or a .py path.")
+    method: str = setting("d1", f"Sets a method's values; other flags win: {', '.join(METHODS)}, or a .py path.")
     estimator: str = setting("one_step", f"How log-probabilities are estimated: {', '.join(ESTIMATORS)}.")
-    num_views: OptionalCount = setting(None, "Monte Carlo draws per row and update; replay scores all if unset.")
+    num_views: OptionalCount = setting(None, "Monte Carlo draws per row and update; replay scores all steps if unset.")
     antithetic: bool = setting(False, "elbo: draws in pairs of opposite masks, which together hide every token.")
-    stratified: bool = setting(False, "elbo: the times of a row's draws lie in equal parts of [0, 1).")
-    segments: OptionalCount = setting(None, "segments: cut a canvas' steps into this number; each step if unset.")
+    stratified: bool = setting(False, "elbo: draw one time from each of equal parts of [0, 1).")
+    segments: OptionalCount = setting(None, "segments: number of segments of a canvas's steps; one per step if unset.")
     segment_steps: OptionalCount = setting(None, "replay: merge this number of steps into one.")
     draw_steps: str = setting("uniform", f"replay with num_views: how steps are chosen: {', '.join(DRAW_STEPS)}.")
-    mean_step: bool = setting(False, "replay with num_views: estimate the mean over steps in place of their sum.")
-    split_views: bool = setting(False, "Share a rollout's views out to the num_iterations updates on it.")
-    scored_tokens: str = setting("ended", f"Tokens that count, ended being up to the EOS: {', '.join(SCORED)}.")
+    mean_step: bool = setting(False, "replay with num_views: estimate the mean over steps instead of their sum.")
+    split_views: bool = setting(False, "Divide a rollout's views among its num_iterations updates.")
+    scored_tokens: str = setting("ended", f"Tokens in the loss (ended: up to the EOS): {', '.join(SCORED)}.")
     score_as_sampled: bool = setting(
         False, "Score under the distribution that is sampled from (temperature, top_k, top_p), not the model's own."
     )
-    views_at_once: Count = setting(1, "Views of a row per forward pass; more take more memory.")
+    views_at_once: Count = setting(1, "Views of a row per forward pass; more need more memory.")
     objective: str = setting("trl", f"One of {', '.join(OBJECTIVES)}; trl is TRL's loss, by loss_type.")
-    kl: str = setting("k3", f"What beta weighs: {', '.join(PENALTIES)}.")
+    kl: str = setting("k3", f"KL penalty, which beta weighs: {', '.join(PENALTIES)}.")
     advantage: str = setting("trl", f"One of {', '.join(ADVANTAGES)}; trl is what scale_rewards gives.")
     state_reward: Amount = setting(
-        0.0, "clipped_steps: weight of a completion's reward less that of finishing it in one pass from a view's state."
+        0.0, "clipped_steps: weight of (completion's reward - its reward if finished in one pass from a view's state)."
     )
     right_share: Annotated[list[float] | None, replace(SHARE, many=True) | None] = setting(
         None, "Drop prompts whose fraction of correct completions is outside these two bounds."
     )
     eubo_beta: Annotated[float, POSITIVE] = setting(1.5, "spg: the exponent of its upper bound.")
     eubo_share: Annotated[float, SHARE] = setting(0.5, "spg: the upper bound's share where the advantage is < 0.")
-    ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: the largest ratio of a completion.")
+    ratio_cap: Annotated[float, POSITIVE] = setting(5.0, "stable_drl: largest probability ratio of a completion.")
     sampling_weight_cap: Annotated[float | None, POSITIVE | None] = setting(
-        None, "Truncated importance sampling: largest weight of a token, trained over sampling probability."
+        None, "Truncated importance sampling: largest weight of a token (trained probability / sampling probability)."
     )
     p_mask_prompt: Annotated[float, BELOW_ONE] = setting(0.15, "Probability that a prompt token is masked.")
     random_masking: bool = setting(True, "A fresh prompt mask for each inner update; false: one mask for all of them.")
@@ -153,17 +153,17 @@ class DiffuGRPOConfig(GRPOConfig):
     max_completion_length: Annotated[int | None, COUNT] = setting(256, "Length of the canvas in tokens.")
     temperature: Amount = setting(0.9, "Gumbel temperature of the rollout.")
     top_k: int = setting(0, "Sample among the k most likely tokens; 0: all.")
-    top_p: float = setting(1.0, "Sample among the most likely tokens that have this probability together.")
-    max_grad_norm: float = setting(0.2, "Largest norm of a gradient; 0: no limit.")
+    top_p: float = setting(1.0, "Sample among the most likely tokens whose probabilities add up to this.")
+    max_grad_norm: float = setting(0.2, "Largest norm of the gradient; 0: no limit.")
     beta: Amount = setting(0.04, "Weight of the KL term to the reference model.")
     epsilon: Amount = setting(0.5, "Clipping range of the probability ratio.")
     loss_type: str = setting("bnpo", "How token losses are averaged; d1's is TRL's 'bnpo'.")
     scale_rewards: str = setting("none", "d1 does not divide advantages by the group's std.")
     use_bias_correction_kl: bool = setting(False, "Importance-weight the KL term; d1: no.")
-    bf16: bool | None = setting(None, "bf16 mixed precision; by default where there is a GPU.")
-    ddp_find_unused_parameters: bool | None = setting(False, "Every trained weight is part of every loss.")
-    logging_nan_inf_filter: bool = setting(False, "A loss that is not finite ends the run instead.")
-    disable_dropout: bool = setting(True, "Without it the first ratio would not be 1.")
+    bf16: bool | None = setting(None, "bf16 mixed precision; by default on if there is a GPU.")
+    ddp_find_unused_parameters: bool | None = setting(False, "Not needed: every trained weight is part of every loss.")
+    logging_nan_inf_filter: bool = setting(False, "Not needed: a loss that is not finite ends the run.")
+    disable_dropout: bool = setting(True, "With dropout the first ratio would not be 1.")
     router_aux_loss_coef: Annotated[float | None, AMOUNT | None] = setting(0.0, "Load balancing; only 0 is supported.")
 
     def __post_init__(self) -> None:
@@ -176,8 +176,8 @@ class DiffuGRPOConfig(GRPOConfig):
             self.dataloader_pin_memory = False  # else torch warns that it cannot
         if self.generation_batch_size is not None:
             raise ValueError(
-                "generation_batch_size means the completions of one rollout over all devices in TRL and those a device "
-                "samples at once in d1. Use steps_per_generation for the first and rollout_batch_size for the second."
+                "generation_batch_size is ambiguous: in TRL it is the completions of one rollout over all devices, in "
+                "d1 those that a device samples at once. Use steps_per_generation or rollout_batch_size."
             )
         super().__post_init__()
         check_choices(self)
@@ -186,34 +186,34 @@ class DiffuGRPOConfig(GRPOConfig):
 
     @property
     def reads_old_logps(self) -> bool:
-        """Whether the loss compares the policy with the one that sampled, as its objective's or penalty's row says."""
+        """Whether the loss compares the policy with the one that sampled, by the objective's or the penalty's row."""
         return OBJECTIVES[self.objective].reads_old or (self.beta != 0.0 and PENALTIES[self.kl].to == "old")
 
     @property
     def needs_old_logps(self) -> bool:
-        """True if the loss reads old log-probs and some update follows the first optimizer step: before, they equal the
-        policy's own."""
+        """True if the loss reads old log-probs and some update follows the first optimizer step; before it, they equal
+        the policy's own."""
         return self.reads_old_logps and not self.is_on_policy
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether there is one optimizer step on a rollout. It has `num_iterations` updates, and each may be cut by
-        rows, into steps of `gradient_accumulation_steps` micro-batches."""
+        """Whether there is one optimizer step per rollout. A rollout has `num_iterations` updates; each may be split by
+        rows into steps of `gradient_accumulation_steps` micro-batches."""
         return self.gradient_accumulation_steps % (int(self.steps_per_generation or 1) * self.num_iterations) == 0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss asks for log-probs of a reference model."""
+        """Whether the loss reads log-probs of a reference model."""
         return self.beta != 0.0 and PENALTIES[self.kl].to == "reference"
 
     @property
     def has_trls_kl(self) -> bool:
-        """Whether the KL term, if there is one, is TRL's own, of which TRL keeps the metrics."""
+        """Whether the KL term, if there is one, is TRL's own; TRL then logs its metrics."""
         return OBJECTIVES[self.objective].own_kl == self.kl
 
     def sampling_settings(self, model_config: Any = None) -> SamplingSettings:
-        """How rollouts are sampled; the blocks of a given model become `block_length`, where none is set. Raises
-        ValueError for settings that make no sense, or that the model cannot sample with."""
+        """How rollouts are sampled; `block_length`, if unset, becomes that of the given model. Raises ValueError for
+        settings that contradict each other, or that the model cannot sample with."""
         called = {"gen_length": "max_completion_length", "steps": "diffusion_steps"}
         called["record_as_sampled"] = "score_as_sampled"
         settings = SamplingSettings.of(self, model_config, **called)
@@ -230,18 +230,18 @@ class DiffuGRPOConfig(GRPOConfig):
 
     @property
     def views_per_draw(self) -> int:
-        """Of the estimator."""
+        """`Estimator.views_per_draw` with these settings."""
         return ESTIMATORS[self.estimator].views_per_draw(self.view_settings())
 
     def view_settings(self) -> ViewSettings:
-        """What estimators read."""
+        """The settings that estimators read."""
         sampling = self.sampling_settings()
         own = {field.name: getattr(self, field.name) for field in fields(ViewSettings) if hasattr(self, field.name)}
         return ViewSettings(**own | {name: getattr(sampling, name) for name in ("gen_length", "steps", "block_length")})
 
 
 def with_method(fill: Callable[..., None]) -> Callable[..., None]:
-    """A dataclass's `__init__` in which a method's values stand in for fields that are not given."""
+    """Wraps a dataclass's `__init__`: fields that are not given take the method's values."""
 
     @functools.wraps(fill)
     def init(self: Any, *args: Any, **given: Any) -> None:

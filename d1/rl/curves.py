@@ -1,11 +1,11 @@
-"""Draw the curves of one or several diffu-GRPO runs, from the trainer's own logs, or write a page on what RL did.
+"""Plot the curves of diffu-GRPO runs from the trainer's logs, or write an HTML report on what RL did.
 
     python diffu-grpo/plot_curves.py runs/gsm8k runs/countdown --output curves.png
     python diffu-grpo/plot_curves.py runs/gsm8k --html report.html
 
-Four panels, as in d1's figure of training: reward, accuracy (training and, dashed, validation), distance to the
-reference, completion length; each against the rollouts made. The page has them too, and the settings. Of a run that had
-`--report true`, and so kept completions of its first and last rollout, it shows how these came into focus.
+There are four panels, as in d1's figure of training: reward, accuracy (training, and validation as dashed lines), KL to
+the reference, and completion length, each against the number of rollouts. The report has these panels and the settings.
+For runs with `--report true`, it also shows how completions of the first and the last rollout were sampled.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ PANELS = {
     "kl": "KL to the reference",
     "completions/mean_length": "tokens to the first EOS",
 }
-SMOOTH = 5  # points averaged
-SHOWN_FILE = "shown_rollouts.json"  # which `shown_rollouts.py` writes
+SMOOTH = 5  # points in the running mean
+SHOWN_FILE = "shown_rollouts.json"  # written by `shown_rollouts.py`
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="output folders of diffu_grpo_train.py")
-    parser.add_argument("--output", help="the PNG to write (default: curves.png, unless a page is)")
-    parser.add_argument("--html", type=Path, help="write a page: curves, settings, completions before and after")
+    parser.add_argument("--output", help="the PNG to write (default: curves.png, if --html is not given)")
+    parser.add_argument("--html", type=Path, help="write a report: curves, settings, completions before and after")
     return parser
 
 
 def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """The log entries of a run, and how many optimizer steps it takes on each rollout. Raises FileNotFoundError for a
-    folder that is no run, or has no checkpoint yet."""
+    """The log entries of a run, and its optimizer steps per rollout. Raises FileNotFoundError if the folder holds no
+    run, or a run without a checkpoint."""
     states = [folder / "trainer_state.json", *folder.glob("checkpoint-*/trainer_state.json")]
     states = [state for state in states if state.exists()]
     if not states or not (folder / "run.json").exists():
@@ -57,7 +57,7 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], float]:
 
 
 def series(history: list[dict[str, Any]], name: str, steps_a_rollout: float) -> tuple[list[float], list[float]]:
-    """(rollouts made, value) of every log entry that has a value for `name`."""
+    """Number of rollouts so far and value of every log entry that has a value for `name`."""
     points = [(entry["step"] / steps_a_rollout, float(entry[name])) for entry in history if entry.get(name) is not None]
     return [x for x, _ in points], [y for _, y in points]
 
@@ -72,7 +72,7 @@ def draw(runs: list[Path], labels: list[str], output: Path) -> None:
 
 
 def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], legend: bool = False) -> None:
-    """The curves of one metric, a line per run, smoothed; of its validation, if there is one, dashed."""
+    """The smoothed curves of one metric, one line per run; validation, if there is one, is dashed."""
     for run, label in zip(runs, labels, strict=True):
         history, steps_a_rollout = read_run(run)
         x, y = series(history, name, steps_a_rollout)
@@ -85,7 +85,7 @@ def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], legen
 
 
 def report_page(runs: list[Path], labels: list[str]) -> str:
-    """A page on some runs: their curves, settings, and completions of the first and the last rollout."""
+    """The HTML report on some runs: curves, settings, and completions of the first and the last rollout."""
     panel = partial(draw_panel, runs=runs, labels=labels, legend=len(runs) > 1)
     figures = [panel_svg(partial(panel, name=name), PANELS[name], f"panel{i}") for i, name in enumerate(PANELS)]
     curves = "".join(f"<figure>{figure}</figure>" for figure in figures)
@@ -97,7 +97,7 @@ def report_page(runs: list[Path], labels: list[str]) -> str:
 
 
 def about_run(run: Path, label: str) -> str:
-    """The panels' metrics as means over the first and the last tenth of the logs, and all settings, folded up."""
+    """The panels' metrics, as means over the first and the last tenth of the logs, and all settings, collapsed."""
     history, steps_a_rollout = read_run(run)
     label = html.escape(label)
     stats = f"<li>{label}, first and last tenth of the run:</li>"
@@ -113,7 +113,7 @@ def about_run(run: Path, label: str) -> str:
 
 
 def scenes_of(run: Path, label: str) -> list[Scene]:
-    """The best, median and worst completion of the first rollout, each next to that of the last."""
+    """The best, median and worst completion of the first rollout, each next to that of the last rollout."""
     if not (run / SHOWN_FILE).exists():
         return []
     kept = json.loads((run / SHOWN_FILE).read_text())

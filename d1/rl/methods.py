@@ -1,13 +1,13 @@
-"""The published RL methods, as values of the one trainer's settings. A method is a few choices, and a row here:
+"""The published RL methods, as settings of the trainer. A method is a row here, with a few choices:
 
 - `estimator`: which views of a completion are scored, with which weights (`d1/scoring/estimators.py`);
-- `scored_tokens`: which of its tokens count (`d1/rl/scored.py`);
-- `objective` with its `loss_type`, what is divided by what (`d1/rl/objectives.py`; `trl` is TRL's own loss);
-- `kl`, what `beta` weighs (`d1/rl/penalties.py`);
-- `advantage`, what becomes of TRL's (`d1/rl/advantages.py`);
-- the updates on a rollout, and the temperature that it is sampled at.
+- `scored_tokens`: which of its tokens count in the loss (`d1/rl/scored.py`);
+- `objective` and its `loss_type`, the divisor (`d1/rl/objectives.py`; `trl` is TRL's own loss);
+- `kl`: the penalty that `beta` weighs (`d1/rl/penalties.py`);
+- `advantage`: how TRL's advantages are changed (`d1/rl/advantages.py`);
+- the number of updates per rollout, and the sampling temperature.
 
-`--method NAME` sets all that the row has; `docs/methods.md` says where each value comes from. Needs no torch.
+`--method NAME` sets all values of the row; `docs/methods.md` gives the source of each value. Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Method:
     """A row of the table.
 
     Attributes:
-        paper: its name and where it is published.
-        values: settings that make the method. Named on a command line, it puts them above those of a config file.
-        scale: settings the paper gives that belong to the size of its models. A config file's own win.
+        paper: the method's name and where it is published.
+        values: the settings that define the method. With `--method` on the command line they override a config file.
+        scale: the paper's settings that depend on the size of its models. A config file overrides them.
     """
 
     paper: str
@@ -31,14 +31,14 @@ class Method:
     scale: dict[str, Any] = field(default_factory=dict)
 
     def under(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Its settings, with those given in place of `scale`. A canvas is one setting: its length, steps and blocks fit
-        each other."""
+        """The method's settings: `given` overrides `scale`, and `values` override `given`. The canvas is one setting,
+        because its length, steps and blocks must fit each other: if one of them is given, the others are d1's."""
         canvas = CANVAS if CANVAS.keys() & given.keys() else {}
         return {**self.scale, **canvas, **given, **self.values}
 
 
 CANVAS = {"max_completion_length": 256, "diffusion_steps": 128, "block_length": None}  # d1's
-# d1's own, the defaults. Every other row says where it differs, so that choosing one leaves nothing of another.
+# d1's own values, the defaults. Every other row starts from them, so that no value of a method chosen before is kept.
 D1: dict[str, Any] = {
     "estimator": "one_step",
     "p_mask_prompt": 0.15,
@@ -87,7 +87,7 @@ def canvas(tokens: int, steps: int, block: int) -> dict[str, int]:
 
 
 FULL = {"weight_decay": 0.0, "lr_scheduler_type": "constant"}
-DARE = {"weight_decay": 0.01, "lr_scheduler_type": "constant"}  # of the framework of that name
+DARE = {"weight_decay": 0.01, "lr_scheduler_type": "constant"}  # values of the framework DARE
 Z, GROUP = advantage("trl", "group"), advantage("standardised")
 MEAN_STEP = estimator("replay", "steps", num_views=24, mean_step=True) | loss("clipped_views", "sum")
 AGRPO = D1 | MEAN_STEP | run(1, 0.6, 1.0, top_p=0.99, top_k=150, remasking="random", score_as_sampled=True)
@@ -227,7 +227,7 @@ METHODS: dict[str, Method] = {
         scale(5e-07, 8, **DARE),
     ),
     "trajectory": Method(
-        "the sum over a trajectory's steps, of which AGRPO, arXiv 2510.04019, takes the mean",
+        "the sum over a trajectory's steps; AGRPO, arXiv 2510.04019, takes their mean",
         D1 | estimator("replay", num_views=24, draw_steps="entropy") | loss("clipped_views", "sum") | run(1),
         scale(5e-06, 8),
     ),

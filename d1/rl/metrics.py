@@ -1,4 +1,4 @@
-"""What is measured of an update: ratios, the gap between the policies that sampled and that train, rows to blame."""
+"""Metrics of an update: ratios, the gap between the policy that sampled and the one that is trained, faulty rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from d1.rl.updates import Batch, fitted, mean_logps, where_scored
 
 
 def prompt_masked(batch: Batch) -> float:
-    """The share of prompt tokens that the views of all updates hide."""
+    """The share of prompt tokens that are hidden, over the views of all updates."""
     noise, prompt = batch["view_noise"], batch["prompt_mask"].bool()
     return (noise[..., : prompt.shape[1]].sum() / (prompt.sum() * noise.shape[1:3].numel())).item()
 
@@ -28,7 +28,7 @@ def largest_ratio(inputs: LossInputs, gather: Callable[[Tensor], Tensor]) -> flo
 
 
 def mean_entropy(inputs: LossInputs, entropies: Tensor | None, gather: Callable[[Tensor], Tensor]) -> float:
-    """The policy's mean entropy in nats where it is scored; `entropies` (rows, canvas) are summed with the weights."""
+    """The policy's mean entropy in nats over scored tokens; `entropies` (rows, canvas) are already weighted."""
     assert entropies is not None
     sums = torch.stack([entropies.sum(), inputs.weights.sum()])
     total, weight = gather(sums).view(-1, 2).sum(0).tolist()
@@ -38,11 +38,11 @@ def mean_entropy(inputs: LossInputs, entropies: Tensor | None, gather: Callable[
 def sampling_gap(
     batch: Batch, inputs: LossInputs, gather: Callable[[Tensor], Tensor], cap: float | None = None
 ) -> dict[str, float]:
-    """How far the policy that sampled is from the one that is trained, before the first inner update.
+    """The difference between the policy that sampled and the one that is trained, before the first inner update.
 
     A token's log-prob is the mean over the views that score it. The mean difference estimates the KL between the two
-    (Schulman's k1); for the exact sampler it is zero under replay, but not under d1's estimator, which scores each
-    token alone. With sampling weights also their mean, and the share of tokens that the cap holds back.
+    (Schulman's k1). For the exact sampler it is zero under replay, but not under d1's estimator, which scores each
+    token alone. If there are sampling weights, their mean and the share of capped tokens are returned, too.
     """
     scored, logps = where_scored(inputs), mean_logps(inputs.logps.detach(), inputs)
     gap = (fitted(batch["rollout_logps"], logps.shape[1]) - logps).masked_fill(~scored, 0.0)
@@ -57,7 +57,7 @@ def sampling_gap(
 
 
 def rows_to_blame(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) -> list[dict[str, Any]]:
-    """The rows of a loss that is not finite whose numbers are not either; all, where the sum alone overflowed."""
+    """The rows with numbers that are not finite, of a loss that is not finite; all rows if only the sum overflowed."""
     bad = ~(torch.isfinite(logps).all(-1) & torch.isfinite(batch["advantages"]))
 
     def text(part: str, row: int) -> str:
@@ -75,7 +75,7 @@ def rows_to_blame(batch: Batch, logps: Tensor, decode: Callable[[Tensor], str]) 
 
 
 def peak_memory_gb() -> float:
-    """The most memory this process has held so far: on its GPU where there is one, else resident."""
+    """This process's peak memory so far in GiB: of its GPU if there is one, else resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

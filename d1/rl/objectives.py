@@ -1,11 +1,11 @@
-"""What RL minimises: pure functions of log-probabilities and advantages, by name.
+"""The losses of RL: pure functions of log-probabilities and advantages, by name.
 
 `objective: trl`, the default, is TRL's own loss with all its `loss_type`s and `importance_sampling_level`s; d1's is
 `loss_type: bnpo`. A new objective is a function and a row of `OBJECTIVES`, here or in a file of yours.
 
-What a loss is divided by is part of a method and has a name, `loss_type` (`MEANS` in `rows.py`). Divisors that count
-tokens, views or rows count them over the whole rollout, so that no result depends on how it is cut into micro-batches.
-Two count those of a micro-batch, as they were published: `bnpo`, TRL's and d1's, and the objective `rldf`.
+The divisor of a loss is part of a method and is named by `loss_type` (`MEANS` in `rows.py`). Divisors that count
+tokens, views or rows count them over the whole rollout, so results do not depend on its split into micro-batches. There
+are two exceptions, which count within a micro-batch as published: `bnpo`, TRL's and d1's, and the objective `rldf`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from d1.rl.rows import MEANS, LossInputs, Objective, known
 
 
 def averaged(per_view: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The mean that `settings.loss_type` names of sums (rows, views) over tokens. Raises ValueError for TRL's own."""
+    """The mean, named by `settings.loss_type`, of sums over tokens (rows, views). Raises ValueError for means that only
+    TRL's loss has."""
     if settings.loss_type not in MEANS:
-        raise ValueError(f"loss_type {settings.loss_type} is known to TRL's loss alone: take one of {', '.join(MEANS)}")
+        raise ValueError(f"only TRL's loss has loss_type {settings.loss_type}: use one of {', '.join(MEANS)}")
     return MEANS[settings.loss_type](per_view, inputs, settings)
 
 
 def reinforce(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """-A log p: the policy gradient, with neither ratio nor clipping (Williams 1992)."""
+    """-A log p: the policy gradient, without ratio and clipping (Williams 1992)."""
     per_row = -inputs.advantages * (inputs.logps * inputs.counted).sum(-1)
     return averaged(per_row.unsqueeze(1), inputs, settings), {}
 
 
 def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
-    """PPO's min(r A, clip(r) A), and where the clip holds a gradient back; `advantages` broadcasts to `ratios`.
+    """PPO's min(r A, clip(r) A), and where clipping removes the gradient; `advantages` broadcasts to `ratios`.
 
-    `settings.delta` bounds the ratio of what is to become less likely, too (dual clip, arXiv 1912.09729).
+    `settings.delta` also bounds the ratios above (dual clip, arXiv 1912.09729), which matters for negative advantages.
     """
     low = 1 - settings.epsilon
     high = 1 + (settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
@@ -46,14 +47,14 @@ def clip(ratios: Tensor, advantages: Tensor, settings: Any) -> tuple[Tensor, Ten
 
 
 def share(what: Tensor, of: Tensor) -> dict[str, float]:
-    """The metric of a clip: the share of the true places of `of` at which `what` is true, too."""
+    """The metric of clipping: the share of the true elements of `of` where `what` is true, too."""
     return {"clip_ratio/region_mean": ((what & of).sum() / of.sum().clamp(min=1)).item()}
 
 
 def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """PPO's loss with a ratio for each token in each view, the views' losses summed with their weights.
+    """PPO's loss with one ratio per token per view; the views' losses are summed with their weights.
 
-    In a weighted sum of log-probs, as TRL's loss gets it, a weight would be an exponent of the ratio.
+    TRL's loss gets a weighted sum of log-probs instead, where a weight becomes an exponent of the ratio.
     """
     ratios = (inputs.view_logps - known(inputs.view_old)).exp()
     gains, clipped = clip(ratios, inputs.advantages[:, None, None], settings)
@@ -63,8 +64,8 @@ def clipped_views(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, 
 
 
 def clipped_steps(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """PPO's loss with one ratio for a view, of the product of its tokens' probabilities, over their number; the mean
-    over all views (EGSPO, arXiv 2603.12554)."""
+    """PPO's loss with one ratio per view, that of the product of its tokens' probabilities; divided by the number of
+    these tokens and averaged over all views (EGSPO, arXiv 2603.12554)."""
     scored = inputs.scored
     log_ratios = ((inputs.view_logps - known(inputs.view_old)) * scored).sum(-1)
     advantages = inputs.advantages.unsqueeze(1) if inputs.view_advantages is None else inputs.view_advantages
@@ -74,8 +75,8 @@ def clipped_steps(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, 
 
 
 def clipped_sequences(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """PPO's loss with one ratio for a completion, exp(bound - old bound), which is not divided by its length: EBPO, of
-    LLaDA2.1. The clip is in logarithms, so a ratio that it holds back cannot overflow."""
+    """PPO's loss with one ratio per completion, exp(bound - old bound), not divided by the length (EBPO, of LLaDA2.1).
+    Clipping is done on logarithms, so that a clipped ratio cannot overflow."""
     log_ratios = ((inputs.logps - inputs.old) * inputs.mask).sum(-1)
     positive = inputs.advantages >= 0
     high = math.log1p(settings.epsilon if settings.epsilon_high is None else settings.epsilon_high)
@@ -86,16 +87,16 @@ def clipped_sequences(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[s
 
 
 def draws_log_ratios(inputs: LossInputs) -> Tensor:
-    """(rows, draws) the log-ratio of each draw's bound to the old policy's, over the completion's length."""
+    """(rows, draws) log-ratio of each draw's bound to the old policy's, divided by the completion's length."""
     difference = inputs.weights * (inputs.view_logps - known(inputs.view_old)) * inputs.mask.unsqueeze(1)
     per_draw = inputs.by_draw(difference)
-    return per_draw.shape[1] * per_draw / inputs.lengths.unsqueeze(1)  # a weight is over the number of draws
+    return per_draw.shape[1] * per_draw / inputs.lengths.unsqueeze(1)  # weights are divided by the number of draws
 
 
 def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """BGPO's loss, a sum over draws (arXiv 2510.11683, section 3): d is a draw's log-ratio of bounds, a token.
+    """BGPO's loss, a sum over draws (arXiv 2510.11683, section 3). d is a draw's log-ratio of bounds per token.
 
-    exp(d) is bounded below by 1 + d where A > 0, and stands itself where A <= 0.
+    The ratio exp(d) is replaced by its lower bound 1 + d if A > 0, and kept if A <= 0.
     """
     per_draw, advantages = draws_log_ratios(inputs), inputs.advantages.unsqueeze(1)
     gains, clipped = clip(torch.where(advantages > 0, 1 + per_draw, per_draw.exp()), advantages, settings)
@@ -104,10 +105,10 @@ def bgpo(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
 
 
 def gdsd(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """Squared distance of each draw's clamped log-ratio, a token, to 10 A; summed over draws (GDSD, arXiv 2605.29398).
+    """Squared distance of each draw's clamped log-ratio per token to 10 A, summed over draws (GDSD, arXiv 2605.29398).
 
-    As it is written: the clamp is at log(1 +- epsilon), of the whole completion, and the target lies far outside it. So
-    the gradient is that of -20 A log p / L inside the clamp, up to a millionth, and 0 outside.
+    As in the published code, the log-ratio of the whole completion is clamped at log(1 +- epsilon), and the target lies
+    far outside. So the gradient is that of -20 A log p / L inside the clamp, up to a millionth, and 0 outside.
     """
     per_draw = draws_log_ratios(inputs) * inputs.lengths.unsqueeze(1)
     held = per_draw.clamp(math.log1p(-settings.epsilon), math.log1p(settings.epsilon))
@@ -117,10 +118,10 @@ def gdsd(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
 
 
 def likely(inputs: LossInputs) -> Tensor:
-    """(rows, views, tokens) bool: of a view's scored tokens those that it revealed, and of the others those that the
-    policy gives a probability of at least 0.6 by now (RLDF)."""
+    """(rows, views, tokens) bool: the scored tokens that the view's step revealed, and those to which the current
+    policy gives a probability of at least 0.6 (RLDF)."""
     if inputs.reveal_steps is None:
-        raise ValueError("the tokens that a view reveals are those of its first step: reveal_steps is missing")
+        raise ValueError("reveal_steps is missing: a view reveals the tokens of its first step")
     scored = inputs.scored
     steps = inputs.reveal_steps.unsqueeze(1).expand_as(scored)
     first = steps.masked_fill(~scored, torch.iinfo(steps.dtype).max).amin(-1, keepdim=True)
@@ -128,25 +129,25 @@ def likely(inputs: LossInputs) -> Tensor:
 
 
 def mean_of_states(values: Tensor, counts: Tensor) -> Tensor:
-    """The mean of `values` (rows, views, tokens) over a view's tokens of all rows of the micro-batch where `counts`
-    is true, then over the views."""
+    """The mean of `values` (rows, views, tokens) where `counts` is true: first per view, over the tokens of all rows of
+    the micro-batch, then over the views."""
     return ((values * counts).sum((0, 2)) / counts.sum((0, 2)).clamp(min=1)).mean()
 
 
 def rldf(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """-A log p of what is `likely` in a few states of the rollout, the mean over a state's tokens, then over states."""
+    """-A log p of the `likely` tokens in a few states of the rollout; the mean per state, then over states (RLDF)."""
     counts = likely(inputs)
     loss = mean_of_states(-inputs.advantages[:, None, None] * inputs.view_logps, counts)
     return loss, {"likely": (counts.sum() / inputs.scored.sum().clamp(min=1)).item()}
 
 
 def evidence_bounds(inputs: LossInputs, eubo_beta: float) -> tuple[Tensor, Tensor]:
-    """SPG's two forms, (rows,) each, log-probability per token (arXiv 2510.09541, section 3).
+    """SPG's two estimates of the log-probability per token, (rows,) each (arXiv 2510.09541, section 3).
 
     The first is the weighted sum over views. The second, with beta = `eubo_beta` and t_v the share of a row's
     tokens that view v hides, is the mean over hidden tokens k of 1/beta log(mean over v of p_k(v)^beta [hidden] / t_v).
 
-    With masks of a single block the first bounds from below, in the mean over draws, and the second from above, only
+    With masks of a single block, the mean of the first over draws is a lower bound. The second is an upper bound only
     for beta >= the completion's length and many draws. With several blocks neither is a bound.
     """
     hidden = inputs.weights != 0
@@ -160,7 +161,7 @@ def evidence_bounds(inputs: LossInputs, eubo_beta: float) -> tuple[Tensor, Tenso
 
 
 def sandwiched(inputs: LossInputs, settings: Any) -> Tensor:
-    """(rows,) SPG's bound: from below what is to become likelier, `settings.eubo_share` from above what is not to."""
+    """(rows,) SPG's bound: the lower one if A > 0, else a mixture with share `settings.eubo_share` of the upper one."""
     lower, upper = evidence_bounds(inputs, settings.eubo_beta)
     mixed = settings.eubo_share * upper + (1 - settings.eubo_share) * lower
     return torch.where(inputs.advantages > 0, lower, mixed)
@@ -173,17 +174,17 @@ def spg(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
 
 
 def sequence_log_ratios(inputs: LossInputs) -> Tensor:
-    """(rows,) log-ratio of a completion's probabilities, new to old, as the estimator has it; without gradients."""
+    """(rows,) the estimator's log-ratio of a completion's new to old probability; without gradients."""
     return ((inputs.logps - inputs.old) * inputs.mask).sum(-1).detach()
 
 
 def stable_drl(inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-    """-sum of w A x SPG's bound over a prompt's completions, w the softmax of their capped log-ratios; the mean over
-    prompts (StableDRL)."""
+    """-sum of w A x SPG's bound over a prompt's completions, where w is the softmax of their capped log-ratios;
+    averaged over prompts (StableDRL)."""
     most = math.log(settings.ratio_cap)
     own = sequence_log_ratios(inputs).clamp(max=most)
     group = torch.zeros_like(own).unsqueeze(1) if inputs.log_ratios is None else inputs.log_ratios.clamp(max=most)
-    weights = (own - group.logsumexp(1)).exp() * group.shape[1]  # 1 on average: a mean over rows is to be a sum
+    weights = (own - group.logsumexp(1)).exp() * group.shape[1]  # 1 on average, because the loss is a mean over rows
     loss = -(weights * inputs.advantages * sandwiched(inputs, settings)).mean()
     return loss, {"weight_max": weights.max().item()}
 

@@ -1,7 +1,7 @@
-"""KL penalties, which `kl` names and `beta` weighs: pure functions of log-probabilities.
+"""KL penalties, named by `kl` and weighed by `beta`: pure functions of log-probabilities.
 
 With log d = log p_reference - log p, k2 is (log d)^2 / 2 and k3 is d - log d - 1 (J. Schulman, Approximating KL
-divergence, 2020). A new one is a function and a row of `PENALTIES`, here or in a file of yours.
+divergence, 2020). A new penalty is a function and a row of `PENALTIES`, here or in a file of yours.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ def k3_of(log_d: Tensor) -> Tensor:
 
 
 def k3(inputs: LossInputs, settings: Any) -> Tensor:
-    """Of each token in each view, summed with the views' weights. TRL's own with `--objective trl`, which takes k3 of
-    the views' weighted sum."""
+    """k3 of each token in each view, summed with the views' weights. With `--objective trl` the penalty is TRL's own
+    instead, k3 of the views' weighted sum."""
     per_token = k3_of(known(inputs.view_reference) - inputs.view_logps)
     return averaged((inputs.weights * per_token * inputs.mask.unsqueeze(1)).sum(-1), inputs, settings)
 
 
 def k3_to_old(inputs: LossInputs, settings: Any) -> Tensor:
-    """To the policy that sampled: the sum over a view's tokens, the mean over views (TraceRL, arXiv 2509.06949)."""
+    """k3 to the policy that sampled: summed over a view's tokens, averaged over views (TraceRL, arXiv 2509.06949)."""
     per_token = k3_of(known(inputs.view_old) - inputs.view_logps)
     return (per_token * inputs.scored).sum() / inputs.scoring_views
 
 
 def k3_steps(inputs: LossInputs, settings: Any) -> Tensor:
-    """Of the product of a view's probabilities, over its tokens' number; the mean over views (EGSPO)."""
+    """k3 of the product of a view's probabilities, divided by its number of tokens; averaged over views (EGSPO)."""
     scored = inputs.scored
     log_d = ((known(inputs.view_reference) - inputs.view_logps) * scored).sum(-1)
     return (k3_of(log_d) * scored.any(-1) / scored.sum(-1).clamp(min=1)).sum() / inputs.scoring_views
 
 
 def k3_likely(inputs: LossInputs, settings: Any) -> Tensor:
-    """Of each token that is `likely`, averaged like the objective `rldf`."""
+    """k3 of each `likely` token, averaged like the objective `rldf` (RLDF)."""
     return mean_of_states(k3_of(known(inputs.view_reference) - inputs.view_logps), likely(inputs))
 
 
 def k2_sequence(inputs: LossInputs, settings: Any) -> Tensor:
-    """k2 of a completion's whole log-probability, over its length (ESPO, arXiv 2512.03759)."""
+    """k2 of a completion's whole log-probability, divided by its length (ESPO, arXiv 2512.03759)."""
     log_d = ((known(inputs.reference) - inputs.logps) * inputs.mask).sum(-1)
     return (log_d**2 / 2 / inputs.lengths).mean()
 
 
 def k2_draws(inputs: LossInputs, settings: Any) -> Tensor:
-    """k2 of each draw's whole log-probability, over the completion's length; the mean over draws (GDSD)."""
+    """k2 of each draw's whole log-probability, divided by the completion's length; averaged over draws (GDSD)."""
     difference = inputs.weights * (known(inputs.view_reference) - inputs.view_logps) * inputs.mask.unsqueeze(1)
     log_d = inputs.by_draw(difference)
     log_d = log_d.shape[1] * log_d

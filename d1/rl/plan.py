@@ -1,4 +1,4 @@
-"""What a run of diffu-GRPO is about to do, in numbers."""
+"""The plan of a diffu-GRPO run: how many steps, rollouts, views and forward passes it takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d1.scoring import ESTIMATORS
 
 
 def drawn_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
-    """Views of a row that are drawn at once, at most. A block-causal model, of blocks of `block_size` tokens, scores a
+    """Maximum number of views per row in one draw. A block-causal model with blocks of `block_size` tokens scores one
     step of every block in one view."""
     settings = args.view_settings()
     if block_size is not None:
@@ -25,28 +25,28 @@ def drawn_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
 
 
 def most_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
-    """Views of a row in an update, at most: all that are drawn, or its share of them."""
+    """Maximum number of views per row in an update: all that are drawn, or with `split_views` the update's share."""
     return -(-drawn_views(args, block_size) // (args.num_iterations if args.split_views else 1))
 
 
 def idle(args: DiffuGRPOConfig) -> tuple[str, ...]:
-    """The settings that do nothing because the policy that is trained is always the one that sampled: there is one
-    optimizer step on each rollout, so every ratio is 1."""
+    """The settings that do nothing because each rollout has one optimizer step: the policy that is trained is always
+    the one that sampled, and every ratio is 1."""
     if not args.is_on_policy:
         return ()
     to_old = args.beta and not args.has_trls_kl and PENALTIES[args.kl].to == "old"
-    clip = OBJECTIVES[args.objective].idle if args.loss_type != "cispo" else ()  # which bounds ratios of 1, too
+    clip = OBJECTIVES[args.objective].idle if args.loss_type != "cispo" else ()  # cispo also clips ratios of 1
     return clip + (("beta", "kl") if to_old else ())
 
 
 def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None) -> dict[str, Any]:
-    """The plan: name -> number, as the console shows it; `block_size` is that of a block-causal model.
+    """The plan, name -> number, which the console shows; `block_size` is that of a block-causal model.
 
-    Passes are the maximum per row, in a rollout and all updates on it. There are fewer where a completion ends early, a
-    parallel sampler reveals more than is due, or a view hides no scored token.
+    Passes are the maximum per row, over a rollout and all updates on it. There are fewer if a completion ends early, a
+    parallel sampler reveals more tokens per step, or a view hides no scored token.
 
     Raises:
-        ValueError: the training problems are too few for one rollout.
+        ValueError: there are too few training problems for one rollout.
     """
     completions = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     rollout = args.per_device_train_batch_size * args.world_size * int(args.steps_per_generation or 1)
@@ -55,7 +55,7 @@ def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None)
     rollouts_an_epoch = num_prompts // groups
     if not rollouts_an_epoch:
         raise ValueError(
-            f"a rollout takes {groups} prompts and there are {num_prompts}: lower per_device_train_batch_size or "
+            f"a rollout needs {groups} prompts and there are {num_prompts}: lower per_device_train_batch_size or "
             "steps_per_generation (by default gradient_accumulation_steps), or add problems"
         )
     steps_an_epoch = math.ceil(rollouts_an_epoch * cycle / args.gradient_accumulation_steps)
@@ -77,13 +77,13 @@ def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None)
 
 
 def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
-    """Passes of one row, in a rollout and all updates on it: what for -> how many; `views` is per update."""
+    """Passes per row, over a rollout and all updates on it: purpose -> number; `views` is per update."""
     every = args.num_iterations * views
     # Views that every update shares are scored once.
     drawn_anew = args.random_masking and ESTIMATORS[args.estimator].draws(args.view_settings())
     before = every if drawn_anew or args.split_views else views
-    # In an update the backward pass computes all views again where they are more than one pass takes, and, with
-    # gradient checkpointing, the layers.
+    # In an update, the backward pass recomputes all views if they do not fit into one pass, and with gradient
+    # checkpointing the layers.
     times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
     counts = {
         "sampling": int(args.diffusion_steps or 0) * (2 if args.cfg_scale else 1),

@@ -1,5 +1,5 @@
-"""Reward functions: a reward is a number that is finite as float32, or None where the function does not apply (TRL's
-convention). Anything else ends the run with an error that names function, task and row.
+"""Reward functions: a reward is a number that is finite as float32, or None if the function does not apply (TRL's
+convention). Anything else ends the run with an error that names the function, the task and the row.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Reward = Callable[..., Any]
 
 
 class RewardError(RunError):
-    """A reward function raised, or returned what is no reward."""
+    """A reward function raised an error, or returned something that is not a reward."""
 
 
 class BadReward(ValueError):
-    """What a function returned is no list of rewards; `row` is the first bad one, None where the whole list is."""
+    """A function did not return a list of rewards; `row` is the first bad one, None if the whole list is bad."""
 
     def __init__(self, problem: str, row: int | None = None) -> None:
         super().__init__(problem)
@@ -43,7 +43,7 @@ class BadReward(ValueError):
 
 
 def reward_or_none(value: Any, row: int) -> float | None:
-    """A number of Python's, NumPy's or PyTorch's as a float; None stays None."""
+    """A number of Python, NumPy or PyTorch as a float; None stays None."""
     if value is None:
         return None
     try:
@@ -53,8 +53,8 @@ def reward_or_none(value: Any, row: int) -> float | None:
     except OverflowError:  # an integer above the range of floats
         number = math.inf
     if number is None or not torch.tensor(number, dtype=torch.float32).isfinite():
-        problem = "is no number" if number is None else "is not finite as float32"
-        raise BadReward(f"returned {value!r:.80}, which {problem} (None says that it does not apply)", row)
+        problem = "is not a number" if number is None else "is not finite as float32"
+        raise BadReward(f"returned {value!r:.80}, which {problem} (return None if it does not apply)", row)
     return number
 
 
@@ -69,9 +69,9 @@ def checked(values: Any, rows: int) -> list[float | None]:
 
 
 def rewards_of(function: Reward, **kwargs: Any) -> list[float | None]:
-    """What a reward function, `async` or not, gives each row. Raises BadReward where it returned something else."""
+    """The rewards that a function, `async` or not, gives each row. Raises BadReward if it returned something else."""
     if is_async_callable(function):
-        with ThreadPoolExecutor(1) as thread:  # the caller's may be running an event loop
+        with ThreadPoolExecutor(1) as thread:  # the caller's thread may be running an event loop
             values = thread.submit(asyncio.run, function(**kwargs)).result()
     else:
         values = function(**kwargs)
@@ -79,16 +79,16 @@ def rewards_of(function: Reward, **kwargs: Any) -> list[float | None]:
 
 
 def guarded(function: Reward, task: str, folder: Path) -> Reward:
-    """`function` as TRL should see it: anything but rewards becomes a `RewardError`, and Nones are counted.
+    """Wraps `function` for TRL: anything but rewards becomes a `RewardError`, and Nones are counted.
 
     The share of rows for which it returned None is logged as `rewards/NAME/none_share`.
 
     Args:
-        task: the task's name, for the error.
-        folder: where the error leaves the row, as reward_error_NAME.json.
+        task: the task's name, for the error message.
+        folder: an error writes the row to blame into this folder, as reward_error_NAME.json.
     """
     if not callable(function) or hasattr(function, "forward"):
-        return function  # a reward model: TRL runs those itself
+        return function  # a reward model, which TRL runs itself
     name = get_callable_name(function)
 
     @contextmanager
@@ -125,9 +125,9 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
 
 
 def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> dict[str, Any]:
-    """The columns of the row to blame and its number; all rows, and the number None, where it is no single one.
+    """The columns and the number of the row to blame; all rows, and the number None, if no single row is to blame.
 
-    Where the function raised, that is the first row that raises on its own: rewards are pure, so asking again is safe.
+    If the function raised, this is the first row that raises alone: rewards are pure, so calling again is safe.
     """
     rows = len(kwargs["completions"])
     columns = {key: value for key, value in kwargs.items() if isinstance(value, list) and len(value) == rows}
@@ -144,13 +144,13 @@ def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> d
 
 
 def accuracy_of(task: ModuleType) -> Reward:
-    """The task's strict metric as a reward function. It gets weight 0: it is logged, not trained on."""
+    """The task's strict metric as a reward function, which gets weight 0: it is logged, but not trained on."""
 
     def accuracy(completions: list, question: list, ground_truth: list, **columns: Any) -> list[float]:
         rows = [{"question": q, "ground_truth": truth} for q, truth in zip(question, ground_truth, strict=True)]
         return [next(iter(task.score(text_of(c), row).values())) for c, row in zip(completions, rows, strict=True)]
 
-    accuracy.only_watched = True  # type: ignore[attr-defined]  # which `functools.wraps` hands on
+    accuracy.only_watched = True  # type: ignore[attr-defined]  # `functools.wraps` copies this
     return accuracy
 
 
@@ -158,7 +158,7 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
     """Calls every reward of task `name` on an empty completion of the first training row.
 
     Raises:
-        ValueError: a reward raises, or returns something that `checked` refuses.
+        ValueError: a reward raises an error, or returns something that `checked` refuses.
     """
     columns: dict[str, Any] = {key: [value] for key, value in rows[0].items() if key != "prompt"}
     columns |= {"prompts": [rows[0]["prompt"]], "completion_ids": [[]]}
@@ -176,17 +176,17 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
 
 
 def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:
-    """(rows,) the sum of rewards (rows, functions), each times its function's weight; NaN, for None, adds nothing.
+    """(rows,) weighted sums of rewards (rows, functions); NaN, which stands for None, adds nothing.
 
     Raises:
-        RewardError: a sum is not finite as float32. TRL would train on with advantages of 0.
+        RewardError: a sum is not finite as float32. TRL would continue with advantages of 0.
     """
     if without := int(rewards.isnan().all(dim=1).sum()):
-        logger.warning("No reward applies to %d of %d completions: they are left out.", without, len(rewards))
+        logger.warning("%d of %d completions are left out, because no reward applies to them.", without, len(rewards))
     sums = (rewards * weights).nansum(dim=1)
     for row in (~sums.isfinite()).nonzero().flatten().tolist():
         raise RewardError(
             f"the rewards {rewards[row].tolist()} of row {row} with weights {weights.tolist()} sum to "
-            f"{sums[row].item()}, which is not finite as float32: scale the rewards or --reward_weights down"
+            f"{sums[row].item()}, which is not finite as float32: make the rewards or --reward_weights smaller"
         )
     return sums

@@ -1,7 +1,7 @@
-"""The contracts of RL's tables: what a loss is given, and the rows, which say what a function reads and needs.
+"""The contracts of RL's tables: the inputs of a loss, and the rows, which say what a function reads and needs.
 
-A row is called like its function and checks what comes back, so that a mistake in a user's function is one line. The
-checks of combinations, the scoring and the plan of a run read the rows: they treat a user's like the others.
+A row is called like its function and checks the returned value, so that a mistake in a user's function is one line. The
+checks of combinations, the scoring and the plan of a run read these rows, so users' rows are treated like the others.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from d1.scoring.estimators import called, described
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch under the views of the inner update at hand.
+    """A micro-batch under the views of the current inner update.
 
     Attributes:
-        view_logps: (rows, views, tokens), of the policy; 0 where a view does not score a token. Differentiable.
-        view_old: (rows, views, tokens), of the policy that sampled, in the same views; None unless the objective reads
-            them (`Objective.reads_old`) or the penalty compares with them.
-        view_reference: (rows, views, tokens), of the reference model in the same views; None unless the penalty
+        view_logps: (rows, views, tokens), log-probabilities of the policy; 0 where a view does not score a token.
+            Differentiable.
+        view_old: (rows, views, tokens), those of the policy that sampled, in the same views; None unless the objective
+            reads them (`Objective.reads_old`) or the penalty compares with them.
+        view_reference: (rows, views, tokens), those of the reference model, in the same views; None unless the penalty
             compares with them.
-        weights: (rows, views, tokens), what each view weighs for each token (`d1.scoring.Views`).
+        weights: (rows, views, tokens), the weight of each view for each token (`d1.scoring.Views`).
         advantages: (rows,).
-        mask: (rows, tokens), 1 up to and including the first EOS.
-        tokens: scored tokens of a micro-batch, on average over all of the rollout and all processes.
-        views: likewise, the views of this update that score something; None: of this micro-batch.
-        active: likewise, the rows whose advantage is not 0; None: of this micro-batch.
+        mask: (rows, tokens), 1 for tokens that count in the loss: by default up to and including the first EOS.
+        tokens: scored tokens per micro-batch, averaged over the whole rollout and all processes.
+        views: views of this update that score something, averaged in the same way; None: those of this micro-batch.
+        active: rows whose advantage is not 0, averaged in the same way; None: those of this micro-batch.
         views_per_draw: `Estimator.views_per_draw`, where 0 means that all views are one draw.
-        reveal_steps: (rows, tokens), the step that revealed each token; in a block-causal model from its block's first.
-        view_advantages: (rows, views), of each view's state; None without `state_reward`.
-        log_ratios: (rows, completions of a prompt) `sequence_log_ratios` of the rows of each row's prompt, of the
+        reveal_steps: (rows, tokens), the step that revealed each token; in a block-causal model, counted from the first
+            step of its block.
+        view_advantages: (rows, views), the advantage of each view's state; None without `state_reward`.
+        log_ratios: (rows, completions per prompt), `sequence_log_ratios` of the rows of each row's prompt, under the
             policy before this update; None unless `Objective.over_group`.
-        sampling_weights: (rows, tokens), of each token's part of the policy gradient (`truncated_weights`); None
-            where `sampling_weight_cap` is.
+        sampling_weights: (rows, tokens), the weight of each token in the policy gradient (`truncated_weights`); None
+            if `sampling_weight_cap` is None.
     """
 
     view_logps: Tensor
@@ -61,7 +63,7 @@ class LossInputs:
 
     @property
     def logps(self) -> Tensor:
-        """(rows, tokens), the estimator's log-probabilities of the policy."""
+        """(rows, tokens), the estimated log-probabilities of the policy."""
         return (self.weights * self.view_logps).sum(1)
 
     @property
@@ -76,22 +78,22 @@ class LossInputs:
 
     @property
     def counted(self) -> Tensor:
-        """(rows, tokens), what a token counts for: `mask`, with the sampling weights where there are some."""
+        """(rows, tokens), each token's weight in the policy gradient: `mask`, times the sampling weights if any."""
         return self.mask if self.sampling_weights is None else self.mask * self.sampling_weights
 
     @property
     def scored(self) -> Tensor:
-        """(rows, views, tokens) bool, where a view scores a token."""
+        """(rows, views, tokens) bool, whether a view scores a token."""
         return (self.weights * self.mask.unsqueeze(1)) != 0
 
     @property
     def scoring_views(self) -> Tensor:
-        """How many views score something: of a micro-batch, on average over the rollout."""
+        """Views that score something, per micro-batch, averaged over the rollout."""
         return self.scored.any(-1).sum().clamp(min=1) if self.views is None else self.views
 
     @property
     def active_rows(self) -> Tensor:
-        """How many rows take part with an advantage that is not 0: of a micro-batch, on average over the rollout."""
+        """Rows in the loss whose advantage is not 0, per micro-batch, averaged over the rollout."""
         active = self.advantages.ne(0) & self.mask.bool().any(-1)
         return active.sum().clamp(min=1) if self.active is None else self.active
 
@@ -101,24 +103,24 @@ class LossInputs:
 
     @property
     def lengths(self) -> Tensor:
-        """(rows,), scored tokens; 1 for a row without any, which is divided by it."""
+        """(rows,), number of scored tokens; at least 1, because it is a divisor."""
         return self.mask.sum(-1).clamp(min=1)
 
 
 def known(view_logps: Tensor | None) -> Tensor:
-    """Old or reference log-probabilities, which the row in use asked for."""
+    """Old or reference log-probabilities, which are there if the row in use asked for them (else ValueError)."""
     if view_logps is None:
         raise ValueError("these log-probs are not scored: the row must say reads_old=True, or to='old' or 'reference'")
     return view_logps
 
 
 def mean_of_views(views: Tensor, inputs: LossInputs, settings: Any) -> Tensor:
-    """The mean over the tokens of a view, weighted as they are, then over all views that score something."""
+    """The weighted mean over the tokens of a view, then the mean over all views that score something."""
     weights = (inputs.weights * inputs.mask.unsqueeze(1)).sum(-1)
     return (views / weights.where(weights != 0, 1.0)).sum() / inputs.scoring_views
 
 
-# What a `loss_type` makes of losses (rows, views), sums over tokens: TRL's mean of that name, and some of our own.
+# How each `loss_type` averages losses (rows, views) that are sums over tokens: TRL's means of that name, and our own.
 MEANS: dict[str, Callable[[Tensor, LossInputs, Any], Tensor]] = {
     "sum": lambda views, inputs, settings: views.sum(1).mean(),
     "grpo": lambda views, inputs, settings: (views.sum(1) / inputs.lengths).mean(),
@@ -135,18 +137,19 @@ class Objective:
     """A row of the table: the loss, and what it needs.
 
     Attributes:
-        loss: gives the loss, a scalar for one micro-batch, of which the step's loss is the mean, and metrics to log, of
-            this process's rows. None is TRL's own loss.
-        reads_old: it reads log-probabilities of the policy that sampled; without, none are scored.
+        loss: returns the loss of one micro-batch, a scalar, and metrics to log, of this process's rows. The loss of a
+            step is the mean over its micro-batches. None is TRL's own loss.
+        reads_old: it reads log-probabilities of the policy that sampled; if False, these are not scored.
         over_group: it weighs a row against the others of its prompt and reads `LossInputs.log_ratios`.
-        per_view: it takes each view's log-probabilities, not only their weighted sums.
-        per_draw: it takes each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
-        by_view: its mean is over views, so that the updates on a rollout can share the views out (`split_views`).
-        linear: it takes log-probabilities; False: bounds made of means over hidden tokens (`Estimator.linear`).
-        loss_types: the values of `loss_type` that it knows.
+        per_view: it uses each view's log-probabilities, not only their weighted sums.
+        per_draw: it uses each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
+        by_view: its mean is over views, so that the views can be divided among the updates (`split_views`).
+        linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
+        loss_types: the values of `loss_type` that it accepts.
         own_kl: the penalty that the loss adds itself.
-        settings: those of `epsilon`, `loss_type`, ... that it reads: to set another one is an error. None: unknown.
-        idle: those that do nothing as long as the policy is still the one that sampled.
+        settings: the settings that it reads (`epsilon`, `loss_type`, ...); setting another one is an error. None:
+            unknown.
+        idle: the settings that do nothing as long as the policy is the one that sampled.
     """
 
     loss: Callable[[LossInputs, Any], tuple[Tensor, dict[str, float]]] | None
@@ -166,7 +169,7 @@ class Objective:
             raise ValueError("an Objective with over_group compares with the old policy: it needs reads_old=True")
 
     def __call__(self, inputs: LossInputs, settings: Any) -> tuple[Tensor, dict[str, float]]:
-        """The loss and its metrics. Raises ValueError where the function returned something else."""
+        """The loss and its metrics. Raises ValueError if the function returned something else."""
         assert self.loss is not None
         returned = self.loss(inputs, settings)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
@@ -183,9 +186,9 @@ class Penalty:
     """A row of the table of KL penalties.
 
     Attributes:
-        value: gives the penalty, a scalar for one micro-batch.
-        to: whose log-probabilities it compares the policy with. Those of the "reference" need a reference model.
-        settings, by_view: as of `Objective`.
+        value: returns the penalty of one micro-batch, a scalar.
+        to: whose log-probabilities it compares with the policy's. "reference" needs a reference model.
+        settings, by_view: as in `Objective`.
     """
 
     value: Callable[[LossInputs, Any], Tensor]
@@ -195,10 +198,10 @@ class Penalty:
 
     def __post_init__(self) -> None:
         if self.to not in ("reference", "old"):
-            raise ValueError(f"a Penalty is to 'reference' or to 'old', got {self.to!r}")
+            raise ValueError(f"a Penalty must have to='reference' or to='old', got {self.to!r}")
 
     def __call__(self, inputs: LossInputs, settings: Any) -> Tensor:
-        """The penalty. Raises ValueError where the function returned something else than a scalar with a gradient."""
+        """The penalty. Raises ValueError if the function did not return a scalar with a gradient."""
         return checked_scalar(self.value, self.value(inputs, settings), inputs)
 
 
@@ -207,15 +210,15 @@ class Advantage:
     """A row of the table of advantages.
 
     Attributes:
-        of: TRL's advantages (groups, completions of a prompt) -> the same shape. None leaves them as they are.
-        centred: it takes rewards less their group's mean, so `scale_rewards` must be "none".
+        of: TRL's advantages (groups, completions per prompt) -> the same shape. None leaves them as they are.
+        centred: it needs rewards minus their group's mean, so `scale_rewards` must be "none".
     """
 
     of: Callable[[Tensor], Tensor] | None
     centred: bool = True
 
     def __call__(self, groups: Tensor) -> Tensor:
-        """The advantages. Raises ValueError where the function returned something else."""
+        """The advantages. Raises ValueError if the function returned something else."""
         assert self.of is not None
         returned = self.of(groups)
         if not isinstance(returned, Tensor) or returned.shape != groups.shape or not returned.is_floating_point():
@@ -225,7 +228,7 @@ class Advantage:
 
 
 def checked_scalar(function: object, value: Any, inputs: LossInputs) -> Tensor:
-    """Raises ValueError unless a function returned a scalar, with a gradient where the policy's log-probs have one."""
+    """Raises ValueError unless a function returned a scalar, with a gradient if the policy's log-probs have one."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad >= inputs.view_logps.requires_grad:
         return value
     raise ValueError(f"{called(function)} returned {described(value)}: expected a scalar tensor with a gradient")

@@ -1,5 +1,5 @@
-"""Which tokens of a canvas count in the loss, which `scored_tokens` names. Methods differ in what they do with those
-behind the first EOS. A new way is a function and a row of `SCORED`."""
+"""Which tokens of a canvas count in the loss, named by `scored_tokens`. Methods differ in what they do with the tokens
+after the first EOS. A new choice is a function and a row of `SCORED`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from d1.rl.updates import Batch, Everyone, fitted
 
 
 class Sampled(NamedTuple):
-    """What a sampler left, (rows, canvas) each, and the tokenizer's tokens.
+    """The sampled canvases and their special tokens, (rows, canvas) each.
 
     Attributes:
-        ids: of the whole canvas.
-        ended: bool, up to and including the first EOS.
-        steps: the step that revealed each token; -1 where none did.
+        ids: token ids of the whole canvas.
+        ended: bool, the tokens up to and including the first EOS.
+        steps: the step that revealed each token; -1 for tokens that were not revealed.
         is_end: bool, the tokens that end a text.
         is_padding: bool, the tokenizer's padding token, which may also end a text.
     """
@@ -37,7 +37,7 @@ class Scored:
 
     Attributes:
         of: the tokens (rows, canvas) bool that count in the loss.
-        behind_the_end: it may count tokens behind the first EOS, so that all of the canvas must be sampled.
+        behind_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
     """
 
     of: Callable[[Sampled], Tensor]
@@ -45,7 +45,7 @@ class Scored:
 
 
 def to_the_last_text(sampled: Sampled) -> Tensor:
-    """All that was revealed up to the step that revealed the last token which is no EOS (AGRPO, as released)."""
+    """All tokens revealed up to the step that revealed the last token other than EOS (AGRPO, as released)."""
     last = torch.where(sampled.is_end, -1, sampled.steps).amax(-1, keepdim=True)
     return (sampled.steps >= 0) & (sampled.steps <= last)
 
@@ -59,7 +59,7 @@ SCORED: dict[str, Scored] = {
 
 
 def score_more(batch: Batch, name: str, end_ids: Sequence[int], pad_id: int | None, everyone: Everyone) -> None:
-    """Makes the tokens that `SCORED[name]` names the completions of a batch; rows that are out of the loss stay so."""
+    """Makes the tokens that `SCORED[name]` chooses the batch's completions; rows that are out of the loss stay out."""
     ids, mask = batch["canvas_ids"], batch["completion_mask"]
     scored = SCORED[name].of(
         Sampled(

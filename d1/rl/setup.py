@@ -1,4 +1,4 @@
-"""The problems, the model and the trainer of an RL run, made from its settings."""
+"""Build the problems, the model and the trainer of an RL run from its settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
-    """RL as the skeleton of a run takes it."""
+    """RL as a `Stage` for `d1.runs.skeleton.run`."""
     check_model_settings(args, model_args)
     return Stage(
         training=args,
@@ -45,15 +45,15 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
 
 
 def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Prepared:
-    """The problems and the plan of a run, checked."""
+    """The checked problems and the plan of a run, and a function that makes the trainer."""
     task = under_protocol(load_task(args.dataset), args.prompt_protocol)
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)
     weights = args.reward_weights or [1.0] * len(task.REWARDS)
     if len(weights) != len(task.REWARDS):
         count = f"task {args.dataset} has {len(task.REWARDS)} rewards"
-        raise ValueError(f"--reward_weights takes a number for each: {count}, got {len(weights)}")
-    args.reward_weights = [*weights, 0.0]  # the accuracy is only watched
+        raise ValueError(f"--reward_weights needs one number per reward: {count}, got {len(weights)}")
+    args.reward_weights = [*weights, 0.0]  # the accuracy is only logged
     tokenizer = load_tokenizer(str(args.model_path), plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, str(args.model_path), flag="--plain_chat_template true")
     longest = max(check_prompts(rows, tokenizer, args) for rows in (train_rows, eval_rows) if rows is not None)
@@ -61,7 +61,9 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
     if args.should_save:
         logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
         if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
-            logger.info("Idle, since each rollout has one optimizer step and every ratio is 1: %s", ", ".join(useless))
+            logger.info(
+                "Idle, because each rollout has one optimizer step and every ratio is 1: %s", ", ".join(useless)
+            )
 
     def start() -> DiffuGRPOTrainer:
         model = start_model(args, model_args)
@@ -87,25 +89,25 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
 
 
 def load_problems(task: ModuleType, args: DiffuGRPOConfig) -> tuple[Dataset, Dataset | None]:
-    """Training rows and, if the run evaluates, validation rows. Raises ValueError for none, or none with a prompt."""
+    """Training rows and, if the run evaluates, validation rows. Raises ValueError if there are none, or no prompts."""
     train = task.load_rows("train", args.data_file)
     evaluation = None
     if args.eval_strategy != "no":
         try:
             evaluation = task.load_rows("validation", args.eval_data_file)
-        except ConnectionError as error:  # which speaks of the flag for the rows trained on
+        except ConnectionError as error:  # its message names the flag of the training rows
             raise ConnectionError(str(error).replace("--data_file", "--eval_data_file")) from error
         evaluation = evaluation.select(range(min(args.eval_limit or len(evaluation), len(evaluation))))
     for rows, what, flag in ((train, "train", "data_file"), (evaluation, "validate", "eval_data_file")):
         if rows is not None and not len(rows):
-            raise ValueError(f"task {args.dataset} gives no rows to {what} on (--{flag} {getattr(args, flag)})")
+            raise ValueError(f"task {args.dataset} has no rows to {what} on (--{flag} {getattr(args, flag)})")
     if "prompt" not in train.column_names:
         raise ValueError(f"the rows of task {args.dataset} have no column 'prompt', only {train.column_names}")
     return with_shots(task, train, args.data_file, evaluation)
 
 
 def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
-    """The model to train. An SFT adapter is merged into its base: RL starts from the model SFT left."""
+    """The model to train. An SFT adapter is merged into its base, so that RL starts from the SFT model."""
     model = load_model(
         str(args.model_path),
         dtype=model_args.dtype if model_args.dtype != "float32" else None,
@@ -123,9 +125,9 @@ def start_model(args: DiffuGRPOConfig, model_args: ModelConfig) -> Any:
 
 
 def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
-    """The LoRA adapter to train, None for all weights; `--lora_target_modules` means what it means in SFT."""
+    """The LoRA adapter to train, None for all weights; `--lora_target_modules` has the same meaning as in SFT."""
     config: Any = get_peft_config(model_args)
-    if config is not None and config.target_modules is not None:  # TRL 1.16 makes a pattern of a list of one name
+    if config is not None and config.target_modules is not None:  # TRL 1.16 turns a list of one name into a pattern
         config.target_modules = set(lora_targets(model, config.target_modules))
     return config
 

@@ -1,5 +1,5 @@
-"""What a run keeps of its first and its latest rollout for people to look at (`--report true`): the best, the median
-and the worst completion of the first process, with the pass that revealed each token, as films (`d1/show/film.py`)."""
+"""Keep completions of a run's first and latest rollout for the report (`--report true`): the best, the median and the
+worst one of the first process, with the step that revealed each token, as films (`d1/show/film.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = ("prompt_ids", "prompt_mask", "canvas_ids", "reveal_steps", "rollout_l
 
 
 class ShowRollouts(TrainerCallback):
-    """Keeps the first rollout of a run and the latest one in the run's folder. A resumed run keeps its first."""
+    """Keeps a run's first and latest rollout in the run's folder. A resumed run keeps its first rollout."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.path = trainer, Path(trainer.args.output_dir) / SHOWN_FILE
@@ -44,7 +44,7 @@ class ShowRollouts(TrainerCallback):
             partial.write_text(json.dumps(self.kept))
             os.replace(partial, self.path)
 
-    on_step_end = on_substep_end  # which comes in its place after the last micro-batch of a step
+    on_step_end = on_substep_end  # called in its place after the last micro-batch of a step
 
 
 def picked(batches: list[Batch], tokenizer: Any) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
-"""What a checkpoint of TRL's leaves out: the rollout in use with its views, where in its cycle the run stands, a synced
-reference, and what is not logged yet. With it, a resumed run repeats an unbroken one bit for bit."""
+"""Save and restore what TRL's checkpoints leave out: the current rollout with its views, the position in the cycle of
+updates, a synced reference, and metrics that are not logged yet. A resumed run then equals an unbroken one bit for
+bit."""
 
 from __future__ import annotations
 
@@ -50,12 +51,12 @@ def reference_weights(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_counters(folder: Path, rank: int = 0) -> dict[str, Any]:
-    """The counters of one process in a checkpoint. Raises ValueError where the file is missing or damaged."""
+    """The counters of one process in a checkpoint. Raises ValueError if the file is missing or damaged."""
     file = _files(folder, rank)[1]
     with reading(file):
         counters = json.loads(file.read_text())
         if not isinstance(counters, dict) or "step" not in counters:
-            raise ValueError("no counters of a run")
+            raise ValueError("not the counters of a run")
         if missing := COUNTERS - counters.keys() if counters.get("format") == FORMAT else ():
             raise ValueError(f"without {', '.join(sorted(missing))}")
         return counters
@@ -66,13 +67,13 @@ def check_rollout(folder: Path, args: Any) -> None:
     counters = read_counters(folder)
     if counters.get("format") != FORMAT:
         raise ValueError(
-            f"{folder} was written by another version, whose rollouts keep something else: finish that run with that "
-            "version, or start anew from its weights (--model_path, another --output_dir)"
+            f"{folder} was written by another version, which stores rollouts in another format: finish the run with "
+            "that version, or start a new run from its weights (--model_path, another --output_dir)"
         )
     processes = counters.get("processes", len([*folder.glob("rollout_rank*.json")]))
     if processes != args.world_size:
         raise ValueError(
-            f"{folder} was written by {processes} processes and cannot continue in mid-rollout with "
+            f"{folder} was written by {processes} processes, and a rollout in progress cannot continue with "
             f"{args.world_size}: start the run with {processes}"
         )
     for rank in range(processes):

@@ -1,9 +1,9 @@
 """Advantages per state of a rollout, from the reward of the completion that the model would finish there in one pass.
 
 With lam = `state_reward`, a view's share of the reward is [r + lam (r - r_v)] / (1 + lam). Here r is the completion's
-reward, and r_v that of the completion in which every token that the view hides is the most likely one. The advantage is
-this share less its mean over the prompt's completions in the view of the same number (EGSPO-SA, arXiv 2603.12554). For
-a block-causal model, the state of a block has the earlier blocks as they ended.
+reward, and r_v the reward of the completion in which each token hidden by the view is the most likely one. The
+advantage is this share minus its mean over the prompt's completions in the view with the same number (EGSPO-SA, arXiv
+2603.12554). For a block-causal model, the state of a block contains the earlier blocks in their final form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from d1.scoring.views import hidden_states
 
 
 def compare_states(trainer: Any, batch: Batch, group: int, everyone: Everyone) -> Tensor:
-    """(rows, views) advantages of the states that the views of all updates show, `group` rows of a prompt together."""
+    """(rows, views) advantages of the states of all updates' views, relative to the `group` rows of each prompt."""
     scoring = batch["view_weights"].ne(0).any(-1).any(1)
     rewards = []
     with trainer.sampling_model() as model, evaluating(model), trainer.accelerator.autocast():
@@ -36,7 +36,8 @@ def compare_states(trainer: Any, batch: Batch, group: int, everyone: Everyone) -
 
 @torch.no_grad()
 def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """The canvas (rows, canvas) with the most likely tokens where a view hides some, and how many tokens were fed."""
+    """The canvas (rows, canvas) with the most likely token wherever a view hides one, and the number of tokens
+    processed."""
     canvas, visible = batch["canvas_ids"], F.pad(batch["prompt_mask"], (0, batch["canvas_ids"].shape[1]), value=1)
     hidden = batch["view_noise"][:, 0, view] & visible.bool()
     clean, length = torch.cat([batch["prompt_ids"], canvas], dim=1), canvas.shape[1]
@@ -56,13 +57,13 @@ def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int
 def state_advantages(
     rewards: Tensor, at_states: Tensor, scoring: Tensor, lam: float, group: int, everyone: Everyone
 ) -> Tensor:
-    """(rows, views), 0 where a view scores nothing.
+    """The advantages (rows, views), 0 where a view scores nothing.
 
     Args:
         rewards: (rows,), of the completions.
-        at_states: (rows, views), of those finished in one pass. All processes have equally many views.
-        scoring: (rows, views) bool.
-        group: rows of a prompt.
+        at_states: (rows, views), of the completions finished in one pass. All processes have the same number of views.
+        scoring: (rows, views) bool, the views that score something.
+        group: rows per prompt.
     """
     mixed = (rewards.unsqueeze(1) + lam * (rewards.unsqueeze(1) - at_states)) / (1 + lam)
     groups = everyone.gather(mixed.masked_fill(~scoring, torch.nan)).unflatten(0, (-1, group))

@@ -6,8 +6,8 @@ LLaDA-8B with LoRA on 8 GPUs, d1's settings (`diffu-grpo/run.sh` does this for y
     accelerate launch --config_file diffu-grpo/accelerate.yaml -m d1.rl.train \
         --config diffu-grpo/slurm_scripts/train.yaml \
         --model_path GSAI-ML/LLaDA-8B-Instruct --dataset gsm8k --output_dir runs/gsm8k
-Any field of `DiffuGRPOConfig` and of TRL's `ModelConfig` (LoRA, 4-bit) is a flag; flags win over the yaml.
-Add `--resume_from_checkpoint true` to continue a run that was stopped.
+Every field of `DiffuGRPOConfig` and of TRL's `ModelConfig` (LoRA, 4-bit) is a flag; flags override the yaml.
+Add `--resume_from_checkpoint true` to continue a stopped run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from d1.rl.methods import Method
     from d1.rl.trainer import DiffuGRPOTrainer
 
-RENAMED = {  # names that d1's settings have and TRL and Transformers no longer know
+RENAMED = {  # settings of the original d1 that TRL and Transformers no longer have
     "torch_dtype": "dtype",
     "warmup_ratio": "warmup_steps (below 1 it is a share of the steps)",
     "evaluation_strategy": "eval_strategy",
@@ -44,10 +44,11 @@ RENAMED = {  # names that d1's settings have and TRL and Transformers no longer 
 
 
 class Parser(TrlParser):
-    """TRL's, which says in one line what is wrong or what replaced a flag, and knows a flag's other names in a yaml.
+    """TRL's parser with errors of one line, which name the replacement of an old flag, and with aliases in the yaml.
 
-    The later wins: defaults, a yaml, `--method`, the other flags. A method that the yaml names comes before its other
-    lines. What a paper gives for the size of its models (`Method.scale`) comes before any yaml.
+    Order, the last wins: defaults, yaml, `--method`, the other flags. If the yaml names the method, the yaml's other
+    lines override the method's values. A yaml always overrides the values that depend on a paper's model size
+    (`Method.scale`).
     """
 
     named: Method | None
@@ -64,7 +65,7 @@ class Parser(TrlParser):
         from d1.rl.choose_method import find_method
         from d1.rl.methods import CANVAS
 
-        # As this parser reads it, abbreviated or not; None unless it is there.
+        # The flags as this parser reads them, abbreviated or not; None for those that are not given.
         blank = argparse.Namespace(method=None, **dict.fromkeys(CANVAS))
         found = vars(self.parse_known_args(args, blank)[0])
         self.named = None if found["method"] is None else find_method(found["method"])
@@ -74,7 +75,7 @@ class Parser(TrlParser):
         try:
             return super().parse_args_and_config(args, *more, **kwargs)
         except yaml.YAMLError as error:
-            raise ValueError(f"the --config file is no yaml: {error}") from error
+            raise ValueError(f"the --config file is not valid yaml: {error}") from error
         except ValueError as error:
             hints = [f"--{old} is now --{new}" for old, new in RENAMED.items() if f"--{old}" in str(error)]
             unknown = re.search(r"(?:arguments are not used by|Unknown arguments from).*?(\[.*?\])", str(error))
@@ -92,7 +93,7 @@ class Parser(TrlParser):
                     if action.dest in config:
                         raise ValueError(f"{other} and {action.dest} in the --config file are one setting: keep one")
                     config[action.dest] = config.pop(other)
-        if self.named:  # on the command line, hence above the file
+        if self.named:  # on the command line, which overrides the file
             config = self.named.under(self.canvas | config)
         elif "method" in config:
             from d1.rl.choose_method import find_method
@@ -112,16 +113,16 @@ def make_parser(prog: str = "diffu_grpo_train.py") -> TrlParser:
 def main(
     args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None = None
 ) -> DiffuGRPOTrainer | None:
-    """Trains; returns the trainer, or None where the run was finished already.
+    """Trains; returns the trainer, or None if the run was finished already.
 
     Raises:
-        ValueError, OSError: a setting, a file or a row makes no sense; wherever possible, before the model is loaded.
+        ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded where possible.
     """
     from d1.rl.config import INHERITED
 
     check_ranges(vars(model_args), INHERITED)
     check_output_dir(str(args.output_dir))
-    with quick_imports():  # only now: they take seconds, and `--help` needs none of them
+    with quick_imports():  # only now: they take seconds, and `--help` does not need them
         from d1.rl.setup import stage
         from d1.runs.skeleton import run
 
@@ -129,7 +130,7 @@ def main(
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs RL as the command `prog`, with `arguments` in place of those of the command line; exits."""
+    """Runs RL as the command `prog` with `arguments` (default: those of the command line), then exits."""
     run_script(prog, lambda: main(*make_parser(prog).parse_args_and_config(arguments)))
 
 

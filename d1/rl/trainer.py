@@ -1,9 +1,9 @@
 """diffu-GRPO (d1, arXiv 2504.12216): GRPO whose completions are sampled and scored by masked diffusion.
 
-A batch's way: `rollout` samples one canvas per prompt; TRL computes rewards and advantages; `after_rollout` draws the
-views of every inner update (`d1/scoring/estimators.py`) and scores old and reference log-probabilities in them; `loss`
-picks the views of the update at hand, scores the policy in them, and passes all of it to TRL's loss or one of
-`objectives.py`. What this does to TRL's own methods is in `bridge.py`.
+The steps for each batch: `rollout` samples one canvas per prompt; TRL computes rewards and advantages; `after_rollout`
+draws the views of every inner update (`d1/scoring/estimators.py`) and scores old and reference log-probabilities in
+them; `loss` selects the views of the current update, scores the policy in them, and calls TRL's loss or one of
+`objectives.py`. The overrides of TRL's own methods are in `bridge.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         reward_funcs: TRL's signature, `f(prompts, completions, **columns) -> list[float]`.
         args: `DiffuGRPOConfig`.
         train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
-        task_name: named in the error when a reward raises.
+        task_name: the task's name in the error message when a reward raises an error.
 
     The remaining arguments are TRL's. Tools, environments and `rollout_func` are refused.
     """
@@ -100,7 +100,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 **kwargs,
             )
         if not args.has_trls_kl:
-            self.beta = 0.0  # TRL then adds no KL and asks for no reference of its own
+            self.beta = 0.0  # so that TRL adds no KL and reads no reference of its own
         check_trainer(self)
         can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].behind_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
@@ -113,29 +113,29 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     @property
     def update(self) -> int:
-        """The inner update at hand, 0 to mu - 1. An evaluation looks at the first alone."""
+        """The current inner update, 0 to mu - 1. An evaluation uses only the first."""
         return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
 
     def key(self, purpose: str) -> tuple[int, int, int]:
-        """(seed, stream, optimizer step) of a rollout: the same for every split over processes and accumulation."""
+        """(seed, stream, optimizer step) of a rollout: the same for every split over processes and micro-batches."""
         args, stream = self.args, STREAMS[purpose, self.mode]
         if self.mode == "eval":
             return args.seed, stream, self.evaluation_rollouts
         step, micro_batch = divmod(self.micro_step, args.gradient_accumulation_steps)
-        # With short cycles one step takes several rollouts: each further one has streams of its own.
+        # With short cycles one step has several rollouts: each further rollout has its own streams.
         number = micro_batch // (args.steps_per_generation * self.num_iterations)
         return args.seed, stream + number * len(STREAMS), step
 
     def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
         """One generator per row: a function of the rollout's key and of the row's number over all processes."""
-        key, first = self.key(purpose), self.accelerator.process_index * rows  # TRL deals out rows in the ranks' order
+        key, first = self.key(purpose), self.accelerator.process_index * rows  # TRL assigns rows in the ranks' order
         device = "cpu" if purpose == "views" else self.accelerator.device
         return [keyed_generator(*key, first + row, device=device) for row in range(rows)]
 
     # --- Rollout ------------------------------------------------------------------------------------------------------
 
     def rollout(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], Batch]:
-        """Samples one canvas per prompt: completions that end with their first EOS, and a record of the whole canvas,
+        """Samples one canvas per prompt. Returns completions up to their first EOS, and a record of the whole canvas,
         (rows, canvas) each: `canvas_ids` and `reveal_steps`, int64; `rollout_logps` and `rollout_entropies`, fp32."""
         started = time.perf_counter()
         tensors = [torch.tensor(ids) for ids in prompt_ids]
@@ -157,7 +157,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
-        generators = self.generators("rollout", len(ids))  # of this mode, before the model leaves it
+        generators = self.generators("rollout", len(ids))  # first, because `evaluating` below changes the mode
         tokens = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.eos_token_ids if self.eos_stop else None}
         size = self.args.rollout_batch_size or len(ids)
         parts = [slice(start, start + size) for start in range(0, len(ids), size)]
@@ -166,14 +166,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 rollout(model, ids[part], mask[part], self.sampling, generator=generators[part], **tokens)
                 for part in parts
             )
-        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: an evaluation puts it back
+        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
         return sampled
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.evaluation_rollouts = 0  # every evaluation sees the same random numbers, so that two are comparable
+        self.evaluation_rollouts = 0  # every evaluation uses the same random numbers, so that they are comparable
         compute = self.compute
         output = super().evaluation_loop(*args, **kwargs)
-        self.compute = compute  # of training alone
+        self.compute = compute  # counts training only
         return output
 
     # --- Views and their scores ---------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.log_metric("seconds/scoring", time.perf_counter() - started)
 
     def scores(self, model: Any, batch: Batch, views: Views, **options: Any) -> Scores:
-        """`score_batch` with this run's mask token and precision, its compute counted."""
+        """`score_batch` with this run's mask token and precision; adds to `compute`."""
         with self.accelerator.autocast():
             options |= {"mask_token_id": self.mask_token_id, "views_at_once": self.args.views_at_once}
             options["distribution"] = self.sampling.recorded
@@ -233,7 +233,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         return scores
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """The loss under the views, old and reference log-probs of the inner update at hand."""
+        """The loss under the views, old and reference log-probs of the current inner update."""
         training, args, objective = self.mode == "train", self.args, OBJECTIVES[self.args.objective]
         if training and objective.over_group and self.micro_step % args.steps_per_generation == 0:
             self.compare_rows(model)
@@ -264,8 +264,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         return loss
 
     def compare_rows(self, model: Any) -> None:
-        """Adds `log_ratios`, of the rows of each row's prompt, to a rollout's micro-batches before the first of an
-        update. Its rows were shuffled, and a group may lie on several processes."""
+        """Adds `log_ratios`, those of all rows of each row's prompt, to a rollout's micro-batches at the start of an
+        update. The rows were shuffled, and a group may be spread over several processes."""
         update = self.update
 
         def ratios(batch: Batch) -> Tensor:

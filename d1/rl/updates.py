@@ -1,12 +1,12 @@
-"""The views of each inner update on a rollout: drawn once, stored with their samples, scored when their turn comes.
+"""The views of each inner update on a rollout: drawn once, stored with their samples, scored when they are used.
 
-A batch is a dictionary of tensors, as TRL makes it, with
-- `canvas_ids` (rows, canvas): the whole canvas as sampled, also behind a completion's end;
-- `view_noise` (rows, mu, views, prompt + canvas) and `view_weights` (rows, mu, views, canvas): [:, k] is what inner
-  update k is scored in;
+A batch is a dictionary of tensors, made by TRL, to which are added
+- `canvas_ids` (rows, canvas): the whole sampled canvas, including what follows a completion's end;
+- `view_noise` (rows, mu, views, prompt + canvas) and `view_weights` (rows, mu, views, canvas): [:, k] are the views of
+  inner update k;
 - `old_view_logps` and `ref_view_logps` (rows, mu, views, canvas), where the loss needs them;
 - `view_advantages` (rows, views), with `state_reward`;
-- `scoring_views` (rows, mu) and `active_rows` (rows,): how many there are in all of the rollout, the same for each row.
+- `scoring_views` (rows, mu) and `active_rows` (rows,): their numbers in the whole rollout, the same for each row.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def draw_updates(
     shared: bool = False,
     split: Everyone | None = None,
 ) -> Batch:
-    """`view_noise` and `view_weights` of each update; with `shared`, those of the first for all; with `split`, which
-    knows the rows of all processes, a part of the first's for each.
+    """`view_noise` and `view_weights` of each update. With `shared`, all updates have the same views; with `split`,
+    which knows the rows of all processes, one draw of views is divided among the updates.
 
-    They are drawn on the CPU, where the generators are: on a device an estimator would wait for it row by row.
+    They are drawn on the CPU, where the generators are: on a device, an estimator would wait for it for each row.
     """
     device, sampled = sampled.scored.device, sampled.to("cpu")
     if split:
@@ -63,8 +63,9 @@ def draw_updates(
 
 
 def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator], before: Sequence[int]) -> list[Views]:
-    """The views of each update: every view that scores something belongs to one, at random. They are dealt out in turn,
-    a row's after the `before` ones of earlier rows of the rollout, so updates have equally many, up to one."""
+    """The views of each update: every view that scores something belongs to one update, at random. The rollout's rows
+    deal out their views in turn, each after the `before` views of earlier rows, so the numbers of views per update
+    differ by at most one."""
     turn = torch.full(views.weights.shape[:2], -1)
     for row, (scoring, generator) in enumerate(zip(views.weights.ne(0).any(-1), generators, strict=True)):
         places = scoring.nonzero().squeeze(1)
@@ -74,7 +75,7 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
 
 
 def count(batch: Batch, everyone: Everyone) -> Batch:
-    """`scoring_views` and `active_rows`, of the rows that take part in the loss."""
+    """`scoring_views` and `active_rows`, counted over the rows that are part of the loss."""
     width, rows = batch["view_weights"].shape[-1], len(batch["canvas_ids"])
     mask = fitted(batch["completion_mask"], width)[:, None, None]
     views = (batch["view_weights"] * mask).ne(0).any(-1).sum((0, 2))
@@ -84,13 +85,13 @@ def count(batch: Batch, everyone: Everyone) -> Batch:
 
 
 def views_of(batch: Batch, update: int) -> Views:
-    """What an inner update is scored in."""
+    """The views of an inner update."""
     return Views(batch["view_noise"][:, update], batch["view_weights"][:, update])
 
 
 def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
-    """Whether every update has the views of the first, on all processes: where these share weights, each forward pass
-    of one needs the others. Waits for the device."""
+    """Whether all updates have the same views, on all processes: with split weights, all processes must make the same
+    number of forward passes. Waits for the device."""
     alike = torch.stack([(batch[name] == batch[name][:, :1]).all() for name in ("view_noise", "view_weights")]).all()
     return bool(gather(alike.int()).all())
 
@@ -98,7 +99,8 @@ def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
 def score_updates(
     model: Any, batch: Batch, score_one: Callable[[Any, Batch, Views], Scores], only_first: bool
 ) -> Tensor:
-    """Log-probs (rows, mu, views, canvas) in the views of every update (or of the first, for all), without dropout."""
+    """Log-probs (rows, mu, views, canvas) in the views of every update, without dropout. With `only_first`, the first
+    update's are used for all."""
     updates = batch["view_noise"].shape[1]
     with evaluating(model):
         scored = [score_one(model, batch, views_of(batch, k)).view_logps for k in range(1 if only_first else updates)]
@@ -108,7 +110,7 @@ def score_updates(
 def score_batch(
     model: Any, batch: Batch, views: Views, *, size: int | None = None, with_entropies: bool = False, **options: Any
 ) -> Scores:
-    """`score` of a batch, `size` rows at a time (all by default), by a model as it is wrapped for training."""
+    """`score` of a batch, `size` rows at a time (default: all), by a model with its wrappers for training."""
     rows, gen_length = batch["canvas_ids"].shape
     parts = []
     for start in range(0, rows, size or rows):
@@ -139,14 +141,14 @@ def loss_inputs(
     views_per_draw: int = 1,
     block: int | None = None,
 ) -> LossInputs:
-    """What an objective gets of inner update `update`: tensors as wide as the completions of `batch`.
+    """The inputs of an objective in inner update `update`: tensors as wide as the completions of `batch`.
 
     Args:
-        parts: micro-batches of the rollout, over all processes.
+        parts: number of micro-batches of the rollout, over all processes.
         reads_old: the loss reads old log-probs; if none are stored, the policy is still the one that sampled.
-        sampling_weight_cap: of `truncated_weights`; None: no weights.
-        views_per_draw: of the estimator.
-        block: tokens per block of a block-causal model, of which a view holds a step of every block.
+        sampling_weight_cap: `cap` of `truncated_weights`; None: no weights.
+        views_per_draw: `Estimator.views_per_draw`.
+        block: tokens per block of a block-causal model, where a view contains one step of every block.
     """
     width = batch["completion_mask"].shape[1]
     steps = within_blocks(batch["reveal_steps"], blocks_of(batch["prompt_mask"], batch["reveal_steps"].shape[1], block))
@@ -164,7 +166,7 @@ def loss_inputs(
         weights=fitted(batch["view_weights"][:, update], width),
         advantages=batch["advantages"],
         mask=batch["completion_mask"],
-        # At least 1 in all of the rollout: a micro-batch may have less than 1 on average.
+        # At least 1 in the whole rollout; the average per micro-batch may be below 1.
         tokens=batch["num_items_in_batch"].clamp(min=1) / parts,
         views=batch["scoring_views"][0, update].clamp(min=1) / parts,
         active=batch["active_rows"][0].clamp(min=1) / parts,
@@ -181,14 +183,14 @@ def loss_inputs(
 
 
 def fitted(values: Tensor, width: int) -> Tensor:
-    """`values` (..., canvas) cut to `width` columns, or filled up with zeros: TRL pads completions to the longest of
-    their batch, which `pad_to_multiple_of` can make wider than the canvas."""
+    """`values` (..., canvas) cut or zero-padded to `width` columns: TRL pads completions to the longest of their batch,
+    and `pad_to_multiple_of` can make this wider than the canvas."""
     return F.pad(values, (0, width - values.shape[-1]))
 
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off inside, the former mode back after."""
+    """Puts the model into evaluation mode (no dropout) inside, and restores its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -211,14 +213,14 @@ def joined(parts: Iterable[Rollout]) -> Rollout:
 
 def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
     """(rows, prompt) bool, the tokenizer's special tokens."""
-    # Those without a role of their own are only flagged, such as LLaDA's header tokens.
+    # Special tokens without a named role, such as LLaDA's header tokens, are only flagged.
     flagged = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
     return torch.isin(prompt_ids, torch.tensor([*tokenizer.all_special_ids, *flagged], device=prompt_ids.device))
 
 
 def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
-    """What estimators may know of a batch that a model of this config sampled; special tokens of a tokenizer can be
-    kept from being hidden."""
+    """A batch as estimators see it, sampled by a model of this config. The special tokens of `protect_specials_of`, a
+    tokenizer, are never hidden."""
     maskable = batch["prompt_mask"].bool()
     if protect_specials_of is not None:
         maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
@@ -236,47 +238,50 @@ def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = No
 
 
 def where_scored(inputs: LossInputs) -> Tensor:
-    """(rows, tokens) bool, the completion's tokens that some view scores."""
+    """(rows, tokens) bool, the completion's tokens that at least one view scores."""
     return inputs.mask.bool() & (inputs.weights.sum(1) > 0)
 
 
 def mean_logps(logps: Tensor, inputs: LossInputs) -> Tensor:
-    """(rows, tokens) weighted sums over views `logps` as means over the views that score a token."""
+    """(rows, tokens) `logps`, weighted sums over views, turned into means over the views that score a token."""
     return logps / inputs.weights.sum(1).where(where_scored(inputs), 1.0)
 
 
 def truncated_weights(sampled: Tensor, old: Tensor, inputs: LossInputs, cap: float) -> Tensor:
-    """Truncated importance weights (rows, tokens): min(exp(old - sampled), cap), and 1 where a token is not scored.
+    """Truncated importance weights (rows, tokens): min(exp(old - sampled), cap), and 1 for tokens that are not scored
+    (Ionides 2008; TRL's `token_truncate`).
 
-    The policies that sampled and that is trained differ where a sampler takes shortcuts (a cache), and where an
-    estimator scores a token in another state than the one it was revealed in (Ionides 2008; TRL's `token_truncate`).
-    The weights have no gradient, and a KL penalty is not weighted.
+    The policy that sampled differs from the one that is trained if the sampler approximates (a cache), or if the
+    estimator scores a token in another state than the one in which it was revealed. The weights have no gradient, and a
+    KL penalty is not weighted.
 
     Args:
-        sampled: (rows, tokens) log-probs that the sampler recorded as it revealed the tokens.
-        old: (rows, tokens) the estimator's log-probs in the views of the update at hand, under the policy before the
-            first update on the rollout; for an objective without a ratio, under the policy at hand.
+        sampled: (rows, tokens) log-probs that the sampler recorded when it revealed the tokens.
+        old: (rows, tokens) the estimator's log-probs in the views of the current update, under the policy before the
+            first update on the rollout; for an objective without a ratio, under the current policy.
     """
     gap = mean_logps(old, inputs) - sampled
     return gap.masked_fill(~where_scored(inputs), 0.0).exp().clamp(max=cap)
 
 
 class Everyone(NamedTuple):
-    """The rows of all processes: what gathers those here, and which of all the first row here is."""
+    """Access to the rows of all processes: a function that gathers tensors, and the number of this process's first
+    row."""
 
     gather: Callable[[Tensor], Tensor]
     first: int
 
 
 def reshaped(advantages: Tensor, name: str, group: int, everyone: Everyone) -> Tensor:
-    """The advantages (rows,) that `name` makes of TRL's, in groups of `group` rows, which may span processes."""
+    """TRL's advantages (rows,) as changed by `ADVANTAGES[name]`; a group has `group` rows and may span processes."""
     if ADVANTAGES[name].of is None or group == 1:
         return advantages
     return ADVANTAGES[name](everyone.gather(advantages).view(-1, group)).flatten()[everyone.first :][: len(advantages)]
 
 
 def keep_prompts(batch: dict[str, Any], shares: Sequence[float], group: int, everyone: Everyone) -> float:
-    """Takes prompts with fewer or more right completions than `shares` out of the loss; returns the share kept."""
+    """Drops prompts whose fraction of correct completions is outside `shares` (lower, upper bound) from the loss;
+    returns the share of prompts kept."""
     right = everyone.gather(batch["completion_is_right"]).view(-1, group).nanmean(1)
     kept = (right >= shares[0]) & (right <= shares[1])
     rows = kept.repeat_interleave(group)[everyone.first :][: len(batch["advantages"])]

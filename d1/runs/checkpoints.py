@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent, and where a run continues from."""
+"""Checkpoints that are either complete or absent, and the choice of the one from which a run continues."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.s
 
 @contextlib.contextmanager
 def staged_checkpoint(trainer: Any) -> Iterator[Path]:
-    """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; after, it is renamed to its place.
+    """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is renamed to its place.
 
-    A run killed while saving therefore leaves no half-written `checkpoint-N`, and the old ones are rotated out last.
-    Yields the folder being written.
+    So a run that is killed while saving leaves no half-written `checkpoint-N`. Old checkpoints are deleted last.
+    Yields the folder that is being written.
     """
     args, state = trainer.args, trainer.state
     final, limit = Path(args.output_dir), args.save_total_limit
@@ -66,9 +66,9 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
 
 
 def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> Path | None:
-    """The checkpoint a run continues from: None (start), the last one ("true"), or the folder named.
+    """The checkpoint from which a run continues: None (start), the last one ("true"), or the folder `resume`.
 
-    ValueError if `output_dir` holds a run and resuming was not asked for, or the folder named is no checkpoint.
+    ValueError if `output_dir` holds a run and `resume` is not set, or if the folder `resume` is not a checkpoint.
     """
     last = get_last_checkpoint(str(output_dir)) if os.path.isdir(output_dir) else None
     if resume is None or str(resume).lower() == "false":
@@ -84,18 +84,18 @@ def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> P
         return last and Path(last)
     folder = Path(str(resume))
     if not folder.is_dir() or (step_of(folder) < 0 and not (folder / STATE).is_file()):
-        raise ValueError(f"--resume {resume}: neither true, false nor the folder of a checkpoint")
+        raise ValueError(f"--resume {resume}: it must be true, false or the folder of a checkpoint")
     return folder
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name, -1 for a folder of another name."""
+    """The step in a checkpoint's name; -1 for a folder with another name."""
     number = checkpoint.name.removeprefix("checkpoint-")
     return int(number) if number.isdigit() else -1
 
 
 def broken(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
-    """The error of a checkpoint whose file `name` "is missing" or "is damaged"; it names the checkpoint to resume."""
+    """The error for a checkpoint whose file `name` "is missing" or "is damaged"; it names the checkpoint to resume."""
     steps = [path for path in checkpoint.parent.glob("checkpoint-*") if step_of(path) < step_of(checkpoint)]
     way_out = "no earlier checkpoint is left: start the run again in another folder"
     if steps:
@@ -105,7 +105,7 @@ def broken(checkpoint: Path, name: str | Path, problem: str) -> ValueError:
 
 @contextlib.contextmanager
 def reading(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
-    """Inside, a missing or damaged file of a checkpoint (by default its folder) raises the error of `broken`."""
+    """Inside, a missing or damaged `file` raises the error of `broken` for its checkpoint (default: its folder)."""
     checkpoint = checkpoint or file.parent
     name = file.relative_to(checkpoint)
     try:
@@ -114,18 +114,18 @@ def reading(file: Path, checkpoint: Path | None = None) -> Iterator[None]:
         raise broken(checkpoint, name, "is missing") from error
     except OSError:
         raise
-    except Exception as error:  # json, safetensors, zipfile and whoever reads what they give have their own
+    except Exception as error:  # json, safetensors, zipfile and the readers of their contents raise their own
         raise broken(checkpoint, name, f"is damaged ({error})") from error
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """The Trainer's state in a checkpoint; ValueError where the file is missing or damaged."""
+    """The Trainer's state in a checkpoint; ValueError if the file is missing or damaged."""
     with reading(checkpoint / STATE):
         return TrainerState.load_from_json(str(checkpoint / STATE))
 
 
 def check_weights_file(checkpoint: Path) -> None:
-    """Refuses a checkpoint whose model or adapter is missing or damaged (ValueError)."""
+    """Refuse (ValueError) a checkpoint whose model or adapter is missing or damaged."""
     if not any(path for pattern in WEIGHTS for path in checkpoint.glob(pattern)):
         raise broken(checkpoint, WEIGHTS[0], "is missing")
     shards: set[str] = set()
@@ -137,14 +137,14 @@ def check_weights_file(checkpoint: Path) -> None:
 
 
 def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int | None) -> None:
-    """Refuses a checkpoint without a file that the Trainer (5.23) needs to continue exactly, or with a damaged one.
+    """Refuse a checkpoint in which a file that the Trainer (5.23) needs to continue exactly is missing or damaged.
 
-    Without the optimizer or the scheduler, the Trainer would begin with a fresh one and the peak learning rate, and
-    without the state of the random generators, with other random numbers; it does not say so. The first process reads
+    The Trainer itself would not report it: without the optimizer or the scheduler, it starts with a fresh one and the
+    peak learning rate; without the state of the random generators, with other random numbers. The first process reads
     every file to its end and compares checksums. Nothing is unpickled. ValueError names the file.
 
     Args:
-        processes: how many wrote it; None: not known.
+        processes: how many processes wrote it; None: unknown.
     """
     for names in needed(checkpoint, args, processes):
         if not any(path for pattern in names for path in checkpoint.glob(pattern)):
@@ -159,9 +159,9 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int |
 
 
 def needed(checkpoint: Path, args: TrainingArguments, processes: int | None) -> list[tuple[str, ...]]:
-    """Files of which the Trainer needs one each: alternatives, as patterns, the usual one first.
+    """The files that the Trainer needs, each as alternative patterns, with the usual one first.
 
-    DeepSpeed keeps the optimizer in the folder that `latest` names: under ZeRO in a file per process, else with the
+    DeepSpeed keeps the optimizer in the folder that `latest` names: under ZeRO in one file per process, else with the
     weights. FSDP keeps it in `optimizer.bin` or, in parts, in the folder `optimizer_0`.
     """
     random = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes else ["rng_state*.pth"]
@@ -179,7 +179,7 @@ def needed(checkpoint: Path, args: TrainingArguments, processes: int | None) -> 
 
 
 def check_content(checkpoint: Path, file: Path) -> None:
-    """Reads a json file, the header of a safetensors file, or all of a file that `torch.save` wrote."""
+    """Read a json file, the header of a safetensors file, or all of a file that `torch.save` wrote."""
     with reading(file, checkpoint):
         if file.suffix == ".json":
             json.loads(file.read_text())
@@ -201,13 +201,13 @@ def is_finished(checkpoint: Path, args: TrainingArguments) -> bool:
 
 
 def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
-    """What a Trainer leaves at the end of a run, made from its last checkpoint: the model, its state, its metrics.
+    """Write what a Trainer leaves at the end of a run, from its last checkpoint: the model, its state, its metrics.
 
-    Files that only a resume needs stay behind, and so does the card that PEFT writes for an adapter, because the run
-    has its own. A folder that is finished stays as it is.
+    Files that only a resume needs are not copied, nor is the card that PEFT writes for an adapter, because the run has
+    its own. A folder that is already finished is not changed.
 
     Args:
-        keep_best: the model is that of the best checkpoint (`load_best_model_at_end`).
+        keep_best: take the model of the best checkpoint (`load_best_model_at_end`).
     """
     state = read_state(checkpoint)
     last = output_dir / STATE

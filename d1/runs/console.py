@@ -22,7 +22,7 @@ from d1.runs.output_dir import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
-# What a line shows of a log, in this order, where the log has it: metric, its name in the line, its format.
+# The metrics of a log that a line shows, in this order: metric, its name in the line, its format.
 SHOWN = (
     ("loss", "loss", ".4g"),
     ("train_loss", "mean loss", ".4g"),
@@ -35,7 +35,7 @@ SHOWN = (
 
 
 def log_to_console() -> None:
-    """Send the messages of `logging` to stderr; where that is a file, without bars of loading and saving."""
+    """Send the messages of `logging` to stderr; if that is not a terminal, hide the bars of loading and saving."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -43,7 +43,7 @@ def log_to_console() -> None:
 
 
 def log_without_account(folder: str | Path) -> None:
-    """Weights & Biases logs to local files where no account is set up or its server cannot be reached."""
+    """Make Weights & Biases log to local files if no account is set up or its server cannot be reached."""
     import wandb
 
     os.environ.setdefault("WANDB_DIR", str(folder))
@@ -55,13 +55,13 @@ def log_without_account(folder: str | Path) -> None:
         online = False
     if not online:
         os.environ["WANDB_MODE"] = "offline"
-        wandb.teardown()  # it read the variable before
+        wandb.teardown()  # it has read the variable already
 
 
 def summary(logs: Mapping[str, Any]) -> str:
-    """The metrics of `SHOWN` that a log of training, or of an evaluation ("eval_..."), has: "loss 0.31  KL 0.002".
+    """The metrics of `SHOWN` in a log of training, or of an evaluation ("eval_..."), as in "loss 0.31  KL 0.002".
 
-    A reward that did not apply to some rows is named with their share.
+    If a reward did not apply to some rows, the line names the reward and the share of these rows.
     """
     prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
     known = {name.removeprefix(prefix): value for name, value in logs.items()}
@@ -74,25 +74,25 @@ def summary(logs: Mapping[str, Any]) -> str:
 
 
 def write_metrics(folder: str | Path, log_history: Iterable[Mapping[str, Any]]) -> None:
-    """Replaces `folder/metrics.jsonl` by these logs, at once."""
+    """Replace `folder/metrics.jsonl` by these logs, as a whole."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_atomically(Path(folder) / METRICS_FILE, "".join(map(json_line, log_history)))
 
 
 def json_line(log: Mapping[str, Any]) -> str:
-    """One log as a line of JSON, null for what is not finite, which JSON cannot say."""
+    """One log as a line of JSON; numbers that are not finite become null, because JSON cannot express them."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in log.items()}
     return json.dumps(finite) + "\n"
 
 
 class RunConsole(TrainerCallback):
-    """In place of Transformers' callbacks that print logs; the first process alone shows and writes.
+    """Replaces Transformers' callbacks that print logs; only the first process shows and writes.
 
     `metrics.jsonl` in the run's folder has one JSON object per log, the same as `log_history` in trainer_state.json. A
-    resumed run starts it from its checkpoint's logs, so that no step is there twice.
+    resumed run starts the file with the logs of its checkpoint, so that no step occurs twice.
 
     Attributes:
-        last_step: the step at which the run will end; another function where something ends it before `max_steps`.
+        last_step: gives the step at which the run will end; replaced if something ends the run before `max_steps`.
     """
 
     def __init__(self) -> None:
@@ -128,10 +128,10 @@ class RunConsole(TrainerCallback):
 
 
 def train_with_console(trainer: Any, checkpoint: Path | None) -> None:
-    """Trains, from `checkpoint` on if there is one, with a `RunConsole` in place of what Transformers prints with.
+    """Train, from `checkpoint` on if there is one, with a `RunConsole` instead of Transformers' own output.
 
-    A callback that ends the run before `max_steps` says by its own `last_step` where. Where training raises, the bar is
-    closed first, so that the message comes after it.
+    A callback that ends the run before `max_steps` has its own `last_step`, which is used. If training raises, the bar
+    is closed first, so that the message comes after it.
     """
     console = RunConsole()
     for callback in (ProgressCallback, PrinterCallback):

@@ -1,4 +1,4 @@
-"""How a script starts and ends: a user's mistake is one line on stderr and status 1, a bug keeps its traceback."""
+"""How a script starts and ends: a user's mistake gives one line on stderr and status 1, a bug keeps its traceback."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from typing import Any, NoReturn
 
 from d1.ranges import Range, check_ranges
 
-# Beginnings of deprecation and other warnings that say nothing to a user. Each to delete with the version that says it.
+# Deprecation and other warnings, by their beginnings, that do not help a user. Delete each one with its version.
 WARNINGS = (
     "`gradient_checkpointing",  # Transformers 5.23: TRL 1.16 uses the old names
     "`is_gradient_checkpointing",
     "Could not find a config file in",  # PEFT 0.21, after an adapter was merged: no vocabulary grows here
 )
-MESSAGES = {  # logger -> the same of its messages
-    "DeepSpeed": "Setting accelerator to CPU",  # 0.19, when it is imported, whether it is used or not
-    "transformers.trainer_utils": "mtime may not be reliable",  # 5.23: the order is right all the same
+MESSAGES = {  # logger -> the beginning of such a message
+    "DeepSpeed": "Setting accelerator to CPU",  # 0.19, when it is imported, even if it is not used
+    "transformers.trainer_utils": "mtime may not be reliable",  # 5.23: the order is right nevertheless
 }
 
-# Seconds that a process other than the first waits before it speaks: where the first failed, a launcher stops it.
+# Seconds that a process other than the first waits before it prints: if the first failed, too, a launcher stops it.
 PATIENCE = 3.0
 
 
@@ -37,13 +37,13 @@ class RunError(RuntimeError):
     """Ends a run with a message that needs no traceback: the user has to fix something, such as a reward function."""
 
 
-# What the library and those it stands on raise for settings, files and machines that do not fit. FloatingPointError is
-# a loss that is not finite, ImportError an optional package that a setting needs.
+# What this library and those it uses raise for wrong settings, files and machines. FloatingPointError: a loss is not
+# finite. ImportError: a setting needs an optional package.
 MISTAKES = (ValueError, OSError, ImportError, FloatingPointError, RunError)
 
 
 def silence() -> None:
-    """Silences the warnings in the tables, without importing the libraries that raise them."""
+    """Silence the warnings in the tables, without importing the libraries that raise them."""
     for text in WARNINGS:
         warnings.filterwarnings("ignore", message=re.escape(text))
     for logger, text in MESSAGES.items():
@@ -55,15 +55,15 @@ def says_more(text: str, record: logging.LogRecord) -> bool:
 
 
 def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Meets a bad command line with one line, where argparse shows the usage of every flag."""
+    """Answer a bad command line with one line; argparse itself would print the usage of every flag."""
     parser.exit(2, f"{parser.prog}: {message} (--help lists what there is)\n")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors take one line, and which checks the flags whose `type` is a `Range`."""
+    """A parser whose errors are one line long, and which checks the flags whose `type` is a `Range`."""
 
     def ranges(self) -> dict[str, Range]:
-        """The range of each of these flags; None is allowed where it is the default."""
+        """The range of each of these flags; None is allowed if it is the default."""
         rows = {}
         for action in self._actions:
             if isinstance(action.type, Range):
@@ -72,7 +72,7 @@ class OneLineParser(argparse.ArgumentParser):
         return rows
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse does; a ValueError names all flags that are out of range."""
+        """Parse as argparse does; ValueError names all flags that are out of range."""
         known, rest = super().parse_known_args(args, namespace)
         check_ranges(vars(known), self.ranges())
         return known, rest
@@ -83,7 +83,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports with the garbage collector off, which saves a quarter: imported objects live as long as the process."""
+    """Import with the garbage collector off, a quarter faster: imported objects live as long as the process."""
     gc.disable()
     try:
         yield
@@ -92,10 +92,10 @@ def quick_imports() -> Iterator[None]:
 
 
 def run_script(name: str, work: Callable[[], object]) -> NoReturn:
-    """Runs a script's `work` and exits, with the number it returns or 0.
+    """Run a script's `work` and exit with the number that it returns, or 0.
 
-    One of `MISTAKES` becomes the line "NAME: message" and status 1. Of several processes only the first speaks, or the
-    one that failed alone. Nothing else is caught.
+    An error in `MISTAKES` becomes the line "NAME: message" and status 1. Of several processes only the first prints the
+    line, or the process that failed alone. Other errors are not caught.
     """
     silence()
     try:
@@ -115,7 +115,7 @@ def run_script(name: str, work: Callable[[], object]) -> NoReturn:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception on one line, its class where it has none."""
+    """The message of an exception on one line, or the name of its class if it has no message."""
     if isinstance(error, OSError) and error.strerror and type(error).__module__ == "builtins":
         text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     else:
@@ -124,12 +124,12 @@ def one_line(error: BaseException) -> str:
 
 
 def leave(status: int = 0) -> NoReturn:
-    """Exits with `status`, once all is written; at once where several processes ran on the CPU.
+    """Exit with `status` when all output is written; if several processes ran on the CPU, without a normal shutdown.
 
-    gloo's threads may outlive the process group and abort the interpreter's shutdown ("terminate called without an
+    The threads of gloo may outlive the process group and abort the interpreter's shutdown ("terminate called without an
     active exception"), which a launcher takes for a failure. Delete all but `sys.exit` when PyTorch joins them.
     """
-    gc.freeze()  # or the shutdown would search all modules for garbage, for about a second
+    gc.freeze()  # otherwise the shutdown searches all modules for garbage, for about a second
     torch = sys.modules.get("torch")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or torch is None or torch.cuda.is_available():
         sys.exit(status)

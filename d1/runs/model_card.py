@@ -1,6 +1,6 @@
 """The model card of a run, README.md in its folder: how the model was made and how to load it.
 
-It is made of the folder's `run.json`, and shows only the last name of a local path.
+It is made from the folder's `run.json`. Of a local path, it shows only the last part.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ python -m d1 chat {name}
 
 
 def write_card(folder: Path) -> Path:
-    """Writes the README.md of a run's folder, over the one that is there; returns its path."""
+    """Write the README.md of a run's folder, replacing an existing one; returns its path."""
     settings: dict[str, Any] = json.loads((folder / "run.json").read_text())["settings"]
     name, rl, adapter = local_name(folder), "method" in settings, (folder / "adapter_config.json").is_file()
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
@@ -81,7 +81,7 @@ def has_card(folder: Path) -> bool:
 
 
 def local_name(path: str | Path) -> str:
-    """The last name of a path, after the run's for a checkpoint or "merged"; a hub name stays as it is."""
+    """The last part of a path, preceded by the run's name for a checkpoint or "merged"; a hub name is unchanged."""
     text, folder = str(path), Path(path).expanduser()
     if not (folder.exists() or text.startswith(("/", ".", "~"))):
         return text

@@ -1,4 +1,4 @@
-"""The folder that a run writes to, and files that are whole or absent."""
+"""The folder that a run writes to, and files that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def check_output_dir(folder: str | Path) -> None:
-    """Refuses (ValueError) a folder that could not be made or written, before anything is loaded. Creates nothing."""
+    """Refuse (ValueError) a folder that cannot be created or written, before anything is loaded. Creates nothing."""
     path = Path(folder).absolute()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir():
@@ -18,7 +18,7 @@ def check_output_dir(folder: str | Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces `path` as a whole: readers see the old content or the new, never a part."""
+    """Replace `path` as a whole: readers see the old content or the new, never a part."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(staging, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What a run leaves behind about itself in run.json: settings, how they changed on a resume, versions, hardware."""
+"""What a run records about itself in run.json: settings, how they changed on a resume, versions, hardware."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "
 
 @dataclass(frozen=True)
 class Past:
-    """What a resumed run was up to the step of its checkpoint: its settings, flat, and how they had changed."""
+    """A resumed run up to the step of its checkpoint: its settings, without nesting, and how they had changed."""
 
     step: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -34,18 +34,18 @@ class Past:
 
 @dataclass(frozen=True)
 class OnResume:
-    """What a resume may do to each setting of a stage. A setting that neither table names may change; it is recorded.
+    """What a resume may change in the settings of a stage. A setting in neither table may change, and is recorded.
 
     Args:
-        fixed: a setting, and what of its value must stay the same (`whole`, or, of a weight, whether it is 0).
-        free: patterns of names that make no difference to the model (output, logging, speed); they are not recorded.
+        fixed: for a setting, what must stay the same of its value: `whole` of it, or whether a weight is 0.
+        free: patterns of names that do not affect the model (output, logging, speed); changes are not recorded.
     """
 
     fixed: Mapping[str, Callable[[Any], Any]]
     free: Sequence[str]
 
     def changes(self, past: Past, settings: Mapping[str, Any], folder: Path) -> dict[str, list[Any]]:
-        """The settings that a resume changes, free ones left out: {name: [before, now]}. ValueError for fixed ones."""
+        """The settings that a resume changes, without free ones: {name: [before, now]}. ValueError for fixed ones."""
         before, now = past.settings, flat(settings)
         both = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
         other = [
@@ -69,7 +69,7 @@ def whole(value: Any) -> Any:
 
 
 def cpu_model() -> str:
-    """The processor's name, such as "AMD EPYC 7763 64-Core Processor"; only its kind where the system gives none."""
+    """The processor's name, such as "AMD EPYC 7763 64-Core Processor", or its architecture if the name is unknown."""
     file = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*:\s*(.*\S)", file.read_text() if file.is_file() else "", re.MULTILINE)
     return named[1] if named else platform.processor() or platform.machine()
@@ -77,7 +77,7 @@ def cpu_model() -> str:
 
 def run_record() -> dict[str, Any]:
     """Versions and hardware, to be saved with results."""
-    import torch  # only now: `eval.py --help` reads this module
+    import torch  # imported late, because `eval.py --help` imports this module
 
     return {
         "python": platform.python_version(),
@@ -89,7 +89,7 @@ def run_record() -> dict[str, Any]:
 
 
 def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: Mapping[str, list[Any]]) -> None:
-    """Writes `run.json`: the resolved settings of a run, `run_record()`, and what a resume changed, which is logged."""
+    """Write `run.json`: the resolved settings of a run, `run_record()`, and what a resume changed, which is logged."""
     for name, (old, new) in changed.items():
         logger.warning("From step %d on, --%s is %s (before: %s).", past.step, name, new, old)
     changes = [*past.changes, *([{"step": past.step, **changed}] if changed else [])]
@@ -105,7 +105,7 @@ def history(checkpoint: Path | None) -> Past:
     """
     if checkpoint is None:
         return Past()
-    from d1.runs.checkpoints import read_state  # only now: `eval.py --help` reads this module, without Transformers
+    from d1.runs.checkpoints import read_state  # imported late: `eval.py --help` needs no Transformers
 
     file, step = checkpoint.parent / RECORD, read_state(checkpoint).global_step
     if not file.is_file():
@@ -122,7 +122,7 @@ def history(checkpoint: Path | None) -> Past:
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON has them, those under "model" among the others."""
+    """Settings with the types of JSON; those under "model" move to the top level."""
     known = json.loads(json.dumps(settings, default=str))
     inner = known.pop("model", None)
     return known | (inner or {})

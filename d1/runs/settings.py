@@ -1,4 +1,4 @@
-"""Dataclasses of settings, and the command line made from one. Needs no torch."""
+"""Dataclasses of settings, and the command line that is made from one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_settings(config: Any) -> None:
 
 class ConfigParser(OneLineParser):
     """A parser with one flag per field of a dataclass; `parse_args` returns an instance. Switches are off by default.
-    `--config FILE` reads flags from a yaml file; the command line wins.
+    `--config FILE` reads flags from a yaml file; flags on the command line override these.
 
     Transformers' HfArgumentParser and TRL's TrlParser do the same, but take seconds to import.
     """
@@ -49,7 +49,7 @@ class ConfigParser(OneLineParser):
     def __init__(self, config: type, prog: str | None = None, **options: Any) -> None:
         super().__init__(prog, **options)
         self.config = config
-        self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags win over it")
+        self.add_argument("--config", metavar="FILE", help="yaml file of settings, NAME: VALUE; flags override it")
         hints, ranges = get_type_hints(config), ranges_of(config)
         for one in fields(config):
             more = dict(one.metadata)
@@ -70,11 +70,11 @@ class ConfigParser(OneLineParser):
         return self.config(**found)
 
     def words_of(self, file: str) -> list[str]:
-        """The command line that a yaml file of settings stands for. `null` leaves the default.
+        """The command line that is equivalent to a yaml file of settings. `null` keeps the default.
 
         Raises:
-            ValueError: the file is no yaml mapping, or names no setting, or the same setting twice.
-            OSError: it cannot be read.
+            ValueError: the file is not a yaml mapping, or names an unknown setting, or the same setting twice.
+            OSError: the file cannot be read.
         """
         try:
             settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """A training run from its settings to a saved model: resume or finish, prepare, train, save.
 
-SFT and RL both run through `run`; a `Stage` holds what is theirs.
+SFT and RL both use `run`; a `Stage` holds what differs between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from d1.runs.record import OnResume, history, save_record
 
 logger = logging.getLogger(__name__)
 
-# What a checked run adds to its record, and what loads the model and makes the trainer.
+# What a checked run adds to its record, and the function that loads the model and makes the trainer.
 Prepared = tuple[Mapping[str, Any], Callable[[], Trainer]]
 
 
@@ -32,12 +32,12 @@ class Stage:
 
     Args:
         training: its `resume_from_checkpoint` says where to continue.
-        settings: all settings of the run, as far as they are resolved by then.
+        settings: all settings of the run, as far as they are resolved when it is called.
         on_resume: which of them a resume may change.
         prepare: reads and checks rows and settings; ValueError or OSError before a model is loaded.
-        conclude: writes what the stage leaves with the model; called in the first process.
-        ended: whether the run ended at this checkpoint before `max_steps`, for a reason of its own.
-        check: refuses a checkpoint for what the stage keeps in it.
+        conclude: writes the stage's own files next to the model; called in the first process.
+        ended: whether the stage ended the run at this checkpoint, before `max_steps`.
+        check: refuses a checkpoint whose files of this stage are wrong.
     """
 
     training: TrainingArguments
@@ -50,10 +50,10 @@ class Stage:
 
 
 def run(stage: Stage) -> Any:
-    """Runs a stage; returns its trainer, or None where the run was finished already.
+    """Run a stage; returns its trainer, or None if the run was already finished.
 
     Raises:
-        ValueError, OSError: a setting, a file or a row makes no sense; wherever possible, before the model is loaded.
+        ValueError, OSError: a setting, a file or a row is wrong; raised before the model is loaded, wherever possible.
     """
     training, folder = stage.training, Path(str(stage.training.output_dir))
     log_to_console()
@@ -76,7 +76,7 @@ def run(stage: Stage) -> Any:
     if checkpoint:
         stage.check(checkpoint)
         check_checkpoint(checkpoint, training, past.settings.get("world_size"))
-        training.eval_on_start = False  # it was, at the start
+        training.eval_on_start = False  # done when the run first started
 
     facts, start = stage.prepare()
     settings = {**stage.settings(), **world}
@@ -103,9 +103,9 @@ def run(stage: Stage) -> Any:
 
 
 def check_processes(world_size: int) -> None:
-    """Refuses (ValueError) several processes that do not know of each other, each of which would train the whole run.
+    """Refuse (ValueError) several processes that are not connected, each of which would train the whole run.
 
-    `accelerate launch` starts such processes where there is no GPU.
+    `accelerate launch` starts such processes if there is no GPU.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != world_size:
@@ -116,9 +116,9 @@ def check_processes(world_size: int) -> None:
 
 
 class RestartSchedule(TrainerCallback):
-    """Has a resumed run use the learning rate that its own settings give for its step.
+    """Makes a resumed run use the learning rate that its new settings give for its step.
 
-    The checkpoint holds the peak rate of the settings before, and the rate of its step under their warm-up and length.
+    The checkpoint holds the peak rate of the old settings, and the rate of its step under their warm-up and length.
     """
 
     def __init__(self, new_peak: bool) -> None:

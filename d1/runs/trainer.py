@@ -1,4 +1,4 @@
-"""What the trainers of SFT and RL share: whole checkpoints, and an end to runs whose numbers are no longer finite."""
+"""What the trainers of SFT and RL share: complete checkpoints, and a stop when numbers are no longer finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from d1.transformers_bridge import TrainerHooks
 class RunTrainer(TrainerHooks):
     """Comes before Trainer, or a trainer made from it, among the bases of a class.
 
-    - A checkpoint appears whole or not at all. It holds what `save_extra` adds, which `load_extra` puts back.
+    - A checkpoint is either complete or absent. It holds what `save_extra` adds, and `load_extra` restores that.
     - `train_loss` is the mean over all steps of the run, also after a resume.
     - `save_model` refuses weights that are not finite (FloatingPointError).
     """
@@ -29,11 +29,11 @@ class RunTrainer(TrainerHooks):
         self.add_callback(LoadExtra(self))
 
     def save_extra(self, folder: Path) -> None:
-        """Adds to the checkpoint `folder`, on every process."""
+        """Add files to the checkpoint `folder`, on every process."""
         raise NotImplementedError
 
     def load_extra(self, folder: Path) -> None:
-        """Puts back what `save_extra` added, after the Trainer has set its own counters."""
+        """Restore what `save_extra` added, after the Trainer has set its own counters."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class RunTrainer(TrainerHooks):
         super().log(logs, start_time)
 
     def require_finite(self, loss: Tensor, rows: Callable[[], list[dict[str, Any]]]) -> None:
-        """Ends the run (FloatingPointError) at a loss that is not finite; a file then has `rows()`, those to blame."""
+        """End the run (FloatingPointError) if the loss is not finite; `rows()`, which caused it, go to a file."""
         if torch.isfinite(loss):
             return
         step = self.state.global_step
@@ -61,7 +61,7 @@ class RunTrainer(TrainerHooks):
         path.write_text(json.dumps(rows(), indent=1))
         raise FloatingPointError(
             f"the loss became {loss.item()} at step {step}; its rows are in {path}. Lower the learning rate, or look "
-            "there for what is special about them."
+            "for what is unusual about these rows."
         )
 
 
@@ -77,9 +77,9 @@ class LoadExtra(TrainerCallback):
 
 
 def check_weights(model: Any, step: int) -> None:
-    """Refuses trained weights that are not finite (FloatingPointError), before they are saved.
+    """Refuse (FloatingPointError) trained weights that are not finite, before they are saved.
 
-    Of weights that are split over processes, each process looks at its own part.
+    If weights are split over processes, each process checks its own part.
     """
     for name, weight in model.named_parameters():
         part = getattr(weight, "ds_tensor", weight)  # DeepSpeed's ZeRO-3

@@ -1,4 +1,4 @@
-"""The reverse process: from a prompt to a completion, or from a text with holes to a whole one."""
+"""The reverse process: complete a prompt, or fill the hidden places of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of the reverse process: mask tokens, filled block after block, one forward pass per step."""
+"""The loop of the reverse process: fill mask tokens block after block, with one forward pass per step."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class Step:
     """What one forward pass did to the n rows that took part in it."""
 
     rows: Tensor  # (n,) which rows of the batch
-    numbers: Tensor  # (n,) how many passes each of them took part in before
+    numbers: Tensor  # (n,) how many earlier passes each of these rows took part in
     positions: Tensor  # (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones
     revealed: Tensor  # (n, k) bool, whether the pass revealed its prediction there
-    ids: Tensor  # (n, k) the predictions; their log-probs and entropies as in `Rollout`
+    ids: Tensor  # (n, k) the predictions; log-probs and entropies are those of `Rollout`
     logps: Tensor  # (n, k)
     entropies: Tensor  # (n, k)
-    canvas: Tensor  # (rows, length) ids after this pass; later passes write to it, and to the next two
+    canvas: Tensor  # (rows, length) ids after this pass; later passes change this tensor and the next two in place
     passes: Tensor  # (rows,) so far, as in `Rollout`
     forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
 
 
 def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
-    """Raises ValueError for settings that do not go with a kind of model."""
+    """Raise ValueError if the settings do not suit the kind of model."""
     kind, size = config.model_type, block_size(config)
     if settings.cache is not None:
         caches = attention_of(config).caches
         wrong = {
             f"{kind} is an encoder, which has no key-value cache in Transformers": is_encoder(config),
-            f"{kind} with blocks of {size} tokens needs no cached sampler: the others keep the keys and values of its "
-            "finished blocks already, and lose nothing by it": size is not None,
-            f"{kind} has layers that attend within a window, and a cache of those forgets keys": windowed(config),
+            f"{kind} with blocks of {size} tokens needs no cached sampler: the other samplers already cache its "
+            "finished blocks, without any loss": size is not None,
+            f"{kind} has layers with windowed attention, whose cache drops keys": windowed(config),
             f"the cache {settings.cache} is wrong for {attention_name(config)} attention, which allows "
             f"{', '.join(caches or ()) or 'none'}": caches is not None and settings.cache not in caches,
         }
@@ -55,13 +55,13 @@ def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = 
     if not other_blocks and size not in (None, settings.block_length):
         raise ValueError(
             f"this {kind} has blocks of {size} tokens, so block_length must be {size}, not "
-            f"{settings.block_length}; d1.sampling.rollout takes another one with other_blocks=True"
+            f"{settings.block_length}; d1.sampling.rollout accepts other lengths with other_blocks=True"
         )
 
 
 def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> list[int | None]:
-    """For each prompt of a block-causal model, how many tokens it has after the last place where both a block of the
-    model and one of `block_length` begin; None for other models."""
+    """For each prompt of a block-causal model, the number of tokens from the last place where a block of the model and
+    a block of `block_length` begin together; None for other models."""
     size = block_size(config)
     if size is None:
         return [None] * len(attention_mask)
@@ -82,12 +82,12 @@ class Sampler:
         return cache.passes(self.model, branches=branches, mask_token_id=self.mask_token_id, **options)
 
     def step(self, batch: Batch, live: list[int], passes: Passes) -> Step:
-        """One forward pass of the rows `live`, each of which reveals tokens of its block."""
+        """Run one forward pass of the rows `live`; each row reveals tokens of its block."""
         canvas, states = batch.canvas, [batch.rows[row] for row in live]
         left, later = [state.left for state in states], [state.later for state in states]
         rows, filled, kept = batch.upload([live, [state.filled for state in states], later])
         hidden = batch.hidden[rows]
-        # Each row's hidden places, ascending; then, where it has fewer than another row, other places, all different.
+        # Each row's hidden places in ascending order; a row with fewer of them is padded with other, distinct places.
         slots = hidden.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
         places = (filled.unsqueeze(1) + slots) % canvas.places.shape[1]
         positions, still = canvas.places[rows.unsqueeze(1), places], hidden.gather(1, slots)
@@ -104,14 +104,14 @@ class Sampler:
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
         if self.settings.rule is not None:
-            later = hidden.sum(1).tolist()  # the step's one host sync: is there another step, and of which rows?
+            later = hidden.sum(1).tolist()  # the step's one host sync: which rows take another step
         for state, count in zip(states, later, strict=True):
             state.left, state.step = count, state.step + 1
         counts = canvas.passes, canvas.forward_tokens
         return Step(rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *counts)
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; with guidance, two branches."""
+        """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
         branches = [canvas.ids[rows]]
         if self.settings.cfg_scale:
             branches.append(branches[0].masked_fill(canvas.given[rows], self.mask_token_id))
@@ -124,7 +124,7 @@ class Sampler:
     def choose(
         self, logps: Tensor, entropies: Tensor, hidden: Tensor, due: Tensor, draw: Callable[[], Tensor]
     ) -> Tensor:
-        """(n, k) bool, which predictions are kept: those `due` (n,) by the schedule, or more by the rule."""
+        """(n, k) bool, which predictions are kept: as many as are `due` (n,) by the schedule, or more by the rule."""
         places, scores = best_first(REMASKING[self.settings.remasking].scores(logps, entropies, draw), hidden)
         if self.settings.rule is not None:
             count = RULES[self.settings.rule].count
@@ -132,7 +132,7 @@ class Sampler:
         return places.argsort(dim=-1) < due.unsqueeze(1)
 
     def fill_blocks(self, batch: Batch, live: list[int], passes: Passes, together: bool) -> Iterator[Step]:
-        """Steps of the rows `live`, until all have filled their blocks or, if not `together`, until one has."""
+        """Yield steps of the rows `live` until all of them (or, if not `together`, one) have filled their blocks."""
         while True:
             yield self.step(batch, live, passes)
             working = [i for i, row in enumerate(live) if batch.rows[row].left]
@@ -144,7 +144,7 @@ class Sampler:
 
     @torch.no_grad()
     def fill_canvas(self, batch: Batch, rows: list[int], passes: Passes, ends: Sequence[int] = ()) -> Iterator[Step]:
-        """Fills these rows of a batch block after block; those whose finished blocks hold one of `ends` leave."""
+        """Fill these rows of a batch block after block; a row leaves when its finished blocks hold one of `ends`."""
         live, kept = rows, list[int]()
         while live:
             passes.enter(batch.open_blocks(live), kept)

@@ -1,7 +1,7 @@
-"""The caches by name. Needs no torch to be imported.
+"""The caches by name. This module imports no torch.
 
-A new cache is a subclass of `d1.sampling.passes.Passes`, anywhere, and a line in `CACHES`; `rollout` and
-`rollout_stream` use it alike. From outside: `CACHES["mine"] = Cache(MyPasses)`.
+A new cache is a subclass of `d1.sampling.passes.Passes`, in any module, and a line in `CACHES`; `rollout` and
+`rollout_stream` both use it. From outside: `CACHES["mine"] = Cache(MyPasses)`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from d1.models.kinds import block_size
 class Cache:
     """A row of the table."""
 
-    passes: Callable[..., Any]  # makes the `Passes`, from a model and the arguments of that class
-    together: bool = True  # in `rollout_stream`, all rows begin their blocks in the same pass
+    passes: Callable[..., Any]  # makes the `Passes` from a model and the arguments of that class
+    together: bool = True  # whether all rows of `rollout_stream` begin their blocks in the same pass
 
 
 def of(module: str, name: str, **options: Any) -> Callable[..., Any]:
-    """A class in a module of this package, imported when it is first used."""
+    """A class in a module of this package; the module is imported on first use."""
     return lambda *args, **given: getattr(import_module(f"d1.sampling.{module}"), name)(*args, **options, **given)
 
 
@@ -34,11 +34,11 @@ CACHES: dict[str, Cache] = {
     "lasting": Cache(of("delayed", "DelayedPasses", lasts=True)),
 }
 NO_CACHE = Cache(of("passes", "Passes"), together=False)
-FINISHED_BLOCKS = Cache(of("windows", "FinishedBlocks"))  # exact, so block-causal models use it under every sampler
+FINISHED_BLOCKS = Cache(of("windows", "FinishedBlocks"))  # exact: block-causal models use it with every sampler
 
 
 def cache_of(config: Any, name: str | None, recompute: bool = False) -> Cache:
-    """The row for a model of this config and `SamplingSettings.cache`; `recompute` turns the exact cache off."""
+    """The row for a model's config and the cache `name` of the settings; `recompute` turns the exact cache off."""
     if name is not None:
         return CACHES[name]
     return FINISHED_BLOCKS if block_size(config) and not recompute else NO_CACHE

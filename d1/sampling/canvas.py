@@ -1,4 +1,4 @@
-"""The text that is being filled, how far each of its rows is, and which rows leave: the EOS stop."""
+"""The text that is being filled, the progress of each row, and the EOS stop, which decides which rows leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d1.sampling.predict import Generators
 
 
 def eos_cut(completion_ids: Tensor, eos_token_ids: Sequence[int] | Tensor, including: bool = True) -> Tensor:
-    """(rows, tokens) bool, true before each row's first EOS, and at it with `including`; all true without one."""
+    """(rows, tokens) bool: true before each row's first EOS and, if `including`, at it; all true without an EOS."""
     is_eos = torch.isin(completion_ids, torch.as_tensor(eos_token_ids, device=completion_ids.device))
     return is_eos.cumsum(-1) - is_eos.long() * including == 0
 
@@ -25,10 +25,10 @@ class Canvas:
 
     ids: Tensor  # (rows, length), with the mask token where a token is hidden
     visible: Tensor  # (rows, length), 1 at real tokens
-    given: Tensor  # (rows, length) bool, the real tokens that were there to begin with
-    places: Tensor  # (rows, n) the columns to fill: one block's after the other's, and a block's from left to right
-    passes: Tensor  # (rows,)
-    forward_tokens: Tensor  # (rows,)
+    given: Tensor  # (rows, length) bool, the real tokens that were there at the start
+    places: Tensor  # (rows, n) the columns to fill: block after block, each from left to right
+    passes: Tensor  # (rows,), as in `Rollout`
+    forward_tokens: Tensor  # (rows,), as in `Rollout`
 
     @classmethod
     def of(cls, ids: Tensor, visible: Tensor, given: Tensor, places: Tensor) -> Canvas:
@@ -37,7 +37,7 @@ class Canvas:
 
     @property
     def start(self) -> int:
-        """Where the prompt ends, if all columns after it are to be filled."""
+        """The column after the prompt, if all columns after the prompt are to be filled."""
         return self.ids.shape[1] - self.places.shape[1]
 
 
@@ -55,17 +55,17 @@ def start_canvas(prompt_ids: Tensor, attention_mask: Tensor, gen_length: int, ma
 
 @dataclass
 class Row:
-    """How far one row is."""
+    """The progress of one row."""
 
-    number: int  # its prompt's place in the stream
-    prompt: int  # how many columns before the completion are fed: its tokens, or those and the padding
-    inside: int  # how many of these come after a column where a block of a block-causal model begins
+    number: int  # the place of its prompt in the stream
+    prompt: int  # columns before the completion that passes process: the prompt's tokens, with or without padding
+    inside: int  # of these, the columns from a start of a block of a block-causal model to the completion
     schedule: list[list[int]]  # tokens revealed in each step of each block
-    generator: Generator | None = None  # its own; None if it draws nothing, or from the generator of the batch
-    block: int = -1  # the current ones, from 0
+    generator: Generator | None = None  # its own; None if it draws nothing or draws from the generator of the batch
+    block: int = -1  # current block and step, from 0
     step: int = 0
     filled: int = 0  # tokens of the completion before the block
-    left: int = 0  # tokens that the block still hides
+    left: int = 0  # tokens of the block that are still hidden
 
     @property
     def size(self) -> int:
@@ -81,7 +81,7 @@ class Row:
         return self.left == 0 and self.block == len(self.schedule) - 1
 
     def open_block(self) -> None:
-        """Begins the next block."""
+        """Begin the next block."""
         self.filled += self.size if self.block >= 0 else 0
         self.block, self.step = self.block + 1, 0
         self.left = self.size
@@ -89,8 +89,8 @@ class Row:
 
 @dataclass
 class Batch:
-    """The rows at work, their canvas, the places (rows, longest block) that their blocks still hide, and the generator
-    of rows without one."""
+    """The rows at work, their canvas, the places (rows, longest block) that are still hidden in their blocks, and the
+    generator of rows that have none of their own."""
 
     rows: list[Row]
     canvas: Canvas
@@ -99,7 +99,7 @@ class Batch:
 
     @classmethod
     def of(cls, rows: list[Row], canvas: Canvas, generator: Generators = None) -> Batch:
-        """New rows, which get the generators of a list that has one per row."""
+        """A batch of new rows; if `generator` is a list, each row gets its own from it."""
         if isinstance(generator, Sequence):
             for row, own in zip(rows, generator, strict=True):
                 row.generator = own
@@ -108,11 +108,11 @@ class Batch:
         return cls(rows, canvas, hidden, None if isinstance(generator, Sequence) else generator)
 
     def upload(self, numbers: Any) -> Tensor:
-        """Whole numbers on the device; the copy does not wait for it."""
+        """Copy whole numbers to the device, without waiting for it."""
         return torch.tensor(numbers, dtype=torch.long).to(self.hidden.device, non_blocking=True)
 
     def open_blocks(self, live: list[int]) -> list[Place]:
-        """Lets the rows `live` begin their next block where theirs is full, and says where their blocks are."""
+        """Begin the next block of each row of `live` whose block is full, and return the places of all their blocks."""
         opened = [row for row in live if self.rows[row].left == 0]
         for row in opened:
             self.rows[row].open_block()
@@ -125,7 +125,7 @@ class Batch:
         return places
 
     def finished(self, live: list[int], ends: Sequence[int]) -> list[int]:
-        """Those of the rows `live` that are whole, and those that the EOS stop ends: their later blocks are filled."""
+        """The rows of `live` that are whole or ended by the EOS stop, which fills the later blocks of a row."""
         done = [row for row in live if self.rows[row].is_whole]
         between = [row for row in live if self.rows[row].left == 0 and not self.rows[row].is_whole]
         if not ends or not between:

@@ -1,8 +1,9 @@
-"""Caches whose passes feed the tokens that have changed, and no window around them.
+"""Caches whose passes process only the tokens that have changed, without a window around them.
 
-delayed  the first pass of each block feeds all; a later one feeds the tokens that the pass before still hid, so that
-         what it revealed is fed once more and then cached too (dKV-Cache, arXiv 2505.15781, section 3.2)
-lasting  delayed, and kept from block to block: only a row's very first pass feeds all
+delayed  the first pass of each block processes all tokens; a later pass processes the tokens that were still hidden in
+         the pass before it, so that a token is processed once more after it was revealed, and then cached (dKV-Cache,
+         arXiv 2505.15781, section 3.2)
+lasting  the same, but the cache is kept from block to block: only a row's very first pass processes all tokens
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from d1.sampling.passes import Passes, Place, join_rows, layers_of, select_rows
 
 
 class DelayedPasses(Passes):
-    """The caches "delayed" and "lasting" (`lasts`), where a row that is done with its block waits, with its cache."""
+    """The caches "delayed" and "lasting". With `lasts`, rows whose block is full wait and keep their cache."""
 
     past: DynamicCache | None = None
     end: Tensor  # (rows, 1), the column after the row's block
-    stale: Tensor  # bool (rows, columns), what each row's last pass hid and the next feeds
+    stale: Tensor  # bool (rows, columns), what was hidden in each row's last pass; the next pass processes it
     places: Tensor  # (rows,) which of the rows that entered the block still work on it
 
     def __init__(self, model: Any, *, lasts: bool, **options: Any) -> None:
         super().__init__(model, **options)
         self.lasts, self.masked = lasts, True
         self.origins: list[int] = []  # of the rows that entered the block
-        self.width = 0  # no row of those at work has more stale columns
-        self.waiting: list[tuple[Tensor, DynamicCache, Tensor, int]] = []  # places, past, stale and width of the others
+        self.width = 0  # upper limit of the stale columns per row at work
+        self.waiting: list[tuple[Tensor, DynamicCache, Tensor, int]] = []  # places, past, stale, width of waiting rows
 
     def enter(self, places: list[Place], kept: list[int]) -> None:
         past, entered, kept = self.past, len(self.origins), kept if self.lasts else []
@@ -49,7 +50,7 @@ class DelayedPasses(Passes):
         self.origins = [place.origin for place in places]
 
     def move(self, past: DynamicCache, columns: int) -> None:
-        """Puts so many columns of padding before what is stored, or takes them away."""
+        """Add so many columns of padding before what is stored or, if negative, remove them."""
         if columns:
             for layer in layers_of(past):
                 layer.keys, layer.values = (pad(of, (0, 0, columns, 0)) for of in (layer.keys, layer.values))
@@ -65,7 +66,7 @@ class DelayedPasses(Passes):
         self.end = self.end[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        # A row that hides fewer tokens of its block than another row is padded with places that hide none.
+        # Rows with fewer hidden tokens than others are padded with places that are not hidden.
         hidden = (ids.gather(1, positions) == self.mask_token_id) & (positions < self.end)
         now = torch.zeros_like(ids, dtype=torch.bool).scatter(1, positions, hidden)
 
@@ -80,7 +81,7 @@ class DelayedPasses(Passes):
             columns = fed.logical_not().byte().argsort(dim=1, stable=True)[:, :width]
             given = ids[rows], visible[rows], positions[rows]
             states = self.feed(self.past, *given, columns, fed.gather(1, columns))
-            # Where logits speak of the next token, the tokens before the hidden ones are fed, too.
+            # Where logits predict the next token, the tokens before the hidden ones are processed, too.
             return self.past, now[rows], states, fed.sum(-1) + hidden[rows].sum(-1) * self.shift
 
         count = len(ids) // self.branches
@@ -94,7 +95,8 @@ class DelayedPasses(Passes):
     def feed(
         self, past: DynamicCache, ids: Tensor, visible: Tensor, positions: Tensor, columns: Tensor, fed: Tensor
     ) -> Tensor:
-        """The states at `positions` from a pass over the `columns` (rows, n) that are `fed` and stored anew."""
+        """The states at `positions` from a pass over those of `columns` (rows, n) that are `fed`; the cache then holds
+        their new keys and values."""
         stored = visible.scatter(1, columns, visible.gather(1, columns) * ~fed)
         number = torch.arange(columns.shape[1], device=ids.device).expand_as(columns)
         queries, keys, options = columns, [stored, fed.long()], {}
@@ -103,7 +105,7 @@ class DelayedPasses(Passes):
             before = (positions - 1).clamp(min=0)
             before = torch.where(visible.gather(1, before).bool(), before, positions)
             queries = torch.cat([columns, before], dim=1)
-            keys.append(torch.zeros_like(before))  # which others see where they stand already
+            keys.append(torch.zeros_like(before))  # hidden as keys: other tokens see them at their own columns
             options["token_before"] = torch.arange(queries.shape[1], device=ids.device).expand_as(queries)
             at = columns.shape[1] + torch.arange(positions.shape[1], device=ids.device).expand_as(positions)
         states = self.body(
@@ -119,7 +121,7 @@ class DelayedPasses(Passes):
 
 
 def write_columns(past: DynamicCache, columns: Tensor, fresh: Tensor, length: int) -> None:
-    """Moves what a pass has put after the first `length` columns to `columns` (rows, n), where `fresh`."""
+    """Move what a pass has appended after the first `length` columns to the `fresh` ones of `columns` (rows, n)."""
     at, fresh = columns[:, None, :, None], fresh[:, None, :, None]
     for layer in layers_of(past):
         for name in ("keys", "values"):

@@ -1,4 +1,4 @@
-"""The flags of every command that loads a model and samples, and the settings they choose. Needs no torch."""
+"""The flags of every command that loads a model and samples, and the settings they choose. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ DTYPES = ("float32", "bfloat16", "float16")
 MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse's `add_argument`
     "model_path": {"required": True, "help": "folder or hub name of a model, or folder of an adapter"},
     "checkpoint_path": {"help": "LoRA adapter to put on the model"},
-    "dtype": {"choices": DTYPES, "help": "of the weights (default: bfloat16 on a GPU, float32 on a CPU)"},
+    "dtype": {"choices": DTYPES, "help": "data type of the weights (default: bfloat16 on a GPU, float32 on a CPU)"},
     "attn_implementation": {"help": "sdpa, eager or flash_attention_2"},
-    "plain_chat_template": {"action": "store_true", "help": "for a tokenizer without a chat template"},
+    "plain_chat_template": {"action": "store_true", "help": "use a plain template if the tokenizer has none"},
 }
 LEVELS = ", ".join(f"{name} {rule.level}" for name, rule in RULES.items())
-FLAGS: dict[str, dict[str, Any]] = {  # of sampling; name -> the arguments of `add_argument`
+FLAGS: dict[str, dict[str, Any]] = {  # flags of sampling; name -> the arguments of `add_argument`
     "gen_length": {"type": COUNT, "default": 128, "help": "tokens per completion (default: %(default)s)"},
     "block_length": {
         "type": COUNT,
-        "help": f"tokens filled before moving right (default: the model's own blocks, or {BLOCK_LENGTH})",
+        "help": f"tokens per block; blocks are filled left to right (default: the model's own, or {BLOCK_LENGTH})",
     },
     "diffusion_steps": {"type": COUNT, "help": "forward passes per completion (default: gen_length / 2)"},
-    "temperature": {"type": AMOUNT, "default": 0.0, "help": "0 is greedy, the default"},
-    "cfg_scale": {"type": AMOUNT, "default": 0.0, "help": "classifier-free guidance; 0 is off, the default"},
+    "temperature": {"type": AMOUNT, "default": 0.0, "help": "sampling temperature; 0, the default, is greedy"},
+    "cfg_scale": {"type": AMOUNT, "default": 0.0, "help": "classifier-free guidance; 0, the default, is off"},
     "remasking": {
         "choices": REMASKING,
         "default": "low_confidence",
         "help": "which tokens are revealed first (default: %(default)s)",
     },
-    "seed": {"type": SEED, "default": 0, "help": "of the random draws (default: %(default)s)"},
+    "seed": {"type": SEED, "default": 0, "help": "seed of the random draws (default: %(default)s)"},
     "sampler": {
         "choices": SAMPLERS,
         "default": "exact",
         "help": "all but exact trade accuracy for speed (default: %(default)s)",
     },
-    "kv_cache": {"choices": CACHES, "help": "what a cached sampler keeps (default: dual)"},
-    "reveal": {"choices": RULES, "help": "rule of a parallel sampler (default: threshold)"},
+    "kv_cache": {"choices": CACHES, "help": "cache of a cached sampler (default: dual)"},
+    "reveal": {"choices": RULES, "help": "reveal rule of a parallel sampler (default: threshold)"},
     "reveal_level": {"type": AMOUNT, "help": f"level of the rule (default: {LEVELS})"},
 }
 ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second names of flags
@@ -51,7 +51,7 @@ ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second nam
 def add_flags(
     table: Mapping[str, dict[str, Any]], group: Any, leave_out: Collection[str] = (), **changes: dict[str, Any]
 ) -> None:
-    """Add the flags of a table to a parser or a group; `changes` are arguments of one flag in place of the table's."""
+    """Add the flags of a table to a parser or a group; `changes` override arguments of the named flags."""
     for name in (name for name in table if name not in leave_out):
         names = [name, *(alias for alias, flag in ALIASES.items() if flag == name)]
         group.add_argument(*(f"--{one}" for one in names), **table[name] | changes.get(name, {}))
@@ -62,10 +62,10 @@ add_sampling_flags = partial(add_flags, FLAGS)
 
 
 def sampling_settings(flags: Mapping[str, Any], model_config: Any = None) -> SamplingSettings:
-    """The settings that parsed flags choose; steps and blocks that they leave open are filled in.
+    """The settings that parsed flags choose, with defaults for steps and block length if they are not given.
 
     Raises:
-        ValueError: they make no sense, alone, beside each other or, with a `model_config`, for that kind of model.
+        ValueError: a flag is wrong, contradicts another or, with a `model_config`, does not suit that kind of model.
     """
     steps = max(flags["gen_length"] // 2, 1) if flags["diffusion_steps"] is None else flags["diffusion_steps"]
     settings = SamplingSettings.of(SimpleNamespace(**flags, steps=steps), model_config)

@@ -1,4 +1,4 @@
-"""Filling masks anywhere in a text: the rollout's loop on hidden places of any columns, with text on both sides."""
+"""Fill hidden places anywhere in a text, with text on both sides, by the same loop as a rollout."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 def fill(model: Any, ids: Tensor, hidden: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Rollout:
-    """Fills the hidden places of texts, from left to right, each with one token; all other tokens stay.
+    """Fill the hidden places of texts, from left to right, each with one token; all other tokens stay.
 
-    The loop is that of `rollout`. Text is seen on both sides, except by a block-causal model, which sees the block of a
-    hidden place and those before it; a warning says so.
+    The loop is that of `rollout`. The model sees the text on both sides; but a block-causal model only sees the block
+    of a hidden place and the blocks before it, and a warning says so if there is text after these.
 
     Args:
         model: from `d1.models.load_model`, in eval mode.
-        ids: (rows, length); those at hidden places are not looked at.
-        hidden: (rows, length) bool, which tokens to fill in. Rows may hide different numbers of them.
-        attention_mask: (rows, length), 1 at real tokens, padding on any side; None has none.
-        options: of `fill_steps`.
+        ids: (rows, length); ids at hidden places are ignored.
+        hidden: (rows, length) bool, which tokens to fill in. Rows may have different numbers of them.
+        attention_mask: (rows, length), 1 at real tokens, with padding on any side; None: no padding.
+        options: keyword arguments of `fill_steps`.
 
     Raises:
-        ValueError: the model is not prepared, or an argument makes no sense, before the first forward pass.
+        ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
     """
     return recorded(fill_steps(model, ids, hidden, attention_mask, **options))
 
@@ -55,22 +55,23 @@ def fill_steps(
     noise_dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Iterator[Step]:
-    """`fill`, with the same arguments, as one `Step` per forward pass. The canvas is whole when the last is taken.
+    """`fill`, with the same arguments, as an iterator of one `Step` per forward pass. After the last step the canvas is
+    whole.
 
     Args:
-        block_length: hidden places filled before the next; None is 32. A block-causal model fills the hidden places of
-            one of its own blocks after those of another.
-        steps: forward passes per row; a row of fewer hidden tokens takes one per token. None: one per token for all.
+        block_length: how many hidden places form a block; None is 32. In a block-causal model, the hidden places of
+            each of its own blocks form a block.
+        steps: forward passes per row; a row with fewer hidden tokens takes one per token. None: one per token.
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
-        fields: more fields of `SamplingSettings`, but for `gen_length`. In the unconditional branch of guidance all
+        fields: other fields of `SamplingSettings`, except `gen_length`. In the unconditional branch of guidance, all
             text is hidden. Samplers with a cache are refused.
 
     Raises:
-        ValueError: as `fill`, at the call and not with the first step.
+        ValueError: as `fill`; raised at the call, not at the first step.
     """
     require_prepared(model)
     visible = torch.ones_like(ids) if attention_mask is None else attention_mask.long()
-    seen, holes = visible.cpu(), hidden.cpu()  # all that the host asks the device about
+    seen, holes = visible.cpu(), hidden.cpu()  # the host reads nothing else from the device
     check_hidden(ids, holes, seen)
     size = block_size(model.config)
     states, work = [Row(row, 0, 0, []) for row in range(len(ids))], []
@@ -97,10 +98,10 @@ def fill_steps(
 
 
 def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:
-    """Raises ValueError for places that cannot be filled."""
+    """Raise ValueError if the hidden places cannot be filled."""
     if not ids.shape == hidden.shape == visible.shape or ids.dim() != 2 or hidden.dtype != torch.bool:
         raise ValueError(
-            f"ids, hidden and attention_mask must be (rows, length) and hidden of bool, got {tuple(ids.shape)}, "
+            f"ids, hidden and attention_mask must be (rows, length), and hidden must be bool; got {tuple(ids.shape)}, "
             f"{tuple(hidden.shape)} of {hidden.dtype} and {tuple(visible.shape)}"
         )
     if not hidden.any():
@@ -110,13 +111,13 @@ def check_hidden(ids: Tensor, hidden: Tensor, visible: Tensor) -> None:
 
 
 def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
-    """The settings by which a model of this `config` fills `count` hidden places.
+    """The settings with which a model of this `config` fills `count` hidden places.
 
     Args:
-        fields: `block_length`, `steps` and the other fields that `fill_steps` takes. None is that function's default.
+        fields: `block_length`, `steps` and the other fields that `fill_steps` takes; None is that function's default.
 
     Raises:
-        ValueError: one makes no sense, alone, for filling, or for the kind of model.
+        ValueError: a field is wrong, or does not suit filling or the kind of model.
     """
     own = block_size(config)
     given: dict[str, Any] = {"block_length": own or BLOCK_LENGTH, "steps": count}
@@ -124,8 +125,8 @@ def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
     settings = SamplingSettings(gen_length=count, **given | {"steps": min(given["steps"], count)})
     if settings.cache is not None:
         raise ValueError(
-            f"the sampler {settings.sampler} keeps keys and values beside one block of columns, and hidden places may "
-            "be anywhere: use the sampler exact or parallel"
+            f"the sampler {settings.sampler} caches keys and values outside one block of consecutive columns, but "
+            "hidden places may be anywhere: use the sampler exact or parallel"
         )
     if own not in (None, settings.block_length):
         raise ValueError(
@@ -136,20 +137,20 @@ def fill_settings(config: Any, count: int, **fields: Any) -> SamplingSettings:
 
 
 def warn_of_text_behind(config: Any, visible: Tensor, hidden: Tensor) -> None:
-    """Says where a block-causal model does not see all of the text."""
+    """Warn if a block-causal model does not see all of the text."""
     block = count_positions(visible) // config.block_size
     first = block.masked_fill(~hidden, block.shape[1]).amin(1, keepdim=True)
     if (visible.bool() & ~hidden & (block > first)).any():
         logger.warning(
-            "this %s has blocks of %d tokens and sees none behind a hidden place: text there has no say in what is "
-            "filled in",
+            "this %s has blocks of %d tokens and sees no block after that of a hidden place: text there does not "
+            "influence what is filled in",
             config.model_type,
             config.block_size,
         )
 
 
 def groups_of_rows(visible: Tensor, hidden: Tensor, size: int | None) -> dict[tuple[int, ...], list[int]]:
-    """Rows that share a schedule, by how many tokens they hide in each block; those that hide none are left out."""
+    """Rows that share a schedule, keyed by their numbers of hidden tokens per block; rows without any are left out."""
     block = count_positions(visible) // size if size else torch.zeros_like(visible)
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, (own, places) in enumerate(zip(block, hidden, strict=True)):

@@ -1,9 +1,9 @@
 """The reverse process: prompt -> completion, block by block (LLaDA, arXiv 2502.09992, section 2.4 and appendix B).
 
-A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled left to right; in each step the model
-predicts every masked token of the current block and keeps some of its predictions. The loop is in `blocks.py`, and each
-part of a step has its file: where the model's states come from (`passes.py`, `caches.py`), which tokens it predicts
-from them (`predict.py`), and which and how many of these it keeps (`reveal.py`).
+A canvas of `gen_length` mask tokens follows the prompt. Blocks are filled from left to right; in each step the model
+predicts every masked token of the current block, and some of the predictions are kept. The loop is in `blocks.py`. Each
+part of a step has its own file: the model's states (`passes.py`, `caches.py`), the predicted tokens (`predict.py`), and
+the choice of those that are kept (`reveal.py`).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from d1.sampling.settings import SamplingSettings
 
 @dataclass(frozen=True)
 class Rollout:
-    """What sampling gives, and what it took. In fp32 a row's values do not depend on its batch.
+    """The result of sampling and its cost. In fp32 a row's values do not depend on its batch.
 
-    Log-probs and entropies are of the sampler's own logits (cached, guided) at temperature 1, over the whole
-    vocabulary, in the step that revealed the token. Where the EOS stop filled they are 0, and the step is -1. With
-    `SamplingSettings.record_as_sampled`, log-probs are of the distribution that was drawn from.
+    Log-probs and entropies come from the sampler's own logits (with cache and guidance) at temperature 1, over the
+    whole vocabulary, in the step that revealed the token. Tokens that the EOS stop filled have 0, and step -1. With
+    `SamplingSettings.record_as_sampled`, log-probs are those of the distribution that tokens were drawn from.
     """
 
     ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
     logps: Tensor  # (rows, gen_length) fp32, in nats
-    reveal_steps: Tensor  # (rows, gen_length) long, the number, from 0, of the row's own forward pass
+    reveal_steps: Tensor  # (rows, gen_length) long, the row's own forward pass that revealed the token, from 0
     entropies: Tensor  # (rows, gen_length) fp32, in nats
     passes: Tensor  # (rows,) forward passes that the row took part in
-    forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, in both branches, without padding
+    forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, over all branches, without padding
 
     @classmethod
     def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
-        """The `record` is one of `blank_record`."""
+        """A rollout from a `record` made by `blank_record`."""
         logps, entropies, numbers = record
         return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens)
 
@@ -50,18 +50,18 @@ class Rollout:
 def rollout(
     model: Any, prompt_ids: Tensor, attention_mask: Tensor, settings: SamplingSettings | None = None, **options: Any
 ) -> Rollout:
-    """Samples a completion for each prompt.
+    """Sample a completion for each prompt.
 
     Args:
         model: from `d1.models.load_model`, in eval mode.
         prompt_ids: (rows, prompt) ids, padded on the left.
         attention_mask: (rows, prompt), 1 at real tokens. Padding is invisible: in fp32 a greedy row is the same in any
             batch.
-        settings: how to sample; or its fields in place of it: `gen_length=..., block_length=..., steps=...`.
-        options: of `rollout_steps`; `mask_token_id` is required.
+        settings: how to sample; instead, give its fields: `gen_length=..., block_length=..., steps=...`.
+        options: keyword arguments of `rollout_steps`; `mask_token_id` is required.
 
     Raises:
-        ValueError: the model is not prepared, or an argument makes no sense, before the first forward pass.
+        ValueError: the model is not prepared, or an argument is wrong; raised before the first forward pass.
     """
     whole = recorded(rollout_steps(model, prompt_ids, attention_mask, settings, **options))
     first = prompt_ids.shape[1]
@@ -69,14 +69,14 @@ def rollout(
 
 
 def blank_record(rows: int, length: int, device: Any) -> Tensor:
-    """(3, rows, length): log-probs, entropies and steps of a `Rollout` in one tensor, so that a step writes once."""
+    """(3, rows, length): log-probs, entropies and steps of a `Rollout` in one tensor, so that a step is one write."""
     record = torch.zeros(3, rows, length, device=device)
     record[2] = -1
     return record
 
 
 def note(record: Tensor, step: Step, first: int = 0) -> None:
-    """Writes what a step revealed to a record of the canvas from column `first` on."""
+    """Write what a step revealed into a record of the canvas from column `first` on."""
     at = (slice(None), step.rows.unsqueeze(1), step.positions - first)
     now = torch.stack([step.logps, step.entropies, step.numbers.unsqueeze(1).expand_as(step.logps).float()])
     record[at] = torch.where(step.revealed, now, record[at])
@@ -112,27 +112,27 @@ def rollout_steps(
     recompute: bool = False,
     **fields: Any,
 ) -> Iterator[Step]:
-    """`rollout`, as one `Step` per forward pass. The canvas is whole when the last is taken.
+    """`rollout`, as an iterator of one `Step` per forward pass. After the last step the canvas is whole.
 
-    A block-causal model completes rows whose prompts end at the same place of a block, then the next such rows.
+    A block-causal model completes the rows group by group: in a group, all prompts end at the same place of a block.
 
     Args:
         generator: one for the batch, or one per row, which makes a row's draws independent of its batch.
-        noise_dtype: of the Gumbel noise, float32 or float64.
-        eos_token_ids: EOS stop: a row whose finished blocks hold one of these leaves the batch, its later blocks filled
-            with the first of them. Changes no token up to a row's first EOS. Random draws then need one generator per
-            row, as they do with a parallel sampler.
+        noise_dtype: data type of the Gumbel noise, float32 or float64.
+        eos_token_ids: turns the EOS stop on: a row whose finished blocks hold one of these ids leaves the batch, and
+            its later blocks are filled with the first id. No token up to a row's first EOS changes. Random draws then
+            need one generator per row, as with a parallel sampler.
         other_blocks: let a block-causal model fill blocks of another length than its own. Its cache stays exact.
-        recompute: have a block-causal model compute everything in each step, to compare its cache with.
+        recompute: let a block-causal model compute everything in each step, as a reference for its cache.
 
     Raises:
-        ValueError: as `rollout`, at the call and not with the first step.
+        ValueError: as `rollout`; raised at the call, not at the first step.
     """
     require_prepared(model)
     if settings is None:
         settings = SamplingSettings(**fields)
     elif fields:
-        raise ValueError(f"sampling got settings and, beside them, {', '.join(fields)}: give them as settings alone")
+        raise ValueError(f"sampling got both settings and {', '.join(fields)}: put all of them into the settings")
     check_generator(settings, generator, len(prompt_ids), eos_token_ids)
     check_sampler(settings, model.config, other_blocks)
     masked = not bool(attention_mask.all())

@@ -1,4 +1,4 @@
-"""Which token a step predicts for each hidden place: logits, guidance, Gumbel noise; log-probs and entropies there."""
+"""The token that a step predicts for each hidden place (logits, guidance, Gumbel noise), its log-prob and entropy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Generators = Generator | Sequence[Generator] | None
 
 
 def uniform(shape: Sequence[int], generator: Generators, like: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Uniform numbers in [0, 1) of `like`'s dtype on its device; with one generator per row, `counts` says for how many
-    of its positions each row draws, and the rest hold 0.5."""
+    """Uniform numbers in [0, 1) with the dtype and device of `like`. With one generator per row, each row draws for its
+    first `counts` positions only, and the other positions hold 0.5."""
     if generator is None or isinstance(generator, Generator):
         device = like.device if generator is None else generator.device
         return torch.rand(*shape, generator=generator, device=device, dtype=like.dtype).to(like.device)
@@ -36,17 +36,17 @@ def draw_ids(
     noise_dtype: torch.dtype = torch.float32,
     counts: Sequence[int] | None = None,
 ) -> Tensor:
-    """argmax(logits + temperature * Gumbel noise): a draw from softmax(logits / temperature); argmax at 0.
+    """argmax(logits + temperature * Gumbel noise): a draw from softmax(logits / temperature); argmax at temperature 0.
 
     `logits` are (rows, positions, vocab), `counts` as in `uniform`. Noise in lower precision than float32 is refused:
-    it loses its tail and sharpens the distribution (arXiv 2409.02908).
+    it loses its tail, which sharpens the distribution (arXiv 2409.02908).
     """
     if noise_dtype not in (torch.float32, torch.float64):
         raise ValueError(f"Gumbel noise must be drawn in float32 or float64, got {noise_dtype}")
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.to(noise_dtype)
-    # torch.rand is a multiple of eps/2, zero included; half of one grid cell stands for zero, where the log diverges.
+    # torch.rand gives multiples of eps/2, zero included; zero, where the log diverges, is replaced by half a grid cell.
     grid = torch.finfo(noise_dtype).eps / 2
     exponential = uniform(logits.shape, generator, logits, counts).clamp_(min=grid / 2).neg_().log1p_().neg_()
     # On a CPU `max` finds the place in less than half of argmax's time.
@@ -54,7 +54,7 @@ def draw_ids(
 
 
 def entropies_of(logits: Tensor, log_normaliser: Tensor) -> Tensor:
-    """Entropies in nats (rows, n) of logits (rows, n, vocab) whose logsumexp is known, a few positions at a time."""
+    """Entropies in nats (rows, n) of logits (rows, n, vocab), given their logsumexp; a few positions at a time."""
     at_once = max(1, head.CHUNK_ELEMENTS // 16 // logits.shape[-1])
     found = []
     for some, normaliser in zip(
@@ -75,17 +75,17 @@ def predict(
     noise_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A token for each position, its log-probability, the entropy there, and the log-probability to record: (rows, n)
-    each. The last is the first under `settings.recorded`.
+    each. The log-probability to record is that of the token under `settings.recorded`.
 
-    The head runs at a bounded number of positions at a time: whole rows, or parts of one row, so that a row's random
+    The head runs on a bounded number of positions at a time: whole rows, or parts of one row, so that a row's random
     numbers do not depend on its batch.
 
     Args:
         states: (branches, rows, n, hidden): the conditional branch and, with guidance, the unconditional one.
-        counts: how many of its n positions each row has use for; it draws for no more.
+        counts: how many of the n positions each row needs; random numbers are drawn for these only.
     """
     rows, n = states.shape[1:3]
-    # Half of what scoring holds: the noise of a draw is as large as its logits.
+    # Half as many elements as in scoring: the noise of a draw is as large as its logits.
     at_once = max(1, head.CHUNK_ELEMENTS // 2 // model.config.vocab_size)
     rows_at_once = max(1, at_once // n)
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
@@ -107,7 +107,7 @@ def predict(
             log_normaliser = logits.logsumexp(-1)
             entropies[part] = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
             whole = logits.clone() if settings.recorded != OWN else logits
-            logits[..., mask_token_id] = -torch.inf  # a revealed token must be a token, also where few are left
+            logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
             left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits
             drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
             ids[part] = draw_ids(left, settings.temperature, generators, noise_dtype, drawn)

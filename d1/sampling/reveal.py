@@ -1,7 +1,7 @@
-"""Which of a step's predictions are kept first, called remasking, and how many: as scheduled, or by a rule.
+"""Which predictions of a step are kept first (called remasking), and how many: by the schedule, or by a rule.
 
-A new order or rule is a function here, or anywhere, and a line in its table: `REMASKING["mine"] = Order(f)`,
-`RULES["mine"] = Rule(f, level)`. Needs no torch to be imported.
+A new order or rule is a function, in any module, and a line in its table: `REMASKING["mine"] = Order(f)`,
+`RULES["mine"] = Rule(f, level)`. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def spread(total: int, parts: int) -> list[int]:
-    """Splits `total` into `parts` sizes that differ by at most one, the larger ones first; nothing is dropped."""
+    """Split `total` into `parts` sizes that differ by at most one, the larger ones first; the sum is `total`."""
     size, remainder = divmod(total, parts)
     return [size + (part < remainder) for part in range(parts)]
 
 
 def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list[int]]:
-    """Tokens revealed in each step of each block: one list a block, summing to the block's length.
+    """Tokens revealed in each step of each block: one list per block, whose sum is the length of the block.
 
     Raises:
         ValueError: there are fewer steps than blocks, or more steps than tokens.
@@ -40,7 +40,7 @@ def reveal_schedule(gen_length: int, block_length: int, steps: int) -> list[list
 
 
 def aligned_schedule(gen_length: int, block_length: int, steps: int, filled: int) -> list[list[int]]:
-    """`reveal_schedule` where blocks end at multiples of `block_length`; the prompt has `filled` tokens of one."""
+    """`reveal_schedule` for a prompt that holds the first `filled` tokens of a block: the first block is shorter."""
     ends = [0, *range(block_length - filled, gen_length, block_length), gen_length]
     return schedule_of([end - start for start, end in pairwise(ends)], steps)
 
@@ -48,8 +48,8 @@ def aligned_schedule(gen_length: int, block_length: int, steps: int, filled: int
 def schedule_of(sizes: Sequence[int], steps: int) -> list[list[int]]:
     """Tokens revealed in each step of each block, for blocks of these sizes.
 
-    Each step goes to the block with the most tokens a step so far. Every block takes one, so that there may be more
-    than `steps`: one more, where a prompt ends inside a block.
+    Every block gets one step; then each further step goes to the block with the most tokens per step so far. The total
+    can exceed `steps` by one, if a prompt ends inside a block.
     """
     taken = [1] * len(sizes)
     for _ in range(steps - len(sizes)):
@@ -64,14 +64,14 @@ def threshold(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
 
 
 def factor(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
-    """The largest n with (n + 1)(1 - c_n) < `level`, c_n the n-th highest probability (Fast-dLLM, section 3.3)."""
+    """The largest n with (n + 1)(1 - c_n) < `level`; c_n is the n-th highest probability (Fast-dLLM, section 3.3)."""
     n = logps.new_ones(logps.shape[-1]).long().cumsum(-1)
     return ((n + 1) * -logps.expm1() < level).sum(-1)
 
 
 def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
-    """The largest n whose n most confident tokens have entropies that sum, less the largest, to at most `level` nats:
-    a bound on what revealing them together loses (EB-Sampler, arXiv 2505.24857, section 4)."""
+    """The largest n for which the entropies of the n most confident tokens, without the largest of them, sum to at most
+    `level` nats. This sum bounds the error of revealing them together (EB-Sampler, arXiv 2505.24857, section 4)."""
     return (entropies.cumsum(-1) - entropies.cummax(-1).values <= level).sum(-1)
 
 
@@ -79,13 +79,13 @@ def entropy_bound(logps: Tensor, entropies: Tensor, level: float) -> Tensor:
 class Rule:
     """A row of the table.
 
-    `count` gets (rows, n) log-probabilities, the most confident first, the entropies at the same places, and the level;
-    it returns (rows,) how many tokens to reveal.
+    `count` gets the log-probabilities (rows, n), the most confident first, the entropies at the same places, and the
+    level; it returns (rows,) how many tokens to reveal.
     """
 
     count: Callable[[Tensor, Tensor, float], Tensor]
-    level: float  # if none is given
-    plain_entropies: bool = False  # computed in a slower way; only preserves old results
+    level: float  # the default level
+    plain_entropies: bool = False  # entropies computed in a slower way; only preserves old results
 
 
 RULES: dict[str, Rule] = {
@@ -96,17 +96,17 @@ RULES: dict[str, Rule] = {
 
 
 def low_confidence(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """The most likely first; the least likely stay hidden (LLaDA, arXiv 2502.09992, section 2.4)."""
+    """The most likely predictions first; the least likely stay hidden (LLaDA, arXiv 2502.09992, section 2.4)."""
     return logps
 
 
 def at_random(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """All places with equal chance (LLaDA, arXiv 2502.09992, section 2.4)."""
+    """Places in random order (LLaDA, arXiv 2502.09992, section 2.4)."""
     return uniform()
 
 
 def low_entropy(logps: Tensor, entropies: Tensor, uniform: Callable[[], Tensor]) -> Tensor:
-    """The predictions of the lowest entropy first (Dream, DiffuCoder, arXiv 2506.20639)."""
+    """The predictions with the lowest entropy first (Dream, DiffuCoder, arXiv 2506.20639)."""
     return -entropies
 
 
@@ -115,12 +115,13 @@ class Order:
     """A row of the table.
 
     `scores` gets the log-probabilities and the entropies (rows, n) of the predictions, from left to right, and a
-    function that draws uniform numbers (rows, n); it returns scores (rows, n), of which the highest are kept.
+    function that draws uniform numbers (rows, n); it returns scores (rows, n). Predictions with the highest scores are
+    kept.
     """
 
     scores: Callable[[Tensor, Tensor, Callable[[], Tensor]], Tensor]
-    draws: bool = False  # calls that function
-    by_confidence: bool = False  # the scores are the log-probabilities themselves, which reveal rules need
+    draws: bool = False  # whether `scores` draws uniform numbers
+    by_confidence: bool = False  # whether the scores are the log-probabilities themselves, as reveal rules need
 
 
 REMASKING: dict[str, Order] = {
@@ -131,7 +132,7 @@ REMASKING: dict[str, Order] = {
 
 
 def best_first(scores: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The places (rows, n) in falling order of `scores`, those not `hidden` last, and the scores so ordered."""
+    """The places (rows, n) in descending order of `scores`, those not `hidden` last, and the scores in this order."""
     scores = scores.masked_fill(~hidden, -math.inf)
-    places = scores.argsort(dim=-1, descending=True, stable=True)  # ties, as of saturated confidences, to the left
+    places = scores.argsort(dim=-1, descending=True, stable=True)  # ties, such as confidences of 1: left first
     return places, scores.gather(1, places)

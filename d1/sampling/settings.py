@@ -1,4 +1,4 @@
-"""The settings of a rollout: the one place that names and checks them. Needs no torch."""
+"""The settings of a rollout: the only place that names and checks them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class SamplingSettings:
     """How completions are sampled.
 
     Raises:
-        ValueError: a setting that makes no sense, alone or beside the others, or one that would be ignored.
+        ValueError: a setting is wrong, contradicts another, or would be ignored.
     """
 
-    gen_length: int  # tokens to generate; blocks and steps that do not divide it are spread evenly, none dropped
-    block_length: int  # the longest a block may be; `gen_length` gives pure diffusion
-    steps: int  # forward passes per row, with guidance over twice as many sequences; a parallel sampler takes fewer
+    gen_length: int  # tokens to generate; if blocks or steps do not divide it, they are spread evenly
+    block_length: int  # the largest length of a block; `gen_length` gives pure diffusion
+    steps: int  # forward passes per row; guidance doubles the sequences per pass; a parallel sampler takes fewer passes
     temperature: float = 0.0  # of the Gumbel noise; 0 is greedy
     cfg_scale: float = 0.0  # classifier-free guidance; 0 turns it off
     remasking: str = "low_confidence"  # which predictions a step keeps, a name in `REMASKING`
     # "exact" is the published algorithm; "cached" reads keys and values from a cache, "parallel" reveals as many tokens
-    # as a rule allows: both trade accuracy for speed. A block-causal model's own cache, which costs no accuracy, is in
-    # use whatever the sampler.
+    # as a rule allows: both trade accuracy for speed. A block-causal model's own cache costs no accuracy, and every
+    # sampler uses it.
     sampler: str = "exact"
     kv_cache: str | None = None  # for a cached sampler, a name in `CACHES`; None is "dual"
     reveal: str | None = None  # for a parallel sampler, a name in `RULES`; None is "threshold"
     reveal_level: float | None = None  # the level of that rule; None is the rule's own
-    top_k: int = 0  # draw among so many most likely tokens; 0: all
-    top_p: float = 1.0  # draw among the most likely tokens that have this probability together
-    record_as_sampled: bool = False  # record log-probabilities of what is drawn from, not of the model itself
+    top_k: int = 0  # draw from the `top_k` most likely tokens; 0: from all
+    top_p: float = 1.0  # draw from the most likely tokens whose probabilities sum to `top_p`
+    record_as_sampled: bool = False  # record log-probabilities of the distribution drawn from, not of the model's own
 
     def __post_init__(self) -> None:
         for name in ("gen_length", "block_length", "steps"):
@@ -83,8 +83,8 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, source: Any, model_config: Any = None, **called: str) -> SamplingSettings:
-        """The settings that `source` holds as attributes, where a field may be `called` otherwise; for a `block_length`
-        of None, the blocks of the model with this config, or 32."""
+        """The settings that `source` holds as attributes. `called` maps a field to its other name there. A
+        `block_length` of None becomes the block size of the model with this config, or 32."""
         names = {field.name: called.get(field.name, field.name) for field in fields(cls)}
         values = {own: getattr(source, name) for own, name in names.items() if hasattr(source, name)}
         if values["block_length"] is None:
@@ -98,17 +98,17 @@ class SamplingSettings:
 
     @property
     def drawn_from(self) -> Distribution:
-        """What tokens are drawn from; at temperature 0, the model's own distribution."""
+        """The distribution that tokens are drawn from; at temperature 0, the model's own."""
         return Distribution(self.temperature, self.top_k, self.top_p) if self.temperature else OWN
 
     @property
     def recorded(self) -> Distribution:
-        """Whose log-probabilities a rollout records."""
+        """The distribution whose log-probabilities a rollout records."""
         return self.drawn_from if self.record_as_sampled else OWN
 
     @property
     def rule(self) -> str | None:
-        """The reveal rule in use, or None where the schedule alone says how many tokens a step reveals."""
+        """The reveal rule in use, or None if the schedule alone says how many tokens a step reveals."""
         return (self.reveal or "threshold") if self._is("parallel") else None
 
     @property
@@ -120,11 +120,11 @@ class SamplingSettings:
 
     @property
     def draws(self) -> bool:
-        """Whether sampling draws random numbers: without them, all samples of a prompt are alike."""
+        """Whether sampling draws random numbers; without them, all samples of a prompt are equal."""
         return self.temperature > 0 or REMASKING[self.remasking].draws
 
     def schedule(self, filled: int | None = None) -> list[list[int]]:
-        """Tokens revealed in each step of each block, where no rule reveals more: one list per block. In a block-causal
-        model, the prompt has `filled` tokens of the block that it ends in."""
+        """Tokens revealed in each step of each block, unless a rule reveals more: one list per block. In a block-causal
+        model, `filled` is the number of prompt tokens in the block in which the prompt ends."""
         lengths = self.gen_length, self.block_length, self.steps
         return reveal_schedule(*lengths) if filled is None else aligned_schedule(*lengths, filled)

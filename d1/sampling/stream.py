@@ -1,6 +1,6 @@
-"""Sampling from a stream of prompts: a row that is finished makes room for the next prompt, and the batch stays full.
+"""Sampling from a stream of prompts: the next prompt takes the place of a finished row, so the batch stays full.
 
-Steps and caches are those of `rollout`; only which rows take part, and at which places, is decided here.
+Steps and caches are those of `rollout`; this module only decides which rows take part, and in which columns.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ def rollout_stream(
     noise_dtype: torch.dtype = torch.float32,
     eos_token_ids: Sequence[int] | None = None,
 ) -> Iterator[Finished]:
-    """Samples a completion for each prompt, at most `batch_size` of them at a time.
+    """Sample a completion for each prompt, at most `batch_size` of them at a time.
 
-    A row leaves when its last block is filled or, with the EOS stop, the block that holds its first end; then the next
-    prompt is taken from `prompts`, and no sooner, so that several processes may take from one queue. Without a cache a
-    row begins its next block as soon as its block is full; with one, the rows begin their blocks together.
+    A row leaves when its last block is filled or, with the EOS stop, when the block with its first EOS is filled. Only
+    then is the next prompt taken from `prompts`, so that several processes can share one queue. Without a cache, a row
+    begins its next block as soon as its block is full; with a cache, all rows begin their blocks together.
 
-    Rows are those of `rollout` with one generator per row: in fp32 they depend neither on the batch nor on the order of
-    the prompts.
+    Rows equal those of `rollout` with one generator per row: in fp32 they depend neither on the batch nor on the order
+    of the prompts.
 
     Args:
-        prompts: (ids, generator) each; the generator may be None where nothing is drawn. The batch is as wide as its
-            longest prompt: prompts sorted by length, the longest first, need the least padding.
+        prompts: (ids, generator) each; the generator may be None if sampling draws nothing. The batch is as wide as its
+            longest prompt: sort prompts by length, the longest first, for the least padding.
         batch_size: rows at a time.
         eos_token_ids: the EOS stop, as in `rollout`.
 
     Yields:
-        (numbers, rollout): the rows that ended in one step, by their prompts' place in the stream, and what `rollout`
-        gives for them, padded on the left with mask tokens.
+        (numbers, rollout): for the rows that ended in one step, the places of their prompts in the stream, and their
+        `Rollout`, whose ids are padded on the left with mask tokens.
 
     Raises:
-        ValueError: the model is not prepared or an argument makes no sense, at the call; or a prompt comes without a
-            generator and needs one.
+        ValueError: at the call, if the model is not prepared or an argument is wrong; later, if a prompt needs a
+            generator and has none.
     """
     require_prepared(model)
     check_sampler(settings, model.config)
@@ -70,14 +70,14 @@ def rollout_stream(
 def sample_all(
     sampler: Sampler, prompts: Iterator[tuple[int, Prompt]], batch_size: int, ends: Sequence[int]
 ) -> Iterator[Finished]:
-    """`rollout_stream`, its arguments checked."""
+    """`rollout_stream` after the check of its arguments."""
     cache, length = cache_of(sampler.model.config, sampler.settings.cache), sampler.settings.gen_length
     none = torch.zeros(0, 0, dtype=torch.long, device=sampler.model.device)
     batch = Batch.of([], start_canvas(none, none, length, 0))
     record = blank_record(0, length, none.device)
     passes = sampler.passes(cache, device=none.device, masked=True, aligned=False)
     while True:
-        # Here every row is full, new or, without a cache, in the middle of its block.
+        # Here each row has a full block, or is new, or (only without a cache) is in the middle of its block.
         everyone = range(len(batch.rows))
         done = batch.finished([*everyone], ends)
         if done:
@@ -101,7 +101,7 @@ def sample_all(
 
 
 def exchange(sampler: Sampler, batch: Batch, kept: list[int], new: list[tuple[int, Prompt]]) -> Batch:
-    """The rows `kept` and, after them, those of the prompts `new`, as wide as the longest prompt among them."""
+    """A batch of the rows `kept`, then those of the prompts `new`, as wide as the longest prompt among them."""
     settings, masks = sampler.settings, sampler.mask_token_id
     rows = [batch.rows[row] for row in kept]
     for number, (ids, generator) in new:
@@ -116,7 +116,7 @@ def exchange(sampler: Sampler, batch: Batch, kept: list[int], new: list[tuple[in
         mask[place, width - len(ids) :] = 1
     old, stay = batch.canvas, batch.upload(kept)
     fresh = start_canvas(prompts.to(stay.device), mask.to(stay.device), settings.gen_length, masks)
-    wider = (width - old.start, 0)  # negative: cut off, and it is padding
+    wider = (width - old.start, 0)  # a negative number cuts columns off, which are all padding
     canvas = Canvas(
         ids=torch.cat([pad(old.ids[stay], wider, value=masks), fresh.ids]),
         visible=torch.cat([pad(old.visible[stay], wider), fresh.visible]),

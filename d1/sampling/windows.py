@@ -1,12 +1,12 @@
-"""Caches whose passes feed a window of the canvas and read the keys and values of other columns.
+"""Caches whose passes process a window of the canvas and read the keys and values of the other columns.
 
-Where attention is full, the cache is Fast-dLLM's (arXiv 2505.22618, section 3.2), an approximation. The first pass of
-each block feeds the whole canvas; later passes feed a window and read the rest as it was then.
+For full attention, the cache is that of Fast-dLLM (arXiv 2505.22618, section 3.2), an approximation. The first pass of
+each block processes the whole canvas; later passes process a window and read the rest as it was in the first pass.
     prefix   the window is the block and all columns after it
-    dual     the window is the block alone
+    dual     the window is the block only
 
-Where attention is block-causal, the cache is exact: nothing before a block sees it (BD3-LM, arXiv 2503.09573, section
-3.1). Keys carry their rotary position, so a window's keys may follow the cached ones in any order.
+For block-causal attention, the cache is exact, because no earlier token sees a block (BD3-LM, arXiv 2503.09573, section
+3.1). Keys contain their rotary position, so the keys of a window may follow the cached ones in any order.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from d1.sampling.passes import Passes, Place, layers_of, same_layers, select_row
 
 @dataclass
 class Window:
-    """What passes feed, and what they read."""
+    """The columns that passes process, and the cache that they read."""
 
     past: DynamicCache
     stored: Tensor  # (rows, cached) 1 where a query sees the keys and values of `past`
-    columns: Tensor  # (rows, n) of the canvas, consecutive; they may lie outside it where nothing is fed
-    fed: Tensor  # (rows, n) 1 at the columns that the row feeds
+    columns: Tensor  # (rows, n) of the canvas, consecutive; where `fed` is 0 they may lie outside it
+    fed: Tensor  # (rows, n) 1 at the columns that are processed for the row
     positions: Tensor  # (rows, n) position ids
 
     @classmethod
     def of(cls, past: DynamicCache, stored: Tensor, visible: Tensor, first: Tensor, end: Tensor, width: int) -> Window:
-        """The window of `width` columns from `first` (rows,), of which those before `end` (rows,) are fed."""
+        """The window of `width` columns from `first` (rows,), of which those before `end` (rows,) are processed."""
         columns = first.unsqueeze(1) + torch.arange(width, device=first.device)
         inside = columns.clamp(0, visible.shape[1] - 1)
         fed = visible.gather(1, inside) * (columns < end.unsqueeze(1))
@@ -47,7 +47,7 @@ class Window:
 
 
 class WindowPasses(Passes):
-    """A first pass over each block, which makes the window, and passes over that window."""
+    """A first pass for each block, which makes the window, and later passes over that window."""
 
     window: Window | None
 
@@ -67,7 +67,7 @@ class WindowPasses(Passes):
         return states, self.window.fed.sum(-1)
 
     def first_pass(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Window, Tensor, Tensor]:
-        """The window of the later passes, and the `states` of this one."""
+        """The window of the later passes, and the two results of `states` for this pass."""
         raise NotImplementedError
 
     def feed(self, window: Window, ids: Tensor, positions: Tensor) -> Tensor:
@@ -110,20 +110,21 @@ class Windows(WindowPasses):
 
 
 def without_columns(values: Tensor, dim: int, first: int, end: int) -> Tensor:
-    """`values` without the entries `first` to `end` of a dimension."""
+    """`values` without the entries from `first` up to `end` of a dimension."""
     return torch.cat([values.narrow(dim, 0, first), values.narrow(dim, end, values.shape[dim] - end)], dim=dim)
 
 
 class FinishedBlocks(WindowPasses):
     """The exact cache of a block-causal model's finished blocks.
 
-    A pass feeds the model's blocks that the filled block touches. The first of these passes also feeds what is not
-    stored yet: the block before, which is complete only now, or the prompt of a new row. The last block is not stored.
+    A pass processes those blocks of the model that the filled block touches. The first of these passes also processes
+    what is not stored yet: the previous block, which is complete only now, or the prompt of a new row. The last block
+    is not stored.
     """
 
-    finished: DynamicCache  # of all rows that entered the block; the window's has those that still work on it
+    finished: DynamicCache  # of all rows that entered the block; the window's cache has only those still at work on it
     seen: Tensor  # (rows, columns) of `finished`, 1 at tokens
-    opened: Tensor  # (rows, 1, hidden), what predicted the block's first hidden token in its first pass
+    opened: Tensor  # (rows, 1, hidden), the state that predicted the block's first hidden token in the first pass
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -140,7 +141,7 @@ class FinishedBlocks(WindowPasses):
         if window is None:
             self.opened = states[:, :1]
         elif self.shift:
-            # A block's first token is predicted by the one before it, which only the first pass fed.
+            # A block's first token is predicted from the token before it, which only the first pass processed.
             alone = (positions == window.columns[:, :1]) & window.stored.any(1, keepdim=True)
             states = torch.where(alone.unsqueeze(-1), self.opened, states)
         return states, fed
@@ -169,7 +170,7 @@ class FinishedBlocks(WindowPasses):
         return Window.of(self.finished, self.seen, visible, first, end, width), states, fed
 
     def kept_blocks(self) -> tuple[DynamicCache, Tensor]:
-        """The cache of the `kept` rows without columns of padding, and its (rows, columns) tokens."""
+        """The cache of the `kept` rows without columns of padding, and (rows, columns) 1 at its tokens."""
         past, seen, count = self.finished, self.seen, len(self.stored)
         if self.kept != [*range(count)]:
             rows = self.in_branches(self.kept, count)

@@ -1,21 +1,21 @@
-"""Monte Carlo estimates of the any-order evidence lower bound of log p, with masks at random.
+"""Monte Carlo estimates of the any-order evidence lower bound of log p, with random masks.
 
-For a completion of L tokens the bound is the sum over x = 1..L of E[sum of hidden tokens' log-probs] / x, the
-expectation over the sets of x hidden tokens (LLaDA, arXiv 2502.09992, equation 14, and appendix B.5). The first three
-estimate it without bias; they differ in how a draw chooses what is hidden:
+For a completion of L tokens, the bound is the sum over x = 1..L of E[sum of the hidden tokens' log-probs] / x, where
+the expectation is over the sets of x hidden tokens (LLaDA, arXiv 2502.09992, equation 14, and appendix B.5). The first
+three estimators are unbiased for it; they differ in how a draw chooses the hidden tokens:
 
-- `elbo`: a time t, uniform, then each token with probability t, weight 1 / t (LLaDA's training loss);
-- `espo`: a count x, uniform on 0..L, then a set of so many, weight (L + 1) / x (ESPO, arXiv 2512.03759);
-- `counts`: a count x, uniform on 1..L, then a set of so many, weight L / x (BGPO, arXiv 2510.11683). In a block-causal
-  model the bound is the sum of its blocks', and every block has a count of its own (EBPO);
-- `gauss`: the integral over the share t of hidden tokens by Gauss-Legendre quadrature at three t, each with max(1,
+- `elbo`: a uniform time t, then each token is hidden with probability t; weight 1 / t (LLaDA's training loss);
+- `espo`: a count x, uniform on 0..L, then a random set of x tokens; weight (L + 1) / x (ESPO, arXiv 2512.03759);
+- `counts`: a count x, uniform on 1..L, then a random set of x tokens; weight L / x (BGPO, arXiv 2510.11683). In a
+  block-causal model, the bound is the sum of the bounds of its blocks, and each block has its own count (EBPO);
+- `gauss`: Gauss-Legendre quadrature of the integral over the share t of hidden tokens, at three t; each has max(1,
   floor(t L)) hidden tokens and the weight w / t (GDPO, arXiv 2510.08554). Biased for short completions, where t L is
-  far from whole: a token's weights sum to 1.10 on average at L = 5 and to .96 at 20;
-- `complements`: the mean of a mask of x tokens and of its complement, each token with the weight 1/2: half the sum of
-  log-probabilities, each token in the one view that hides it. No bound (GDSD).
+  far from a whole number: the weights of a token sum to 1.10 on average at L = 5 and to .96 at L = 20;
+- `complements`: a random mask of x tokens and its complement, each token with weight 1/2: half the sum of the
+  log-probabilities, each token scored in the one view that hides it. This is not a bound (GDSD).
 
 `antithetic` adds to each draw its opposite, which hides the other tokens; `stratified` spreads times or counts evenly
-over a row's draws and over all rows of the rollout.
+over the draws of a row and over all rows of the rollout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NODES = NODES + 0.5  # from [-1, 1] to [0, 1]
 def weighed(
     prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor, opposite: Tensor, antithetic: bool
 ) -> Views:
-    """Views of draws; with `antithetic`, also those that hide the other tokens, with the weights `opposite`."""
+    """Views of the draws; with `antithetic`, also views that hide the other tokens, with the weights `opposite`."""
     if antithetic:
         hidden, weights = torch.cat([hidden, ~hidden], dim=1), torch.cat([weights, opposite], dim=1) / 2
     return views_of_canvas(prompt_noise, hidden, scored, weights.unsqueeze(-1))
@@ -45,7 +45,7 @@ def elbo_views(prompt_noise: Tensor, times: Tensor, numbers: Tensor, scored: Ten
 
     Args:
         prompt_noise: (rows, views or 1, prompt) bool.
-        antithetic: a second view for each time t, of 1 - t and 1 minus the numbers: it hides the other tokens.
+        antithetic: add a second view for each time t, of time 1 - t and 1 minus the numbers: it hides the other tokens.
     """
     draws, hidden = times.shape[1], numbers < times.unsqueeze(-1)
     return weighed(prompt_noise, hidden, scored, 1 / (draws * times), 1 / (draws * (1 - times)), antithetic)
@@ -56,8 +56,8 @@ def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tens
 
     Args:
         prompt_noise: (rows, views or 1, prompt) bool.
-        ranks: of scored tokens, 0..L-1 in random order.
-        antithetic: a second view for each count, which hides the other tokens.
+        ranks: of the scored tokens, 0..L-1 in random order.
+        antithetic: add a second view for each count, which hides the other tokens.
     """
     draws, lengths, hidden = counts.shape[1], scored.sum(-1, keepdim=True), ranks < counts.unsqueeze(-1)
     weights, opposite = ((lengths + 1) / (draws * count.clamp(min=1)) for count in (counts, lengths - counts))
@@ -65,12 +65,12 @@ def espo_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tens
 
 
 def counts_views(prompt_noise: Tensor, counts: Tensor, ranks: Tensor, scored: Tensor, lengths: Tensor) -> Views:
-    """A view for each draw, which hides the tokens whose rank within their block is below the block's count.
+    """A view for each draw; it hides the tokens whose rank within their block is below the block's count.
 
     Args:
         prompt_noise: (rows, views or 1, prompt) bool.
         counts, lengths: (rows, draws, canvas) and (rows, canvas): of each token's block, or of the whole completion.
-        ranks: (rows, draws, canvas), of a block's scored tokens, from 0 in random order.
+        ranks: (rows, draws, canvas), of the scored tokens of a block, from 0 in random order.
     """
     weights = lengths.unsqueeze(1) / (counts.shape[1] * counts.clamp(min=1))
     return views_of_canvas(prompt_noise, ranks < counts, scored, weights)
@@ -81,13 +81,13 @@ def views(settings: ViewSettings) -> int:
 
 
 def spread(random: Randomness, settings: ViewSettings) -> Tensor:
-    """(rows, draws) in [0, 1): what times or counts are made of."""
+    """(rows, draws) uniform numbers in [0, 1), from which times or counts are made."""
     draws = settings.draws
     return random.rotated(draws) if settings.stratified else random.uniform(draws)
 
 
 def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> Tensor:
-    """(rows, draws, canvas) in [0, 1), independent for each scored token; 1 for others, which take none of a stream."""
+    """(rows, draws, canvas) in [0, 1), independent for each scored token; others have 1 and use no random number."""
     scored = sampled.scored.cpu()
     numbers = torch.ones(len(scored), draws, scored.shape[1])
     for row, of, generator in zip(numbers, scored, random.rows, strict=True):
@@ -96,7 +96,7 @@ def numbers_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> T
 
 
 def ranks_of_tokens(sampled: SampledRows, random: Randomness, draws: int) -> Tensor:
-    """(rows, draws, canvas) the scored tokens' ranks, from 0 in random order; behind theirs those of others."""
+    """(rows, draws, canvas) ranks: first those of the scored tokens, from 0 in random order, then those of others."""
     # Numbers of 24 bits can be equal: a stable sort gives such tokens the same ranks on every device.
     return numbers_of_tokens(sampled, random, draws).argsort(dim=-1, stable=True).argsort(-1)
 
@@ -131,14 +131,14 @@ def draw_complements(sampled: SampledRows, random: Randomness, settings: ViewSet
 
 
 def draw_counts(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """With blocks, those of a draw have counts as far up 1..len as one number says."""
+    """With blocks, one random number per draw sets the counts of all blocks, each scaled to 1..length of its block."""
     scored, device = sampled.scored, sampled.scored.device
     blocks = torch.zeros_like(scored, dtype=torch.long) if sampled.blocks is None else sampled.blocks
     blocks = blocks - blocks[:, :1]
     lengths = torch.zeros_like(blocks).scatter_add(1, blocks, scored.long()).gather(1, blocks)
     up = spread(random, settings).to(device).unsqueeze(-1)
     counts = ((up * lengths.unsqueeze(1)).long() + 1).minimum(lengths.unsqueeze(1))
-    # Blocks one after the other, each in random order: what is left of a token in that order, less whole blocks.
+    # Sort block after block, each in random order: a token's rank in its block is its place less the blocks before.
     numbers = numbers_of_tokens(sampled, random, settings.draws).double() + 2 * blocks.unsqueeze(1)
     before = torch.zeros_like(blocks).scatter_add(1, blocks, torch.ones_like(blocks)).cumsum(1).roll(1, 1)
     before[:, 0] = 0

@@ -1,7 +1,7 @@
 """The estimators of log-probabilities, by name. A new one is a file in this folder and a row here.
 
-A row says what its views need and which settings they read; the checks of combinations (`d1/rl/combinations.py`), the
-plan of a run and its scoring read nothing else, so a user's own row is treated like the others.
+A row says what its views need and which settings they read. The checks of combinations (`d1/rl/combinations.py`), the
+plan of a run and its scoring read only the row, so a user's own row is treated like the others.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ class Estimator:
     """A row of the table.
 
     Attributes:
-        draw: gives the views that a rollout's rows are scored in, for one update on them.
+        draw: gives the views in which the rows of a rollout are scored, for one update.
         views: the largest number of views per row.
-        draws: whether the views are random, so that each inner update has its own; else old and reference
+        draws: whether the views are random: then each inner update has its own views; else old and reference
             log-probabilities are scored once.
-        linear: the weighted sum over views estimates a log-probability; False for a bound that is no such sum.
-        replays: tokens are scored in the sampler's own states, so these must be exact.
-        clean_prompt: tokens are scored given the whole prompt, so `p_mask_prompt` must be 0.
-        partial: a draw scores some of the tokens, and weights are the inverse of the chance to be drawn. They belong
-            in front of each view's loss: a ratio of weighted sums would have them as exponents.
-        views_per_draw: how many views, n apart where there are n draws, estimate the log-probability of the whole
-            completion without the others; 0: no fewer than all.
-        settings: those of `num_views`, `antithetic`, ... that it reads: to set another one is an error. None: unknown.
+        linear: whether the weighted sum over views estimates a log-probability; False for a bound that is no such sum.
+        replays: whether tokens are scored in the sampler's own states, which must then be exact.
+        clean_prompt: whether tokens are scored given the whole prompt; then `p_mask_prompt` must be 0.
+        partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
+            weights. Such weights must multiply the loss of each view: in a ratio of weighted sums they would be
+            exponents.
+        views_per_draw: how many views, n apart if there are n draws, estimate the log-probability of the whole
+            completion without the other views; 0: only all views together do.
+        settings: which of `num_views`, `antithetic`, ... it reads; to set another one is an error. None: unknown.
     """
 
     draw: Draw
@@ -61,7 +62,7 @@ class Estimator:
     settings: tuple[str, ...] | None = None
 
     def __call__(self, sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-        """The drawn views. Raises ValueError where the function returned something else than views of these rows."""
+        """Draw the views; raise ValueError if the function returned anything but views of these rows."""
         drawn = self.draw(sampled, random, settings)
         if not isinstance(drawn, Views):
             raise ValueError(f"{called(self.draw)} returned {described(drawn)}: expected Views, of d1.scoring")
@@ -78,7 +79,7 @@ def called(function: object) -> str:
 
 
 def described(value: object) -> str:
-    """What a function returned, in an error message: a tensor by its shape, others by their type."""
+    """What a function returned, in an error message: the shape of a tensor, the type of anything else."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without gradient'}"
     return "None" if value is None else f"{type(value).__name__} {value!r:.40}"

@@ -1,13 +1,13 @@
-"""Estimators of few views with random masks: d1's, coupled-GRPO's and UniGRPO's.
+"""Estimators with few views and random masks: those of d1, coupled-GRPO and UniGRPO.
 
-- `one_step`: every token as if it were revealed alone, in one step (d1, arXiv 2504.12216, section 3.1): the canvas is
-  all masks, and each token of the prompt is hidden at random.
-- `coupled`: the mean of d1's estimate and of that of two opposite masks (DiffuCoder, arXiv 2506.20639, section 4).
-  Biased by design: a mask's share of hidden tokens is never below 0.2 nor above 0.8, and, as in the release, the
+- `one_step`: every token as if it were revealed alone, in one step (d1, arXiv 2504.12216, section 3.1): the whole
+  canvas is masked, and tokens of the prompt are hidden at random.
+- `coupled`: the mean of d1's estimate and of the estimate from two complementary masks (DiffuCoder, arXiv 2506.20639,
+  section 4). Biased by design: the masking probability is between 0.2 and 0.8, and, as in the released code, the
   expected weights sum to 1.5: 0.5 from the fully masked view and 0.5 from each of two complementary masks.
-- `random_masks`: `num_views` masks, each of which hides a token with a probability uniform on [0.1, 0.9]; the mean
+- `random_masks`: `num_views` masks, each of which hides tokens with a probability uniform on [0.1, 0.9]; the mean
   log-probability of the tokens that a mask hides, times the completion's length (UniGRPO of MMaDA, arXiv 2505.15809, as
-  released). Biased for the any-order bound (`d1/scoring/elbo.py`), which needs shares from 0 to 1.
+  released). Biased for the any-order bound (`d1/scoring/elbo.py`), which needs probabilities from 0 to 1.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from d1.masking import draw_masks
 from d1.scoring.rollouts import Randomness, SampledRows, ViewSettings, prompt_noise
 from d1.scoring.views import Views, score, views_of_canvas
 
-SHARES = (0.2, 0.8)  # a coupled mask's share of hidden tokens is uniform between these
-TIMES = (0.1, 0.9)  # and a random mask's
+SHARES = (0.2, 0.8)  # the masking probability of `coupled` is uniform between these
+TIMES = (0.1, 0.9)  # and that of `random_masks` between these
 
 
 def one_step_views(prompt_noise: Tensor, scored: Tensor, gen_length: int) -> Views:
-    """One view: the whole canvas hidden, and of the prompt what `prompt_noise` (rows, prompt) says.
+    """One view, which hides the whole canvas and the prompt tokens in `prompt_noise` (rows, prompt).
 
     Args:
         scored: (rows, tokens) bool, the tokens of the completion that count, with weight 1.
@@ -51,7 +51,7 @@ def mean_field_logps(
     mask_token_id: int,
     gen_length: int,
 ) -> Tensor:
-    """One-step mean-field log-probabilities l_k = log softmax f(q' + masks)[o_k], q' the masked prompt.
+    """One-step mean-field log-probabilities l_k = log softmax f(q' + masks)[o_k], where q' is the masked prompt.
 
     Args:
         prompt_ids, attention_mask: (rows, prompt), padded on the left.
@@ -60,10 +60,10 @@ def mean_field_logps(
         gen_length: length of the canvas the completion was sampled on.
 
     Returns:
-        (rows, completion) fp32; differentiable where gradients are on.
+        (rows, completion) fp32; differentiable if gradients are enabled.
 
     Raises:
-        ValueError: the model was not prepared, or shapes do not fit each other.
+        ValueError: the model was not prepared, or shapes do not match.
     """
     if prompt_noise.shape != prompt_ids.shape:
         raise ValueError(f"prompt_noise {tuple(prompt_noise.shape)} needs the prompt's shape {tuple(prompt_ids.shape)}")
@@ -73,11 +73,11 @@ def mean_field_logps(
 
 
 def coupled_views(prompt_noise: Tensor, half: Tensor, share: Tensor, scored: Tensor) -> Views:
-    """Three views: all tokens hidden, those of `half` (rows, canvas), and the others.
+    """Three views: the first hides all tokens, the second those of `half` (rows, canvas), the third the others.
 
     Args:
         prompt_noise: (rows, 1, prompt) bool, hidden in all three.
-        share: (rows,) the chance of each token to be in `half`.
+        share: (rows,) the probability of each token to be in `half`.
     """
     hidden = torch.stack([torch.ones_like(half), half, ~half], dim=1)
     weights = torch.stack([torch.full_like(share, 0.5), 0.5 / share, 0.5 / (1 - share)], dim=1).unsqueeze(-1)
@@ -94,7 +94,7 @@ def draw_coupled(sampled: SampledRows, random: Randomness, settings: ViewSetting
 
 def random_mask_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
     """Views that hide `hidden` (rows, views, canvas) and `prompt_noise` (rows, views or 1, prompt); the weights of each
-    sum to a completion's length, over the number of views."""
+    view sum to the completion's length divided by the number of views."""
     count = (hidden & scored.unsqueeze(1)).sum(-1, keepdim=True).clamp(min=1)
     weights = scored.sum(-1)[:, None, None] / (hidden.shape[1] * count)
     return views_of_canvas(prompt_noise, hidden, scored, weights)

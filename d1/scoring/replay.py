@@ -1,22 +1,22 @@
-"""Scoring each token in the state that the sampler was in when it revealed the token.
+"""Score each token in the state in which the sampler revealed it.
 
-The sum over tokens is then the log-probability of the sampler's own trajectory, its choice of places left out: what the
-rollout recorded, so that ratios start at 1. A view is a *segment* of a row's steps: single steps (CJ-GRPO, arXiv
-2509.23924) or `segment_steps` of them merged (TraceRL, arXiv 2509.06949); of a merged segment all tokens are scored in
-the state at its beginning. With `num_views` only so many segments are chosen, as `draw_steps` says:
+The sum over tokens is then the log-probability of the sampler's own trajectory, without its choice of places. The
+rollout recorded the same value, so ratios start at 1. A view is a *segment* of a row's steps: a single step (CJ-GRPO,
+arXiv 2509.23924) or `segment_steps` merged steps (TraceRL, arXiv 2509.06949); all tokens of a merged segment are scored
+in the state at its beginning. With `num_views`, only that many segments are chosen, as `draw_steps` says:
 
-- `uniform` or `entropy` draws them, in proportion to the entropy of what they reveal, each with the inverse of its
-  chance as weight: unbiased for the sum over all segments or, with `mean_step`, for their mean (AGRPO, arXiv
+- `uniform` and `entropy` draw them, uniformly or in proportion to the entropy of what they reveal. The weight is the
+  inverse of the probability: unbiased for the sum over all segments or, with `mean_step`, for their mean (AGRPO, arXiv
   2510.04019).
-- `top` takes those that reveal the tokens of the highest mean entropy, with weight 1. Biased by design (EGSPO).
+- `top` takes the segments whose tokens have the highest mean entropy, with weight 1. Biased by design (EGSPO).
 
-Two estimators are variants of it. `segments` cuts the steps of the whole canvas into `segments` and hides prompt tokens
-at random, so that its states are not the sampler's own (d2, arXiv 2509.21474). `states` draws `num_views` steps without
-replacement, by how unlikely what they revealed was, and scores all that is hidden there (RLDF).
+Two estimators are variants of it. `segments` cuts the steps of the whole canvas into `segments` parts and hides prompt
+tokens at random, so its states are not the sampler's own (d2, arXiv 2509.21474). `states` draws `num_views` steps
+without replacement, prefers steps whose revealed tokens were unlikely, and scores all tokens hidden there (RLDF).
 
 The end of a completion counts as a token: a completion that is only an EOS has one segment.
 
-For a block-causal model the steps are counted from the first of each block: a view holds one step of every block.
+For a block-causal model, steps are counted from the first step of each block: a view contains one step of every block.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def views(settings: ViewSettings) -> int:
 
 
 def last_scored(places: Tensor, scored: Tensor) -> Tensor:
-    """(rows, 1) the last of the steps or segments (rows, canvas) that reveal a scored token; 0 if none does."""
+    """(rows, 1) the last step or segment, of `places` (rows, canvas), that reveals a scored token; 0 if none does."""
     return torch.where(scored, places, 0).amax(-1, keepdim=True)
 
 
 def replay_views(prompt_noise: Tensor, segments: Tensor, chosen: Tensor, weights: Tensor, scored: Tensor) -> Views:
-    """A view for each of a row's `chosen` segments (rows, views), which shows what was revealed before the segment.
+    """A view for each of a row's `chosen` segments (rows, views); tokens revealed before the segment are visible.
 
-    Tokens behind the completion's end are shown like others: the sampler saw them, too.
+    This includes tokens after the completion's end, because the sampler saw them, too.
 
     Args:
         prompt_noise: (rows, views or 1, prompt) bool.
@@ -60,7 +60,7 @@ def replay_views(prompt_noise: Tensor, segments: Tensor, chosen: Tensor, weights
 
 
 def per_segment(segments: Tensor, scored: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of `values` (rows, canvas) over each segment's scored tokens, and their numbers: (rows, segments) fp64."""
+    """Sums of `values` (rows, canvas) over each segment's scored tokens, and counts of these: (rows, segments) fp64."""
     last = int(last_scored(segments, scored).max())
     within, zeros = torch.where(scored, segments, 0), torch.zeros(len(scored), last + 1, dtype=torch.float64)
     zeros = zeros.to(values.device)
@@ -71,7 +71,7 @@ def per_segment(segments: Tensor, scored: Tensor, values: Tensor) -> tuple[Tenso
 def chances(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str) -> Tensor:
     """(rows, segments) probability to draw each segment, 0 for those after a row's last scored token; fp64.
 
-    By entropy, segments whose tokens were certain keep a small chance.
+    With "entropy", segments whose tokens were certain keep a small probability.
     """
     last = last_scored(segments, scored)
     weights = torch.ones(len(last), int(last.max()) + 1, dtype=torch.float64, device=last.device)
@@ -82,11 +82,11 @@ def chances(segments: Tensor, scored: Tensor, entropies: Tensor, draw_steps: str
 
 
 def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The segments (rows, draws) at which uniform `numbers` fall, and their weights: 1 / (draws x chance); for a
-    segment that is drawn several times the sum, at its first place."""
+    """The segments (rows, draws) into which the uniform `numbers` fall, and their weights 1 / (draws x chance). A
+    segment that is drawn several times has the sum of its weights at its first place and 0 at the others."""
     draws = numbers.shape[1]
     chosen = torch.searchsorted(chance.cumsum(-1), numbers.double().contiguous(), right=True)
-    last = (chance > 0).long().cumsum(-1).argmax(-1, keepdim=True)  # where rounding leaves the sum below a number
+    last = (chance > 0).long().cumsum(-1).argmax(-1, keepdim=True)  # rounding can leave the sum below a number
     chosen = chosen.minimum(last).sort(-1).values
     again = torch.cat([torch.zeros_like(chosen[:, :1]).bool(), chosen[:, 1:] == chosen[:, :-1]], dim=1)
     times = (chosen.unsqueeze(1) == chosen.unsqueeze(2)).sum(-1)
@@ -95,9 +95,9 @@ def drawn(chance: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The up to `count` segments (rows, draws) of the highest `scores` (rows, segments), and weights of 1; of 0 where a
-    row has fewer, those of which the score is -inf."""
-    best = scores.sort(dim=-1, descending=True, stable=True)  # of equals the first, on every device
+    """The segments (rows, draws), at most `count`, with the highest `scores` (rows, segments), and their weights: 1, or
+    0 for segments with score -inf, which pad rows that have fewer."""
+    best = scores.sort(dim=-1, descending=True, stable=True)  # ties: the first one, on every device
     return best.indices[:, :count], best.values[:, :count].isfinite().float()
 
 
@@ -120,7 +120,7 @@ def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Vi
 
 
 def every_view(prompt_noise: Tensor, segments: Tensor, scored: Tensor) -> Views:
-    """A view for each segment, as many as of the row with most: the others' last views score nothing."""
+    """A view for each segment; all rows get as many views as the row with most segments, and extras score nothing."""
     count = int(last_scored(segments, scored).max()) + 1
     chosen = torch.arange(count, device=segments.device).expand(len(segments), -1)
     return replay_views(prompt_noise, segments, chosen, torch.ones_like(chosen, dtype=torch.float), scored)
@@ -131,9 +131,9 @@ def number_of_segments(settings: ViewSettings) -> int:
 
 
 def draw_segments(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """All the steps that a canvas can take, cut into equal segments: the same ones for every row."""
+    """Cut all the steps that a canvas can take into equal segments, the same for every row."""
     steps = within_blocks(sampled.reveal_steps, sampled.blocks)
-    if sampled.blocks is not None:  # of which each has its share of the steps
+    if sampled.blocks is not None:  # each block has its share of the steps
         settings = replace(settings, steps=-(-settings.steps * settings.block_length // settings.gen_length))
     count = number_of_segments(settings)
     merged = steps * count // settings.steps
@@ -144,13 +144,13 @@ def draw_segments(sampled: SampledRows, random: Randomness, settings: ViewSettin
 
 
 def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """Steps with a chance proportional to the exponential of the mean surprisal of what they revealed."""
+    """Draw steps with probabilities proportional to the exponential of the mean surprisal of what they revealed."""
     scored, steps = sampled.scored, within_blocks(sampled.reveal_steps, sampled.blocks)
     sums, counts = per_segment(steps, scored, -sampled.logps)
-    # The largest of log-chances with Gumbel noise: a draw without replacement.
+    # The largest log-probabilities plus Gumbel noise: a draw without replacement.
     uniform = random.uniform(settings.steps)[:, : sums.shape[1]].double().clamp(min=1e-12).to(sums.device)
     noisy = (sums / counts.clamp(min=1) - (-uniform.log()).log()).masked_fill(counts == 0, -torch.inf)
-    # Always as many views: a mean over them must not depend on the other rows at hand.
+    # A fixed number of views: a mean over them must not depend on the other rows of the batch.
     noisy = F.pad(noisy, (0, max(0, settings.draws - noisy.shape[1])), value=-torch.inf)
     chosen, weights = highest(noisy, settings.draws)
     clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
@@ -160,8 +160,9 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
 
 
 def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    """The chain rule: each token given the prompt and the tokens before it, all later ones hidden (JustGRPO,
-    2601.15165). One view per token, or token of every block; exact for a sampler with `block_length` 1."""
+    """The chain rule: each token is scored given the prompt and the tokens before it, with all later tokens hidden
+    (JustGRPO, arXiv 2601.15165). One view per token; in a block-causal model, a view scores one token of every block.
+    Exact for a sampler with `block_length` 1."""
     rows, canvas = sampled.scored.shape
     order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
     clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What an estimator may know and use when it draws the views to score sampled completions in."""
+"""What an estimator gets to draw the views of sampled completions: settings, rows and random numbers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ViewSettings:
 
     Attributes:
         gen_length: tokens of the canvas.
-        steps: forward passes of a rollout, at most.
+        steps: forward passes per completion (maximum).
         block_length: tokens per block of the sampler.
         p_mask_prompt: the probability to hide each maskable token of the prompt.
-        num_views: Monte Carlo draws per row and update; None: one, and replay scores every step.
-        antithetic, stratified: of `elbo.py`.
-        segments, segment_steps, draw_steps, mean_step: of `replay.py`.
+        num_views: Monte Carlo draws per row and update; None is one draw, or every step for replay.
+        antithetic, stratified: see `elbo.py`.
+        segments, segment_steps, draw_steps, mean_step: see `replay.py`.
     """
 
     gen_length: int = 256
@@ -40,22 +40,22 @@ class ViewSettings:
 
     @property
     def draws(self) -> int:
-        """Draws per row and update, of estimators that draw."""
+        """Draws per row and update, for estimators that draw."""
         return self.num_views or 1
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Completions as a rollout left them, on their whole canvas: what stands behind a completion's end was sampled too.
+    """Completions as a rollout left them, on the whole canvas: tokens after a completion's end were sampled, too.
 
     Attributes:
         prompt_ids, attention_mask: (rows, prompt), padded on the left.
         maskable: (rows, prompt) bool, the prompt tokens that may be hidden: never padding.
         completion_ids: (rows, gen_length).
         scored: (rows, gen_length) bool, the tokens that count: up to and including the first EOS.
-        reveal_steps: (rows, gen_length), the row's forward pass, from 0, that revealed each token; -1 where none did.
+        reveal_steps: (rows, gen_length), the row's forward pass, from 0, that revealed each token; -1 if none did.
         logps, entropies: (rows, gen_length) fp32, of the sampler's own distribution in that pass.
-        blocks: (rows, gen_length), of a block-causal model the number of each token's block; None for others.
+        blocks: (rows, gen_length), the number of each token's block in a block-causal model; None for other models.
     """
 
     prompt_ids: Tensor
@@ -81,7 +81,7 @@ class SampledRows:
 
 
 def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None) -> Tensor | None:
-    """`SampledRows.blocks` behind prompts (rows, prompt), for blocks of `size` tokens."""
+    """`SampledRows.blocks` for prompts (rows, prompt) and blocks of `size` tokens."""
     if size is None:
         return None
     places = torch.arange(gen_length, device=attention_mask.device)
@@ -89,9 +89,9 @@ def blocks_of(attention_mask: Tensor, gen_length: int, size: int | None) -> Tens
 
 
 def within_blocks(order: Tensor, blocks: Tensor | None) -> Tensor:
-    """The numbers `order` (rows, gen_length) of steps, counted from the first of each token's own block; -1 stays.
+    """The step numbers `order` (rows, gen_length), counted from the first step of each token's own block; -1 stays.
 
-    One view of a block-causal model holds a step of every block (`d1/scoring/views.py`).
+    One view of a block-causal model contains a step of every block (`d1/scoring/views.py`).
     """
     if blocks is None:
         return order
@@ -106,9 +106,10 @@ class Randomness:
     """The random numbers of a draw.
 
     Attributes:
-        rows: one generator a row, so that a row's views depend neither on its batch nor on the number of processes.
-        shared: in the same state on all processes; always draw from it for all `total_rows`, not for those at hand.
-        first_row: which row of the rollout, over all processes, the first row at hand is.
+        rows: one generator per row, so that a row's views depend neither on its batch nor on the number of processes.
+        shared: a generator in the same state on all processes; always draw from it for all `total_rows`, not only for
+            the rows of this process.
+        first_row: the number, within the rollout of all processes, of the first row of this process.
         total_rows: rows of the rollout, over all processes.
     """
 
@@ -118,33 +119,33 @@ class Randomness:
     total_rows: int
 
     def evenly_spread(self, draws: int) -> Tensor:
-        """(rows, draws) in [0, 1), fp64, each uniform, and all of the rollout's together spread evenly: `strata`."""
+        """(rows, draws) in [0, 1), fp64: each is uniform; those of the whole rollout are spread evenly (`strata`)."""
         order = torch.randperm(self.total_rows * draws, generator=self.shared)
-        # In fp32 a stratum far from 0 would hold few numbers, and its last would round up into the next.
+        # In fp32 a stratum far from 0 has few numbers, and the last of them would be rounded up into the next stratum.
         numbers = strata(order, torch.rand((), generator=self.shared, dtype=torch.float64))
         return self.own(numbers.view(self.total_rows, draws))
 
     def rotated(self, draws: int) -> Tensor:
-        """(rows, draws) in [0, 1), each uniform, and all of the rollout's together equally far apart: `rotation`."""
+        """(rows, draws) in [0, 1): each is uniform, and those of the whole rollout are equally spaced (`rotation`)."""
         return self.own(rotation(self.total_rows, draws, torch.rand((), generator=self.shared)))
 
     def uniform(self, draws: int) -> Tensor:
-        """(rows, draws) in [0, 1), independent, each row's from its own generator."""
+        """(rows, draws) in [0, 1), independent; each row draws from its own generator."""
         return torch.stack([torch.rand(draws, generator=generator) for generator in self.rows])
 
     def own(self, of_all_rows: Tensor) -> Tensor:
-        """The part of `of_all_rows` that belongs to the rows at hand."""
+        """The part of `of_all_rows` that belongs to the rows of this process."""
         return of_all_rows[self.first_row : self.first_row + len(self.rows)]
 
 
 def strata(order: Tensor, u: Tensor) -> Tensor:
-    """(S,) one number in each of S equal parts of [0, 1), in the order of a permutation `order`, all as far into their
-    part as `u` in [0, 1) says (AGRPO's low-discrepancy draws, arXiv 2510.04019)."""
+    """(S,) one number in each of S equal parts of [0, 1), in the order of a permutation `order`; `u` in [0, 1) is the
+    common offset within the parts (AGRPO's low-discrepancy draws, arXiv 2510.04019)."""
     return (order + u) / len(order)
 
 
 def rotation(rows: int, draws: int, u: Tensor) -> Tensor:
-    """(rows, draws): draw v of row i is (v + i / rows) / draws + u, modulo 1. A row's draws are equally far apart
+    """(rows, draws): draw v of row i is (v + i / rows) / draws + u, modulo 1. The draws of a row are equally spaced
     (BGPO), and so are those of all rows together (LLaDA, ESPO)."""
     starts = torch.arange(rows, dtype=u.dtype).unsqueeze(1) / rows
     return ((torch.arange(draws) + starts) / draws + u) % 1

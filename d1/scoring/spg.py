@@ -1,15 +1,16 @@
 """SPG's block-wise masks (arXiv 2510.09541, section 3 and appendix).
 
-A view draws a block of those that reach into the completion. Blocks before it are clean, of its own tokens a random
-number is hidden, and all after it are hidden: states as the sampler meets them. Prompt and clean blocks are perturbed:
-each of their tokens is hidden with probability `p_mask_prompt`. A view gives the mean over its hidden tokens, and the
-views' mean is SPG's lower form; `d1/rl/objectives.py` makes both of its forms of the views' log-probs.
+A view draws one of the blocks that overlap the completion. Blocks before it are clean, a random number of the block's
+tokens is hidden, and all blocks after it are hidden: states like those of the sampler. Prompt and clean blocks are
+perturbed: each of their tokens is hidden with probability `p_mask_prompt`. A view gives the mean over its hidden
+tokens, and the mean of the views is SPG's lower form; `d1/rl/objectives.py` makes both forms of SPG from the log-probs
+of the views.
 
 Neither form bounds a likelihood in general. With one block and nothing perturbed, the mean of the lower form over all
-draws is the any-order bound (`d1/scoring/elbo.py`) divided by the length. With more blocks it is no bound: blocks are
-averaged, and each view scores all later blocks, too. As in the released code a view's block is the place of a random
-permutation of all blocks of the canvas, modulo the blocks that reach into the completion: a block can come twice, and
-where their number does not divide the canvas' the first ones are likelier.
+draws is the any-order bound (`d1/scoring/elbo.py`) divided by the length. With more blocks it is not a bound: blocks
+are averaged, and each view also scores all later blocks. As in the released code, the block of a view is an entry of a
+random permutation of all blocks of the canvas, modulo the number of blocks that overlap the completion: a block can
+come twice, and if this number does not divide the number of blocks of the canvas, the first blocks are more likely.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from d1.scoring.views import Views, views_of_canvas
 
 
 def spg_views(prompt_noise: Tensor, hidden: Tensor, scored: Tensor) -> Views:
-    """Views that hide `hidden` (rows, views, canvas), each the mean of its hidden tokens, over the number of views."""
+    """Views that hide `hidden` (rows, views, canvas); each is the mean over its hidden tokens, divided by the number of
+    views."""
     counts = (hidden & scored.unsqueeze(1)).sum(-1, keepdim=True).clamp(min=1)
     return views_of_canvas(prompt_noise, hidden, scored, 1 / (hidden.shape[1] * counts))
 
@@ -35,7 +37,7 @@ def hidden_of_row(length: int, block: int, hide: int, order: Tensor, block_lengt
         length: scored tokens.
         block: the drawn block.
         hide: how many of the block's scored tokens are hidden, the first of `order`, a permutation of them.
-        perturbed: (canvas,) bool, the tokens hidden of earlier blocks.
+        perturbed: (canvas,) bool, the tokens to hide in earlier blocks.
     """
     first, end = block * block_length, min((block + 1) * block_length, length)
     hidden = torch.ones_like(perturbed)
@@ -46,9 +48,9 @@ def hidden_of_row(length: int, block: int, hide: int, order: Tensor, block_lengt
 
 
 def draw_row(scored: Tensor, generator: Generator, count: int, settings: ViewSettings) -> Tensor:
-    """(views, canvas) bool of one row, in `count` views."""
+    """(views, canvas) bool, what each of `count` views hides of one row."""
     length, size = int(scored.sum()), settings.block_length
-    if not length:  # a row that takes no part
+    if not length:  # a row without scored tokens
         return torch.ones(count, len(scored), dtype=torch.bool)
     order = torch.randperm(-(-len(scored) // size), generator=generator) % -(-length // size)
     rows = []

@@ -1,18 +1,18 @@
-"""Scoring a completion in chosen states: the one contract of all estimators of log-probabilities.
+"""Score a completion in chosen views: the contract of all estimators of log-probabilities.
 
-A *view* is a state to score in: which tokens of prompt and canvas are hidden there. Each view weighs each token of the
-completion, and the log-probability of token k is the weighted sum over the views,
+A *view* is a state to score in: it says which tokens of prompt and canvas are hidden. Each view has a weight for each
+token of the completion, and the log-probability of token k is the weighted sum over the views,
 
     sum over v of weights[v, k] x log p(token k | prompt and canvas with noise[v] hidden).
 
-An estimator (`d1/scoring/estimators.py`) is a way to draw views. They are plain tensors: drawn once a rollout, they are
-stored, shuffled, split and saved with their samples.
+An estimator (`d1/scoring/estimators.py`) is a way to draw views. They are plain tensors: drawn once per rollout, they
+are stored, shuffled, split and saved with their samples.
 
-Views cannot share the prompt's states: every position attends to all others, hidden or not.
+With full attention, views cannot share the states of the prompt: every position attends to all others, hidden or not.
 
-A block-causal model scores each block given the finished blocks before it, as it samples them: a view hides tokens of
-the token's own block, and earlier blocks are clean. All blocks of a view share one forward pass of two streams, the
-clean text and the noised canvas (`d1/models/two_streams.py`).
+A block-causal model scores each block given the finished blocks before it, as in sampling: a view hides tokens of the
+token's own block, and earlier blocks are clean. All blocks of a view share one forward pass over two streams, the clean
+text and the noised canvas (`d1/models/two_streams.py`).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from d1.models.two_streams import two_stream_states
 
 @dataclass(frozen=True)
 class Views:
-    """The states to score a batch of completions in.
+    """The states in which a batch of completions is scored.
 
     Attributes:
-        noise: (rows, views, prompt + canvas) bool, the tokens that each view hides. Padding is never a token. Where
-            the completions given are narrower than the canvas, what is behind them is masked in every view.
-        weights: (rows, views, tokens) float; a token of weight 0 is not scored in that view and costs nothing.
+        noise: (rows, views, prompt + canvas) bool, the tokens that each view hides; values at padding are ignored. If
+            completions are shorter than the canvas, the rest of the canvas is masked in every view.
+        weights: (rows, views, tokens) float; a token with weight 0 is not scored in that view and costs nothing.
     """
 
     noise: Tensor
     weights: Tensor
 
     def check(self, rows: int, text: int, tokens: int) -> None:
-        """Raises ValueError unless these are views of `rows` texts of `text` tokens, with weights for `tokens`."""
+        """Raise ValueError unless these are views of `rows` texts of `text` tokens, with weights for `tokens`."""
         for name, width in (("noise", text), ("weights", tokens)):
             found = tuple(getattr(self, name).shape)
             if len(found) != 3 or (found[0], found[2]) != (rows, width):
@@ -71,11 +71,11 @@ def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weight
 
     Args:
         scored: (rows, canvas) bool, the tokens up to and including the first EOS.
-        weights: (rows, views, canvas), or (rows, views, 1) for all tokens of a view; they count where a view hides a
-            scored token, and nowhere else.
+        weights: (rows, views, canvas), or (rows, views, 1) for all tokens of a view; they only count where a view
+            hides a scored token.
 
     Raises:
-        ValueError: the weights have another shape; one weight for all views or rows would be wrong silently.
+        ValueError: the weights have another shape; one weight for all views or rows would be silently wrong.
     """
     if weights.shape not in (hidden.shape, (*hidden.shape[:2], 1)):
         raise ValueError(f"weights must be {tuple(hidden.shape)}, one per view or token, got {tuple(weights.shape)}")
@@ -85,18 +85,18 @@ def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weight
 
 
 class Scores(NamedTuple):
-    """What `score` gives.
+    """The result of `score`.
 
     Attributes:
         logps: (rows, tokens) fp32, the weighted sum of log-probabilities; 0 where every weight is 0. Differentiable.
-        view_logps: (rows, views, tokens), each view's log-probabilities before weighing, 0 where not scored.
+        view_logps: (rows, views, tokens), each view's log-probabilities before weighting, 0 where not scored.
             Differentiable.
-        compute: scalar, what the scores cost, in tokens: 1 per token of a forward pass and 2 for its backward pass, so
-            3 with gradients. Padding is no token. Not charged: computing a pass again for its backward pass
-            (`views_at_once`), and a pass that scores nothing and only keeps processes in step. The sampler counts in
+        compute: scalar, the cost of the scores in tokens: 1 per token of a forward pass and 2 for its backward pass, so
+            3 with gradients. Padding does not count, nor does the recomputation of a pass for its backward pass
+            (`views_at_once`), nor a pass that scores nothing and only keeps processes in step. The sampler counts in
             the same way, 1 per token of a forward pass (`Rollout.forward_tokens`).
-        entropies: (rows, tokens), the same sum of the entropies in nats of the model's own distributions, without
-            gradients; None unless asked for.
+        entropies: (rows, tokens), the same weighted sum of the entropies, in nats, of the model's own distributions,
+            without gradients; None unless asked for.
     """
 
     logps: Tensor
@@ -118,21 +118,21 @@ def score(
     views_at_once: int = 1,
     distribution: Distribution = OWN,
 ) -> Scores:
-    """Log-probabilities of completions, summed over views with their weights.
+    """Log-probabilities of completions: the weighted sum over views.
 
-    A view of a row that scores nothing is not computed. With gradients and several passes, the backward pass computes
-    each pass again, so that memory does not grow with the number of views (except for one more copy of all gradients).
+    Views that score nothing in a row are not computed for it. With gradients and several passes, the backward pass
+    recomputes each pass, so memory does not grow with the number of views (except for one more copy of all gradients).
 
     Args:
         model: from `d1.models.load_model`.
         prompt_ids, attention_mask: (rows, prompt), padded on the left.
         completion_ids: (rows, tokens), tokens <= gen_length.
         gen_length: length of the canvas the completion was sampled on; a shorter one would reveal the completion's end.
-        views_at_once: a pass takes this many views of each row, on average.
-        distribution: whose log-probabilities they are, of those that the model's logits can be made into.
+        views_at_once: views of each row per forward pass, on average.
+        distribution: the distribution, made from the model's logits, whose log-probabilities are returned.
 
     Raises:
-        ValueError: the model was not prepared, or shapes do not fit each other.
+        ValueError: the model was not prepared, or shapes do not match.
     """
     require_prepared(model)
     rows, width = completion_ids.shape
@@ -142,9 +142,9 @@ def score(
     behind = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
     clean = torch.cat([prompt_ids, completion_ids, behind], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
-    padded = padding_mask(visible) is not None  # a mask that hides nothing keeps compiled attention from fast kernels
+    padded = padding_mask(visible) is not None  # even a mask that hides nothing excludes the fastest attention kernels
 
-    # The host's copy says which passes to make: a boolean index on the device would wait for it in every pass.
+    # The passes are planned on the host's copy: a boolean index on the device would wait for the device in every pass.
     scored = views.weights.ne(0).cpu()
 
     def upload(values: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def score(
     run_body = partial(hidden_states, model, gen_length=gen_length, mask_token_id=mask_token_id)
     pairs = pairs_to_score(scored)
     passes = list(pairs.split(rows * views_at_once))
-    passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # to keep in step; cut off again below
+    passes += [pairs[-1:]] * (calls_in_step(model, len(passes)) - len(passes))  # keep processes in step; cut off below
     recompute = torch.is_grad_enabled() and len(passes) > 1
     run: Callable[..., Any] = partial(checkpoint, compute, use_reentrant=False) if recompute else compute
     places = [scored[some.unbind(1)].flatten().nonzero().squeeze(1) for some in passes]
@@ -189,8 +189,8 @@ def score(
 
 
 def noised_tokens(model: Any, gen_length: int) -> int:
-    """For a block-causal model, the last tokens of a text that are processed again with noise: the canvas, and prompt
-    tokens that may share its first block; else 0."""
+    """For a block-causal model, how many of the last tokens of a text are processed again with noise: the canvas, and
+    prompt tokens that may share its first block; 0 for other models."""
     size = block_size(model.config)
     return 0 if size is None else gen_length + size - 1
 
@@ -198,19 +198,19 @@ def noised_tokens(model: Any, gen_length: int) -> int:
 def hidden_states(
     model: Any, clean: Tensor, hidden: Tensor, visible: Tensor | None, *, gen_length: int, mask_token_id: int
 ) -> Tensor:
-    """States (rows, n, hidden), the last of which are the canvas', of texts in which `hidden` tokens are masked."""
+    """States (rows, n, hidden) of texts whose `hidden` tokens are masked; the last states are those of the canvas."""
     noised, again = clean.masked_fill(hidden, mask_token_id), noised_tokens(model, gen_length)
     if not again:
         if visible is None or not takes_masks_over_queries(model.config):
             return body_and_head(model)[0](noised, visible)
-        mask = over_queries(visible, visible.shape[1])  # which no pass asks the device about
+        mask = over_queries(visible, visible.shape[1])  # with this mask, a pass does not wait for the device
         return body_and_head(model)[0](noised, mask, position_ids=count_positions(visible))
     finished = torch.cat([noised[:, :-gen_length], clean[:, -gen_length:]], dim=1)
     return two_stream_states(model, finished, noised[:, -again:], visible)
 
 
 def pairs_to_score(scored: Tensor) -> Tensor:
-    """The (row, view) pairs (n, 2) that a forward pass is made for: those that score something, of `scored` (rows,
-    views, tokens). At least one, since every loss needs a path to the weights."""
+    """The (row, view) pairs (n, 2) that need a forward pass: those that score something, by `scored` (rows, views,
+    tokens). There is at least one pair, because every loss needs a path to the weights."""
     pairs = scored.any(-1).nonzero()
     return pairs if len(pairs) else pairs.new_zeros(1, 2)

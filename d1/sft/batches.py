@@ -1,7 +1,7 @@
 """The rows of masked SFT: which rows share a batch, how they are padded, and which of their tokens are hidden.
 
-The noise of a row is a function of (seed, epoch, row) alone: the order of rows, how a batch is split over micro-batches
-and processes, and a resume do not change it.
+The noise of a row is a function of (seed, epoch, row) alone. It does not depend on the order of rows, on how a batch is
+split over micro-batches and processes, or on a resume.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.masking import draw_noise, keyed_generator
 
-# The second part of a random generator's key: what its numbers are for. Another value would change every draw.
+# The second part of a random generator's key: the purpose of its numbers. Other values would change every draw.
 TRAIN_NOISE, EVAL_NOISE, ORDER, EVAL_TIMES = 0, 1, 2, 4
 IGNORED = -100  # the label of a token that is not trained on
 
@@ -27,25 +27,26 @@ IGNORED = -100  # the label of a token that is not trained on
 class Slot(NamedTuple):
     """A place in a global batch (all rows of an optimizer step)."""
 
-    row: int  # -1: an empty slot, which makes the last batch of an epoch as long as the others
+    row: int  # -1: an empty slot, which fills up the last batch of an epoch
     epoch: int = 0
     t: float | None = None  # the diffusion time; None: drawn from U(0, 1)
-    length: int = 0  # EOS fills the row up to this many tokens
+    length: int = 0  # the row is filled with EOS up to this number of tokens
 
 
 class dLLMSFTDataset(torch.utils.data.Dataset):
     """Token rows for completion-only training.
 
     An item has `input_ids`, `answer` (bool per token: trained on), `key` (of its random generator) and `t` (a fixed
-    diffusion time, or None). The index is a `Slot`, or an int: that row in epoch 0. With `eval`, every row appears
-    `eval_draws` times, sorted by length; the times of all draws lie on an even grid over [0, 1].
+    diffusion time, or None). The index is a `Slot`, or an int, which means that row in epoch 0. With `eval`, every row
+    appears `eval_draws` times, sorted by length; the times of all draws lie on an even grid over [0, 1].
 
     Args:
         rows: a data set made by `preprocess_dataset`.
-        max_length: tokens of a row at most, after filling.
-        eos_padding: how far EOS fills a complete answer, which is trained on like any other token. An int N: to at
-            least N answer tokens, EOS included. "batch": to the longest row of the global batch; evaluation rows keep
-            their own EOS only, because their loss must not depend on a batch. "max": to `max_length`, as in d1.
+        max_length: maximum number of tokens per row, after filling.
+        eos_padding: how far complete answers are filled with EOS tokens, which are trained on like any other token. An
+            int N: to at least N answer tokens, EOS included. "batch": to the longest row of the global batch;
+            evaluation rows keep only their own EOS, because their loss must not depend on a batch. "max": to
+            `max_length`, as in d1.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
         return self.__getitems__([place])[0]
 
     def __getitems__(self, places: Sequence[Slot | int]) -> list[dict[str, Any]]:
-        """The items of a batch, as DataLoader asks for them: reading all rows at once takes a third of the time."""
+        """The items of a batch, for DataLoader: reading all rows at once takes a third of the time."""
         slots = [place if isinstance(place, Slot) else self.slot(place) for place in places]
         rows = self.rows.__getitems__([max(slot.row, 0) for slot in slots])
         return [self.item(*both) for both in zip(slots, rows, strict=True)]
@@ -110,14 +111,15 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
 
 @dataclass(eq=False)
 class GlobalBatchSampler(Sampler[Slot]):
-    """The slots of an epoch, one global batch after another. Batches do not depend on how processes share them.
+    """The slots of an epoch, one global batch after another. Batches do not depend on the number of processes.
 
     Args:
         lengths: tokens of each row.
-        batch_size: rows of an optimizer step: per device x accumulation x processes.
-        multiple: per device x processes; empty slots bring the epoch to a multiple of it, so that no row counts twice.
+        batch_size: rows per optimizer step: rows per device x accumulation x processes.
+        multiple: rows per device x processes. Empty slots fill the epoch up to a multiple of it, so that no row is used
+            twice.
         epoch: returns the epoch; called when the epoch begins.
-        fill: rows are filled to the longest of their batch.
+        fill: whether rows are filled to the longest row of their batch.
     """
 
     lengths: Sequence[int]
@@ -144,17 +146,17 @@ class dLLMDataCollator(DefaultDataCollator):
     """Pads rows to the longest of the batch, draws each row's t and mask, and hides the masked tokens.
 
     Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere) and
-    `attention_mask` (0 on padding), and `t` (rows,); with a `block_size` `t` is that of each token, (rows, length).
-    Packed, the tensors by token are (1, all tokens), the rows concatenated, and `lengths` lists their tokens.
+    `attention_mask` (0 on padding), and `t` (rows,); with `block_size`, `t` is per token, (rows, length). If packed,
+    the rows are concatenated: the tensors per token are (1, all tokens), and `lengths` lists the rows' lengths.
 
     Args:
         mask_token_id: the tokenizer's if None.
-        block_size: that of a block-causal model (`d1.models.kinds.block_size`): each block has its own t. Evaluation's
-            t stays one for the row.
-        complementary: a training row comes twice, in the second half of the batch with the opposite mask, as LLaDA2
-            (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. t is then 1 - t, so that each half on its own has
-            the distribution of a plain batch, and the loss over both stays unbiased.
-        packed: the rows of the batch come as one, without padding. Their noise stays the same.
+        block_size: tokens per block of a block-causal model (`d1.models.kinds.block_size`): in training each block has
+            its own t, in evaluation the row has one.
+        complementary: each training row comes twice, the second time with the opposite mask, in the second half of the
+            batch, as LLaDA2 (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. There t is 1 - t. So each half
+            alone has the distribution of a plain batch, and the loss over both stays unbiased.
+        packed: concatenate the rows of the batch, without padding. Their noise stays the same.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class dLLMDataCollator(DefaultDataCollator):
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         mirrored = [False] * len(features)
-        if self.complementary and features[0]["t"] is None:  # evaluation fixes each row's t, its mirror another row's
+        if self.complementary and features[0]["t"] is None:  # only in training: evaluation fixes each row's t
             features, mirrored = [*features, *features], [*mirrored, *([True] * len(features))]
         lengths = [len(row["input_ids"]) for row in features]
         longest = max(lengths)
@@ -203,7 +205,7 @@ class dLLMDataCollator(DefaultDataCollator):
 
 
 def row_numbers(batch: dict[str, Any]) -> Tensor:
-    """The number of the row that each token of a batch is of, shaped as its `input_ids`."""
+    """The number of each token's row in a batch, shaped like its `input_ids`."""
     ids, lengths = batch["input_ids"], batch.get("lengths")
     if lengths is None:
         return torch.arange(len(ids), device=ids.device).unsqueeze(1).expand(ids.shape)
@@ -212,6 +214,6 @@ def row_numbers(batch: dict[str, Any]) -> Tensor:
 
 
 def by_row(batch: dict[str, Any], name: str) -> Sequence[Tensor]:
-    """The values of each row of a batch, without those of other rows; with its padding, where it is not packed."""
+    """The values of a batch, row by row; with padding, unless the batch is packed."""
     values, lengths = batch[name], batch.get("lengths")
     return list(values) if lengths is None or values.dim() == 1 else values[0].split(lengths)

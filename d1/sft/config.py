@@ -14,7 +14,7 @@ class SFTConfig:
     """Arguments of `d1.sft.train.main`. Defaults are d1's (arXiv 2504.12216, appendix).
 
     Raises:
-        ValueError: a setting is out of range, or contradicts another.
+        ValueError: a setting is out of range, or contradicts another one.
     """
 
     # Flags of d1
@@ -42,14 +42,14 @@ class SFTConfig:
         None, "turns a row into messages, or prompt and completion", metavar="FILE.py:FUNCTION"
     )
     plain_chat_template: bool = setting(False, "give a plain chat template to a tokenizer that has none")
-    overlong: str = setting("truncate", "rows over --max_length", choices=("truncate", "drop", "refuse"))
+    overlong: str = setting("truncate", "rows longer than --max_length", choices=("truncate", "drop", "refuse"))
     bad_rows: str = setting("error", "rows that cannot be trained on", choices=("error", "skip"))
     test_split: Annotated[float, BELOW_ONE] = setting(0.01, "share of the rows held out for the evaluation loss")
     num_proc: Annotated[int | None, COUNT | None] = setting(None, "processes that tokenise (default: one per core)")
     eos_padding: Annotated[int | str, NATURAL | "batch" | "max"] = setting(
         "batch",
-        "EOS after the answer, which teaches the model to stop: at least N answer tokens, EOS included; to the longest "
-        "row of the global batch; or to --max_length, as d1 does",
+        "fill the answer with EOS, which teaches the model to stop: to at least N answer tokens, EOS included; to the "
+        "longest row of the global batch; or to --max_length, as d1 does",
         metavar="N|batch|max",
     )
     packing: bool = setting(
@@ -57,7 +57,7 @@ class SFTConfig:
     )
     complementary_masks: bool = setting(
         False,
-        "each row twice per batch, the second time with the opposite mask: every answer token is trained on each time",
+        "use each row twice per batch, with opposite masks, so that every answer token is trained on each time",
     )
 
     # Model and precision
@@ -67,13 +67,13 @@ class SFTConfig:
     lora_dropout: Annotated[float, BELOW_ONE] = setting(0.05)
     lora_target_modules: list[str] = setting(
         ["q_proj", "k_proj", "v_proj"],
-        "names of modules, or 'attention' or 'all-linear' for those of the kind of model",
+        "names of modules, or 'attention' or 'all-linear' for those of this kind of model",
         nargs="+",
     )
     load_in_4bit: bool = setting(False, "QLoRA: frozen weights in 4-bit NF4 (needs bitsandbytes)")
-    dtype: str | None = setting(None, "of frozen weights (default: bfloat16 on a GPU)", choices=("float32", "bfloat16"))
+    dtype: str | None = setting(None, "of frozen weights (default on GPUs: bfloat16)", choices=("float32", "bfloat16"))
     attn_implementation: str | None = setting(None, "sdpa, eager or flash_attention_2 (default: Transformers chooses)")
-    gradient_checkpointing: bool = setting(False, "less memory, a third more time")
+    gradient_checkpointing: bool = setting(False, "use less memory and a third more time")
     merge_at_end: bool = setting(False, "also save the model with its adapter merged, to .../merged")
 
     # Training
@@ -84,7 +84,7 @@ class SFTConfig:
     lr_scheduler_type: str = setting("linear")
     warmup_steps: Annotated[float, AMOUNT] = setting(0, "steps, or a share of all if below 1")
     eval_steps: Annotated[int, COUNT] = setting(100, "steps between evaluations, each followed by a checkpoint")
-    eval_draws: Annotated[int, COUNT] = setting(4, "times and masks that each held-out row is evaluated with")
+    eval_draws: Annotated[int, COUNT] = setting(4, "draws of t and mask per held-out row in an evaluation")
     logging_steps: Annotated[int, COUNT] = setting(10)
     resume: str | None = setting(
         None,
@@ -100,4 +100,4 @@ class SFTConfig:
         if self.template and self.data_function:
             raise ValueError("use one of --template and --data_function")
         if self.full_finetuning and (self.merge_at_end or self.load_in_4bit):
-            raise ValueError("--merge_at_end and --load_in_4bit are for LoRA: leave --full_finetuning out")
+            raise ValueError("--merge_at_end and --load_in_4bit need LoRA: leave --full_finetuning out")

@@ -1,4 +1,4 @@
-"""A row of anyone's data as a conversation, and a conversation as token ids with an exact start of each answer."""
+"""Convert rows of users' data to conversations, and conversations to token ids with the exact start of the answer."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ FEATURES = Features(
 
 
 def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple[str, str] | None) -> list[Message]:
-    """A row as chat messages that end with an assistant's turn.
+    """Converts a row to chat messages that end with an assistant's turn.
 
-    The first that applies: the user's function, the user's template, s1K's columns in the form that every task's prompt
-    asks for, `messages`, `prompt` and `completion`.
+    Uses the first of these that applies: the user's function, the user's template, s1K's columns (in the format that
+    every task's prompt asks for), `messages`, `prompt` and `completion`.
 
     Raises:
-        ValueError: the row is not usable; says why.
+        ValueError: the row cannot be used; says why.
     """
     if function is not None:
         made = function(row)
@@ -44,7 +44,7 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
         row = dict(zip(("prompt", "completion"), (part.format_map(cells) for part in template), strict=True))
     elif row.keys() >= S1K:
         if not isinstance(row["thinking_trajectories"], list) or not row["thinking_trajectories"]:
-            raise ValueError("thinking_trajectories is not a list with a trajectory in it")
+            raise ValueError("thinking_trajectories is not a list with at least one trajectory")
         parts = (row["question"], row["thinking_trajectories"][0], row["attempt"])
         for part, name in zip(parts, ("question", "thinking_trajectories[0]", "attempt"), strict=True):
             require_text(part, name)
@@ -69,7 +69,7 @@ def to_messages(row: Row, function: Callable[[Row], Any] | None, template: tuple
 
 def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}, not text (--template makes text of numbers)")
+        raise ValueError(f"{name} is {type(value).__name__}, not text (--template turns numbers into text)")
     if not empty_ok and not value.strip():
         raise ValueError(f"{name} is empty")
 
@@ -82,29 +82,29 @@ def as_messages(row: Row, name: str, role: str) -> list[Message]:
 
 
 def prompt_and_answer(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The text of a conversation up to its last turn, and that turn: the answer.
+    """The text of a conversation before its last turn, and that turn: the answer.
 
-    An answer begins where the template's generation prompt ends: where a model that is asked for it starts to write.
+    The answer begins where the template's generation prompt ends, because there the model starts to write.
     """
     prompt, answer = render_prompt(tokenizer, messages[:-1], add_generation_prompt=True), messages[-1]["content"]
     whole = render_prompt(tokenizer, messages, add_generation_prompt=False)
     end = len(answer)
-    if whole.startswith(prompt):  # not where the finished conversation has no generation prompt
+    if whole.startswith(prompt):  # false if the finished conversation does not contain the generation prompt
         content, answer = answer, whole[len(prompt) :]
         end = answer.find(content) + len(content) if content in answer else 0
         if whole == render_prompt(tokenizer, messages, add_generation_prompt=True):
-            # Templates that do not ask whether an answer is wanted, such as LLaDA's, may add the next answer's header.
+            # Templates that ignore `add_generation_prompt`, such as LLaDA's, may add the header of the next answer.
             marks = {getattr(tokenizer, "eot_token", None), tokenizer.eos_token} - {None}
             ends = [answer.index(mark, end) + len(mark) for mark in marks if mark in answer[end:]]
             answer = answer[: min(ends, default=len(answer))]
-    return prompt, answer[:end] + answer[end:].rstrip()  # what stands between turns has no place before the EOS
+    return prompt, answer[:end] + answer[end:].rstrip()  # whitespace between turns must not come before the EOS
 
 
 def tokenize(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Ids of both together, and the number of those before the answer.
+    """Ids of prompt and answer together, and the number of ids before the answer.
 
-    These are the ids of the prompt alone, as when a model is asked for the answer. Where the ids of the whole text
-    begin with them, the answer has the rest; where a token would straddle the boundary, it is tokenised by itself.
+    The prompt has the same ids as when the model is asked for the answer. If the ids of the whole text begin with them,
+    the rest is the answer; if a token would straddle the boundary, the answer is tokenised alone.
     """
     ids, whole = encode_prompt(tokenizer, prompt), encode_prompt(tokenizer, prompt + answer)
     new = whole[len(ids) :] if whole[: len(ids)] == ids else encode_prompt(tokenizer, answer)
@@ -139,7 +139,7 @@ def tokenize_row(
             if start >= max_length:
                 raise ValueError(f"no answer tokens left: the prompt has {start}, --max_length is {max_length}")
             ids, status = ids[:max_length], "truncated"
-    except Exception as error:  # templates and users' functions may raise anything; the row is what is wrong
+    except Exception as error:  # templates and users' functions may raise anything; the row is reported as bad
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         kind = "there is no " if isinstance(error, KeyError) else kind
         return none | {"status": "bad", "problem": f"{kind}{error}"}

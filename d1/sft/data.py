@@ -1,4 +1,4 @@
-"""From a file or a hub data set to the token rows of training and evaluation; bad rows are reported."""
+"""Read a file or a hub data set and convert it to token rows for training and evaluation; bad rows are reported."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from d1.tasks.data import read_file
 logger = logging.getLogger(__name__)
 
 FILES = (".json", ".jsonl", ".parquet", ".csv")
-ROWS_PER_PROCESS = 500  # fewer are not worth another process
-LISTED = 5  # bad rows named in full
+ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
+LISTED = 5  # number of bad rows that are listed
 
 
 def load_rows(train_data: str) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
 
     Raises:
-        FileNotFoundError: neither exists here, nor does the hub answer; says how to give a local file.
+        FileNotFoundError: there is no such file or folder, and the hub gives no such data set; says how to use a local
+            file instead.
         ValueError: the file cannot be read, or has no rows.
     """
     path = Path(train_data)
@@ -39,11 +40,11 @@ def load_rows(train_data: str) -> Dataset:
         return read_file(train_data, (), keep_in_memory=False)  # any columns
     try:
         data = load_from_disk(train_data) if path.is_dir() else load_dataset(train_data, split="train")
-    except Exception as error:  # each reader and the hub client fail in their own ways
+    except Exception as error:  # each reader and the hub client have their own errors
         raise FileNotFoundError(
             f"--train_data {train_data}: neither a local file nor a data set that the hub gives "
             f"({type(error).__name__}: {error}). Download it elsewhere and pass a local file with the same columns, "
-            f"--train_data rows.jsonl (or {', '.join(FILES)})"
+            f"for example --train_data rows.jsonl (or {', '.join(FILES)})"
         ) from error
     rows = data["train"] if isinstance(data, DatasetDict) else data
     if not len(rows):
@@ -75,31 +76,31 @@ def preprocess_dataset(
     num_proc: int | None = None,
     seed: int = 42,
 ) -> tuple[Dataset, Dataset]:
-    """Conversations as token rows, shuffled and split into (train, evaluation).
+    """Converts conversations to token rows, shuffled and split into (train, evaluation).
 
     Args:
-        data: s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
-            `completion` (text or messages); anything with a `function` or a `template`.
-        max_length: tokens of a row at most.
+        data: rows with s1K's columns (`question`, `thinking_trajectories`, `attempt`), or `messages`, or `prompt` and
+            `completion` (text or messages); with a `function` or a `template`, any columns.
+        max_length: maximum number of tokens per row.
         test_split: share of the rows held out, rounded up.
-        overlong: what happens to longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
-        bad_rows: what happens to rows that cannot be trained on: "error", or "skip" them and say how many and which.
+        overlong: what to do with longer rows: "truncate" (the answer loses its end and gets no EOS), "drop", "refuse".
+        bad_rows: what to do with rows that cannot be trained on: "error", or "skip" them and say how many and which.
         function: row -> messages, or a row that has `messages` or `prompt` and `completion`.
         template: two format strings with {columns}, the prompt's and the completion's.
         num_proc: processes that tokenise; the result is cached by `datasets`.
 
     Returns:
-        Two data sets with the columns `input_ids`, `answer` (which of them to train on: the last turn), `length`,
+        Two data sets with the columns `input_ids`, `answer` (bool, the tokens to train on: the last turn), `length`,
         `start` (of the answer) and `status` ("ok" or "truncated").
 
     Raises:
-        ValueError: columns that are not understood, bad rows, or nothing left to train on.
+        ValueError: the columns are not understood, rows are bad, or nothing is left to train on.
     """
     columns = set(data.column_names)
     understood = any(needed <= columns for needed in (S1K, {"messages"}, {"prompt", "completion"}))
     if function is None and template is None and not understood:
         raise ValueError(
-            f"the data has the columns {', '.join(sorted(columns))}; understood are question + thinking_trajectories + "
+            f"the data has the columns {', '.join(sorted(columns))}; supported are question + thinking_trajectories + "
             "attempt, messages, or prompt + completion. Build the last two with --template '{question}' '{answer}', or "
             "convert each row with --data_function FILE.py:FUNCTION"
         )
@@ -117,7 +118,7 @@ def preprocess_dataset(
         features=FEATURES,
         remove_columns=data.column_names,
         num_proc=processes if processes > 1 else None,
-        # `datasets` caches by the name of an imported function; with its module's text an edited one is computed anew.
+        # `datasets` caches by the name of an imported function; the module's text makes an edited one run again.
         new_fingerprint=Hasher.hash([data._fingerprint, options, inspect.getsource(conversations)]),
         desc="Tokenising",
     )
@@ -130,7 +131,7 @@ def preprocess_dataset(
 
 
 def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -> list[int]:
-    """Indices of the rows to train on; the others are counted and reported, or an error (ValueError)."""
+    """Indices of the rows to train on. The others are counted and reported, or raise ValueError."""
     counts = Counter(status)
     bad = [f"  row {i}: {problem}" for i, problem in enumerate(problems) if problem]
     listed = "\n".join(bad[:LISTED] + ["  ..."] * (len(bad) > LISTED))

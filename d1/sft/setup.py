@@ -1,4 +1,4 @@
-"""The rows, the model and the trainer of an SFT run, made from its flags."""
+"""Build the rows, the model and the trainer of an SFT run from its flags."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from d1.sft.config import SFTConfig
 from d1.sft.data import load_function, load_rows, preprocess_dataset
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 
-ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
+ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
 
-# Settings that Transformers' `TrainingArguments` and `preprocess_dataset` know by the same name
+# Settings that have the same name in Transformers' `TrainingArguments` and in `preprocess_dataset`
 SAME_IN_TRAINER = (
     *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
     *("eval_steps", "logging_steps"),
@@ -40,7 +40,7 @@ ON_RESUME = OnResume(
             *("overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws", "seed", ROWS_PER_STEP),
             # The weights in the checkpoint
             *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
-            # The state of its optimizer and scheduler, which a new value would not reach
+            # The state of its optimizer and scheduler, where a new value would have no effect
             *("weight_decay", "lr_scheduler_type"),
         ),
         whole,
@@ -53,7 +53,7 @@ ON_RESUME = OnResume(
 
 
 def stage(args: SFTConfig) -> Stage:
-    """SFT as the skeleton of a run takes it."""
+    """SFT as a `Stage` for `d1.runs.skeleton.run`."""
     check_device(args)
     training = training_arguments(args)
     rows = args.batch_size * args.grad_accum_steps * training.world_size
@@ -67,14 +67,14 @@ def stage(args: SFTConfig) -> Stage:
 
 
 def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTrainer]:
-    """The rows of a run, checked; returns what loads the model and makes the trainer."""
+    """Prepares and checks the rows of a run; returns a function that loads the model and makes the trainer."""
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
     check_lengths(args, [rows for rows in (train_dataset, eval_dataset) if rows is not None])
 
     def start() -> dLLMTrainer:
-        set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
+        set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer sets the seed
         model = prepare_model(args)
         options: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
         collator = dLLMDataCollator(tokenizer, block_size=block_size(model.config), **options)
@@ -91,7 +91,7 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTr
 
 
 def conclude(args: SFTConfig, folder: Path) -> None:
-    """Merges the adapter of a finished run, if asked for."""
+    """Merges the adapter of a finished run, if `merge_at_end` is set."""
     if args.merge_at_end:
         shutil.rmtree(folder / "merged", ignore_errors=True)
         merge(args.model_name, [str(folder)], str(folder / "merged"))
@@ -105,10 +105,10 @@ def check_device(args: SFTConfig) -> None:
     """Refuses flags that only work on a GPU (ValueError)."""
     if on_gpu():
         return
-    if args.load_in_4bit:  # on a CPU, an evaluation turns its weights into a form without gradients
+    if args.load_in_4bit:  # on a CPU, an evaluation converts the weights to a format without gradients
         raise ValueError("--load_in_4bit needs a GPU: bitsandbytes does not train on a CPU")
     if args.attn_implementation == "flex_attention":
-        raise ValueError("--attn_implementation flex_attention trains on a GPU only: take sdpa or eager on a CPU")
+        raise ValueError("--attn_implementation flex_attention trains on a GPU only: use sdpa or eager on a CPU")
 
 
 def training_arguments(args: SFTConfig) -> TrainingArguments:
@@ -132,10 +132,10 @@ def training_arguments(args: SFTConfig) -> TrainingArguments:
         load_best_model_at_end=evaluate,
         metric_for_best_model="eval_loss" if evaluate else None,
         greater_is_better=False if evaluate else None,
-        logging_nan_inf_filter=False,  # it would wait for the device to look for what ends the run anyway
+        logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway
         report_to="none" if args.debugging else "wandb",
         ddp_find_unused_parameters=False,
-        # Without a GPU, Accelerate gives DeepSpeed no backend and every process then thinks it is alone.
+        # Without a GPU, Accelerate gives DeepSpeed no backend, and every process would run alone.
         ddp_backend="gloo" if deepspeed and not on_gpu() else None,
         dataloader_pin_memory=on_gpu(),
         remove_unused_columns=False,
@@ -160,7 +160,7 @@ def load_data(
 
 
 def check_lengths(args: SFTConfig, datasets: Sequence[dLLMSFTDataset]) -> None:
-    """Refuses rows that have more tokens than the model has positions (ValueError); a row's filling with EOS counts."""
+    """Refuses rows with more tokens than the model has positions (ValueError), including the filling with EOS."""
     config, _ = native_config(adapter_chain(args.model_name, None)[0])
     filling = f": --eos_padding {args.eos_padding} fills rows; lower it or --max_length"
     check_room(config, max(max(rows.rows["length"]) for rows in datasets), 0, ": lower --max_length")
@@ -168,9 +168,9 @@ def check_lengths(args: SFTConfig, datasets: Sequence[dLLMSFTDataset]) -> None:
 
 
 def prepare_model(args: SFTConfig) -> Any:
-    """The model to train: all of it in fp32, or frozen in `--dtype` or 4 bits with an fp32 LoRA adapter.
+    """The model to train: all weights in fp32, or frozen weights in `--dtype` or 4 bits with an fp32 LoRA adapter.
 
-    A model path that is itself an adapter is merged first: training starts from the merged model.
+    If the model path is itself an adapter, it is merged first, and training starts from the merged model.
     """
     frozen = args.dtype or ("bfloat16" if on_gpu() else "float32")
     model: Any = load_model(
@@ -181,7 +181,9 @@ def prepare_model(args: SFTConfig) -> Any:
     )
     if isinstance(model, PeftModel):
         if args.load_in_4bit:
-            raise ValueError(f"4-bit weights take no merged adapter: run `python -m d1 merge` on {args.model_name}")
+            raise ValueError(
+                f"an adapter cannot be merged into 4-bit weights: run `python -m d1 merge` on {args.model_name}"
+            )
         model = merge_adapter(model, args.model_name)
     if args.full_finetuning:
         return model

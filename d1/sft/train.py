@@ -3,8 +3,8 @@
     accelerate launch --config_file SFT/ddp_config.yaml --num_processes 2 -m d1.sft.train \\
         --grad_accum_steps 4 --batch_size 1 --num_epochs 20
 
-The fine-tuned model (or its LoRA adapter) is saved to OUTPUT_DIR/JOB_NAME, which diffu_grpo_train.py and eval.py take
-as a model path; so are the checkpoints and the logged losses.
+The fine-tuned model (or its LoRA adapter), the checkpoints and the logged losses are saved to OUTPUT_DIR/JOB_NAME,
+which diffu_grpo_train.py and eval.py accept as a model path.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def make_parser(prog: str | None = None) -> ConfigParser:
 def main(args: SFTConfig) -> dLLMTrainer | None:
     """Trains, and saves the model and the Trainer's state.
 
-    Returns the trainer, or None where the run was finished already.
+    Returns the trainer, or None if the run was finished already.
 
     Raises:
-        ValueError, OSError: a file or a row makes no sense; wherever possible, before the model is loaded.
+        ValueError, OSError: a file or a row is wrong; raised before the model is loaded where possible.
     """
     check_output_dir(Path(args.output_dir) / args.job_name)
-    with quick_imports():  # only now: they take seconds, and `--help` needs none of them
+    with quick_imports():  # only now: they take seconds, and `--help` does not need them
         from d1.runs.skeleton import run
         from d1.sft.setup import stage
 
@@ -44,7 +44,7 @@ def main(args: SFTConfig) -> dLLMTrainer | None:
 
 
 def cli(prog: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs SFT as the command `prog`, with `arguments` in place of those of the command line; exits."""
+    """Runs SFT as the command `prog` with `arguments` (default: those of the command line), then exits."""
     run_script(prog, lambda: main(make_parser(prog).parse_args(arguments)))
 
 

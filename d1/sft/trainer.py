@@ -1,8 +1,9 @@
 """Masked SFT on Transformers' Trainer, with LLaDA's loss over a whole optimizer step (arXiv 2502.09992, algorithm 2).
 
 The loss is the sum over hidden answer tokens of cross-entropy / t', divided by the number of answer tokens. Both are
-taken over all micro-batches and processes of an optimizer step, so that neither changes the loss or its gradient.
-In a block-causal model each block has its own t', and the noised blocks follow the clean text (BD3-LM, 2503.09573).
+computed over the whole optimizer step, so splitting it into micro-batches and processes changes neither the loss nor
+its gradient. In a block-causal model, each block has its own t', and the noised blocks follow the clean text (BD3-LM,
+arXiv 2503.09573).
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ from d1.sft.batches import IGNORED, GlobalBatchSampler, by_row, row_numbers
 from d1.sft.batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
 
-EVAL_BANDS = 5  # the evaluation loss is also given by fifths of t
-LOSS_SUMS = "loss_sums.json"  # in a checkpoint: the losses so far
+EVAL_BANDS = 5  # the evaluation loss is also logged per fifth of t
+LOSS_SUMS = "loss_sums.json"  # a checkpoint's file with the sums of losses so far
 
 
 class dLLMTrainer(RunTrainer, Trainer):
     """Trainer with LLaDA's masked loss and an evaluation loss that can be compared between checkpoints.
 
-    What differs from Trainer (Transformers 5.23), besides `RunTrainer`:
+    Differences from Trainer (Transformers 5.23), in addition to those of `RunTrainer`:
 
     - `compute_loss`: the loss above; its denominator is Trainer's `num_items_in_batch`.
-    - `prediction_step`: a row's loss sum, answer tokens and t, for `band_losses`.
+    - `prediction_step`: each row's loss sum, answer tokens and t, for `band_losses`.
     - `train_sampler`: `GlobalBatchSampler`, whose order is a function of (seed, epoch).
-    - `save_extra`: a checkpoint keeps the sums that `train_loss` is made of.
-    - `log`: adds the share of padding and the speed.
+    - `save_extra`: a checkpoint keeps the sums from which `train_loss` is computed.
+    - `log`: adds the share of padding and the speed in answer tokens per second.
 
     Args:
         **kwargs: Trainer's; `train_dataset` and `eval_dataset` are `dLLMSFTDataset`, `data_collator` a
             `dLLMDataCollator`.
 
     Raises:
-        ValueError: the model was not prepared (`d1.models.prepare`), its blocks are not the collator's, or the collator
-            packs rows that its attention cannot keep apart.
-        FloatingPointError: from `train` or `evaluate`, a loss that is not finite; names the file with its rows. From
-            `save_model`, weights that are not finite.
+        ValueError: the model was not prepared (`d1.models.prepare`), its block size differs from the collator's, or the
+            collator packs rows and the model's attention cannot separate packed rows.
+        FloatingPointError: `train` or `evaluate` found a loss that is not finite (the message names a file with the
+            rows to blame), or `save_model` found weights that are not finite.
     """
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the answer tokens of the whole step
@@ -63,8 +64,8 @@ class dLLMTrainer(RunTrainer, Trainer):
         noised, size = getattr(self.data_collator, "block_size", None), block_size(model.config)
         if noised != size:
             raise ValueError(
-                f"the collator draws noise for blocks of {noised} tokens and this {model.config.model_type} has blocks "
-                f"of {size} (None: no blocks): dLLMDataCollator(tokenizer, block_size={size})"
+                f"the collator has noise for blocks of {noised} tokens, but this {model.config.model_type} has blocks "
+                f"of {size} (None: no blocks): use dLLMDataCollator(tokenizer, block_size={size})"
             )
         if getattr(self.data_collator, "packed", False):
             take_packed_rows(model)
@@ -85,11 +86,11 @@ class dLLMTrainer(RunTrainer, Trainer):
         )
 
     def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Sum over each row's hidden tokens of cross-entropy / t': (rows,)."""
+        """(rows,) sums of cross-entropy / t' over each row's hidden tokens."""
         labels, row_of, t = inputs["labels"], row_numbers(inputs), inputs["t"].double()
-        hidden = ((inputs["input_ids"] != labels) & (labels != IGNORED)).cpu()  # waits for the device, this once
-        weights = 1 / noise_level(t if t.dim() == 2 else t[row_of])  # of a block-causal model t is one a token
-        if not hidden.any():  # score one token with weight 0: every process has to call the head
+        hidden = ((inputs["input_ids"] != labels) & (labels != IGNORED)).cpu()  # only this waits for the device
+        weights = 1 / noise_level(t if t.dim() == 2 else t[row_of])  # a block-causal model has one t per token
+        if not hidden.any():  # score one token with weight 0, because every process has to call the head
             hidden[0, 0], weights = True, torch.zeros_like(weights)
 
         at = places_of(hidden, labels.device)
@@ -109,7 +110,8 @@ class dLLMTrainer(RunTrainer, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The batch's share of the step's loss, times the number of processes, over which gradients are averaged."""
+        """The batch's share of the step's loss, times the number of processes, because gradients are averaged over
+        them."""
         row_losses = self.row_losses(model, inputs)
         answers = inputs["labels"] != IGNORED
         if num_items_in_batch is None:
@@ -122,7 +124,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         return (loss, {"row_losses": row_losses}) if return_outputs else loss
 
     def require_finite_rows(self, loss: Tensor, row_losses: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Ends the run where the loss is not finite; a file then has text, time and loss of the rows to blame."""
+        """Ends the run if the loss is not finite, and writes text, time and loss of the rows to blame to a file."""
 
         def rows_to_blame() -> list[dict[str, Any]]:
             tokenizer: Any = self.processing_class
@@ -154,7 +156,7 @@ class dLLMTrainer(RunTrainer, Trainer):
         self.counting_since = time.perf_counter()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:  # a training log, which every process reaches
+        if "loss" in logs:  # a log of training, which every process reaches
             answers, visible, all_tokens = self.accelerator.reduce(self.counts, "sum").tolist()
             logs["padding_share"] = 1 - visible / max(all_tokens, 1)
             logs["answer_tokens_per_second"] = answers / (time.perf_counter() - self.counting_since)
@@ -171,17 +173,17 @@ class dLLMTrainer(RunTrainer, Trainer):
 
 
 def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and columns, (n,) each, of a batch's `hidden` tokens (rows, length), on `device`."""
+    """Row and column numbers, (n,) each, of a batch's `hidden` tokens (rows, length), on `device`."""
     rows, columns = hidden.nonzero().to(device, non_blocking=True).unbind(1)
     return rows, columns
 
 
 def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-    """Last states (n, hidden size) of a batch's `hidden` tokens, which stand `at` their `places_of`, row by row.
+    """Last hidden states (n, hidden size) of a batch's `hidden` tokens, row by row; `at` are their `places_of`.
 
-    With `hidden` on the CPU, neither pass waits for the device; a boolean index there would. For packed rows, most
-    decoders run their last layer on these tokens alone. A block-causal model also reads the clean rows; the noised ones
-    follow them, from the first block on that hides anything in any row.
+    With `hidden` on the CPU, neither pass waits for the device; a boolean index on the device would. For packed rows,
+    most decoders compute their last layer for these tokens only. A block-causal model also reads the clean rows; the
+    noised rows follow them, starting with the first block in which any row hides a token.
     """
     noised, labels, visible = inputs["input_ids"], inputs["labels"], inputs["attention_mask"]
     (rows, columns), size, lengths = at, block_size(model.config), inputs.get("lengths")
@@ -198,7 +200,7 @@ def states_of(model: Any, inputs: dict[str, Any], hidden: Tensor, at: tuple[Tens
 
 
 def band_losses(prediction: EvalPrediction) -> dict[str, float]:
-    """The loss of all evaluation draws, and of those in each band of t."""
+    """The loss over all evaluation draws, and over those in each band of t."""
     table, t = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
     parts = {"loss": table}
     for band in range(EVAL_BANDS):

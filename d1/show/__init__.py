@@ -1,1 +1,1 @@
-"""What people look at: tables, curves, and films of rollouts, as pages, in a terminal and as pictures."""
+"""Tables, curves, and films of rollouts for people to look at: as HTML pages, in a terminal and as pictures."""

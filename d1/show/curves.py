@@ -1,4 +1,4 @@
-"""What the figures of all stages share."""
+"""Functions for the figures of all stages."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # figures are written to files, on machines without a screen too
+matplotlib.use("Agg")  # figures are written to files, also on machines without a screen
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and those before it, `window` of them at most."""
+    """The mean of each value and those before it, at most `window` values."""
     recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return [sum(part) / len(part) for part in recent]
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], share_y: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure of `size` inches and its rows x columns axes, row by row, each with a light grid."""
+    """A figure of `size` (width, height) in inches and its rows x columns axes, row by row, each with a light grid."""
     figure, grid = plt.subplots(rows, columns, figsize=size, sharey=share_y, squeeze=False, layout="constrained")
     axes = list(grid.flat)
     for axis in axes:
@@ -32,12 +32,12 @@ def panels(rows: int, columns: int, size: tuple[float, float], share_y: bool = F
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 120) -> None:
-    """Writes the figure as its path's ending says, and frees it."""
+    """Writes the figure in the format of the path's ending, and frees it."""
     figure.savefig(path, dpi=dpi)
     plt.close(figure)
 
 
-INK = "#010203"  # what a panel for a page is drawn in; the page's own colour of text takes its place
+INK = "#010203"  # the ink of a panel for a page, which is replaced by the page's colour of text
 INKS = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
 CLEAR: dict[str, Any] = {"figure.facecolor": "none", "axes.facecolor": "none", "legend.framealpha": 0.0}
 
@@ -46,9 +46,9 @@ def panel_svg(draw: Callable[[Axes], object], title: str, name: str, size: tuple
     """A panel as an SVG element for an HTML page, light or dark.
 
     Args:
-        draw: draws into the axes it is given.
-        title: what the panel shows, for those who do not see it.
-        name: told from those of the page's other panels, of letters and digits.
+        draw: plots into the given axes.
+        title: what the panel shows, for screen readers.
+        name: a name of letters and digits that no other panel of the page has.
     """
     file = io.StringIO()
     colours: Any = dict.fromkeys(INKS, INK) | CLEAR

@@ -1,6 +1,6 @@
-"""One completion as it was sampled, for people to look at: what each place of the canvas came to hold, and when.
+"""How one completion was sampled, for people to look at: which token each place of the canvas got, and in which step.
 
-A `Film` is plain data. `filmed` makes one from the steps of a rollout, as they happen; `page.py`, `terminal.py` and
+A `Film` is plain data. `filmed` makes one from the steps of a rollout while it runs; `page.py`, `terminal.py` and
 `flow.py` show it.
 """
 
@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from d1.sampling import Step
 
-COLOURS = ("#f2a65a", "#f0c869", "#c9d47a", "#8fcf9a", "#5fc3b0")  # from unsure to sure, each under dark text
+COLOURS = ("#f2a65a", "#f0c869", "#c9d47a", "#8fcf9a", "#5fc3b0")  # from unsure to sure, each a ground for dark text
 MASK = "░"  # a hidden place, in a terminal
-HIDDEN, FILLED = -2, -1  # in place of a step: still a mask; filled without a look at it, because the text had ended
+HIDDEN, FILLED = -2, -1  # in place of a step: still a mask; filled without a prediction, because the text had ended
 
 
 @dataclass
 class Film:
-    """A completion and how it came to be. Lists have an entry a place of the canvas, but for the last two.
+    """A completion and how it was sampled. The lists have one entry per place of the canvas, except the last two.
 
     Attributes:
-        title: which of several this is, in a word or two.
+        title: a word or two that distinguish this film from others.
         prompt: the text before the canvas.
-        note: settings, a reward or whatever else belongs below the title.
-        tokens: the text of each place, as the model gave it; "" where it is hidden.
-        steps: the forward pass, from 0, that revealed it, or `HIDDEN` or `FILLED`.
-        logps: its log-probability in that pass. 0 where none revealed it.
-        entropies: of the distribution it came from, in nats. 0 where none revealed it.
-        fed: tokens that went through the model's body, up to the end of each pass. Empty where it is not known.
-        seconds: that the passes took, up to the end of each, without the time they were looked at.
+        note: settings, a reward or anything else to show below the title.
+        tokens: the text of each place, as the model gave it; "" if it is hidden.
+        steps: the forward pass, counted from 0, that revealed it, or `HIDDEN` or `FILLED`.
+        logps: its log-probability in that pass; 0 if no pass revealed it.
+        entropies: the entropy of its distribution in that pass, in nats; 0 if no pass revealed it.
+        fed: tokens processed by the model up to the end of each pass. Empty if unknown.
+        seconds: duration up to the end of each pass, without the time for display.
     """
 
     title: str
@@ -54,18 +54,18 @@ class Film:
 
     @property
     def text(self) -> str:
-        """The completion so far, without what is hidden."""
+        """The completion so far, without hidden places."""
         return "".join(self.tokens)
 
     def shown_by(self) -> list[int]:
-        """After how many passes each place is seen: what no pass revealed comes with the last."""
+        """The number of passes after which each place is shown; places that no pass revealed come with the last."""
         return [step + 1 if step >= 0 else self.passes for step in self.steps]
 
 
 def filmed(
     steps: Iterable[Step], text_of: Callable[[int], str], start: int, title: str = "", prompt: str = "", note: str = ""
 ) -> Iterator[Film]:
-    """The film of a rollout of one row: after each step the same film, longer by that step; the last one is whole.
+    """Yields the film of a rollout of one row after each step: always the same film, extended by that step.
 
     Args:
         steps: from `d1.sampling.rollout_steps`.
@@ -96,14 +96,15 @@ def filmed(
 
 
 def piece(tokenizer: Any, token: int) -> str:
-    """The text of a token inside a text: with the space before it, which many tokenizers drop at a text's start."""
+    """The text of a token inside a longer text: with the space before it, which many tokenizers drop at the start."""
     alone = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     return str(tokenizer.decode([token, token], clean_up_tokenization_spaces=False)[len(alone) :])
 
 
 def harmless(text: str, kept: str = "\n\t") -> str:
-    """A model's text for a terminal. Characters that move a cursor, turn the writing around, or are half of one are
-    shown by their number, the escape that begins an ANSI code as "⟨1B⟩", unless they are `kept`."""
+    """A model's text, made safe for a terminal. Characters that move the cursor or change the direction of writing, and
+    lone surrogates, are shown by their number, for example "⟨1B⟩" for the escape that begins an ANSI code, unless they
+    are `kept`."""
     shown = []
     for one in text:
         kind = unicodedata.category(one)
@@ -113,17 +114,17 @@ def harmless(text: str, kept: str = "\n\t") -> str:
 
 
 def visible(text: str) -> str:
-    """The same for a page or a picture, where a line's end is "↵" and the line's end."""
+    """`harmless` for a page or a picture, where a line end is shown as "↵" before the line end."""
     return harmless(text, kept="\n").replace("\n", "↵\n")
 
 
 def colour(logp: float) -> str:
-    """The colour of a token's probability, from `COLOURS` in equal parts of [0, 1]."""
+    """The colour of a token's probability: `COLOURS` divide [0, 1] into equal parts."""
     return COLOURS[min(len(COLOURS) - 1, int(math.exp(min(logp, 0.0)) * len(COLOURS)))]
 
 
 def chip(token: str) -> tuple[int, str, int]:
-    """How a token's text is laid out: spaces before it, what is written of it, and line ends after it."""
+    """The layout of a token's text: number of spaces before it, its label, and number of line ends after it."""
     text = visible(token)
     breaks, text = text.count("\n"), text.replace("\n", "")
     label = text.lstrip(" ")

@@ -1,6 +1,6 @@
-"""Films as pictures of running text, for documents: an animated SVG.
+"""Films as an animated SVG of running text, for documents.
 
-Several films stand below each other, each under its title, and go through their steps together.
+Several films are below each other, each under its title, and play their steps together.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rich.cells import cell_len, set_cell_size
 
 from d1.show.film import COLOURS, FILLED, Film, chip, colour, visible
 
-COLUMNS = 72  # of a line, in characters
-WIDE, HIGH, SIZE = 9.0, 26, 14  # pixels: a character, a line, and the height of the type
-TITLE, FOOT, PAD = 30, 24, 16  # pixels: above each film, below all, and around everything
+COLUMNS = 72  # characters per line
+WIDE, HIGH, SIZE = 9.0, 26, 14  # pixels: width of a character, height of a line, font size
+TITLE, FOOT, PAD = 30, 24, 16  # pixels: above each film, below all films, and around everything
 SECONDS_A_STEP, SECONDS_OF_STEPS, SECONDS_AT_THE_END = 0.45, 16.0, 3.0
 STYLE = """\
 text{font-family:ui-monospace,Menlo,Consolas,monospace;text-anchor:middle;dominant-baseline:central;fill:#1b1f24}
@@ -28,7 +28,7 @@ text{font-family:ui-monospace,Menlo,Consolas,monospace;text-anchor:middle;domina
 
 
 class Box(NamedTuple):
-    """Where a token is written: line and column it begins at, characters it is wide, and what is written."""
+    """The place of a token: the line and the column where it begins, its width in characters, and its label."""
 
     line: int
     column: int
@@ -37,7 +37,7 @@ class Box(NamedTuple):
 
 
 def flow(tokens: Sequence[str], columns: int = COLUMNS) -> list[Box]:
-    """Tokens as running text in lines of so many characters; one that is longer than a line is cut."""
+    """Tokens as running text in lines of `columns` characters; a token that is longer than a line is cut."""
     boxes, line, column = [], 0, 0
     for token in tokens:
         gap, label, breaks = chip(token)
@@ -53,16 +53,16 @@ def flow(tokens: Sequence[str], columns: int = COLUMNS) -> list[Box]:
 
 
 def written(text: str, x: float, y: float, kind: str = "") -> str:
-    """Text around a point."""
+    """Text centred at a point."""
     name = f' class="{kind}"' if kind else ""
     return f'<text{name} x="{x:g}" y="{y:g}" font-size="{SIZE}">{escape(text)}</text>'
 
 
 def captions(steps: int, width: float, y: float) -> list[str]:
-    """Along the bottom: the step's number, and what the colours mean."""
+    """The text at the bottom: the step's number, and the meaning of the colours."""
     found = []
     for step in range(1, steps + 1):
-        hidden = "" if step == steps else ' opacity="0"'  # unless animated, the last one alone is seen
+        hidden = "" if step == steps else ' opacity="0"'  # without animation, only the last one is visible
         found.append(f'<g class="page c{step}"{hidden}>{written(f"step {step} of {steps}", PAD + 60, y)}</g>')
     start = width - PAD - 5 * 26 - 40
     found += [
@@ -74,8 +74,8 @@ def captions(steps: int, width: float, y: float) -> list[str]:
 
 
 def keyframes(steps: int) -> str:
-    """What is in a group of class `s1`, `s2`, ... appears with that step, and what is in `c1`, ... is shown in that
-    step alone; the animation repeats."""
+    """Animation rules: groups of class `s1`, `s2`, ... appear with that step, groups of class `c1`, ... are shown only
+    in that step; the animation repeats."""
     a_step = min(SECONDS_A_STEP, SECONDS_OF_STEPS / steps)
     seconds = (steps + 1) * a_step + SECONDS_AT_THE_END
     rules = []
@@ -92,7 +92,7 @@ def keyframes(steps: int) -> str:
 
 
 def film_svg(films: Sequence[Film]) -> str:
-    """An animated SVG; tokens come over the grey chips that hide them, in the colour of their confidence."""
+    """An animated SVG. Tokens appear over the grey chips that hide them, in the colour of their confidence."""
     parts, top = [], float(PAD)
     for film in films:
         title, boxes = visible(film.title), flow(film.tokens)

@@ -3,7 +3,7 @@ const root = document.documentElement, byId = (id) => document.getElementById(id
 const players = [];
 let view = "confidence", active = 0;
 
-/* An element with a class, and text or children. Model text only ever gets in as text. */
+/* An element with a class, and text or children. Text of a model is only inserted as text. */
 function make(tag, name = "", inside = "") {
   const made = document.createElement(tag);
   if (name) made.className = name;
@@ -14,7 +14,7 @@ function make(tag, name = "", inside = "") {
 const number = (value) => value.toLocaleString("en");
 const bin = (share) => `var(--q${Math.min(4, Math.floor(share * 5))})`;
 
-/* The colour of a place: how sure, how spread, or how late. */
+/* The colour of a place, by confidence, entropy or order. */
 function tint(film, i) {
   if (view === "confidence") return bin(Math.exp(Math.min(0, film.logps[i])));
   if (view === "entropy") return bin(Math.max(0, 1 - film.entropies[i] / 2));
@@ -25,12 +25,12 @@ function tint(film, i) {
 function describe(film, i, step) {
   const [, label] = film.tokens[i], where = `place ${i + 1} of ${film.tokens.length}`;
   if (film.at[i] > step) return [`${where}: still hidden`];
-  if (film.steps[i] < 0) return [make("code", "", label), ` ${where}, filled without a look: the text had ended`];
+  if (film.steps[i] < 0) return [make("code", "", label), ` ${where}, filled without a prediction: the text had ended`];
   const sure = (100 * Math.exp(film.logps[i])).toFixed(1), spread = film.entropies[i].toFixed(3);
   return [make("code", "", label), ` ${where}, revealed in step ${film.at[i]} with ${sure}% confidence, entropy ${spread} nats`];
 }
 
-/* One film's card. `show(step)` brings it to the state after that many passes. */
+/* One film's card. `show(step)` shows the state after `step` passes. */
 function card(film, seek) {
   const chips = film.tokens.map(([, label], i) => {
     const chip = make("span", "t off", [make("b", "", label)]);
@@ -63,7 +63,7 @@ function card(film, seek) {
     seek(Math.ceil(((event.clientY - box.top) / box.height) * film.passes));
   });
 
-  const stats = make("ul", "stats"), hint = "Point at a token, or tap it.", detail = make("div", "detail", hint);
+  const stats = make("ul", "stats"), hint = "Point at a token or tap it.", detail = make("div", "detail", hint);
   detail.setAttribute("role", "status");
   let step = 0, chosen = -1;
   const tell = (i) => {
@@ -91,7 +91,7 @@ function card(film, seek) {
 
   const parts = [make("h3", "", film.title)];
   if (film.note) parts.push(make("p", "note", film.note));
-  const ends = make("p", "caption", [make("span", "", "first token"), make("span", "", "steps run downwards"), make("span", "", "last")]);
+  const ends = make("p", "caption", [make("span", "", "first token"), make("span", "", "steps from top to bottom"), make("span", "", "last token")]);
   const node = make("article", "film", [...parts, stats, canvas, map, ends, detail]);
   const show = (to) => {
     step = Math.min(to, film.passes);
@@ -109,7 +109,7 @@ function card(film, seek) {
     now.setAttribute("y2", step);
     const shown = film.at.filter((at) => at <= step).length;
     const rows = [[`${step}/${film.passes}`, "steps"], [`${shown}/${chips.length}`, "tokens"]];
-    if (film.fed.length) rows.push([number(step ? film.fed[step - 1] : 0), "through the body"]);
+    if (film.fed.length) rows.push([number(step ? film.fed[step - 1] : 0), "tokens processed"]);
     if (film.seconds.length) rows.push([(step ? film.seconds[step - 1] : 0).toFixed(2), "seconds"]);
     stats.replaceChildren(...rows.map(([value, what]) => make("li", "", [make("b", "", value), make("span", "", ` ${what}`)])));
     if (chosen >= 0) tell(chosen);

@@ -1,7 +1,7 @@
-"""Films as one HTML page that stands alone, to play, pause and scrub (`page.html` and `page.js` beside this file).
+"""Films as one HTML page with buttons to play and pause and a slider (see `page.html` and `page.js`).
 
-The page asks nothing of any server. Its security policy lets no script run but its own, so text of a model, which gets
-in as data, stays text.
+The page is self-contained and works offline. Its security policy allows only its own script, so a model's text, which
+is inserted as data, stays text.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Scene = tuple[str, Sequence[Film]]  # a title, and films to play side by side un
 
 
 def film_page(title: str, scenes: Sequence[Scene], before: str = "") -> str:
-    """The page of some scenes, one below the other; one alone plays at once.
+    """The page of some scenes, one below the other. If there is only one scene, it plays when the page opens.
 
     Args:
-        before: HTML of one's own, above the scenes.
+        before: HTML to insert above the scenes.
     """
     script = (HERE / "page.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -36,14 +36,14 @@ def film_page(title: str, scenes: Sequence[Scene], before: str = "") -> str:
         "SCRIPT_HASH": f"sha256-{digest}",
         "SCRIPT": script,
         "BEFORE": before,
-        "DATA": data.replace("<", "\\u003c"),  # no text of a model ends the element that holds it
+        "DATA": data.replace("<", "\\u003c"),  # so that a model's text cannot end the element that holds it
     }
-    # In one go, so that a text with a marker in it is left alone.
+    # In a single pass, so that a marker inside a text is not replaced.
     return re.sub("@@([A-Z_]+)@@", lambda marker: parts[marker[1]], (HERE / "page.html").read_text())
 
 
 def film_data(film: Film) -> dict[str, Any]:
-    """A film as the page's script takes it: `tokens` are (spaces before it, text, line ends after it)."""
+    """A film as the page's script reads it; `tokens` are (spaces before, text, line ends after)."""
     return {
         "title": visible(film.title),
         "note": visible(film.note),

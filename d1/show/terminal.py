@@ -1,4 +1,4 @@
-"""A film in a terminal: the canvas in place, coming into focus; plain lines where the output is no terminal."""
+"""Play a film in a terminal: the canvas is updated in place; if the output is not a terminal, one line per step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from d1.show.film import FILLED, HIDDEN, MASK, Film, chip, colour, harmless, vis
 
 
 def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0) -> Film:
-    """Shows a film while it is made, and returns it whole.
+    """Shows a film while it is made, and returns the finished film.
 
     Args:
-        films: from `filmed`: the same film, a step longer each time.
-        total: the most steps that it can take.
-        pause: the least seconds that a step stays.
+        films: from `filmed`: the same film, one step longer each time.
+        total: the maximum number of steps.
+        pause: the minimum time that a step is shown, in seconds.
     """
     film: Film
     done, live = 0, Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -39,8 +39,8 @@ def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0
 
 
 def picture(film: Film, total: int, console: Console) -> RenderableType:
-    """The canvas with its masks, each token in the colour of its confidence, those of the last step underlined. While
-    it has more lines than the terminal, those around the first mask."""
+    """The canvas with its masks; tokens have the colour of their confidence, and those of the last step are underlined.
+    If the canvas has more lines than the terminal, the lines around the first mask are shown until it is complete."""
     canvas = Text(overflow="fold")
     for place, (token, step) in enumerate(zip(film.tokens, film.steps, strict=True)):
         gap, label, breaks = chip(token)
@@ -60,7 +60,7 @@ def picture(film: Film, total: int, console: Console) -> RenderableType:
 
 
 def around_the_first_mask(canvas: Text, console: Console) -> Text:
-    """As many lines as fit into a panel below a line, with the first that holds a mask in their middle."""
+    """As many lines as fit into a panel below one line, with the first line that has a mask in the middle."""
     lines, room = canvas.wrap(console, console.width - 4), max(1, console.height - 4)
     first = next(index for index, line in enumerate(lines) if MASK in line.plain)
     start = max(0, min(first - room // 2, len(lines) - room))
@@ -68,16 +68,16 @@ def around_the_first_mask(canvas: Text, console: Console) -> Text:
 
 
 def counts(film: Film, total: int) -> str:
-    """How far a film is: steps, tokens revealed, tokens through the body, seconds."""
+    """The progress of a film: steps, tokens revealed, tokens processed by the model, seconds."""
     shown = sum(step != HIDDEN for step in film.steps)
     return (
         f"step {film.passes}/{total}  {shown} of {len(film.tokens)} tokens  "
-        f"{film.fed[-1]:,} through the body  {film.seconds[-1]:.2f} s"
+        f"{film.fed[-1]:,} processed  {film.seconds[-1]:.2f} s"
     )
 
 
 def step_line(film: Film, total: int) -> str:
-    """A line on the last step: where it stands, and what it revealed with which probability."""
+    """A line on the last step: the progress, and the revealed tokens with their probabilities."""
     places = [place for place, step in enumerate(film.steps) if step == film.passes - 1]
     told = ", ".join(f"{chip(film.tokens[place])[1]} {math.exp(film.logps[place]):.0%}" for place in places)
     return f"{counts(film, total)}  {told}"

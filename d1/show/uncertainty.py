@@ -1,4 +1,4 @@
-"""How far a measured accuracy, or a difference between two of them, can be trusted."""
+"""The uncertainty of a measured accuracy, and of a difference between two accuracies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Z95 = 1.959963984540054  # the standard normal's 97.5% point
 def wilson_interval(share: float, n: int, z: float = Z95) -> tuple[float, float]:
     """Wilson's score interval of a share in [0, 1] seen in `n` problems (Wilson 1927; 95% with the default `z`).
 
-    A share that is itself a mean per problem (cells of a puzzle, several samples) varies less than a right/wrong one,
-    so for it the interval is on the safe side.
+    If each problem's result is itself a mean (cells of a puzzle, several samples), it varies less than a right/wrong
+    result, and the interval is wider than necessary.
     """
     if n < 1 or not 0 <= share <= 1:
         raise ValueError(f"need a share in [0, 1] of at least one problem, got {share} of {n}")
@@ -21,7 +21,7 @@ def wilson_interval(share: float, n: int, z: float = Z95) -> tuple[float, float]
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided exact p-value of `wins` against `losses`, ties left out (McNemar's exact test for right/wrong)."""
+    """Two-sided exact p-value of `wins` against `losses`, without ties (McNemar's exact test for right/wrong)."""
     n = wins + losses
     tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1))
     return min(1.0, 2 * tail / 2**n)

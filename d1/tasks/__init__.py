@@ -1,4 +1,4 @@
-"""One module per task: prompt, data, answer extraction, rewards and metric, used by SFT, RL and evaluation alike.
+"""One module per task: prompt, data, answer extraction, rewards and metric, for SFT, RL and evaluation.
 
 A task module has
 
@@ -6,18 +6,18 @@ A task module has
   (str) and `ground_truth`; `split` is "train", "validation" or "test";
 - `REWARDS`: reward functions `f(completions, **columns) -> list[float]`, pure and silent;
 - `extract(text)` -> the answer in a completion, or None;
-- `score(text, row)` -> strict metrics in [0, 1], the first being the accuracy; of the row it needs only `question`
-  and `ground_truth`;
+- `score(text, row)` -> strict metrics in [0, 1]; the first is the accuracy. It reads only `question` and
+  `ground_truth` of the row;
 - optionally `CONCURRENT`, how many calls of `score` may run at a time, in threads, and `JUDGED`, a model card's line on
   how answers are judged;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
-- optionally `PROTOCOLS`: other ways to ask and to read the same problems. Its rows say what changes: `QUESTION`, the
-  user's message with {question} in it; `SHOTS`, how many solved training problems come before it as turns of their own
-  (0 if left out); `demonstrate`, `extract`, `score`, `REWARDS` as above.
+- optionally `PROTOCOLS`: other ways to ask the same problems and to read the answers. Each row says what changes:
+  `QUESTION`, the user's message with {question} in it; `SHOTS`, how many solved training problems come before it as
+  turns of their own (default 0); `demonstrate`, `extract`, `score`, `REWARDS` as above.
 
-The protocol "d1" (arXiv 2504.12216) is the module as it is: instructions, a format with `<reasoning>` and `<answer>`,
-no examples. "llada" is how LLaDA-8B-Instruct was evaluated (arXiv 2502.09992, table 2, and its released OpenCompass
-settings): the question alone, after four solved examples for GSM8K and none for MATH, and no format beyond that.
+The protocol "d1" (arXiv 2504.12216) is the module itself: instructions, a format with `<reasoning>` and `<answer>`, no
+examples. "llada" is how LLaDA-8B-Instruct was evaluated (arXiv 2502.09992, table 2, and its released OpenCompass
+settings): the question with at most one line of instructions, after four solved examples for GSM8K and none for MATH.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from d1.lazy import module_in
 
-if TYPE_CHECKING:  # it takes a second to import, and parsers need the names alone
+if TYPE_CHECKING:  # it takes a second to import, and parsers need only the names
     from datasets import Dataset
 
 TASKS = {
@@ -45,10 +45,10 @@ TASKS = {
     "code": "d1.tasks.code",
     "programs": "d1.tasks.programs",
 }
-PROTOCOLS = ("d1", "llada")  # those that tasks here know; a task file may have others
-SHOT_SEED = 0  # of the examples in RL; it is the default seed of eval.py, which then shows the same
+PROTOCOLS = ("d1", "llada")  # those of the tasks here; a task file may have others
+SHOT_SEED = 0  # seed of the examples in RL; eval.py has the same default seed, so it shows the same examples
 SPLITS = ("train", "validation", "test")
-MAX_TEXT = 50_000  # characters of a completion that are looked at, from its end
+MAX_TEXT = 50_000  # only this many characters of a completion are read, the last ones
 
 Message = dict[str, str]
 Completion = str | Sequence[Message]
@@ -59,11 +59,11 @@ _FORMAT = "Think inside <reasoning> and </reasoning>, then give {answer} inside 
 
 
 def load_task(name_or_path: str) -> ModuleType:
-    """The task module of a name in `TASKS`, or of a user's own `.py` file.
+    """The task module for a name in `TASKS`, or for the path of a user's own `.py` file.
 
     Raises:
-        ValueError: no such task, or the file lacks a name a task needs.
-        FileNotFoundError: no such file.
+        ValueError: there is no such task, or the file lacks a name that a task needs.
+        FileNotFoundError: there is no such file.
     """
     if name_or_path in TASKS:
         return importlib.import_module(TASKS[name_or_path])
@@ -84,7 +84,7 @@ def load_task(name_or_path: str) -> ModuleType:
 
 
 def under_protocol(task: ModuleType, name: str) -> ModuleType:
-    """The task as `name` asks and reads it; the module itself for "d1"."""
+    """The task under the protocol `name`; the module itself for "d1"."""
     if name == "d1":
         return task
     own: dict[str, dict[str, Any]] = getattr(task, "PROTOCOLS", {})
@@ -110,21 +110,21 @@ def _with_prompts(rows: Dataset, prompts: list[list[Message]]) -> Dataset:
 
 
 def ask(question: str, instructions: str, answer: str) -> list[Message]:
-    """The chat prompt of a question: instructions, the format wanted, and the question at the very end."""
+    """The chat prompt for a question: instructions, the required format, and the question at the very end."""
     return [{"role": "user", "content": f"{instructions} {_FORMAT.format(answer=answer)}\n\n{question}"}]
 
 
 def shots_of(task: ModuleType, asked_for: int | None = None) -> int:
-    """How many solved problems a prompt shows: as `asked_for`, else as the task's protocol has it."""
+    """How many solved problems a prompt shows: `asked_for`, or by default the number of the task's protocol."""
     return int(getattr(task, "SHOTS", 0)) if asked_for is None else asked_for
 
 
 def with_shots(
     task: ModuleType, train: Dataset, data_file: str | None, asked: Dataset | None
 ) -> tuple[Dataset, Dataset | None]:
-    """Training rows and the rows `asked` in validation, each after the examples that the task's protocol shows.
+    """Training rows and the validation rows `asked`, each with the examples of the task's protocol before its prompt.
 
-    The problems shown are left out of the training rows.
+    The problems of the examples are removed from the training rows.
     """
     shots = few_shot_messages(task, shots_of(task), SHOT_SEED, data_file, [] if asked is None else asked["question"])
     if not shots:
@@ -143,7 +143,7 @@ def few_shot_messages(
     """`count` solved problems as user/assistant turns, to put before a problem's own `prompt`.
 
     They are drawn with `seed` from the task's training split (or from `data_file`, which then holds training
-    problems), never from the questions `asked`.
+    problems). The questions `asked` are never drawn.
     """
     if count == 0:
         return []
@@ -164,7 +164,7 @@ def few_shot_messages(
 
 
 def format_completion(reasoning: str, answer: str) -> str:
-    """A completion in the format every prompt asks for."""
+    """A completion in the format that every prompt asks for."""
     return f"<reasoning>\n{reasoning}\n</reasoning>\n<answer>\n{answer}\n</answer>"
 
 
@@ -176,14 +176,14 @@ def text_of(completion: Completion) -> str:
 
 
 def answer_block(text: str) -> str | None:
-    """What the last `<answer>` block of `text` holds (to the end if it is not closed), or None without one."""
+    """The content of the last `<answer>` block of `text` (to the end of the text if it is not closed), or None."""
     text = _SPECIAL_TOKEN.sub("", text[-MAX_TEXT:])
     _, tag, block = text.rpartition("<answer>")
     return block.partition("</answer>")[0].strip() if tag else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last outermost balanced `\boxed{...}` of `text` holds, boxes within it unwrapped, or None."""
+    r"""The content of the last outermost balanced `\boxed{...}` of `text`, with inner boxes unwrapped, or None."""
     text = text[-MAX_TEXT:]
     open_braces: list[tuple[re.Match[str], bool]] = []
     content, whole = None, ""
@@ -191,7 +191,7 @@ def last_boxed(text: str) -> str | None:
         token = brace.group()
         if token == "}" and open_braces:
             opening, is_box = open_braces.pop()
-            if is_box:  # an outer box closes after those within, and replaces them unless it holds nothing else
+            if is_box:  # an outer box closes after the inner ones, and replaces them unless it holds nothing else
                 inside = text[opening.end() : brace.start()].strip()
                 content = content if content is not None and inside == whole else inside
                 whole = text[opening.start() : brace.end()]
@@ -201,7 +201,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer a completion settles on, as text, or None.
+    r"""The final answer of a completion, as text, or None.
 
     It is the last `\boxed{}` of the last `<answer>` block, else that block, else the last `\boxed{}` anywhere.
     """
@@ -211,6 +211,6 @@ def final_answer(text: str) -> str | None:
 
 
 def judged(completions: Sequence[Completion], value: Callable[..., float], *columns: Sequence[Any]) -> list[float]:
-    """`value(text, *cells)` of each completion, with what its row holds in the columns."""
+    """`value(text, *cells)` of each completion; `cells` are the values of its row in `columns`."""
     rows = zip(completions, *columns, strict=True)
     return [value(text_of(completion), *cells) for completion, *cells in rows]

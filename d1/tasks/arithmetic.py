@@ -1,7 +1,7 @@
-"""Multi-step arithmetic, a GSM8K of pocket size: word problems of three steps, and one number for an answer.
+"""Multi-step arithmetic, a GSM8K of pocket size: word problems of three steps, with one number as the answer.
 
-"Ann has 27 apples. She finds 8. She doubles them. She loses 5. How many apples?" Every amount on the way has two
-digits. Files have GSM8K's columns; rewards, metric and the reading of answers are GSM8K's.
+"Ann has 27 apples. She finds 8. She doubles them. She loses 5. How many apples?" Every amount, also after each step,
+has two digits. The columns of files, the rewards, the metric and the extraction of answers are those of GSM8K.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PEOPLE = {"Ann": "She", "Eva": "She", "Mia": "She", "Ben": "He", "Leo": "He", "T
 THINGS = ("apples", "books", "cards", "coins", "pens", "shells")
 VERBS = {"+": ("finds", "buys", "gets"), "-": ("loses", "sells", "drops")}
 TIMES = {2: "doubles", 3: "triples"}
-LEAST, MOST = 10, 99  # amounts on the way
+LEAST, MOST = 10, 99  # range of the amounts
 
 
 class Step(NamedTuple):
-    """`sign` is "+", "-" or "*"; `operand` is 2 to 9, of "*" 2 or 3."""
+    """`sign` is "+", "-" or "*"; `operand` is 2 to 9, for "*" 2 or 3."""
 
     sign: str
     operand: int
@@ -46,14 +46,14 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 
 def after(amount: int, step: Step) -> int:
-    """What a step makes of an amount."""
+    """The amount after a step."""
     signed = {"+": step.operand, "-": -step.operand}
     return amount * step.operand if step.sign == "*" else amount + signed[step.sign]
 
 
 def draw_problem(start: int, operands: Sequence[int], rng: Generator) -> Problem:
-    """A problem with these numbers: the operands in any order, each with any sign that keeps to two digits ("*" twice
-    as likely as the others, since few amounts can be doubled)."""
+    """A problem with these numbers: the operands in random order, each with a random sign that keeps the amount at two
+    digits ("*" is twice as likely as the others, because few amounts can be doubled)."""
     amount, steps = start, []
     for index in rng.permutation(len(operands)):
         choices = [Step(sign, operands[index]) for sign in ("+-**" if operands[index] in TIMES else "+-")]
@@ -64,7 +64,7 @@ def draw_problem(start: int, operands: Sequence[int], rng: Generator) -> Problem
 
 
 def question_of(start: int, steps: Sequence[Step], rng: Generator) -> str:
-    """The problem in words; who, what and the verbs are drawn."""
+    """The problem in words; the person, the things and the verbs are drawn at random."""
     person = list(PEOPLE)[rng.integers(len(PEOPLE))]
     things = THINGS[rng.integers(len(THINGS))]
     told = [TIMES[k] + " them" if sign == "*" else f"{VERBS[sign][rng.integers(3)]} {k}" for sign, k in steps]

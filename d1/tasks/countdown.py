@@ -43,9 +43,9 @@ _ALLOWED = re.compile(r"[0-9+\-*/() \t\n]+")
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
     """Countdown problems in d1's test schema (`input` "30,100,93", `output` "23") or the hub's (`nums`, `target`).
 
-    A `data_file` is taken whole, whatever the split. Without one, the test split is `dataset/countdown_test.jsonl`;
-    training and validation come from the hub's `Jiayi-Pan/Countdown-Tasks-3to4`: its problems with three numbers in a
-    seed-42 shuffle, the last 500 held out as validation, less those that are in the test file.
+    A `data_file` is used as a whole, for any split. Without one, the test split is `dataset/countdown_test.jsonl`;
+    training and validation come from the hub's `Jiayi-Pan/Countdown-Tasks-3to4`: its problems with three numbers are
+    shuffled with seed 42, the last 500 are the validation split, and problems of the test file are removed.
     """
     path = file_of(split, data_file, "countdown_test.jsonl")
     rows = task_rows(path, read_file(path, TEST_COLUMNS, HUB_COLUMNS), _task_row, JSON)
@@ -81,7 +81,7 @@ def extract(text: str) -> str | None:
 
 
 def evaluate(expression: str, numbers: Sequence[int]) -> Fraction | None:
-    """The exact value of `expression`, or None unless it is + - * / and parentheses on `numbers`, each exactly once.
+    """The exact value of `expression`; None unless it is + - * / and parentheses on `numbers`, each used exactly once.
 
     Nothing is executed: the syntax tree is walked. An expression longer than `MAX_EXPRESSION` characters is refused, so
     no number can grow beyond a few hundred digits.

@@ -1,4 +1,4 @@
-"""Reading problems from local files or the hub, with errors that name the file and what it lacks."""
+"""Read problems from local files or the hub, with errors that name the file and what it lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datasets import Dataset, Features, Json, List, Value, load_dataset
 
 from d1.tasks import SPLITS
 
-TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # what a ground truth may be
+TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # types of a ground truth
 
 DATASET_DIR = Path(__file__).resolve().parents[2] / "dataset"  # the problem sets that come with a checkout
 HELD_OUT = 500
@@ -24,7 +24,7 @@ def check_split(split: str) -> None:
 
 
 def file_of(split: str, data_file: str | None, shipped: str) -> str:
-    """`data_file`, or else the file `shipped` of the checkout's `dataset/` folder, where "{}" is the split."""
+    """`data_file`, or else the file `shipped` in the checkout's folder `dataset/`, with the split in place of "{}"."""
     check_split(split)
     if data_file:
         return data_file
@@ -38,11 +38,11 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
     """The rows of a local .json, .jsonl, .csv or .parquet file; values of a csv file stay text, leading zeros included.
 
     Args:
-        schemas: the sets of columns a file may have; one of them must be there in full.
-        keep_in_memory: False where what is made of the rows shall be cached by `datasets`.
+        schemas: the sets of columns that a file may have; it must have all columns of one set.
+        keep_in_memory: False if `datasets` should cache what is made from the rows.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, another format, unreadable, no rows, or missing columns.
+        FileNotFoundError, ValueError: the file is missing, has another format, is unreadable, or lacks rows or columns.
     """
     file = Path(path)
     if not file.is_file():
@@ -64,7 +64,7 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
 
 
 def read_csv(path: str, **options: Any) -> Dataset:
-    """The rows of a csv file with a header, every cell as the text it is: "007", "None" and "" stay what they are."""
+    """The rows of a csv file with a header, every cell as unchanged text: "007", "None" and "" stay as they are."""
     csv.field_size_limit(1 << 30)
     with open(path, newline="", encoding="utf-8-sig") as lines:
         rows = csv.reader(lines)
@@ -82,10 +82,10 @@ def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str])
     """A split of a dataset on the hub."""
     try:
         rows = load_dataset(name, config, split=split)
-    except Exception as error:  # offline, missing, gated, broken cache: the way out is the same
+    except Exception as error:  # offline, missing, gated, broken cache: the advice is the same
         raise ConnectionError(
             f"cannot load {name} from the hub ({type(error).__name__}: {error}). To use a local .json, .jsonl, .csv or "
-            ".parquet file of the same columns, pass --data_file FILE (--few_shot_file FILE for eval.py's examples)"
+            ".parquet file with the same columns, pass --data_file FILE (--few_shot_file FILE for eval.py's examples)"
         ) from error
     check_columns(rows, name, *schemas)
     return rows
@@ -98,12 +98,12 @@ def read_problems(
     test: tuple[str, str | None],
     *schemas: Iterable[str],
 ) -> tuple[str, Dataset]:
-    """The source of a task's rows, for messages, and the rows: all of `data_file`, or a split of the hub's.
+    """The source of a task's rows, for messages, and the rows: all of `data_file`, or a split of a dataset on the hub.
 
-    The hub's training split gives up its last `HELD_OUT` rows after a seed-42 shuffle as the validation split.
+    The last `HELD_OUT` rows of the hub's training split, after a seed-42 shuffle, are the validation split.
 
     Args:
-        train, test: name and config of the hub's datasets.
+        train, test: name and config of the datasets on the hub.
     """
     check_split(split)
     if data_file:
@@ -137,10 +137,10 @@ def check_columns(rows: Dataset, source: str, *schemas: Iterable[str]) -> None:
 def task_rows(
     source: str, rows: Iterable[dict[str, Any]], task_row: Callable[[dict[str, Any]], dict[str, Any]], ground_truth: Any
 ) -> Dataset:
-    """What `task_row` makes of each row: `prompt`, `question`, `ground_truth` and perhaps `solution`, all text.
+    """The rows that `task_row` makes: `prompt`, `question`, `ground_truth` and perhaps `solution`.
 
     Args:
-        source: where the rows come from; its name and the row's number precede the message of a ValueError.
+        source: the name of where the rows come from; the message of a ValueError begins with it and the row's number.
         ground_truth: the feature of that column, e.g. `Value("string")`.
     """
     made = []

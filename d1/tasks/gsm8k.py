@@ -17,7 +17,7 @@ ANSWER = r"the final number as \boxed{number}"
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 COLUMNS = ("question", "answer")
 
-# Atomic groups (?>...) stop a search that has failed from being tried again at every later tag.
+# Atomic groups (?>...) keep a failed search from being repeated at every later tag.
 _SOFT_FORMAT = re.compile(r"\s*<reasoning>(?>.*?</reasoning>)\s*<answer>(?>.*?</answer>)", re.DOTALL)
 _STRICT_FORMAT = re.compile(r"<reasoning>\n(?>.*?\n</reasoning>)\n<answer>\n(?>.*?\n</answer>)\n?", re.DOTALL)
 _INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
@@ -45,20 +45,20 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
         "prompt": ask(row["question"], INSTRUCTIONS, ANSWER),
         "question": row["question"],
         "ground_truth": value,
-        "solution": re.sub(r"<<.*?>>", "", solution).strip(),  # the calculator's annotations
+        "solution": re.sub(r"<<.*?>>", "", solution).strip(),  # remove the calculator's annotations
     }
 
 
 def extract(text: str) -> float | None:
-    """The number a completion answers with, or None."""
+    """The number that a completion gives as its answer, or None."""
     return number_in(final_answer(text) or "")
 
 
 def number_in(text: str) -> float | None:
-    r"""The number an answer states: "$1,234.50", "-3", "2 1/2", "\frac{3}{4}", "5\text{ km}", "60\%" (60), "9+9=18".
+    r"""The number in an answer: "$1,234.50", "-3", "2 1/2", "\frac{3}{4}", "5\text{ km}", "60\%" (60), "9+9=18".
 
-    After the last equals sign the first number counts if no letter precedes it ("18 eggs for 2 days"), else the last
-    ("in 2 days she sells 18"). None without a finite number.
+    After the last equals sign, the first number counts if no letter precedes it ("18 eggs for 2 days"), else the last
+    one ("in 2 days she sells 18"). None if there is no finite number.
     """
     text = _plain(text).rpartition("=")[2]
     numbers = list(_NUMBER.finditer(text))
@@ -69,13 +69,13 @@ def number_in(text: str) -> float | None:
 
 
 def _plain(text: str) -> str:
-    """The text with fractions, minus and dollar signs and digits of thousands in one form."""
+    """The text with one form of fractions and minus signs, and without dollar signs and thousands separators."""
     text = text.replace("−", "-").replace(r"\$", "").replace("$", "")
     return _THOUSANDS.sub("", _FRAC.sub(r" \1/\2", text))
 
 
 def _value(chosen: re.Match[str]) -> float | None:
-    """The number of a match of `_NUMBER`, or None where it is not finite."""
+    """The number of a match of `_NUMBER`, or None if it is not finite."""
     value = float(chosen["top"])
     if chosen["bottom"]:
         value = value / float(chosen["bottom"]) if float(chosen["bottom"]) else math.inf
@@ -94,7 +94,7 @@ def _is_right(answer: float | None, gold: float) -> bool:
 
 
 def tag_count_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
-    """0.125 for each of the four tags that occurs exactly once, less 0.001 a character after the answer; at least 0."""
+    """0.125 per tag (of four) that occurs exactly once, minus 0.001 per character after the answer; at least 0."""
 
     def reward(text: str) -> float:
         trailing = text.rpartition("</answer>")[2].strip() if "</answer>" in text else ""
@@ -109,7 +109,7 @@ def soft_format_reward(completions: Sequence[Completion], **columns: Any) -> lis
 
 
 def strict_format_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
-    """0.5 if the completion is exactly these two blocks, each tag on a line of its own."""
+    """0.5 if the completion is exactly these two blocks, with each tag on its own line."""
     return [0.5 if _STRICT_FORMAT.fullmatch(text_of(completion)) else 0.0 for completion in completions]
 
 
@@ -133,7 +133,7 @@ def demonstrate(row: dict[str, Any]) -> str:
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a completion, up to where it begins a question of its own."""
+    """The last number of a completion; a new "Question:" and what follows it do not count."""
     numbers = list(_NUMBER.finditer(_plain(text[-MAX_TEXT:].partition("Question:")[0])))
     return _value(numbers[-1]) if numbers else None
 

@@ -20,8 +20,8 @@ _INLINE_MATH = re.compile(r"(?<!\\)\$([^$]{1,500})\$|\\\((.{1,500}?)\\\)")
 
 
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
-    """MATH from the hub, or every row of `data_file`: `problem` with `answer`, or with a `solution` that boxes it
-    (`data.read_problems`)."""
+    """MATH from the hub, or every row of `data_file`: `problem`, and `answer` or a `solution` that has the answer in a
+    box (`data.read_problems`)."""
     train, test = ("ankner/math-500", None), ("HuggingFaceH4/MATH-500", None)
     return task_rows(*read_problems(split, data_file, train, test, *SCHEMAS), _task_row, TEXT)
 
@@ -41,7 +41,7 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def extract(text: str) -> str | None:
-    r"""The answer's LaTeX, or None: what is boxed, else the last formula of the answer block, else that block."""
+    r"""The answer's LaTeX, or None: the content of a box, else the last formula of the answer block, else the block."""
     answer = (final_answer(text) or "")[-2000:]
     formulas = _INLINE_MATH.findall(answer)
     return ("".join(formulas[-1]).strip() if formulas else answer) or None
@@ -85,12 +85,12 @@ def demonstrate(row: dict[str, Any]) -> str:
 
 
 def boxed_reward(completions: Sequence[Completion], **columns: Any) -> list[float]:
-    r"""0.5 for a `\boxed{}`, wherever it stands."""
+    r"""0.5 for a `\boxed{}` anywhere in the text."""
     return [0.5 if last_boxed(text_of(completion)) is not None else 0.0 for completion in completions]
 
 
 def _plain_solution(row: dict[str, Any]) -> str:
-    """The solution that comes with a training row, which boxes its answer."""
+    """The solution that comes with a training row, with its answer in a box."""
     if last_boxed(row["solution"]) is None:
         raise ValueError("few-shot prompts need training rows with a solution column")
     return row["solution"]

@@ -1,7 +1,8 @@
 """Whether two mathematical answers are the same: by text, by exact numbers, else by math-verify in its own process.
 
-math-verify's own time limit is a signal: whole seconds, main thread only, and blind while one big-integer operation
-runs. So it runs in a helper process (this file as a script) that stops itself in time, and is ended when it does not.
+math-verify's own time limit is a signal: it counts whole seconds, works only in the main thread, and cannot interrupt
+one big-integer operation. So math-verify runs in a helper process (this file as a script), which stops by itself in
+time; if it does not, it is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from multiprocessing.connection import wait
 
 logger = logging.getLogger(__name__)
 
-TIME_LIMIT = 0.4  # seconds of its CPU that math-verify may take for one pair, so that a busy machine changes no verdict
+TIME_LIMIT = 0.4  # seconds of CPU time for one pair; CPU time, so that a busy machine does not change the verdict
 MAX_ANSWER = 500  # characters; the longest answer of MATH-500 has fewer than 100
 HARD_LIMIT, _START_LIMIT = 0.9, 120.0  # seconds by the clock
 _MEMORY = 4 << 30
@@ -40,8 +41,8 @@ _EXACT = re.compile(rf"{_DECIMAL}(?:/{_DECIMAL})?|(-?)\\[dt]?frac\{{{_DECIMAL}\}
 def equivalent(answer: str, gold: str) -> bool:
     """Whether `answer` is mathematically the same as `gold`, both LaTeX without dollar signs around them.
 
-    Units, percent and dollar signs, degrees and spacing do not count. Answers longer than `MAX_ANSWER` characters, and
-    what math-verify cannot decide within `TIME_LIMIT`, count as different.
+    Units, percent and dollar signs, degrees and spacing are ignored. Answers longer than `MAX_ANSWER` characters, and
+    pairs that math-verify cannot decide within `TIME_LIMIT`, count as different.
     """
     if len(answer) > MAX_ANSWER:
         return False
@@ -57,7 +58,7 @@ def equivalent(answer: str, gold: str) -> bool:
 
 
 def normalize(latex: str) -> str:
-    """`latex` without what does not change its meaning; equal results mean equal answers."""
+    """`latex` without parts that do not change its meaning; equal results mean equal answers."""
     text = latex.strip().replace("−", "-").rstrip(".").strip()
     text = _UNIT.sub("", text)
     text = _TEXT.sub(r"\1", text)
@@ -91,7 +92,7 @@ def _forget() -> None:
     helper_process = None
 
 
-os.register_at_fork(after_in_child=_forget)  # a fork starts its own, since it must not share the pipe
+os.register_at_fork(after_in_child=_forget)  # a forked process must not share the pipe: it starts its own helper
 
 
 def _verify(answer: str, gold: str) -> bool:
@@ -119,7 +120,7 @@ def _verify(answer: str, gold: str) -> bool:
 
 
 def _reply(helper: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """The helper's next answer of one byte, or None if it ended or takes longer than `seconds`."""
+    """The helper's next answer, one byte, or None if the helper ended or takes longer than `seconds`."""
     assert helper.stdout is not None
     return (helper.stdout.read(1) or None) if wait([helper.stdout.fileno()], seconds) else None
 
@@ -129,7 +130,7 @@ class _OutOfTime(BaseException):
 
 
 def _serve() -> None:
-    """Answers pairs [gold, answer], one JSON line each, with the byte 1 or 0, until the input ends."""
+    """Answer each pair [gold, answer], a line of JSON, with the byte 1 or 0, until the input ends."""
     import resource
     import signal
 
@@ -141,8 +142,8 @@ def _serve() -> None:
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     signal.signal(signal.SIGPROF, stop)
-    config = [LatexExtractionConfig()]  # its other config hands text to python's eval
-    # Builds the parser's tables and imports what sympy leaves for later: no time for it comes off the first answer's.
+    config = [LatexExtractionConfig()]  # its other config passes text to Python's eval
+    # Build the parser's tables and make sympy's late imports now, so that the first answer's time does not include it.
     verify(*(parse(rf"\boxed{{{text}}}", config, parsing_timeout=0) for text in ("(x+1)^2", "x^2+2x+1")))
     sys.stdout.buffer.write(b"!")
     sys.stdout.buffer.flush()

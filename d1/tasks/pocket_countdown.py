@@ -1,6 +1,6 @@
 """Countdown at pocket size: three numbers from 1 to 20, and a target up to 60 that they reach with + - * in two steps.
 
-Rewards and metric are Countdown's, so any correct expression counts, whatever steps lead to it, division too.
+Rewards and metric are those of Countdown, so any correct expression counts, also with other steps or with division.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from d1.tasks.data import file_of
 
 __all__ = ["REWARDS", "Chain", "chains", "extract", "load_rows", "score"]
 
-LARGEST_NUMBER = 20  # of the three given
-SIGNS = "+-*"  # without division, which makes a sixth of the problems and which a model of this size did not learn
-LARGEST = 60  # of the targets and of what steps come to
+LARGEST_NUMBER = 20  # of the three given numbers
+SIGNS = "+-*"  # without division: a sixth of the problems would have it, and a model of this size did not learn it
+LARGEST = 60  # of the targets and of the results of steps
 
 
 class Chain(NamedTuple):
@@ -39,13 +39,13 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 
 def apply(a: int, sign: str, b: int) -> int | None:
-    """`a sign b` where that is a whole number from 0 to `LARGEST`, else None."""
+    """`a sign b` if that is a whole number from 0 to `LARGEST`, else None."""
     value = a + b if sign == "+" else a - b if sign == "-" else a * b
     return value if 0 <= value <= LARGEST else None
 
 
 def chains(numbers: Sequence[int]) -> list[Chain]:
-    """Every way to use three numbers once each in two steps, the larger of the first two in front, sorted."""
+    """All ways to use three numbers once each, in two steps; the larger of the first two comes first. Sorted."""
     found = set()
     for last in range(3):
         low, high = sorted(n for i, n in enumerate(numbers) if i != last)

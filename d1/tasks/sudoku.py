@@ -46,14 +46,14 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def extract(text: str) -> str | None:
-    """The digits 0-9 of the answer, in order and whatever stands between them, or None if there are none."""
+    """The digits 0-9 of the answer, in order, without anything between them, or None if there are none."""
     return re.sub(r"[^0-9]", "", final_answer(text) or "") or None
 
 
 def score(text: str, row: dict[str, Any]) -> dict[str, float]:
-    """`accuracy`: the whole grid is right; `cells`: share of the originally empty cells that are.
+    """`accuracy`: 1 if the whole grid is right, else 0; `cells`: share of the originally empty cells that are right.
 
-    A complete grid that keeps the givens and obeys the rules is right even where it differs from the stored solution.
+    A complete grid that keeps the givens and obeys the rules is right even if it differs from the stored solution.
     """
     exact, cells = _grade(extract(text), puzzle_of(row["question"]), row["ground_truth"])
     return {"accuracy": float(exact), "cells": cells}
@@ -75,7 +75,7 @@ REWARDS = [cells_reward]
 
 
 def demonstrate(row: dict[str, Any]) -> str:
-    """A worked solution that fills, time and again, the cell with the fewest digits left."""
+    """A worked solution, which always continues with the cell that has the fewest possible digits left."""
     grid, solution, steps = list(puzzle_of(row["question"])), row["ground_truth"], []
     while "0" in grid:
         empty = [i for i, digit in enumerate(grid) if digit == "0"]
@@ -106,7 +106,7 @@ def puzzle_of(question: str) -> str:
 
 
 def _grade(grid: str | None, puzzle: str, solution: str) -> tuple[bool, float]:
-    """(solved, share of empty cells right); digits beyond the sixteenth spoil the solve and are otherwise ignored."""
+    """(solved, share of empty cells right); a grid of more than 16 digits is not solved, but its cells still count."""
     grid = grid or ""
     if _solves(grid, puzzle):
         return True, 1.0
@@ -122,5 +122,5 @@ def _solves(grid: str, puzzle: str) -> bool:
     return all(given in ("0", digit) for given, digit in zip(puzzle, grid, strict=True))
 
 
-# LLaDA was not evaluated on these puzzles; this is its form, the question alone.
+# LLaDA was not evaluated on these puzzles; this is the form of its prompts: only the question.
 PROTOCOLS = {"llada": {"QUESTION": "{question}"}}

@@ -1,4 +1,4 @@
-"""Completions of a pocket model, sampled as RL samples them, for what is measured on them."""
+"""Completions of a pocket model for the measurements, sampled as in RL."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from d1.sampling import rollout
 from d1.scoring import ESTIMATORS, SampledRows, ViewSettings, score
 from d1.scoring.rollouts import Randomness
 
-BLOCK, TEMPERATURE = 8, 0.9  # of pocket.yaml
+BLOCK, TEMPERATURE = 8, 0.9  # as in pocket.yaml
 
 
 def sample_rows(
     model: Any, tokenizer: Any, prompts: Sequence[list[dict[str, str]]], gen_length: int, seed: int
 ) -> SampledRows:
-    """A completion of `gen_length` tokens, two a step, of each prompt (chat messages); generators are (seed, row)."""
+    """One completion per prompt (chat messages), of `gen_length` tokens, two per step; generators are (seed, row)."""
     texts = [encode_prompt(tokenizer, render_prompt(tokenizer, prompt)) for prompt in prompts]
     longest = max(map(len, texts))
     ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(text)) + text for text in texts])
@@ -51,15 +51,15 @@ def sample_rows(
 
 
 def texts_of(sampled: SampledRows, tokenizer: Any) -> list[str]:
-    """What each completion says, up to its end."""
+    """The text of each completion up to its end."""
     rows = zip(sampled.completion_ids, sampled.scored, strict=True)
     return [tokenizer.decode(ids[scored], skip_special_tokens=True) for ids, scored in rows]
 
 
 @torch.no_grad()
 def trajectory_logps(model: Any, sampled: SampledRows, mask_token_id: int) -> Tensor:
-    """(rows, canvas) log p of each token in the state in which it was revealed, which may have been by another model:
-    replay of every step (`d1/scoring/replay.py`). 0 behind a completion's end."""
+    """(rows, canvas) log p of each token in the state in which it was revealed, perhaps by another model: replay of
+    every step (`d1/scoring/replay.py`). 0 after a completion's end."""
     nothing = Randomness([], torch.Generator(), 0, 0)  # replay of every step draws nothing
     views = ESTIMATORS["replay"](sampled, nothing, ViewSettings(steps=sampled.gen_length))
     given = (sampled.prompt_ids, sampled.attention_mask, sampled.completion_ids, views)
@@ -67,7 +67,7 @@ def trajectory_logps(model: Any, sampled: SampledRows, mask_token_id: int) -> Te
 
 
 def divergence(of: Any, start: Any, tokenizer: Any, prompts: Sequence[list[dict[str, str]]], gen_length: int) -> float:
-    """The KL in nats a token of `of` to `start` along completions that `of` samples: the mean difference of their
+    """The KL of `of` to `start` in nats per token, on completions that `of` samples: the mean difference of their
     log-probabilities of each token in the state in which it was revealed."""
     sampled = sample_rows(of, tokenizer, prompts, gen_length, seed=0)
     other = trajectory_logps(start, sampled, tokenizer.mask_token_id)

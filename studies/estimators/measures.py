@@ -1,8 +1,8 @@
-"""What an estimator of log-probabilities does to a policy gradient: its bias, its noise, and where it points.
+"""The effect of an estimator of log-probabilities on a policy gradient: its bias, its noise and its direction.
 
-On completions o_i with advantages A_i an estimator gives v_i, its value of log p(o_i) in nats a token; the gradient is
-that of the mean of A_i v_i. Two values it can be held against: the any-order bound (`d1/scoring/elbo.py`), which no
-model of a use can enumerate and many draws come close to, and the sampler's own trajectory, which replay of every step
+For completions o_i with advantages A_i an estimator gives v_i, its value of log p(o_i) in nats per token; the gradient
+is that of the mean of A_i v_i. It is compared with two targets: the any-order bound (`d1/scoring/elbo.py`), which is
+too large to enumerate and is approximated by many draws, and the sampler's own trajectory, which replay of every step
 gives exactly (`d1/scoring/replay.py`).
 """
 
@@ -19,7 +19,7 @@ from d1.masking import keyed_generator
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views, ViewSettings, score
 
 BLOCK = 8  # tokens per block
-LONG_RUN = 1_000_000  # the number of the first draw of a long run: none of them is one of a choice's
+LONG_RUN = 1_000_000  # the number of the first draw of a long run, far above those of a choice's draws
 STREAM = 7
 
 
@@ -28,10 +28,10 @@ class Choice:
     """An estimator with its settings.
 
     Attributes:
-        views: of a row, for the table.
-        weight: its weights of a token sum to this on average; its value is divided by it.
-        is_mean: it gives a mean over tokens, where others give a sum.
-        random: draws differ.
+        views: views per row, for the table.
+        weight: the average sum of its weights for a token; its value is divided by this.
+        is_mean: it gives a mean over tokens; others give a sum.
+        random: its draws differ.
     """
 
     name: str
@@ -70,7 +70,7 @@ CHOICES = [
 
 @dataclass(frozen=True)
 class Case:
-    """A model and completions of it, in groups of `group` rows with one prompt; advantages (rows,)."""
+    """A model and its completions, in groups of `group` rows with the same prompt; advantages are (rows,)."""
 
     model: Any
     sampled: SampledRows
@@ -92,8 +92,8 @@ class Case:
 
 
 class Target(NamedTuple):
-    """What estimators are held against: values (rows,) in nats a token, gradients (weights,), and the standard
-    errors of the bound's mean and of its gradient, as shares of these."""
+    """The targets of estimators: values (rows,) in nats per token, gradients (weights,), and the relative standard
+    errors of the bound's mean and of its gradient."""
 
     bound: Tensor
     trajectory: Tensor
@@ -119,7 +119,7 @@ def some_rows(sampled: SampledRows, which: slice) -> SampledRows:
 
 
 def values_of(case: Case, choice: Choice, views: Views, which: slice) -> tuple[Tensor, int]:
-    """Of rows `which`: (rows,) values in nats a token, differentiable, and the tokens fed for them."""
+    """For the rows `which`: differentiable values (rows,) in nats per token, and the number of tokens processed."""
     rows = some_rows(case.sampled, which)
     scores = score(
         case.model,
@@ -141,7 +141,8 @@ def flat_gradient(case: Case, loss: Tensor) -> Tensor:
 
 
 def group_gradients(case: Case, choice: Choice, views: Views) -> tuple[Tensor, Tensor, int]:
-    """(rows,) values, (groups, weights) gradients of each group's mean of advantage times value, and tokens fed."""
+    """Values (rows,), gradients (groups, weights) of each group's mean of advantage times value, and the number of
+    tokens processed."""
     values, gradients, fed = [], [], 0
     for which in slices(case):
         found, tokens = values_of(case, choice, views, which)
@@ -152,12 +153,12 @@ def group_gradients(case: Case, choice: Choice, views: Views) -> tuple[Tensor, T
 
 
 class Noise(NamedTuple):
-    """Of gradients of groups.
+    """Signal and noise of the groups' gradients.
 
     Attributes:
-        signal: the square of their mean over groups, free of the noise of draws.
-        between: the variance (a trace) of one group's gradient between groups.
-        within: the variance of one group's between its draws.
+        signal: the square of their mean over groups, corrected for the noise of draws.
+        between: the variance (a trace) of a group's gradient between groups.
+        within: the variance of a group's gradient between its draws.
     """
 
     signal: float
@@ -166,8 +167,9 @@ class Noise(NamedTuple):
 
 
 def noise_of(gradients: Tensor) -> Noise:
-    """Unbiased estimates from (draws, groups, weights). Draws of several groups may depend on each other, as stratified
-    ones do: within is what is left of it in the mean over groups, times their number. One draw has none."""
+    """Unbiased estimates from (draws, groups, weights). Draws of different groups may depend on each other, as
+    stratified draws do, so `within` is the variance of the mean over groups, times the number of groups; it is 0 for
+    one draw."""
     draws, groups, _ = gradients.shape
     means, whole = gradients.mean(0), gradients.mean(1)
     mean = whole.mean(0)
@@ -184,7 +186,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def measure(case: Case, choice: Choice, target: Target, draws: int) -> dict[str, Any]:
-    """All that is said of a choice. `draws` of its views, one where it draws nothing."""
+    """All measurements of a choice, over `draws` draws of its views (one if it draws nothing)."""
     rows, count = len(case.advantages), draws if choice.random else 1
     taken = [group_gradients(case, choice, draw(case, choice, number)) for number in range(count)]
     values = torch.stack([one[0] for one in taken])
@@ -193,10 +195,10 @@ def measure(case: Case, choice: Choice, target: Target, draws: int) -> dict[str,
     variance = values.var(0) if count > 1 else torch.zeros_like(mean)
     noise = noise_of(gradients)
     long = whole.mean(0)
-    clear = noise.signal / long.square().sum().item()  # the rest is noise, which lowers the cosine of the mean
+    clear = noise.signal / long.square().sum().item()  # the share that is not noise; noise lowers the mean's cosine
 
     def long_cosine(to: Tensor) -> float | None:
-        """None where noise is most of the mean."""
+        """None if the mean is mostly noise."""
         return min(1.0, cosine(long, to) / clear**0.5) if clear > 0.5 else None
 
     return {
@@ -218,8 +220,8 @@ def measure(case: Case, choice: Choice, target: Target, draws: int) -> dict[str,
 
 @torch.no_grad()
 def long_run_bound(case: Case, relative_error: float, most_draws: int, chunk: int = 16) -> tuple[Tensor, float]:
-    """(rows,) the any-order bound in nats a token by as many draws as it takes, and how exact their mean is: its
-    standard error over the mean itself."""
+    """The any-order bound (rows,) in nats per token, with as many draws as `relative_error` needs, and the relative
+    standard error of its mean over rows."""
     many = Choice("", "espo", 2 * chunk, {"num_views": chunk, **PAIRS})
     batches: list[Tensor] = []
     while True:
@@ -238,11 +240,11 @@ def slices(case: Case) -> Sequence[slice]:
 
 
 def long_run(case: Case, relative_error: float = 0.01, most_draws: int = 20_000, gradient_draws: int = 8) -> Target:
-    """What a case's estimators are held against.
+    """The targets of a case's estimators.
 
     Args:
-        relative_error: of the bound's values, at which draws end, or at `most_draws`.
-        gradient_draws: of 16 pairs of opposite masks each, for the bound's gradient.
+        relative_error: of the bound's mean; draws end when it is reached, or at `most_draws`.
+        gradient_draws: draws for the bound's gradient, each of 16 pairs of opposite masks.
     """
     bound, error = long_run_bound(case, relative_error, most_draws)
     many = Choice("", "espo", 32, {"num_views": 16, **PAIRS})

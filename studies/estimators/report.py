@@ -1,4 +1,4 @@
-"""What the study of estimators shows: a figure, a table a model, and whether it predicts the leaderboard."""
+"""The report of the study of estimators: a figure, one table per model, and whether it predicts the leaderboard."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from studies.leaderboard.statistics import correlation
 from studies.pages import reading
 
 Line = dict[str, Any]
-COLUMNS = {  # of the figure: title, and a result's value
+COLUMNS = {  # of the figure: title -> the value of a result
     "deviation of a value, nats a token": lambda line: line["deviation"],
     "signal to noise, for a rollout's tokens": lambda line: signal_to_noise(line),
     "cosine to the bound's gradient": lambda line: line["cosine_to_bound"],
     "cosine to the trajectory's gradient": lambda line: line["cosine_to_trajectory"],
 }
-PREDICTORS = {  # of a method's place on the leaderboard: title, and a result's value
+PREDICTORS = {  # of a method's rank on the leaderboard: title -> the value of a result
     "cosine to bound": lambda line: line["cosine_to_bound"],
     "cosine to trajectory": lambda line: line["cosine_to_trajectory"],
     "deviation": lambda line: line["deviation"],
     "update / rollout": lambda line: line["tokens_of_update"] / line["tokens_of_rollout"],
 }
-# The choice that a method's estimator is. just-grpo samples left to right, another trajectory, and some methods score a
-# few chosen states: these are left out.
+# Method -> the choice that is its estimator. Left out are just-grpo, which samples left to right and so has another
+# trajectory, and methods that score a few chosen states.
 CHOICE_OF = {
     "d1": ("one step, prompt hidden by .15", 1),
     "wd1": ("one step, prompt hidden by .15", 1),
@@ -51,8 +51,8 @@ CHOICE_OF = {
 
 
 def signal_to_noise(line: Line) -> float | None:
-    """Of the gradient on the completions at hand: its square over the variance that the draw of views gives it, of as
-    many draws as the tokens of one rollout buy. None where nothing is drawn."""
+    """Signal to noise of the gradient on the given completions: its square over the variance from drawing views, for as
+    many draws as the tokens of one rollout pay for. None if nothing is drawn."""
     if not line["within"]:
         return None
     draws = line["tokens_of_rollout"] / line["tokens_of_update"]
@@ -60,12 +60,12 @@ def signal_to_noise(line: Line) -> float | None:
 
 
 def share_of_views(line: Line) -> float:
-    """Of that variance, what the draw of views adds."""
+    """The share of the variance that comes from drawing views."""
     return line["within"] / (line["between"] + line["within"])
 
 
 def table(lines: list[Line]) -> str:
-    """One row a choice."""
+    """One row per choice."""
     rows = [
         [
             line["name"],
@@ -90,7 +90,7 @@ def two_digits(value: float | None) -> str:
 
 
 def draw(by_model: dict[str, list[Line]], path: Path) -> None:
-    """A row a model, a column for each of `COLUMNS`, against views; a line or a point an estimator."""
+    """Plots one row per model, one column for each of `COLUMNS`, against views; a line or a point per estimator."""
     figure, axes = panels(len(by_model), len(COLUMNS), size=(4 * len(COLUMNS), 3.4 * len(by_model)))
     places = iter(axes)
     names = [*dict.fromkeys(choice.name for choice in CHOICES)]
@@ -109,7 +109,7 @@ def draw(by_model: dict[str, list[Line]], path: Path) -> None:
 
 
 def write_report(lines: list[Line], path: Path, accuracies: Mapping[str, Mapping[str, float]]) -> str:
-    """The page and the figure beside it; `accuracies` are the leaderboard's, task -> method -> share solved."""
+    """Writes the page and its figure; `accuracies` are the leaderboard's, task -> method -> share solved."""
     order = {(choice.name, choice.views): place for place, choice in enumerate(CHOICES)}
     by_model: dict[str, list[Line]] = {}
     for line in sorted(lines, key=lambda line: order[line["name"], line["views"]]):
@@ -133,14 +133,14 @@ def heading(model: str, lines: list[Line]) -> str:
     errors = f"relative error {100 * first['bound_error']:.2f}%, of its gradient {100 * first['gradient_error']:.1f}%"
     return (
         f"## {model}\n\n{of['groups']} training problems with {of['group']} completions each.{partial} The any-order "
-        f"bound is {first['bound']:.3f} nats a token ({errors}), the sampler's own trajectory "
-        f"{first['trajectory']:.3f}; a rollout feeds {first['tokens_of_rollout']:.0f} tokens a completion.\n\n"
+        f"bound is {first['bound']:.3f} nats per token ({errors}), the sampler's own trajectory "
+        f"{first['trajectory']:.3f}; a rollout processes {first['tokens_of_rollout']:.0f} tokens per completion.\n\n"
     )
 
 
 def prediction(by_model: dict[str, list[Line]], accuracies: Mapping[str, Mapping[str, float]]) -> str:
-    """A table a task: each method's estimator on the SFT model, beside its place on the leaderboard, and rank
-    correlations of the two; nothing where either is missing."""
+    """One table per task: each method's estimator on the SFT model, its accuracy on the leaderboard, and rank
+    correlations of the two; empty if either is missing."""
     text = ""
     for task, ends in accuracies.items():
         lines = {(line["name"], line["views"]): line for line in by_model.get(f"{task}: SFT", [])}
@@ -151,7 +151,7 @@ def prediction(by_model: dict[str, list[Line]], accuracies: Mapping[str, Mapping
 
 
 def prediction_table(found: Mapping[str, Line], ends: Mapping[str, float]) -> str:
-    """One row a method, the best first, and a last one of correlations."""
+    """One row per method, the best first, and a last row of correlations."""
     values = {title: {method: of(line) for method, line in found.items()} for title, of in PREDICTORS.items()}
     rows = [
         [method, "{}, {}".format(*CHOICE_OF[method]), f"{100 * ends[method]:.1f}"]
@@ -164,28 +164,29 @@ def prediction_table(found: Mapping[str, Line], ends: Mapping[str, float]) -> st
 
 PAGE = """# Which estimator of log-probabilities, with how many views?
 
-Written by `python -m studies.estimators.run`. For completions that a pocket model sampled as RL does, every estimator
-of `d1/scoring/` is held against two values of log p: the any-order bound, by many draws, and the sampler's own
-trajectory, which replay of every step gives exactly.
+Written by `python -m studies.estimators.run`. For completions that a pocket model sampled as in RL, every estimator of
+`d1/scoring/` is compared with two values of log p: the any-order bound, estimated from many draws, and the sampler's
+own trajectory, which replay of every step gives exactly.
 
 {reading}
 
 ![Deviation, signal to noise and cosines against views]({figure})
 
-- update / rollout: tokens of one update, backward counted twice, over those of the rollout it is made on.
-- bias: mean value less the bound's, and less the trajectory's, nats a token. `coupled` is divided by its 1.5.
-- deviation: of a completion's value between draws, nats a token.
-- SNR: square of the policy gradient on these completions over the variance that the draw of views gives it, for as many
-  draws as the tokens of one rollout buy. Empty where nothing is drawn: there is bias alone.
-- of views: the share of the variance of one group's gradient that the draw of views makes; the rest is between groups.
-- cosine: of the gradient on these completions from one draw, and from all draws with their noise taken out, to those
-  of the bound and of the trajectory. Empty where noise is most of the mean of all draws.
+- update / rollout: tokens of one update (backward passes count twice) divided by those of its rollout.
+- bias: mean value minus the bound's, and minus the trajectory's, in nats per token. `coupled` is divided by the
+  sum of its weights, 1.5.
+- deviation: standard deviation of a completion's value between draws, in nats per token.
+- SNR: square of the policy gradient on these completions, divided by its variance from drawing views, for as many draws
+  as the tokens of one rollout pay for. Empty if nothing is drawn, because then there is only bias.
+- of views: the share of the variance of a group's gradient that comes from drawing views; the rest is between groups.
+- cosine: between the gradient on these completions (from one draw; and from all draws, corrected for noise) and that of
+  the bound or the trajectory. Left empty where the estimate is mostly noise.
 
 """
 
 PREDICTION = """## Does it predict the leaderboard?
 
-Each method's estimator on the SFT model, beside the method's accuracy at the end in [leaderboard.md](leaderboard.md),
-and over the methods Spearman's rank correlation of the two.
+Each method's estimator on the SFT model, the method's final accuracy in [leaderboard.md](leaderboard.md), and
+Spearman's rank correlation of the two over the methods.
 
 """

@@ -1,11 +1,11 @@
-"""What each estimator of log-probabilities does to the policy gradient of pocket models, by its number of views.
+"""Measure the effect of each estimator and its number of views on the policy gradient of pocket models.
 
-    python -m studies.estimators.run                  # half an hour of a core; docs/estimators.md and its figure
+    python -m studies.estimators.run                  # half an hour on one core; docs/estimators.md and its figure
     python -m studies.estimators.run --tasks sudoku --models runs/demo/seed0/sft_grpo --output_dir runs/mine
-    python -m studies.estimators.run --only_report    # the tables of what is there
+    python -m studies.estimators.run --only_report    # the tables of existing results
 
-Models: each task's base, and SFT of it. Every figure is a line of `results.jsonl` in the output folder. Killed? The
-same command continues.
+The models are each task's base and its SFT model. Results are lines of `results.jsonl` in the output folder. If the
+study is killed, run the same command to continue.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", type=Path, help="folders of one task's models; default: base and SFT")
     parser.add_argument("--groups", type=int, default=16, help="problems, with --group completions each")
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--draws", type=int, default=4, help="of each estimator's views")
-    parser.add_argument("--relative_error", type=float, default=0.01, help="of the any-order bound")
-    parser.add_argument("--gradient_draws", type=int, default=8, help="of 32 views each, for the bound's gradient")
+    parser.add_argument("--draws", type=int, default=4, help="draws of each estimator's views")
+    parser.add_argument("--relative_error", type=float, default=0.01, help="relative error of the any-order bound")
+    parser.add_argument("--gradient_draws", type=int, default=8, help="draws of 32 views, for the bound's gradient")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "estimators")
-    parser.add_argument("--document", type=Path, help="default: docs/estimators.md; with --models in the output folder")
+    parser.add_argument("--document", type=Path, help="default: docs/estimators.md; with --models in --output_dir")
     parser.add_argument("--board", type=Path, default=DATA, help="folder of the leaderboard's data")
-    parser.add_argument("--only_report", action="store_true", help="measure nothing, write what is there")
+    parser.add_argument("--only_report", action="store_true", help="measure nothing, report existing results")
     return parser
 
 
 def models_of(args: argparse.Namespace, task: str, console: Console) -> dict[str, Path]:
-    """The models by their names in the tables; SFT is made where it is not there yet."""
+    """The models by their names in the tables; a missing SFT model is trained."""
     if args.models:
         return {f"{task}: {path.name}": path for path in args.models}
     folder = args.output_dir / task
@@ -62,8 +62,8 @@ def models_of(args: argparse.Namespace, task: str, console: Console) -> dict[str
 
 
 def advantages_of(rewards: torch.Tensor, group: int) -> torch.Tensor:
-    """(rows,) reward less its group's mean, as d1 has it. Where all rewards of all groups are alike, as those of an
-    untrained model, every other completion counts as good."""
+    """(rows,) rewards minus their group's mean, as in d1. If all groups have equal rewards, as with an untrained model,
+    every other completion counts as good."""
     centred = rewards.view(-1, group) - rewards.view(-1, group).mean(-1, keepdim=True)
     if not centred.any():
         centred = 0.5 - (torch.arange(group) % 2).float().expand_as(centred)
@@ -71,7 +71,7 @@ def advantages_of(rewards: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def make_case(task: str, path: Path, groups: int, group: int) -> Case:
-    """Completions of training problems, as RL samples them, with their advantages."""
+    """Completions of training problems, sampled as in RL, with their advantages."""
     module, length = load_task(TASKS[task].dataset), TASKS[task].length
     rows = [row for row in module.load_rows("train").select(range(groups)) for _ in range(group)]
     model, tokenizer = load_model(str(path)), load_tokenizer(str(path))
@@ -83,7 +83,7 @@ def make_case(task: str, path: Path, groups: int, group: int) -> Case:
 
 
 def target_of(case: Case, args: argparse.Namespace, file: Path) -> Target:
-    """The long run, kept in a file, since it takes the most time."""
+    """The long run, which is kept in a file because it takes most of the time."""
     if not file.exists():
         found = long_run(case, args.relative_error, gradient_draws=args.gradient_draws)
         tensors = {name: torch.as_tensor(value).contiguous() for name, value in found._asdict().items()}
@@ -96,13 +96,13 @@ def target_of(case: Case, args: argparse.Namespace, file: Path) -> Target:
 
 
 def identity(args: argparse.Namespace, name: str, path: Path) -> dict[str, Any]:
-    """What a model's results are results of."""
+    """The model and the settings that a result belongs to."""
     settings = {key: getattr(args, key) for key in ("groups", "group", "draws")}
     return {"model": name, "path": os.path.relpath(path, ROOT), **settings}
 
 
 def study(args: argparse.Namespace, task: str, name: str, path: Path, console: Console) -> None:
-    """Measures what is not there yet of one model."""
+    """Measures what is missing for one model."""
     of, file = identity(args, name, path), args.output_dir / RESULTS
     done = {(line["name"], line["views"]) for line in read_lines(file) if line["of"] == of}
     missing = [choice for choice in CHOICES if (choice.name, choice.views) not in done]
@@ -128,16 +128,16 @@ def study(args: argparse.Namespace, task: str, name: str, path: Path, console: C
 
 
 def accuracies(board: Path) -> dict[str, dict[str, float]]:
-    """Task -> method -> the accuracy at the end on validation problems, from SFT, as far as it is there."""
+    """Task -> method -> final accuracy on validation problems when training starts from SFT, if there is one."""
     results = read_results(board)
     return {task: at_the_end(results, Setup(task, "sft")) for task in TASKS}
 
 
 def main(args: argparse.Namespace) -> None:
     if args.groups < 2 or args.group < 2 or args.draws < 2:
-        raise ValueError("--groups, --group and --draws must be at least 2: there is no variance of one")
+        raise ValueError("--groups, --group and --draws must be at least 2: one value has no variance")
     if args.models and len(args.tasks) > 1:
-        raise ValueError("--models are models of one task: name it with --tasks")
+        raise ValueError("--models must be models of one task: name it with --tasks")
     console = Console()
     args.output_dir = args.output_dir.resolve()
     path = args.document or (args.output_dir / "estimators.md" if args.models else DOCUMENT)

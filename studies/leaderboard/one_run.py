@@ -1,7 +1,7 @@
 """One run of the leaderboard: trains, evaluates, and appends its line to the data. `run.py` calls `complete`.
 
-A run that is killed leaves no line, and starts again from its beginning, so results do not depend on kills. This is the
-only module that reads the sealed problems and writes their outcomes.
+A killed run leaves no line and starts again from its beginning, so results do not depend on kills. This is the only
+module that reads the sealed problems and writes their outcomes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KL_PROMPTS = 64
 
 
 def train(name: str, flags: list[str], callbacks: list[Any] | None = None) -> str | None:
-    """RL with these flags; what stopped it if the loss or the weights became infinite or NaN on the way."""
+    """Runs RL with these flags; returns the error message if the loss or the weights became infinite or NaN."""
     from d1.rl import train as diffu_grpo_train
 
     args, model_args = diffu_grpo_train.make_parser().parse_args_and_config(flags)
@@ -49,7 +49,7 @@ def train(name: str, flags: list[str], callbacks: list[Any] | None = None) -> st
 def evaluate(name: str, model: Path, folder: Path, flags: Sequence[object] = ()) -> dict[str, str]:
     """Whether each problem of a task was solved, as "0110...", in the order of its file, and a hash of the questions.
 
-    The judge: greedy, the exact sampler, blocks of 8, two tokens per step. `flags` are of eval.py and win.
+    The judge is greedy, with the exact sampler, blocks of 8 and two tokens per step; `flags` of eval.py override it.
     """
     from d1.eval import run as evaluation
 
@@ -69,7 +69,7 @@ def evaluate(name: str, model: Path, folder: Path, flags: Sequence[object] = ())
 
 
 def logs_of(folder: Path) -> dict[str, Any]:
-    """What a run spent, by its `metrics.jsonl`: a line per optimizer step. Seconds are of training alone."""
+    """The cost of a run, from its `metrics.jsonl` with one line per optimizer step. Seconds are those of training."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     logs = [entry for entry in map(json.loads, lines) if "loss" in entry]
@@ -89,7 +89,7 @@ def logs_of(folder: Path) -> dict[str, Any]:
 
 
 def make_start(folder: Path, setup: Setup, seed: int) -> Path:
-    """The model that a run begins from; SFT is run where it is not there yet."""
+    """The model that a run starts from; a missing SFT model is trained."""
     if setup.start == "sft":
         from d1.sft import train as sft_train
 
@@ -119,9 +119,9 @@ def sealed_flags(task: str) -> list[object]:
 
 
 def judged(run: Run, model: Path | None, folder: Path, protocol: Protocol) -> dict[str, Any]:
-    """The outcomes of a run's last model, on validation problems in the search and on sealed ones in the end, by the
-    judge ("exact") and in the end also by the sampler of the run's own rollouts ("own"). A run that did not stay finite
-    has no model and has solved nothing."""
+    """The outcomes of a run's last model: on validation problems for tuning runs, on sealed problems for final runs.
+    The sampler is the judge's ("exact"), for final runs also that of the run's own rollouts ("own"). A run that did not
+    stay finite has no model and has solved nothing."""
     field = "sealed" if run.stage == "final" and protocol.sealed else "validation"
     flags: list[object] = ["--split", "validation"] if field == "validation" else sealed_flags(run.task)
     flags += ["--limit", protocol.limit] if protocol.limit else []
@@ -138,7 +138,7 @@ def judged(run: Run, model: Path | None, folder: Path, protocol: Protocol) -> di
 
 
 def curve(run: Run, folder: Path, protocol: Protocol, finite: bool) -> list[list[float]]:
-    """[share of the budget, accuracy on validation problems], for each model that is there."""
+    """[share of the budget, accuracy on validation problems] for each saved model."""
     models = {share: saved_at(folder, share) for share in QUARTERS} | ({1: folder} if finite else {})
     flags = ["--split", "validation", "--limit", protocol.curve]
     there = {share: model for share, model in models.items() if (model / "model.safetensors").exists()}
@@ -149,7 +149,7 @@ def curve(run: Run, folder: Path, protocol: Protocol, finite: bool) -> list[list
 
 
 def measured(run: Run, folder: Path, start: Path, protocol: Protocol) -> dict[str, Any]:
-    """Trains and evaluates: all of the line that is the run's result."""
+    """Trains and evaluates; returns the measured part of the run's line."""
     if run.method == START:
         return judged(run, start, folder, protocol)
     with_curve = run.stage == "final" and run.seed < protocol.few and run.budget == protocol.budgets[-1]
@@ -168,7 +168,7 @@ def measured(run: Run, folder: Path, start: Path, protocol: Protocol) -> dict[st
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with "+" where files differ from it."""
+    """The commit of this checkout, with "+" if files differ from it."""
     try:
         options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
         head = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
@@ -182,9 +182,9 @@ def commit() -> str | None:
 
 
 def complete(run: Run, folder: Path, data: Path, protocol: Protocol) -> dict[str, Any]:
-    """Does a run in its own folder of `folder`, which is removed at the end, and appends its line; returns the line."""
+    """Does a run in its own subfolder of `folder`, which is removed at the end; appends its line and returns it."""
     own = folder / run.name
-    shutil.rmtree(own, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(own, ignore_errors=True)  # left by a killed run
     start = make_start(folder, run.setup, run.seed)
     own.mkdir(parents=True)
     settings = run.settings() if run.method != START else []

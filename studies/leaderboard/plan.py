@@ -1,4 +1,4 @@
-"""What the leaderboard runs, as PROTOCOL.md has it: which runs are still missing, given the results that are there."""
+"""The plan of the leaderboard, as PROTOCOL.md describes it: the missing runs, given the existing results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from d1.rl.methods import METHODS
 from pocket.recipes import RECIPES, ROOT
 
-START = "none"  # in the place of a method: the model that runs begin from
-LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # rates, by factors of about 3
-# What a method's row says about its sampler, and what the judge has in its place.
+START = "none"  # in place of a method: the model that runs start from
+LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates, by factors of about 3
+# The settings of a method's row that define its sampler, and the judge's values.
 JUDGE = {"sampler": "exact", "remasking": "low_confidence", "block_length": 8}
 OWN = (*JUDGE, "kv_cache", "reveal", "reveal_level", "diffusion_steps")
 
@@ -24,10 +24,10 @@ class BoardTask:
     """A row of `TASKS`.
 
     Attributes:
-        dataset: its name in d1's `TASKS`.
+        dataset: the task's name in d1's `TASKS`.
         base: the model's folder in pocket/.
-        length: tokens of a completion, in training and evaluation.
-        flags: of RL, beyond those of pocket.yaml.
+        length: tokens per completion, in training and evaluation.
+        flags: flags of RL in addition to pocket.yaml.
     """
 
     dataset: str
@@ -48,7 +48,7 @@ TASKS = {name: board_task(name) for name in ("sudoku", "countdown", "arithmetic"
 
 
 class Setup(NamedTuple):
-    """Where methods meet: a task, and the model that runs begin from, "sft" or "base"."""
+    """A setup in which methods are compared: a task, and the model that runs start from, "sft" or "base"."""
 
     task: str
     start: str
@@ -64,11 +64,11 @@ SETUPS |= {s.label: s for s in (Setup("countdown", "sft"), Setup("arithmetic", "
 
 @dataclass(frozen=True)
 class Run:
-    """One training with its evaluations, or, of the method `START`, the evaluation of a start.
+    """One training with its evaluations; for the method `START`, the evaluation of a start model.
 
     Attributes:
         stage: "tuning", judged on validation problems, or "final", judged on sealed ones.
-        budget: in compute tokens.
+        budget: compute tokens.
     """
 
     stage: str
@@ -92,17 +92,17 @@ class Run:
         return Setup(self.task, self.start)
 
     def settings(self) -> list[str]:
-        """Flags of RL that define the run, without folders."""
+        """The flags of RL that define the run, without folders."""
         task, values = TASKS[self.task], METHODS[self.method].values
         flags: list[object] = ["--method", self.method, "--dataset", task.dataset, *task.flags]
         flags += ["--seed", self.seed, "--num_generations", 8, "--num_iterations", self.num_iterations]
         flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "linear", "--warmup_steps", 0]
-        # Two tokens per step, but for methods that bring their own way of sampling.
+        # Two tokens per step, except for methods that set the number of steps.
         if "diffusion_steps" not in values:
             flags += ["--diffusion_steps", task.length // 2]
-        # Each step takes a token at least, so the budget ends the run and never max_steps.
+        # Each step costs at least one token, so the budget ends the run, not max_steps.
         flags += ["--max_compute_tokens", self.budget, "--max_steps", self.budget, "--lr_scheduler_kwargs", "{}"]
-        return [*map(str, flags), "--views_at_once", "64"]  # all views of any method: nothing is computed twice
+        return [*map(str, flags), "--views_at_once", "64"]  # all views of any method at once: nothing is computed twice
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class Protocol:
     """The numbers of PROTOCOL.md; `QUICK` and tests have smaller ones.
 
     Attributes:
-        tuning_seeds: the first runs every cell of the grid, the others those that are `near` its best.
-        rates: of the grid, before it is extended within `lowest` and `highest`.
-        far, near: differences of accuracy. A mu that is more than `far` behind is not extended; a method that is more
-            than `far` behind, or not among the `most` best of its setup, gets `few` seeds.
-        limit: problems of tuning and of the final table; 0: all.
-        curve: validation problems at each quarter of the last budget, for the first `few` seeds.
+        tuning_seeds: the first seed runs every cell of the grid; the others run the cells `near` the best.
+        rates: learning rates of the grid, before it is extended within `lowest` and `highest`.
+        far, near: differences of accuracy. The grid is not extended for a mu more than `far` below the best; a method
+            more than `far` below the best, or not among the `most` best of its setup, gets only `few` seeds.
+        limit: number of problems for tuning and for the final table; 0: all.
+        curve: number of validation problems at each quarter of the last budget, for the first `few` seeds.
         sealed: final runs are judged on sealed problems, else on validation problems.
     """
 
@@ -136,7 +136,7 @@ class Protocol:
     sealed: bool = True
 
     def missing(self, results: Mapping[Run, Mapping[str, Any]]) -> list[Run]:
-        """The runs that can start now, the most urgent first; none: the board is complete."""
+        """The runs that can start now, the most urgent first; an empty list if the leaderboard is complete."""
         chosen: dict[tuple[Setup, str], Choice] = {}
         found: list[Run] = []
         for setup, method in product(self.setups, self.methods):
@@ -149,7 +149,7 @@ class Protocol:
     def tuning(
         self, results: Mapping[Run, Mapping[str, Any]], setup: Setup, method: str
     ) -> tuple[list[Run], Choice | None]:
-        """The runs that a method's search needs next in a setup, or, when there are none, what it chose."""
+        """The runs that a method's search needs next in a setup; if there are none, the search's choice."""
         first, *others = self.tuning_seeds
         mus = updates_of(method)
 
@@ -182,14 +182,14 @@ class Protocol:
         return [], Choice(rate, mu, fmean(near[rate, mu]))
 
     def beyond(self, rate: float, tried: Collection[float]) -> list[float]:
-        """The rates next to `rate` that extend the grid, where it lies at an edge of what was tried."""
+        """The learning rates next to `rate` that extend the grid, if `rate` is at an edge of the rates tried."""
         place = LADDER.index(rate)
         around = LADDER[max(0, place - 1) : place + 2]
         return [other for other in around if other not in tried and self.lowest <= other <= self.highest]
 
     def final(self, chosen: Mapping[tuple[Setup, str], Choice]) -> Iterator[Run]:
-        """Seed by seed, so that a board cut short has all methods. A seed beyond the first `few` waits for the search
-        of all methods of its setup, which says who is too far behind for it."""
+        """The final runs, seed by seed, so that an incomplete leaderboard has all methods. Seeds after the first `few`
+        wait for the search of all methods of their setup, which decides which methods are too far below the best."""
         for seed, setup in product(range(self.seeds), self.setups):
             if setup.start == "sft" or seed == 0:
                 yield Run("final", *setup, START, seed)
@@ -204,7 +204,7 @@ class Protocol:
 
 
 class Choice(NamedTuple):
-    """What the search chose, and its mean accuracy over the tuning seeds."""
+    """The choice of a search, and its mean accuracy over the tuning seeds."""
 
     learning_rate: float
     num_iterations: int
@@ -212,7 +212,7 @@ class Choice(NamedTuple):
 
 
 FULL = Protocol()
-# A few minutes: two methods and one rate, which is therefore not searched.
+# A few minutes: two methods and a single learning rate, so there is no search.
 QUICK = Protocol(
     methods=("d1", "tracerl"),
     setups=(SETUPS["sudoku-base"],),
@@ -229,7 +229,7 @@ QUICK = Protocol(
 
 
 def accuracy(outcomes: str) -> float:
-    """The share of "0110..." that is 1."""
+    """The share of ones in "0110..."."""
     return outcomes.count("1") / len(outcomes)
 
 
@@ -242,7 +242,7 @@ def updates_of(method: str) -> tuple[int, ...]:
 
 
 def own_sampler(method: str, length: int) -> list[str] | None:
-    """Flags of evaluation for the sampler of a method's own rollouts, at temperature 0; None: it is the judge's."""
+    """Flags of evaluation for the sampler of a method's own rollouts, at temperature 0; None if it is the judge's."""
     values = METHODS[method].values
     own = {name: values[name] for name in OWN if values.get(name, JUDGE.get(name)) != JUDGE.get(name)}
     if "diffusion_steps" in values:

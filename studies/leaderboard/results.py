@@ -1,4 +1,4 @@
-"""The leaderboard's data: one JSON line per run in `data/`, read without what the final table alone may read."""
+"""The leaderboard's data: one JSON line per run in `data/`, read without the sealed outcomes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def file_of(data: Path, run: Run) -> Path:
 
 
 def read_results(data: Path = DATA) -> dict[Run, Line]:
-    """The line of each run, without its outcomes on sealed problems; the last, of a run with several.
+    """The line of each run, without its outcomes on sealed problems; the last line if a run has several.
 
-    The lines of a method whose row of `METHODS` has changed since do not count.
+    Lines of a method whose row of `METHODS` has changed since are left out.
     """
     found = {}
     for file in sorted(data.glob("*.jsonl")):
@@ -37,7 +37,7 @@ def read_results(data: Path = DATA) -> dict[Run, Line]:
 
 
 def values_of(method: str) -> dict[str, Any] | None:
-    """A method's row, as JSON has it; None for a start or a method that is no longer there."""
+    """A method's row, converted as in JSON; None for a start model or a method that no longer exists."""
     return json.loads(json.dumps(METHODS[method].values)) if method in METHODS else None
 
 

@@ -1,11 +1,11 @@
-"""Which RL method is best at the same compute? Does the runs of PROTOCOL.md that are not in data/ yet.
+"""Compare RL methods at the same compute: do the runs of PROTOCOL.md that are not in data/ yet.
 
-    python -m studies.leaderboard.run --jobs 2 --hours 8    # as many runs as start within eight hours
-    python -m studies.leaderboard.run --setups sudoku-sft   # of one setup alone
+    python -m studies.leaderboard.run --jobs 2 --hours 8    # start no run after eight hours
+    python -m studies.leaderboard.run --setups sudoku-sft   # only one setup
     python -m studies.leaderboard.run --quick               # a few minutes, in runs/leaderboard_quick
 
-First the search of each method's rate and number of updates, then the final runs, seed by seed. Killed, even with -9?
-The same command continues. A run in progress is lost and starts again.
+First it searches each method's learning rate and number of updates, then it does the final runs, seed by seed. If it is
+killed (even with -9), run the same command to continue; the run in progress starts again.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from pocket.recipes import ROOT
 from studies.leaderboard.plan import FULL, QUICK, SETUPS, Protocol, Run
 from studies.leaderboard.results import DATA, read_results
 
-RUNS_PER_PROCESS = 25  # then a new one takes its place, so that no leak lasts
+RUNS_PER_PROCESS = 25  # then a new process replaces it, so that memory leaks cannot grow
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=COUNT, default=min(2, os.cpu_count() or 1), help="runs side by side")
+    parser.add_argument("--jobs", type=COUNT, default=min(2, os.cpu_count() or 1), help="runs at the same time")
     parser.add_argument("--hours", type=POSITIVE, help="start no run later than this; default: until all are done")
     parser.add_argument("--setups", nargs="+", choices=[*SETUPS], metavar="SETUP", help=f"default: {' '.join(SETUPS)}")
     parser.add_argument("--quick", action="store_true", help="two methods, one setup, one seed, one rate")
-    parser.add_argument("--output_dir", type=Path, help="of models at work; default: runs/leaderboard")
+    parser.add_argument("--output_dir", type=Path, help="folder for models in use; default: runs/leaderboard")
     return parser
 
 
 def begin(folder: Path) -> None:
-    """Starts a process of the pool: it writes to a log of its own, and ends with the runner, however that ends."""
+    """Initialises a process of the pool: it writes to its own log, and ends when the runner ends for any reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -60,7 +60,7 @@ def begin(folder: Path) -> None:
 
 
 def do(run: Run, folder: Path, data: Path, protocol: Protocol) -> str:
-    """Does a run in a process of the pool; what to say of it."""
+    """Does a run in a process of the pool; returns a message about it."""
     from studies.leaderboard.one_run import complete  # only there: it imports torch
 
     started = time.monotonic()
@@ -69,10 +69,10 @@ def do(run: Run, folder: Path, data: Path, protocol: Protocol) -> str:
 
 
 def work(protocol: Protocol, folder: Path, data: Path, jobs: int, hours: float | None, console: Console) -> list[Run]:
-    """Does what is missing; returns the runs that failed, which a second call tries again.
+    """Does the missing runs; returns those that failed, which a second call tries again.
 
     Raises:
-        RunError: a process of the pool was killed, or another runner is at work in `folder`.
+        RunError: a process of the pool was killed, or another runner uses `folder`.
     """
     os.environ.update(ENVIRONMENT)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,9 +83,7 @@ def work(protocol: Protocol, folder: Path, data: Path, jobs: int, hours: float |
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(
-                f"another runner is at work in {folder}: wait for it, or choose another --output_dir"
-            ) from None
+            raise RunError(f"another runner is using {folder}: wait for it, or choose another --output_dir") from None
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(
             jobs, spawn, initializer=begin, initargs=(folder,), max_tasks_per_child=RUNS_PER_PROCESS
@@ -103,8 +101,8 @@ def work(protocol: Protocol, folder: Path, data: Path, jobs: int, hours: float |
                     try:
                         said = future.result()
                     except BrokenProcessPool:
-                        raise RunError(f"{run.name} was killed: the same command continues") from None
-                    except Exception as error:  # of one run, which must not end a night of them
+                        raise RunError(f"{run.name} was killed: run the same command to continue") from None
+                    except Exception as error:  # one failed run must not end a long series
                         failed.append(run)
                         said = f"failed: {type(error).__name__}: {error}"
                     hour = (time.monotonic() - started) / 3600

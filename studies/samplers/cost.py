@@ -1,13 +1,13 @@
-"""What each sampler costs in accuracy and saves in work, on fresh problems of a pocket task.
+"""Measure the accuracy and the work of each sampler on fresh problems of a pocket task.
 
     python -m studies.samplers.cost --model_path runs/demo/seed0/sft_grpo --gen_length 32 --problems 1000
 
-All samplers are greedy and compared problem by problem with the exact one (length / 2 steps, blocks of 8): problems
-solved, forward passes and tokens fed through the model per problem, and processor seconds. Writes
+All samplers are greedy and are compared problem by problem with the exact one (length / 2 steps, blocks of 8): problems
+solved, forward passes and tokens processed per problem, and processor seconds. Writes
 `samplers_<task>_<gen_length>.json` and `.md` to --output_dir. Set OMP_NUM_THREADS=1.
 
-The problems are drawn anew on the test split's grids or numbers, which no training sees. To search for a model's own
-settings, see `search.py`.
+The problems are new ones on the grids or numbers of the test split, which no training uses. To search for the best
+settings of a model, see `search.py`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ BASE = "exact"
 
 
 def contestants(length: int) -> dict[str, dict[str, Any]]:
-    """Name in the table -> block length (8), most steps (length / 2), sampler and its options, EOS stop (on).
+    """Name in the table -> block length (default 8), maximum number of steps (length / 2), sampler and its options,
+    EOS stop (on).
 
-    The levels were chosen on validation puzzles; "one block" is the whole canvas at once.
+    The levels were chosen on validation puzzles; "one block" is the whole canvas.
     """
     whole = {"block": length}
     return {
@@ -110,13 +111,13 @@ def with_margin(values: list[float]) -> tuple[float, float]:
 
 
 def work_of(parts: list[Rollout]) -> tuple[float, float]:
-    """Forward passes and tokens fed through the model, per problem."""
+    """Forward passes and tokens processed by the model, per problem."""
     counts = torch.cat([torch.stack([part.passes, part.forward_tokens]) for part in parts], dim=1).double().mean(1)
     return counts[0].item(), counts[1].item()
 
 
 def prompts_of(rows: Any, tokenizer: Any, device: str) -> Tensor:
-    """(rows, prompt) ids: all prompts of a pocket task are of one length."""
+    """(rows, prompt) ids: all prompts of a pocket task have the same length."""
     ids = tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=False)
     return torch.tensor(ids, device=device)
 
@@ -124,7 +125,7 @@ def prompts_of(rows: Any, tokenizer: Any, device: str) -> Tensor:
 def measure(
     args: argparse.Namespace, model: Any, tokenizer: Any, settings: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """One row per sampler of `settings` (its name, then `sample`'s options), `BASE` among them."""
+    """One row per sampler in `settings` (name -> options of `sample`), which must include `BASE`."""
     rows = FRESH[args.task](args.problems, args.seed)
     prompts = prompts_of(rows, tokenizer, model.device)
     sampled: dict[str, list[Rollout]] = {}
@@ -161,7 +162,7 @@ def make_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--batch", type=COUNT, default=125, help="problems sampled at once")
     parser.add_argument("--repeats", type=COUNT, default=3, help="timed rounds")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems")
     parser.add_argument("--output_dir", default="benchmark_results")
     return parser
 
@@ -170,7 +171,7 @@ def write_comparison(args: argparse.Namespace, name: str, settings: Callable[...
     """Compares the samplers that `settings(args, model, tokenizer)` names and writes the report `name`.
 
     Raises:
-        ValueError: a number out of its range, before a model is loaded.
+        ValueError: a number is out of its range; raised before a model is loaded.
     """
     if args.problems < 2 or args.gen_length < 8 or args.gen_length % 8:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Problems that no training has seen, more of them than a test split has where more can be made."""
+"""Problems that no training uses; more than a test split has, if more can be made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sudoku(count: int, seed: int) -> Any:
 
 
 def arithmetic(count: int, seed: int) -> Any:
-    """Rows of `count` new word problems on the test split's numbers, as often each as the others, to within one."""
+    """Rows of `count` new word problems on the test split's numbers, which are used equally often, up to one."""
     numbers, rng = training_numbers(NUMBERS), np.random.default_rng(seed)
     return rows_of("arithmetic", [arithmetic_row(*numbers[i % len(numbers)], rng=rng) for i in range(count)])
 
@@ -40,7 +40,7 @@ FRESH = {"sudoku": sudoku, "countdown": countdown, "arithmetic": arithmetic}
 
 
 def rows_of(task: str, problems: list[dict[str, str]]) -> Any:
-    """The rows that a task reads from a file of these problems."""
+    """The rows that a task reads from a file with these problems."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "problems.jsonl"
         write_rows(path, problems)

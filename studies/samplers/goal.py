@@ -1,13 +1,13 @@
-"""Does a fast sampler get to the exact sampler's final accuracy with 2.5 times less compute?
+"""Test whether a fast sampler reaches the exact sampler's final accuracy with 2.5 times less compute.
 
-    python -m studies.samplers.goal                     # 80 minutes of a core; docs/fast_rollouts_goal.md
+    python -m studies.samplers.goal                     # 80 minutes on one core; docs/fast_rollouts_goal.md
     python -m studies.samplers.goal --split validation --seeds 0 1 2 3 --steps 100 --arms exact lasting
-    python -m studies.samplers.goal --only_report       # the tables of what is there
+    python -m studies.samplers.goal --only_report       # the tables of existing results
 
-Each arm trains from SFT for so many steps, over which its rate falls to 0, and only the last model is judged, by the
-exact sampler. So nothing depends on where a noisy curve first crosses a line, as it does in `run.py`, nor on
-how fast or busy the machine is.
-Results are lines of `results.jsonl` in the output folder. Killed? The same command continues.
+Each arm starts from SFT and trains for a fixed number of steps, over which its learning rate falls to 0. Only the last
+model is judged, by the exact sampler. So, unlike in `run.py`, nothing depends on where a noisy curve first crosses a
+line, or on how fast or busy the machine is.
+Results are lines of `results.jsonl` in the output folder. If the study is killed, run the same command to continue.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from studies.pages import reading
 from studies.samplers.outcomes import GOAL, SECONDS, TOKENS, Line, paired, solved, solved_by_own
 from studies.samplers.runs import LASTING, NO_CURE, PREFIX, SURER, Run, check_numbers, run_missing
 
-TASK, ESTIMATOR = "arithmetic", "tracerl"  # whose rollouts are four fifths of the compute
+TASK, ESTIMATOR = "arithmetic", "tracerl"  # here rollouts are four fifths of the compute
 RATE = 2e-4
 
 
 class Arm(NamedTuple):
-    """What its runs share; the fields are `Run`'s."""
+    """The settings that the runs of an arm share; the fields are those of `Run`."""
 
     sampler: str
     cure: str
     steps: int
 
 
-# The exact arm's steps -> arm. The others spend about 2.5 times fewer tokens.
+# Steps of the exact arm -> name -> arm. The other arms use about 2.5 times fewer tokens.
 ARMS: dict[int, dict[str, Arm]] = {
     50: {
         "exact": Arm("exact", NO_CURE, 50),
@@ -52,7 +52,7 @@ ARMS: dict[int, dict[str, Arm]] = {
         "dual": Arm("cached+parallel", SURER, 51),
         "lasting": Arm("cached+parallel", LASTING, 87),
     },
-    100: {  # the two that matter, near the most that RL reaches
+    100: {  # the two most important arms, near the highest accuracy that RL reaches
         "exact": Arm("exact", NO_CURE, 100),
         "lasting": Arm("cached+parallel", LASTING, 174),
     },
@@ -62,21 +62,21 @@ DOCUMENT = ROOT / "docs" / "fast_rollouts_goal.md"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(20, 28)], help="those below chose the arms")
-    parser.add_argument("--steps", type=int, nargs="+", default=[*ARMS], choices=[*ARMS], help="of the exact arm")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(20, 28)], help="lower seeds chose the arms")
+    parser.add_argument("--steps", type=int, nargs="+", default=[*ARMS], choices=[*ARMS], help="steps of the exact arm")
     parser.add_argument("--arms", nargs="+", default=[*ARMS[50]], choices=[*ARMS[50]])
     parser.add_argument("--split", choices=["test", "validation"], default="test", help="problems to judge on")
-    parser.add_argument("--learning_rate", type=float, default=RATE, help="that a run begins with")
-    parser.add_argument("--share", type=float, default=1.0, help="of each arm's steps, for a quick look")
-    parser.add_argument("--limit", type=int, default=0, help="judge on so many problems; default: all")
+    parser.add_argument("--learning_rate", type=float, default=RATE, help="learning rate at the start of a run")
+    parser.add_argument("--share", type=float, default=1.0, help="share of each arm's steps to do, for a quick look")
+    parser.add_argument("--limit", type=int, default=0, help="judge on this number of problems; default: all")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "sampler_goal")
     parser.add_argument("--document", type=Path, help="default: docs/fast_rollouts_goal.md")
-    parser.add_argument("--only_report", action="store_true", help="run nothing, write what is there")
+    parser.add_argument("--only_report", action="store_true", help="run nothing, report existing results")
     return parser
 
 
 def cut(arm: Arm, share: float) -> Arm:
-    """The arm at this share of its steps."""
+    """The arm with this share of its steps."""
     return arm._replace(steps=max(1, round(share * arm.steps)))
 
 
@@ -87,7 +87,7 @@ def run_of(arm: Arm, seed: int, args: argparse.Namespace) -> Run:
 
 
 def planned(args: argparse.Namespace) -> list[Run]:
-    """Seed by seed, so that what is cut short has all arms."""
+    """The runs, seed by seed, so that an incomplete study has all arms."""
     each = product(args.seeds, args.steps, args.arms)
     return [run_of(ARMS[steps][name], seed, args) for seed, steps, name in each if name in ARMS[steps]]
 
@@ -96,8 +96,8 @@ Runs = dict[int, Line]  # by seed
 
 
 def of_arms(lines: Sequence[Line], args: argparse.Namespace, steps: int, split: str) -> dict[float, dict[str, Runs]]:
-    """Rate -> arm -> the lines of these arms and this split, among those of the share and the limit that `args` has;
-    without runs whose loss or weights did not stay finite."""
+    """Learning rate -> arm -> lines of this split, with the share and the limit in `args`; without runs whose loss or
+    weights did not stay finite."""
     found: dict[float, dict[str, Runs]] = {}
     for line in lines:
         run = Run(**line["run"])
@@ -110,17 +110,17 @@ def of_arms(lines: Sequence[Line], args: argparse.Namespace, steps: int, split: 
 
 
 def scores(runs: Runs) -> dict[int, np.ndarray]:
-    """Seed -> (problems,) 1 where solved."""
+    """Seed -> (problems,), 1 if solved."""
     return {seed: solved(line["points"][-1]) for seed, line in runs.items()}
 
 
 def spent(runs: Runs, seeds: Sequence[int], of: str) -> float:
-    """The mean over seeds of seconds, of tokens or of steps."""
+    """The mean over seeds of the seconds, tokens or steps that a run used."""
     return fmean(runs[seed]["points"][-1][of] for seed in seeds)
 
 
 def arms_table(arms: dict[str, Runs]) -> str:
-    """Of the seeds that an arm and the exact one both have."""
+    """One row per arm, over the seeds that the arm shares with the exact arm."""
     rows, exact = [], arms.get("exact", {})
     for name, runs in arms.items():
         seeds = sorted(runs.keys() & exact.keys()) or sorted(runs)
@@ -150,7 +150,7 @@ def validation_table(by_rate: dict[float, dict[str, Runs]]) -> str:
 
 
 def write_page(lines: Sequence[Line], args: argparse.Namespace, path: Path) -> str:
-    """Writes the page; returns what to say."""
+    """Writes the page; returns a message."""
     text = HEAD.format(goal=GOAL, reading=reading(path))
     for steps in ARMS:
         for rate, arms in of_arms(lines, args, steps, "test").items():
@@ -165,28 +165,29 @@ def write_page(lines: Sequence[Line], args: argparse.Namespace, path: Path) -> s
 
 HEAD = """# A fast sampler with {goal} times less compute
 
-Written by `python -m studies.samplers.goal`. Word problems from SFT, with TraceRL's values and two views a completion:
-rollouts are four fifths of this compute. Each arm trains for the steps in the script's `ARMS`, its rate falls to 0 over
-them, and the last model is judged by the **exact** sampler, greedy. All rollouts, and the judge, have blocks of 8. Fast
-arms are `cached+parallel` with threshold 0.95; the name says which cache.
+Written by `python -m studies.samplers.goal`. The task is word problems, from SFT, with TraceRL's values and two views
+per completion; here rollouts are four fifths of the compute. Each arm trains for the steps in the script's `ARMS`,
+while its learning rate falls to 0, and the last model is judged by the **exact** sampler, greedy. All rollouts and the
+judge use blocks of 8. Fast arms are `cached+parallel` with threshold 0.95, named after their cache.
 
 {reading}
 
-- less exact's: paired by seeds and problems, with 95% intervals over both.
-- by its own: percent that the last model solves, greedy, by the sampler of its own rollouts.
-- fed: tokens that a completion's rollout fed through the body.
-- tokens: through the body, backward counted twice, rollouts included, as in [the leaderboard](leaderboard.md).
-- fewer: the exact arm's seconds, or tokens, over the row's.
+- less exact's: difference to the exact arm, paired by seeds and problems, with 95% intervals over both.
+- by its own: percent that the last model solves, greedy, with the sampler of its own rollouts.
+- fed: tokens processed by the transformer per completion in a rollout.
+- tokens: all tokens processed by the transformer, including rollouts; backward passes count twice, as in
+  [the leaderboard](leaderboard.md).
+- fewer: the exact arm's seconds, or tokens, divided by the row's.
 
 """
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError for a number out of its range, or arms of which a budget has none."""
+    """Raises ValueError for a number out of its range, or if a number of steps has none of the arms."""
     check_numbers(args)
     for steps in args.steps:
         if not any(name in ARMS[steps] for name in args.arms):
-            raise ValueError(f"--steps {steps} must have one of the --arms: its own are {', '.join(ARMS[steps])}")
+            raise ValueError(f"--steps {steps} needs one of its --arms: {', '.join(ARMS[steps])}")
     if not 0 < args.share <= 1:
         raise ValueError("--share must be above 0 and at most 1")
 

@@ -1,4 +1,4 @@
-"""How the study of samplers inside RL is read: its lines by setup and seed, and each setup beside the exact sampler."""
+"""Read the study of samplers inside RL: its lines by setup and seed, and each setup compared with the exact sampler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS, TOKENS = "seconds", "compute_tokens"
 
 
 class Setup(NamedTuple):
-    """What runs of several seeds have in common."""
+    """What runs with different seeds have in common."""
 
     task: str
     estimator: str
@@ -33,7 +33,7 @@ class Setup(NamedTuple):
 
 
 class Results:
-    """The lines of one split at one rate and budget, the last of each run, by setup and seed."""
+    """The last line of each run, of one split at one learning rate and budget, by setup and seed."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self.starts: dict[tuple[str, int], np.ndarray] = {}
@@ -52,11 +52,11 @@ class Results:
 
     @property
     def groups(self) -> list[tuple[str, str]]:
-        """Task and estimator of those runs that can be compared."""
+        """The groups of runs that can be compared: task and estimator."""
         return [(task, one) for task in dict.fromkeys(s.task for s in self.lines) for one in ESTIMATORS]
 
     def finals(self, setup: Setup) -> dict[int, np.ndarray]:
-        """Seed -> (problems,) 1 where solved at the end; a run that did not stay finite has solved nothing."""
+        """Seed -> (problems,), 1 if solved at the end; a run that did not stay finite has solved nothing."""
         found = {}
         for seed, line in self.lines.get(setup, {}).items():
             start = self.starts[setup.task, seed]
@@ -64,8 +64,8 @@ class Results:
         return found
 
     def curve(self, setup: Setup, of: str, seeds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds or tokens, and the mean over seeds of the accuracy there: straight lines between points, and after
-        its last point a run stays where it is."""
+        """Seconds or tokens, and the mean accuracy over seeds, with linear interpolation between points; after its last
+        point, a run keeps its accuracy."""
         kept = []
         for seed in seeds:
             line = self.lines[setup][seed]
@@ -92,13 +92,13 @@ def solved(point: Line) -> np.ndarray:
 
 
 def solved_by_own(lines: Iterable[Line]) -> float | None:
-    """The share that the last models solve by the sampler of their own rollouts, greedy; None where all were exact."""
+    """The share that the last models solve with the sampler of their own rollouts, greedy; None if all were exact."""
     found = [solved(line["own"]).mean() for line in lines if line.get("own")]
     return fmean(found) if found else None
 
 
 def first_reach(places: np.ndarray, values: np.ndarray, level: float) -> float | None:
-    """Where a curve of straight lines first is at `level` or above; None if nowhere."""
+    """The first place where a piecewise linear curve is at `level` or above; None if there is none."""
     for i, value in enumerate(values):
         if value >= level:
             if i == 0:
@@ -108,25 +108,25 @@ def first_reach(places: np.ndarray, values: np.ndarray, level: float) -> float |
 
 
 def paired(a: dict[int, np.ndarray], b: dict[int, np.ndarray], of_seeds: Square | None = None) -> Mean:
-    """b - a, of the seeds that both have."""
+    """b - a, over the seeds that both have."""
     return mean_of(np.stack([b[seed] - a[seed] for seed in sorted(a.keys() & b.keys())]), of_seeds)
 
 
 class Outcome(NamedTuple):
-    """A setup beside the exact sampler, of the seeds that both have. Spent is (seconds, tokens) to a level."""
+    """A setup compared with the exact sampler, over the seeds that both have. Lists are (seconds, tokens)."""
 
     final: Mean
     to_start: Mean
     to_exact: Mean | None
-    near: list[float | None]  # to 95% of exact's final accuracy
-    whole: list[float | None]  # to all of it
-    less: list[float | None]  # exact's own `whole` over this one's
+    near: list[float | None]  # spent to reach 95% of exact's final accuracy
+    whole: list[float | None]  # spent to reach all of it
+    less: list[float | None]  # exact's own `whole` divided by this one's
     diverged: str
     seeds: int
 
     @property
     def meets(self) -> bool:
-        """Whether both seconds and tokens were cut as far as the goal says, without a loss beyond the interval."""
+        """Whether both seconds and tokens are reduced by the goal, without a loss of accuracy beyond the interval."""
         loss = self.to_exact is not None and self.to_exact.high < 0
         cut = all(times is not None and times >= GOAL for times in self.less)
         return cut and not loss and self.seeds == len(SEEDS)
@@ -163,7 +163,7 @@ def outcome(results: Results, setup: Setup) -> Outcome:
 
 
 def of_largest_budget(lines: Iterable[Line]) -> dict[str, list[Line]]:
-    """Task -> the lines of its trainings on test problems, of the rate and seconds that have the most."""
+    """Task -> its training lines on test problems, of the learning rate and seconds that have the most lines."""
     found: dict[str, dict[tuple[float, float], list[Line]]] = {}
     for line in lines:
         run = line["run"]

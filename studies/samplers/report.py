@@ -1,4 +1,4 @@
-"""What the study of samplers inside RL shows: tables of outcomes and of what happened inside, a figure, and a page."""
+"""The report of the study of samplers inside RL: tables of outcomes and of training metrics, a figure, and a page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def outcomes_table(results: Results, setups: Sequence[Setup]) -> str:
 
 
 def inside_table(results: Results, setups: Sequence[Setup]) -> str:
-    """First and last logs of what could make a run unstable."""
+    """First and last logs of metrics that could show an unstable run."""
     names = {
         "sampled, %": ("rewards/accuracy/mean", 100.0, 0),
         "tokens fed": ("sampling/forward_tokens", 1.0, 0),
@@ -71,7 +71,8 @@ def inside_table(results: Results, setups: Sequence[Setup]) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """A row a task and a column an estimator: accuracy against processor seconds, cures in their sampler's colour."""
+    """Plots accuracy against processor seconds, one row per task, one column per estimator; cures have their sampler's
+    colour."""
     columns, rows = len(ESTIMATORS), len(results.groups) // len(ESTIMATORS)
     figure, axes = panels(rows, columns, size=(4.8 * columns, 3.4 * rows), share_y=True)
     shown_lines = {}
@@ -89,7 +90,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def validation_table(lines: Sequence[Line]) -> str:
-    """What was looked at before the study."""
+    """The runs on validation problems, which were made before the study."""
     rows = []
     for line in lines:
         run = line["run"]
@@ -102,7 +103,7 @@ def validation_table(lines: Sequence[Line]) -> str:
 
 
 def write_report(lines: Sequence[Line], path: Path) -> str:
-    """Writes the page, and the figure beside it, of each task's budget with the most runs; returns what to say."""
+    """Writes the page and its figure, for each task's budget with the most runs; returns a message."""
     by_task = of_largest_budget(lines)
     if not by_task:
         return "No run on the test split is done yet."
@@ -130,7 +131,7 @@ def write_report(lines: Sequence[Line], path: Path) -> str:
 
 
 def task_heading(task: str, lines: Sequence[Line]) -> str:
-    """Which runs a task's tables are of."""
+    """The heading of a task: the runs in its tables."""
     run = lines[0]["run"]
     text = (
         f"## {task}\n\nRuns of {run['seconds']:g} processor seconds at a constant rate of {run['learning_rate']:g}.\n\n"
@@ -143,27 +144,28 @@ def task_heading(task: str, lines: Sequence[Line]) -> str:
 
 HEAD = """# Fast samplers inside online RL
 
-Written by `python -m studies.samplers.run`. From SFT, all runs of a task train for the same seconds of one core, with
-the settings of pocket.yaml, and sample their rollouts with different samplers. Every model is judged by the **exact**
-sampler, greedy, on the test problems. `one_step` is d1's estimator; `replay` scores each token in the state it was
-revealed in, all else being d1's, so that estimators alone differ. `tracerl` has TraceRL's values. Levels of samplers
-were chosen on validation problems by `studies/samplers/search.py`.
+Written by `python -m studies.samplers.run`. All runs of a task start from SFT and train for the same seconds on one
+core, with the settings of pocket.yaml and different samplers for their rollouts. Every model is judged by the **exact**
+sampler, greedy, on the test problems. `one_step` is d1's estimator. `replay` scores each token in the state in which it
+was revealed; everything else is d1's, so only the estimators differ. `tracerl` has TraceRL's values. The samplers'
+levels were chosen on validation problems by `studies/samplers/search.py`.
 
 {reading}
 
 ![Solved by the exact sampler against processor seconds]({figure})
 
-- final: percent solved at the end, with 95% intervals over seeds and problems; differences are paired by both. How far
-  those to exact vary by seed is estimated from all rows of a table together.
-- by its own: percent that the last model solves, greedy, by the sampler of its own rollouts.
-- diverged: runs whose loss or weights were no longer finite; "below the start" where the final accuracy is, by more
-  than the interval.
-- to 95%, to 100%: processor seconds, and millions of tokens through the body (backward counted twice), at which the
-  mean curve first reaches that share of the final accuracy that the exact sampler has with the same estimator; 0 where
-  SFT has it already. A first crossing of a noisy curve comes early, for all samplers alike.
-- cut by: seconds and tokens of the exact sampler to its own final accuracy over those of the row. The goal is {goal}.
-- Inside, "first to last", means of three rollouts each: sampled: accuracy of the rollouts, by the run's own sampler;
-  mismatch: recorded log-probabilities of the sampler less those of the trained policy, nats a token; entropy: of the
-  policy where it is scored; KL: to SFT's policy; largest ratio: of new to old probabilities in an update.
+- final: percent solved at the end, with 95% intervals over seeds and problems; differences are paired by both. The
+  seeds' variance of differences to exact is estimated from all rows of a table together.
+- by its own: percent that the last model solves, greedy, with the sampler of its own rollouts.
+- diverged: runs whose loss or weights were no longer finite; "below the start" if the final accuracy is below the
+  start's by more than the interval.
+- to 95%, to 100%: processor seconds, and millions of tokens processed by the transformer (backward passes count twice),
+  at which the mean curve first reaches that share of the final accuracy of the exact sampler with the same estimator; 0
+  if SFT has it already. The first crossing of a noisy curve comes too early, for all samplers alike.
+- cut by: seconds and tokens that the exact sampler needs for its own final accuracy, divided by those of the row. The
+  goal is {goal}.
+- Training metrics are "first to last", each a mean of three rollouts. sampled: accuracy of the rollouts, with the run's
+  own sampler; mismatch: recorded log-probabilities of the sampler minus those of the trained policy, in nats per token;
+  entropy: of the policy on scored tokens; KL: to SFT's policy; largest ratio: of new to old probabilities in an update.
 
 """

@@ -1,14 +1,14 @@
-"""Are fast samplers stable in online RL, why not where they are not, and what do they save?
+"""Test whether fast samplers are stable in online RL, why they fail where they do, and what they save.
 
-    python -m studies.samplers.run                        # an hour of a core; docs/fast_rollouts.md and its figure
+    python -m studies.samplers.run                        # an hour on one core; docs/fast_rollouts.md and its figure
     python -m studies.samplers.run --cures "weights up to 3" --samplers cached cached+parallel
     python -m studies.samplers.run --split validation --samplers exact --estimators one_step --learning_rate 3e-4
-    python -m studies.samplers.run --only_report          # the tables of what is there
+    python -m studies.samplers.run --only_report          # the tables of existing results
 
-From SFT, each run trains for the same seconds of the processor, all of it in this process, on one core. Every saved
-model is judged by the exact sampler. Results are lines of `results.jsonl` in the output folder. Killed? The same
-command continues with the run that was cut off. Only problems of the test split make tables; what is chosen is chosen
-on the validation split.
+Each run starts from SFT and trains for the same number of processor seconds, in this process, on one core. Every saved
+model is judged by the exact sampler. Results are lines of `results.jsonl` in the output folder. If the study is killed,
+run the same command to continue with the interrupted run. Tables contain only test problems; choices are made on the
+validation split.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cures", nargs="+", default=[NO_CURE], choices=[*CURES], metavar="CURE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
     parser.add_argument("--split", choices=["test", "validation"], default="test", help="problems to judge on")
-    parser.add_argument("--learning_rate", type=float, default=RATE, help="constant")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, in training, a run")
-    parser.add_argument("--points", type=int, default=4, help="models of a run that are judged, at even shares")
-    parser.add_argument("--limit", type=int, default=0, help="judge on so many problems; default: all")
+    parser.add_argument("--learning_rate", type=float, default=RATE, help="constant learning rate")
+    parser.add_argument("--seconds", type=float, default=60.0, help="processor seconds of training per run")
+    parser.add_argument("--points", type=int, default=4, help="models judged per run, at even shares of the seconds")
+    parser.add_argument("--limit", type=int, default=0, help="judge on this number of problems; default: all")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "fast_rollouts")
-    parser.add_argument("--document", type=Path, help="default: docs/fast_rollouts.md; of a limit in the output folder")
-    parser.add_argument("--only_report", action="store_true", help="run nothing, write what is there")
+    parser.add_argument("--document", type=Path, help="default: docs/fast_rollouts.md; with --limit in --output_dir")
+    parser.add_argument("--only_report", action="store_true", help="run nothing, report existing results")
     return parser
 
 
 def planned(args: argparse.Namespace) -> list[Run]:
-    """Seed by seed, so that a study cut short has all setups."""
+    """The runs, seed by seed, so that an incomplete study has all setups."""
     common = (args.split, args.learning_rate, args.seconds, args.points, args.limit)
     runs = []
     for seed in args.seeds:

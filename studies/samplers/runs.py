@@ -1,5 +1,5 @@
-"""Runs of the study of samplers inside RL: training to a budget of processor seconds, with models saved on the way,
-and the accuracy of each by the exact sampler. All of it happens in the process that asks for it, run after run."""
+"""Runs of the study of samplers inside RL: training to a budget of processor seconds, with models saved in between, and
+each model's accuracy with the exact sampler. Everything happens in the calling process, run after run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RESULTS = "results.jsonl"
 
 
 class Level(NamedTuple):
-    """How far a sampler goes.
+    """The settings of a sampler.
 
     Attributes:
-        flags: of rollouts.
-        blocks: of the canvas; None: of 8 tokens.
-        steps: at most so many; None: one for two tokens.
+        flags: flags of rollouts.
+        blocks: number of blocks of the canvas; None: blocks of 8 tokens.
+        steps: maximum number of steps; None: one per two tokens.
     """
 
     flags: tuple[object, ...] = ()
@@ -43,7 +43,7 @@ class Level(NamedTuple):
     steps: int | None = None
 
 
-# Levels were chosen on validation problems by search.py; Countdown has Sudoku's.
+# Levels were chosen on validation problems by search.py; Countdown uses Sudoku's.
 OF_ANY_TASK = {"exact": Level(), "cached": Level(("--kv_cache", "dual"))}
 OF_SUDOKU = OF_ANY_TASK | {
     "parallel": Level(("--reveal", "entropy", "--reveal_level", 1.75), blocks=1, steps=4),
@@ -62,17 +62,17 @@ def flags_of(values: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple(itertools.chain(*pairs))
 
 
-# With TraceRL's values a rollout is most of the cost. With the others all else is d1's; replay scores each token in the
-# state it was revealed in, with the whole prompt in sight.
+# With TraceRL's values, rollouts are most of the cost. The other two have d1's values for everything else; replay
+# scores each token in the state in which it was revealed, with the whole prompt visible.
 ESTIMATORS: dict[str, tuple[object, ...]] = {
     "one_step": (),
     "replay": ("--estimator", "replay", "--p_mask_prompt", 0),
     "tracerl": flags_of(METHODS["tracerl"].values),
 }
 NO_CURE = "none"
-SHORT_BLOCKS = "blocks of 8"  # and a step for two tokens at most, as the exact sampler has
+SHORT_BLOCKS = "blocks of 8"  # and at most one step per two tokens, as for the exact sampler
 SURER, LASTING, PREFIX = (f"{SHORT_BLOCKS}, {name}threshold 0.95" for name in ("", "lasting, ", "prefix, "))
-OF_BLOCKS: dict[str, tuple[object, ...]] = {  # cure -> what it changes in a sampler's flags
+OF_BLOCKS: dict[str, tuple[object, ...]] = {  # cure -> flags that it adds to the sampler's
     SHORT_BLOCKS: (),
     SURER: ("--reveal_level", 0.95),
     LASTING: ("--kv_cache", "lasting", "--reveal_level", 0.95),
@@ -88,7 +88,7 @@ CURES: dict[str, tuple[object, ...]] = {
 }
 RATE = 1e-4
 SEEDS = (0, 1, 2)
-KEPT = (  # of what a run logs
+KEPT = (  # the logged metrics that are kept
     *("step", "compute_tokens", "entropy", "kl", "ratio_max", "grad_norm", "rewards/accuracy/mean", "reward"),
     *("sampling/logp_difference_mean", "sampling/logp_difference_abs", "sampling/ratio_max"),
     *("sampling/weight_mean", "sampling/weight_capped", "sampling/forward_passes", "sampling/forward_tokens"),
@@ -97,13 +97,13 @@ KEPT = (  # of what a run logs
 
 @dataclass(frozen=True)
 class Run:
-    """One training, or, where `sampler` is `START`, the evaluation of what it begins from.
+    """One training; if `sampler` is `START`, the evaluation of the model that training starts from.
 
     Attributes:
-        seconds: of the processor, in training, at a constant rate; 0: training ends with its steps.
-        points: models saved and evaluated, at even shares of the seconds.
-        limit: problems it is judged on; 0: all.
-        steps: of the optimizer, over which the rate falls linearly to 0; 0: training ends with its seconds.
+        seconds: processor seconds of training at a constant learning rate; 0: training ends with its steps.
+        points: number of models saved and evaluated, at even shares of the seconds.
+        limit: number of problems for the evaluation; 0: all.
+        steps: optimizer steps, over which the learning rate falls linearly to 0; 0: training ends with its seconds.
     """
 
     task: str
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def sampling(self) -> list[str]:
-        """Flags of RL's rollouts, and of eval.py."""
+        """The flags of sampling, for RL and eval.py."""
         task, level = TASKS[self.task], LEVELS[self.task][self.sampler]
         if self.cure in OF_BLOCKS:
             level = Level((*level.flags, *OF_BLOCKS[self.cure]))
@@ -136,7 +136,7 @@ class Run:
         return [*map(str, flags)]
 
     def flags(self, folder: Path, output_dir: Path) -> list[str]:
-        """Of diffu_grpo_train.py. A run of so many seconds is ended by the callback, never by max_steps."""
+        """The flags of diffu_grpo_train.py. A budget of seconds is enforced by the callback, not by max_steps."""
         task = TASKS[self.task]
         flags: list[object] = ["--config", ROOT / "diffu-grpo" / "pocket.yaml", "--dataset", task.dataset, *task.flags]
         flags += ["--seed", self.seed, "--model_path", start_of(folder, self)]
@@ -148,12 +148,12 @@ class Run:
 
 
 def start_of(folder: Path, run: Run) -> Path:
-    """The SFT model that a run begins from."""
+    """The SFT model that a run starts from."""
     return sft_folder(folder, run.task, run.seed) / "sft"
 
 
 def make_start(folder: Path, run: Run, console: Console) -> None:
-    """SFT of the run's seed, where it is not there yet."""
+    """Trains the SFT model of the run's seed if it is missing."""
     if not (start_of(folder, run) / "model.safetensors").exists():
         state = sft_folder(folder, run.task, run.seed)
         run_phases([sft(state, run.seed, miniature=False, task=run.task)], state, 1, console)
@@ -161,12 +161,12 @@ def make_start(folder: Path, run: Run, console: Console) -> None:
 
 class SavePoints(TrainerCallback):
     """Saves the model at the first step at or after each even share of a budget of this process's processor seconds,
-    and ends the run with the last. Without a budget, 0, it saves the model of the run's last step. Saving itself is not
-    counted.
+    and ends the run with the last one. If the budget is 0, it saves the model of the run's last step. The time for
+    saving is not counted.
 
     Attributes:
         saved: (folder, processor seconds, step) of each model.
-        logs: all that was logged, also of a run that raised.
+        logs: everything that was logged, also by a run that raised an error.
     """
 
     def __init__(self, folder: Path, seconds: float, points: int) -> None:
@@ -195,7 +195,7 @@ class SavePoints(TrainerCallback):
         self.began += time.process_time() - now
 
     def last_step(self, state: Any) -> int:
-        """At which the seconds will be over, at what a step has taken so far."""
+        """The step at which the seconds will be over, if steps take as long as before."""
         if not state.global_step or math.isinf(self.seconds):
             return int(state.max_steps)
         return math.ceil(state.global_step * self.seconds / (time.process_time() - self.began))
@@ -205,11 +205,11 @@ class SavePoints(TrainerCallback):
 
 
 def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
-    """The run's points, each with the problems solved as "0110...", those that its last model solves by the run's own
-    sampler, and its logs; leaves no files behind."""
+    """The run's points, each with the problems solved as "0110...", the problems that its last model solves with the
+    run's own sampler, and its logs; leaves no files."""
     make_start(folder, run, console)
     output_dir = folder / run.name
-    shutil.rmtree(output_dir, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(output_dir, ignore_errors=True)  # left by a killed run
     judged: list[object] = ["--split", run.split, *(["--limit", run.limit] if run.limit else [])]
     if run.sampler == START:
         found: dict[str, Any] = {
@@ -235,7 +235,7 @@ def measure(run: Run, folder: Path, console: Console) -> dict[str, Any]:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Raises ValueError for a number out of its range, of those that all studies of runs take."""
+    """Raises ValueError if a number that all studies of runs have is out of its range."""
     if not args.learning_rate > 0:
         raise ValueError("--learning_rate must be above 0")
     if args.limit < 0 or min(args.seeds) < 0:
@@ -243,7 +243,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def run_missing(runs: Sequence[Run], folder: Path, console: Console) -> list[dict[str, Any]]:
-    """Measures those of the runs that the folder's `RESULTS` have no line of, a line each; returns all lines."""
+    """Measures the runs without a line in the folder's `RESULTS`, and appends their lines; returns all lines."""
     folder.mkdir(parents=True, exist_ok=True)
     done = [Run(**line["run"]) for line in read_lines(folder / RESULTS)]
     for run in runs:

@@ -4,8 +4,8 @@
         --model_path runs/demo/arithmetic/seed0/sft_grpo
 
 Tries all settings of the grid (blocks, steps, caches, rules and levels) on a few validation problems, and those near
-the frontier on all of them. The choice is the cheapest whose accuracy on all is at most `SLACK` points below the exact
-sampler's. The frontier and the choice are then compared with exact on fresh problems, as `cost.py` does.
+the frontier on all of them. The choice is the cheapest setting whose accuracy on all of them is at most `SLACK` points
+below the exact sampler's. The frontier and the choice are then compared with exact on fresh problems, as in `cost.py`.
 Writes `frontier_<task>_<gen_length>.json`, `.md` and `.png` to --output_dir. Set OMP_NUM_THREADS=1.
 """
 
@@ -33,14 +33,14 @@ LEVELS = {
     "factor": (1.5, 2.0, 2.5, 3.0),
     "entropy": (1.0, 1.75, 2.5, 3.0),
 }
-STEPS = (2, 3, 4, 8)  # at most so many a block
+STEPS = (2, 3, 4, 8)  # maximum number of steps per block
 FEW = 128  # problems of the first round
-NEAR = 5.0  # points below the frontier that are tried on all problems
+NEAR = 5.0  # settings up to this many points below the frontier are tried on all problems
 SLACK = 1.0
 
 
 class Tried(NamedTuple):
-    """Settings, the share of problems solved in percent, and tokens fed per problem."""
+    """Settings, the share of problems solved in percent, and tokens processed per problem."""
 
     options: dict[str, Any]
     accuracy: float
@@ -71,7 +71,7 @@ def grid(length: int) -> list[dict[str, Any]]:
 
 
 def frontier(tried: Iterable[Tried]) -> list[Tried]:
-    """Those that no other beats in accuracy with as few tokens, the cheapest first."""
+    """Settings for which no other has at least the same accuracy with as few tokens, the cheapest first."""
     best: list[Tried] = []
     for one in sorted(tried, key=lambda one: (one.tokens, -one.accuracy)):
         if not best or one.accuracy > best[-1].accuracy:
@@ -80,26 +80,26 @@ def frontier(tried: Iterable[Tried]) -> list[Tried]:
 
 
 def near(tried: Sequence[Tried]) -> list[dict[str, Any]]:
-    """The settings within `NEAR` points of what the frontier has for as many tokens."""
+    """The settings within `NEAR` points of the frontier at the same number of tokens."""
     best = frontier(tried)
     reached = [max((at.accuracy for at in best if at.tokens <= one.tokens), default=0.0) for one in tried]
     return [one.options for one, top in zip(tried, reached, strict=True) if one.accuracy >= top - NEAR]
 
 
 def search(judge: Callable[[dict[str, Any], int | None], Tried], length: int) -> list[Tried]:
-    """All that was tried on all problems. `judge(options, problems)` tries settings on the first so many, or on all."""
+    """The settings tried on all problems. `judge(options, count)` tries settings on `count` problems, None for all."""
     first = [judge(options, FEW) for options in tqdm(grid(length), desc=f"all settings, {FEW} problems")]
     return [judge(options, None) for options in tqdm(near(first), desc="those near the frontier, all problems")]
 
 
 def choice(tried: Sequence[Tried], exact: Tried) -> Tried | None:
-    """The cheapest that is as good as exact, to `SLACK` points; None if none is."""
+    """The cheapest settings at most `SLACK` points below exact; None if there are none."""
     good = [one for one in tried if one.accuracy >= exact.accuracy - SLACK]
     return min(good, key=lambda one: one.tokens, default=None)
 
 
 def plot(tried: Sequence[Tried], exact: Tried, chosen: Tried | None, path: Path) -> None:
-    """Accuracy against tokens: all that was tried on all problems, the frontier, exact and the choice."""
+    """Plots accuracy against tokens: the settings tried on all problems, the frontier, exact and the choice."""
     figure, (axes,) = panels(1, 1, size=(7, 4.5))
     for cache in (None, *CACHES):
         some = [one for one in tried if one.options.get("kv_cache") == cache]
@@ -118,8 +118,8 @@ def plot(tried: Sequence[Tried], exact: Tried, chosen: Tried | None, path: Path)
 
 
 def found(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
-    """Exact and, of what the search found at most ten points below it, the frontier; the choice is named so. Draws the
-    figure."""
+    """Exact, the part of the frontier that is at most ten points below it, and the choice, whose name says so. Plots
+    the figure."""
     rows = load_task(RECIPES[args.task].task).load_rows("validation")
     rows = rows.select(range(min(args.validation or len(rows), len(rows))))
     prompts = cost.prompts_of(rows, tokenizer, model.device)
@@ -148,7 +148,7 @@ def report_name(args: argparse.Namespace) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = cost.make_parser(__doc__)
-    parser.add_argument("--validation", type=COUNT, help="search on so many validation problems (default: all)")
+    parser.add_argument("--validation", type=COUNT, help="search on this number of validation problems (default: all)")
     return parser
 
 

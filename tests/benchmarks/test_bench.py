@@ -64,7 +64,7 @@ def test_a_block_models_cache_races_what_recomputes_everything():
     [
         ("sampler", "--rows 0", "--rows 0"),
         ("rl", "--mu 0", "--mu 0"),
-        ("scoring", "--size pocket", "--size pocket is for rl"),
+        ("scoring", "--size pocket", "--size pocket is only for rl"),
         ("sampler", "--steps 9", "between 2 and 8 steps"),
     ],
 )

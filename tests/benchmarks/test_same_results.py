@@ -53,7 +53,7 @@ def test_each_checkout_runs_its_own_code_once_and_differences_are_counted(
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
     flags = ["--other", str(tmp_path), "--output_dir", str(tmp_path / "results")]
-    with pytest.raises(ValueError, match="is no checkout of d1"):
+    with pytest.raises(ValueError, match="is not a checkout of d1"):
         same_results.main(same_results.make_parser().parse_args(flags))
 
 
@@ -68,7 +68,7 @@ def test_a_tensor_that_only_one_side_saved_is_an_error(tmp_path):
     for side, names in (("this", ("a", "b")), ("other", ("a",))):
         (tmp_path / side).mkdir()
         save_file({name: torch.zeros(1) for name in names}, tmp_path / side / "model.safetensors")
-    with pytest.raises(ValueError, match=r"do not hold the same results, e\.g\. \['model.safetensors:b'\]"):
+    with pytest.raises(ValueError, match=r"do not have the same results, e\.g\. \['model.safetensors:b'\]"):
         same_results.compare("job", tmp_path / "this", tmp_path / "other")
 
 
@@ -83,7 +83,7 @@ def test_two_finished_folders_are_compared_without_a_run(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [([], "--other and --output_dir are needed"), (["--only", "nothing"], "no job's name begins so")],
+    [([], "give --other and --output_dir"), (["--only", "nothing"], "no job has this prefix")],
 )
 def test_flags_that_choose_nothing_are_refused(flags, message, tmp_path):
     folders = ["--other", str(tmp_path), "--output_dir", str(tmp_path)] if flags else []

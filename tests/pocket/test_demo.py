@@ -39,7 +39,7 @@ def miniature(tmp_path_factory):
     first.send_signal(signal.SIGINT)
     _, errors = first.communicate(timeout=300)
     assert first.returncode == 1
-    assert "The same command continues from here" in errors
+    assert "Run the same command to continue" in errors
     done = json.loads(state.read_text())["done"]
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     assert second.returncode == 0, second.stdout + second.stderr
@@ -120,7 +120,7 @@ def test_a_job_is_known_by_its_generations(base, tmp_path):
 
 
 def test_the_block_model_is_refused_where_it_has_no_base():
-    with pytest.raises(ValueError, match="for Sudoku alone"):
+    with pytest.raises(ValueError, match="only for Sudoku"):
         demo(demo_parser().parse_args(["--model", "block", "--task", "countdown"]))
 
 

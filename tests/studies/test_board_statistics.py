@@ -51,7 +51,7 @@ def test_of_one_seed_it_is_students_interval_over_problems():
     error = stdev(values) / math.sqrt(7)
     assert found.high - found.value == pytest.approx(2.4469119 * error, rel=1e-6)  # t of 6 degrees, from a table
     assert mean_of(np.zeros((3, 5))) == (0, 0, 0, 1)
-    with pytest.raises(ValueError, match="an interval needs two problems"):
+    with pytest.raises(ValueError, match="an interval needs at least two problems"):
         mean_of(np.ones((3, 1)))
 
 

@@ -1,4 +1,4 @@
-"""LLaDA's and iLLaDA's released format (arXiv 2502.09992): a Llama under other names."""
+"""The released format of LLaDA and iLLaDA (arXiv 2502.09992): a Llama with other names."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ LLADA_FIELDS = {  # LLaDA's config field -> Llama's
     "pad_token_id": "pad_token_id",
     "eos_token_id": "eos_token_id",
 }
-# Fields that speak of files and code; an export writes its own.
+# Fields that describe files and code; an export writes its own.
 LLADA_ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype")
-LLADA_FIXED = {  # the one architecture every published LLaDA has; another value would need other layers
+LLADA_FIXED = {  # the architecture of every published LLaDA; another value would need other layers
     "block_type": "llama",
     "block_group_size": 1,
     "layer_norm_type": "rms",
@@ -66,7 +66,7 @@ TO_LLADA = key_mapping(tuple((new, old) for old, new in LLADA_KEYS))
 
 
 def llada_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The released weight, by name, of one of the class's."""
+    """The released name and weight for a weight of the class."""
     yield rename(name, TO_LLADA), state[name]
 
 
@@ -83,7 +83,7 @@ def llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
     if absent := [field for field in needed if raw.get(field) is None]:
         raise ValueError(f"this LLaDA config.json lacks {', '.join(absent)}")
     fields = {new: raw[old] for old, new in LLADA_FIELDS.items() if old in raw}
-    fields["llada_fields"] = rest  # what a Llama has no use for, kept for the way back
+    fields["llada_fields"] = rest  # what a Llama does not use, kept for an export
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
     return fields | {"bos_token_id": raw.get("bos_token_id")}
 

@@ -1,7 +1,7 @@
 """The released formats of LLaDA's mixtures of experts.
 
-LLaDA-MoE (arXiv 2509.24389) is Qwen3's mixture under other fields; LLaDA2 (arXiv 2512.15745) is Glm4's under other
-names, with fused projections.
+LLaDA-MoE (arXiv 2509.24389) is Qwen3's mixture with other config fields; LLaDA2 (arXiv 2512.15745) is Glm4's mixture
+with other names and with fused projections.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 LLADA_MOE_FIELDS = {  # LLaDA-MoE's config field -> Qwen3Moe's
     **SAME_IN_MIXTURES,
-    "dense_intermediate_size": "intermediate_size",  # no layer is dense, but the class wants a number
+    "dense_intermediate_size": "intermediate_size",  # no layer is dense, but the class needs a number
     "expert_intermediate_size": "moe_intermediate_size",
     "num_experts": "num_experts",
 }
-LLADA_MOE_FIXED = {  # the one architecture that was published; -1 and -2 are its code's words for "not set"
+LLADA_MOE_FIXED = {  # the only published architecture; -1 and -2 mean "not set" in its code
     "shared_expert_intermediate_size": (None, 0, -1),
     "num_shared_experts": (None, 0),
     "moe_router_enable_expert_bias": (None, False),
@@ -75,7 +75,7 @@ LLADA2_FIELDS = {  # LLaDA2's config field -> Glm4Moe's
     "routed_scaling_factor": "routed_scaling_factor",
     "first_k_dense_replace": "first_k_dense_replace",
 }
-LLADA2_FIXED = {  # the one architecture that was published
+LLADA2_FIXED = {  # the only published architecture
     "score_function": (None, "sigmoid"),
     "moe_router_enable_expert_bias": (None, True),
     "use_qk_norm": (None, True),
@@ -89,11 +89,11 @@ LLADA2_FIXED = {  # the one architecture that was published
     "num_nextn_predict_layers": (None, 0),
 }
 DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
-DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # where the file names none; LLaDA2.0's values
-EDITS = "edits revealed tokens, and here a revealed token stays. Without this field the model loads"
+DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # LLaDA2.0's values, for fields that the file lacks
+EDITS = "edits revealed tokens, but here a revealed token stays. Without this field the model can be loaded"
 ROUTES = (
     "inserts and deletes tokens and shares the experts of a block among its tokens (LLaDA2.2). Here each token chooses "
-    "alone: logits would be wrong, with or without this field. LLaDA2.0 and 2.1 load"
+    "its own: logits would be wrong, with or without this field. LLaDA2.0 and 2.1 can be loaded"
 )
 BEYOND = {"edit": EDITS, **dict.fromkeys(("insert", "split", "delet", "capacity"), ROUTES)}  # by the start of a word
 
@@ -113,7 +113,7 @@ def glm4_moe_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_fills_masks(raw: Mapping[str, Any]) -> None:
-    """Raises ValueError for a config that asks for more than filling masks."""
+    """Raise ValueError if a config asks for more than filling masks."""
     for field, value in raw.items():
         found = [does for start, does in BEYOND.items() if any(word.startswith(start) for word in field.split("_"))]
         if found and value not in (None, False, 0):
@@ -134,7 +134,7 @@ def split_projections() -> list[Any]:
 
 
 def llada2_weights(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The released weights, by name, of one of the class's: those of a projection come with its queries."""
+    """The released names and weights for a weight of the class; the fused projection comes with its queries."""
     import torch
 
     prefix, _, last = name.removesuffix(".weight").rpartition(".")

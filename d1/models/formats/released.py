@@ -1,7 +1,7 @@
-"""What several released formats have in common: tables of names, the way back to their config, and their experts.
+"""What several released formats have in common: tables of names, the export of their config, and their experts.
 
 Transformers keeps the experts of a layer as two stacks, `experts.gate_up_proj` (experts, 2 x width, hidden), gate above
-up, and `experts.down_proj` (experts, hidden, width). It stacks files that list each expert's weights by name.
+up, and `experts.down_proj` (experts, hidden, width). It makes these stacks from files that name each expert's weights.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What this project may have changed since the model was read; the rest of a released config is written as it was.
+# Fields that may have changed since the model was read; all others of a released config are written as they were.
 CHANGEABLE = ("vocab_size", "mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
-# Config fields that the released mixtures and the classes that run them have under one name.
+# Config fields that have the same name in the released mixtures and in the classes that run them.
 SAME_IN_MIXTURES = {
     name: name
     for name in (
@@ -50,7 +50,7 @@ def key_mapping(table: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def rename(name: str, mapping: Mapping[str, str]) -> str:
-    """`name` after the one rule of `mapping` that matches its start; unchanged where none does."""
+    """`name` changed by the first rule of `mapping` that matches its start; unchanged if none does."""
     for pattern, replacement in mapping.items():
         renamed, count = re.subn(pattern, replacement, name)
         if count:
@@ -59,7 +59,7 @@ def rename(name: str, mapping: Mapping[str, str]) -> str:
 
 
 def check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], name: str) -> None:
-    """Raises ValueError where a field of a released config has another value than those that `fixed` allows it."""
+    """Raise ValueError if a field of a released config has a value that `fixed` does not allow."""
     odd = {field: raw[field] for field, allowed in fixed.items() if field in raw and raw[field] not in allowed}
     if odd:
         raise ValueError(f"this {name} config asks for layers that are not supported: {odd}")
@@ -74,7 +74,7 @@ def renamed_fields(raw: Mapping[str, Any], table: Mapping[str, str], name: str) 
 
 
 def head_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
-    """What a config that leaves them out means by `num_key_value_heads` and `head_dim`; else its own."""
+    """`num_key_value_heads` and `head_dim` of a config; if it leaves them out, the values that it implies."""
     heads = raw.get("num_attention_heads")
     size = raw.get("head_dim")
     return {
@@ -92,12 +92,12 @@ def as_released(config: Any) -> dict[str, Any]:
 
 
 def same_names(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A format that names its weights as the class does."""
+    """For a format that names its weights as the class does."""
     yield name, state[name]
 
 
 def one_by_one(name: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A format that lists each expert's weights by name; the parts of a stack are views of it."""
+    """For a format that names each expert's weights; the parts of a stack are views of it."""
     prefix, _, last = name.rpartition(".")
     if not prefix.endswith(".experts"):
         yield name, state[name]

@@ -66,9 +66,9 @@ def test_a_piece_is_read_alone_and_special_tokens_stand_around_the_whole():
     ("words", "message"),
     [
         (["a1"], "the text has no placeholder: write"),
-        (["a1 [MASK:0]"], r"\[MASK:0\] says no number of tokens"),
-        (["a1 [MASK:]"], r"\[MASK:\] says no number"),
-        (["a1 [MASK:-2] [MASK]"], r"\[MASK:-2\] says no number"),
+        (["a1 [MASK:0]"], r"\[MASK:0\] has no number of tokens"),
+        (["a1 [MASK:]"], r"\[MASK:\] has no number"),
+        (["a1 [MASK:-2] [MASK]"], r"\[MASK:-2\] has no number"),
         (["Paris [MASK]"], "it has no token for 'Paris'"),
         (["a1 [MASK] <mask> b3"], "<mask>, the model's own mask token, .*: write .MASK. where a token is missing"),
         (["a1 [MASK:300]"], "1 tokens of text and 300 to fill in exceed the model's 256 positions"),
@@ -87,4 +87,4 @@ def test_a_mistake_takes_one_line():
     command = [sys.executable, "-m", "d1", "fill", POCKET, "a1 [MASK:x]"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "d1: [MASK:x] says no number of tokens: write [MASK:3] for three, [MASK] for one\n"
+    assert done.stderr == "d1: [MASK:x] has no number of tokens: write [MASK:3] for three, [MASK] for one\n"

@@ -82,7 +82,7 @@ def test_incomplete_setups_exit_with_1_unless_allowed(tmp_path, write_sudoku):
     done = run(tmp_path)
     assert done.returncode == 1
     assert "12/8 (!)" in done.stdout
-    assert "ERROR sudoku_base_32_16: 12 problems where 8 are expected" in done.stderr
+    assert "ERROR sudoku_base_32_16: 12 problems instead of 8" in done.stderr
 
 
 def test_missing_ranks_are_said_in_one_short_line(tmp_path, write_sudoku):

@@ -109,7 +109,7 @@ def test_what_a_task_asks_for_is_read_and_what_there_is_not_is_refused(harness):
     assert how_to_generate({"until": [], "do_sample": False, "temperature": 0.7, "top_p": 0.9}) == (256, 0.0, ())
     assert how_to_generate({"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": None}) == (256, 0.7, ())
     for unknown in ({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, {"num_beams": 4}, {"stop_tokens": [1]}):
-        with pytest.raises(ValueError, match=f"{[*unknown][-1]}.*does not do"):
+        with pytest.raises(ValueError, match=f"{[*unknown][-1]}.*not supported"):
             how_to_generate(unknown)
 
 
@@ -133,7 +133,7 @@ def test_log_likelihoods_are_those_of_the_ids_whatever_the_batch(start, tiny_mod
         lm = start(batch_size=batch_size, mc_num=16, draw_seed=5)
         found = lm.loglikelihood(requests("loglikelihood", *CHOICES[::-1]))[::-1]
         assert [value for value, _ in found] == pytest.approx([direct[i] for i in range(len(CHOICES))], abs=2e-5)
-    with pytest.raises(NotImplementedError, match="no perplexities"):
+    with pytest.raises(NotImplementedError, match="perplexities are not supported"):
         lm.loglikelihood_rolling(requests("loglikelihood_rolling", ("x y",)))
 
 
@@ -148,8 +148,8 @@ def test_an_answer_is_greedy_where_a_canvas_of_its_length_gives_it(start):
 @pytest.mark.parametrize(
     ("settings", "request_", "message"),
     [
-        ({"cfg_scale": 1.0}, ("a", " b"), "without guidance"),
-        ({}, ("a " * 600, " b"), "have 601 tokens, and the model reads 512"),
+        ({"cfg_scale": 1.0}, ("a", " b"), "have no guidance"),
+        ({}, ("a " * 600, " b"), "have 601 tokens, but the model reads only 512"),
     ],
 )
 def test_log_likelihoods_that_cannot_be_had_are_refused(start, settings, request_, message):

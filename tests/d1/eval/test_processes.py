@@ -187,7 +187,7 @@ def bash(*arguments: object, **environment: str) -> subprocess.CompletedProcess[
 def test_run_eval_without_gpu_and_model_says_what_to_do():
     done = bash(EVAL / "run_eval.sh")
     assert done.returncode == 1
-    assert "no GPU here, and no MODEL_PATH" in done.stderr
+    assert "no GPU found and no MODEL_PATH" in done.stderr
     command = next(line for line in done.stderr.splitlines() if line.startswith("  MODEL_PATH="))
     assert "MODEL_PATH=../pocket/base TASKS=sudoku" in command
     assert bash(EVAL / "run_eval.sh", "0,1").returncode == 1
@@ -245,7 +245,7 @@ def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_mode
     (run / "checkpoint-10").rename(run / "checkpoint-11")
     again = bash(EVAL / "eval_checkpoints.sh", run, "--dataset", task)
     assert again.returncode == 1
-    assert "the test set has been used" in again.stderr
+    assert "the test set was used" in again.stderr
 
 
 SAY_NOTHING = """

@@ -496,7 +496,7 @@ def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch)
         (("--seed", "-1"), "--seed -1 "),
         (("--sampler", "cached", "--reveal", "factor"), "would be ignored by the sampler cached"),
         (("--sampler", "parallel", "--remasking", "random"), "needs remasking low_confidence"),
-        (("--few_shot", "1", "--dont_use_box"), "does not go with --few_shot"),
+        (("--few_shot", "1", "--dont_use_box"), "contradicts --few_shot"),
         (("--few_shot", "100000"), "training rows"),
         (("--checkpoint_path", "nowhere"), "not an adapter"),
         (("--data_file", "nowhere.csv"), "nowhere.csv"),

@@ -63,7 +63,7 @@ def test_names_and_lists_of_targets(kind_dirs):
     assert lora_targets(model, "attention") == lora_targets(model, ["attention"]) == attention
     assert lora_targets(model, "q_proj") == lora_targets(model, ["q_proj"]) == ["q_proj"]
     assert lora_targets(model, ["attention", "up_proj"]) == [*attention, "up_proj"]
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no modules every for LoRA: attention, all-linear"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no modules every for LoRA: use attention, all-linear"):
         lora_targets(model, "every")
 
 
@@ -137,7 +137,7 @@ def test_an_adapter_of_another_width_is_an_error(kind_dirs, tmp_path, llada_writ
 
 
 def test_what_is_no_adapter_is_said_before_the_model_is_read(kind_dirs, tmp_path):
-    with pytest.raises(ValueError, match=r"llama holds no adapter_config\.json"):
+    with pytest.raises(ValueError, match=r"llama has no adapter_config\.json"):
         load_model(tmp_path, adapter=kind_dirs["llama"])
 
 
@@ -201,7 +201,7 @@ def test_nf4_weights_compute_what_their_dequantised_values_do(tmp_path, llada_wr
     assert all(p.grad is not None for p in peft.parameters() if p.requires_grad)
     for name in ("sft", "rl"):
         peft.save_pretrained(str(tmp_path / name))
-    with pytest.raises(ValueError, match="4-bit weights cannot take a merged adapter"):
+    with pytest.raises(ValueError, match="4-bit weights cannot absorb an adapter"):
         load_model(folder, adapter=[tmp_path / "sft", tmp_path / "rl"], quantization="nf4")
 
 

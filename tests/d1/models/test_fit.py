@@ -292,7 +292,7 @@ def test_a_mixtures_parameters_are_counted_by_hand_for_llada2_mini(tmp_path, mon
     assert active == shared + 19 * 8 * expert == 1_432_968_192
     monkeypatch.setattr("d1.models.fit.activation_bytes", lambda *_: (0.0, 1.0))
     first = fit_table(config, FitSettings("eval")).splitlines()[0]
-    assert first.split() == ["parameters", "16.26", "billion,", "1.43", "active", "a", "token"]
+    assert first.split() == ["parameters", "16.26", "billion,", "1.43", "active", "per", "token"]
     assert "active" not in fit_table(LLADA, FitSettings("eval"))
 
 

@@ -206,7 +206,7 @@ def test_a_llada_config_with_other_layers_is_refused(tmp_path, llada_writer, fie
 
 def test_folders_that_are_no_models_are_called_so(tmp_path, llada_writer):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"empty holds no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"empty has no config\.json"):
         load_model(tmp_path / "empty")
     cut = llada_writer(tmp_path / "cut")
     file = cut / "model-00002-of-00002.safetensors"

@@ -169,7 +169,7 @@ def test_what_it_asks_for_is_checked(folder):
         load_model(folder)
     ATTENTION["near"] = Attention(lambda config, query, key: (query - key).abs() <= 2)
     KINDS["own_window"] = Kind(becomes="llama", attention="near", block_size=SIZE)
-    with pytest.raises(ValueError, match=r"near attention lets tokens see later blocks .* block_size \(4\)"):
+    with pytest.raises(ValueError, match=r"near attention lets tokens see blocks after .* block_size \(4\)"):
         load_model(folder)
 
 

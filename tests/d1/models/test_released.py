@@ -163,7 +163,7 @@ def test_a_format_is_written_from_its_own_models_only(kind_dirs, tmp_path):
         run("export", kind_dirs["qwen3"], tmp_path / "out", "--format", "sdar")
     with pytest.raises(ValueError, match="was released as 'sdar', not as 'sdar_moe'"):
         run("export", kind_dirs["sdar"], tmp_path / "out", "--format", "sdar_moe")
-    with pytest.raises(ValueError, match="'qwen3' is no released format"):
+    with pytest.raises(ValueError, match="'qwen3' is not a released format"):
         convert.export(str(kind_dirs["sdar"]), str(tmp_path / "out"), "qwen3")
     assert not (tmp_path / "out").exists()
 
@@ -249,7 +249,7 @@ def test_illada_is_a_llada_with_fewer_key_heads_and_a_tied_head(tmp_path, llada_
         ("llada2_moe", {"enable_insertion": True}, "enable_insertion True: its model inserts .* with or without this"),
         ("llada2_moe", {"delete_token_id": 156930}, "delete_token_id 156930: .* deletes .* with or without this field"),
         ("llada2_moe", {"split_token_id": 156931}, "split_token_id 156931: its model inserts .* with or without this"),
-        ("llada2_moe", {"expert_capacity": 48}, "expert_capacity 48: .*shares the experts .*LLaDA2.0 and 2.1 load"),
+        ("llada2_moe", {"expert_capacity": 48}, "expert_capacity 48: .*shares the experts .*LLaDA2.0 and 2.1 can be"),
     ],
 )
 def test_what_no_class_here_has_is_refused_by_name(tmp_path, released, fields, message):

@@ -48,7 +48,7 @@ def test_the_plan_counts_what_d1_does(tmp_path):
         "updates, forward": 12,
         "updates, backward": 12,
     }
-    with pytest.raises(ValueError, match="a rollout takes 16 prompts and there are 15"):
+    with pytest.raises(ValueError, match="a rollout needs 16 prompts and there are 15"):
         plan(args, num_prompts=15)
 
 
@@ -126,7 +126,7 @@ def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, 
     lines = [record.getMessage() for record in caplog.records if record.name == "d1.rl.setup"]
     assert sum(line.startswith("Plan: ") for line in lines) == 1
     assert [
-        line.partition("since each rollout has one optimizer step and ")[2] for line in lines if "Idle" in line
+        line.partition("because each rollout has one optimizer step and ")[2] for line in lines if "Idle" in line
     ] == ([said] if said else [])
 
 

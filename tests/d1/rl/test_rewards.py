@@ -32,9 +32,9 @@ BAD: dict[str, tuple[Any, str, int | None]] = {  # what is returned, the message
     "too large": ([3e38, 1e300, 0.0], r"returned 1e\+300, which is not finite as float32", 1),
     "too small": ([np.float64(-3.5e38), 0.0, 0.0], r"returned np.float64\(-3.5e\+38\), which is not finite", 0),
     "an integer too large": ([0.0, 0.0, 10**400], "returned 10+[0.]+, which is not finite as float32", 2),
-    "string": (["0.5", 1.0, 1.0], "returned '0.5', which is no number", 0),
-    "list": ([1.0, [1.0, 2.0], 1.0], r"returned \[1.0, 2.0\], which is no number", 1),
-    "complex": ([1.0, 1.0, 1j], "returned 1j, which is no number", 2),
+    "string": (["0.5", 1.0, 1.0], "returned '0.5', which is not a number", 0),
+    "list": ([1.0, [1.0, 2.0], 1.0], r"returned \[1.0, 2.0\], which is not a number", 1),
+    "complex": ([1.0, 1.0, 1j], "returned 1j, which is not a number", 2),
     "too few": ([1.0], "returned 1 rewards for 3 rows", None),
     "too many": ([1.0] * 4, "returned 4 rewards for 3 rows", None),
     "a number": (1.0, "returned float, not a list", None),
@@ -132,7 +132,7 @@ def letters_with(rewards: list) -> ModuleType:
     ("values", "problem"),
     [
         ([0.0, 1.0], "it returned 2 rewards for 1 rows"),
-        (["1.0"], "it returned '1.0', which is no number"),
+        (["1.0"], "it returned '1.0', which is not a number"),
         ([math.nan], "it returned nan"),
         (None, "it returned NoneType, not a list"),
     ],
@@ -209,7 +209,7 @@ REWARDS = [first_half, none_but_the_last]
         assert log["reward"] == pytest.approx(4 / 3)  # 1, 2 and 1: the last row does not count as 0
         assert log["rewards/first_half/mean"] == 1.0
         assert 0 <= log["rewards/accuracy/mean"] <= 1
-    assert "No reward applies to 1 of 4 completions" in caplog.text
+    assert "1 of 4 completions are left out" in caplog.text
 
 
 def test_accuracy_is_that_of_the_completions_and_rewards_are_trls(tiny_model_dir: Path, tmp_path: Path) -> None:

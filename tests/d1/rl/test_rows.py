@@ -63,7 +63,7 @@ MISTAKES = [
     (ADVANTAGE, "return groups.mean(1)", r"returned a tensor of shape \(3,\).*: expected floats of shape \(3, 4\)"),
     (ADVANTAGE, "return groups > 0", "expected floats"),
     (VIEWS, "return None", "returned None: expected Views, of d1.scoring"),
-    (VIEWS, TWO + "return Views(noise, weights)", "gave 2 views, and its row says at most 1"),
+    (VIEWS, TWO + "return Views(noise, weights)", "gave 2 views, but its row says at most 1"),
     (VIEWS, TWO + "return Views(noise, weights[:, :1])", "2 views have noise and 1 have weights"),
     (VIEWS, TWO + "return Views(noise[:, :, :8], weights)", r"views.noise must be \(3, views, 11\)"),
     (VIEWS, TWO + "return Views(noise[:, 0], weights)", r"views.noise must be \(3, views, 11\), got \(3, 11\)"),
@@ -168,13 +168,15 @@ def test_a_users_estimator_of_bounds_goes_with_objectives_of_bounds(monkeypatch)
             monkeypatch.setitem(OBJECTIVES, loss, kind)
             given = {"estimator": "mine", "objective": loss, "beta": 0.0}
             if kind.linear:
-                with pytest.raises(ValueError, match=f"mine gives means .* needs --objective spg.* and {loss} another"):
+                with pytest.raises(ValueError, match=f"mine gives means .* needs --objective spg.* and {loss} needs"):
                     config(**given)
             else:
                 assert config(**given).objective == loss
-                with pytest.raises(ValueError, match="a KL of bounds means nothing"):
+                with pytest.raises(ValueError, match="of which no KL can be computed"):
                     config(**{**given, "beta": 0.1})
-                with pytest.raises(ValueError, match=f"{loss} makes its bounds of means .* --estimator spg or mine"):
+                with pytest.raises(
+                    ValueError, match=f"{loss} computes its bounds from means .* --estimator spg or mine"
+                ):
                     config(**{**given, "estimator": "elbo"})
 
 
@@ -210,7 +212,9 @@ def test_a_users_advantage_of_plain_rewards_takes_any_scale(monkeypatch):
     monkeypatch.setitem(ADVANTAGES, "mine", Advantage(lambda groups: groups.sign(), centred=False))
     monkeypatch.setitem(ADVANTAGES, "centred", Advantage(lambda groups: groups.sign()))
     assert config(advantage="mine", scale_rewards="group").advantage == "mine"
-    with pytest.raises(ValueError, match="centred is made of rewards less their group's mean: set --scale_rewards"):
+    with pytest.raises(
+        ValueError, match="centred is computed from rewards minus their group's mean: set --scale_rewards"
+    ):
         config(advantage="centred", scale_rewards="group")
 
 

@@ -231,7 +231,7 @@ def test_what_asks_for_unequal_passes_is_refused_or_off_where_processes_keep_ste
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     assert not make_trainer(tiny_model_dir, tmp_path).eos_stop
     for change in ({"sampler": "parallel"}, {"eos_stop": True}):
-        with pytest.raises(ValueError, match="must take equally many"):
+        with pytest.raises(ValueError, match="must make the same number"):
             make_trainer(tiny_model_dir, tmp_path, **change)
 
 

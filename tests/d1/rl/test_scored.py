@@ -57,7 +57,7 @@ def test_scored_tokens_are_those_of_a_loop_over_a_real_rollout(tiny_model_dir, t
     ended = torch.tensor([[*scored_in_a_loop("ended", ids, ids)] for ids in batch["canvas_ids"].tolist()])
     assert torch.equal(expected, ended) == (name == "ended")
     if behind:
-        with pytest.raises(ValueError, match=f"scored_tokens {name} counts what eos_stop leaves out"):
+        with pytest.raises(ValueError, match=f"scored_tokens {name} counts tokens after an EOS"):
             make_method(tiny_model_dir, tmp_path, "agrpo", scored_tokens=name, eos_stop=True)
 
 

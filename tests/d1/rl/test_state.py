@@ -55,7 +55,7 @@ def empty(path):
 DAMAGES = [
     *((name, damage, "is damaged") for name in (COUNTERS, TENSORS) for damage in (empty, shorten)),
     *((name, lambda path: path.unlink(), "is missing") for name in (COUNTERS, TENSORS)),
-    (COUNTERS, lambda path: path.write_text("[]"), "is damaged .*no counters of a run"),
+    (COUNTERS, lambda path: path.write_text("[]"), "is damaged .*not the counters of a run"),
     (COUNTERS, lambda path: path.write_bytes(b"\xff"), "is damaged"),
     (COUNTERS, edit(losses=None, compute=None), "is damaged .*without compute, losses"),
     (TENSORS, lambda path: save_file({"lm_head.weight": torch.ones(2)}, path), "is damaged .*other tensors: 0.canvas"),
@@ -81,7 +81,7 @@ def test_a_reference_that_is_missing_is_named(checkpoint):
 
 
 def test_another_number_of_processes_is_refused_with_theirs(checkpoint):
-    with pytest.raises(ValueError, match=r"was written by 1 processes .* with 2: start the run with 1"):
+    with pytest.raises(ValueError, match=r"was written by 1 processes, .* with 2: start the run with 1"):
         check_rollout(checkpoint, SimpleNamespace(**{**vars(RUN), "world_size": 2}))
     edit(processes=2)(checkpoint / COUNTERS)  # the second of which left no file
     with pytest.raises(ValueError, match=r"rollout_rank1.json is missing"):
@@ -101,6 +101,6 @@ def test_a_checkpoint_of_another_version_is_refused_with_what_to_do(checkpoint, 
     new = ("scoring_views", "active_rows")
     save_file({name: tensor for name, tensor in load_file(file).items() if not name.endswith(new)}, file)
     edit(format=version, losses=None)(checkpoint / COUNTERS)
-    told = "checkpoint-3 was written by another version, .*: finish that run with that version, or start anew from its "
+    told = "-3 was written by another version, .* finish the run with that version, or start a new run from its "
     with pytest.raises(ValueError, match=told + r"weights \(--model_path, another --output_dir\)$"):
         make_trainer(tiny_model_dir, tmp_path, **SAVED).train(resume_from_checkpoint=str(checkpoint))

@@ -81,7 +81,7 @@ def test_the_defaults_are_d1s():
         ({"cache_implementation": "static"}, "cache_implementation='static' belongs"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
         ({"use_vllm": True}, "use_vllm"),
-        ({"loss_type": "best"}, "the objective trl knows no loss_type best: take one of grpo, bnpo"),
+        ({"loss_type": "best"}, "the objective trl has no loss_type best: use one of grpo, bnpo"),
         ({"importance_sampling_level": "word"}, "must be one of token, sequence"),
         ({"scale_rewards": "std"}, "must be one of none, group, batch"),
         ({"generation_batch_size": 6}, "rollout_batch_size"),
@@ -102,7 +102,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     [
         ({"dataset": "game24"}, "unknown task 'game24': use one of gsm8k, math, countdown, sudoku"),
         ({"model_path": None}, "--model_path is missing"),
-        ({"model_path": "no/model"}, "no folder here, and the hub or its cache has no such model"),
+        ({"model_path": "no/model"}, "it is not a folder here, nor a model on the hub or in its cache"),
         ({"model_path": "../SFT/runs/none/merged"}, "there is no model folder ../SFT/runs/none/merged"),
         ({"model_path": "no/such/model"}, "there is no model folder no/such/model"),
         ({"data_file": "no_such.csv"}, "no data file no_such.csv"),
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_version_0_1_is_refused_before_a_model_is_loaded(tmp_pat
     folder.mkdir()
     TrainerState(global_step=4, max_steps=8).save_to_json(str(folder / "trainer_state.json"))
     (folder / "rollout_rank0.json").write_text('{"step": 4, "batches": 1}')
-    with pytest.raises(ValueError, match=r"was written by another version, .* start anew from its weights"):
+    with pytest.raises(ValueError, match=r"was written by another version, .* start a new run from its weights"):
         run_main(tmp_path, model_path="none", output_dir=str(tmp_path), resume_from_checkpoint="true")
 
 
@@ -150,7 +150,7 @@ def test_a_task_without_rows_is_refused(tmp_path, split):
         "REWARDS = [equal]\n"
     )
     with pytest.raises(
-        ValueError, match=r"task .*filtered.py gives no rows to (train|validate) on \(--(eval_)?data_file"
+        ValueError, match=r"task .*filtered.py has no rows to (train|validate) on \(--(eval_)?data_file"
     ):
         run_main(tmp_path, dataset=str(task), eval_strategy="steps", eval_steps=1)
     (tmp_path / "empty.jsonl").write_text("")

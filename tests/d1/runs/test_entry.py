@@ -91,7 +91,7 @@ def test_the_help_of_rl_imports_trls_settings_but_no_trainer() -> None:
         ("SFT/sft_train.py", ["--output_dir", "sft_train.py"], "sft_train.py is a file, not a folder"),
         ("diffu-grpo/diffu_grpo_train.py", ["--config", "none.yaml"], "No such file or directory: none.yaml"),
         ("diffu-grpo/diffu_grpo_train.py", ["--config", "pocket.yaml", "--output_dir", "run.sh"], "run.sh is a file"),
-        ("diffu-grpo/diffu_grpo_train.py", ["--config", "pocket.yaml", "--mask_id", "9999"], "has only 93 tokens"),
+        ("diffu-grpo/diffu_grpo_train.py", ["--config", "pocket.yaml", "--mask_id", "9999"], "has 93 tokens"),
         ("eval/eval.py", ["--model_path", "x", "--dataset", "sudoku", "--cfg_scale", "nan"], "--cfg_scale nan"),
         ("eval/eval.py", ["--model_path", "x", "--dataset", "sudoku", "--output_dir", "eval.py"], "eval.py is a file"),
         ("eval/parse_and_get_acc.py", ["none"], "no folder none"),

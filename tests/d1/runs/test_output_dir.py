@@ -67,5 +67,5 @@ def test_where_a_run_continues(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"holds another run \(checkpoint-12\): continue it with --resume"):
             checkpoint_to_resume(str(folder), resume)
     for resume in ("ture", str(tmp_path)):
-        with pytest.raises(ValueError, match="neither true, false nor the folder of a checkpoint"):
+        with pytest.raises(ValueError, match="it must be true, false or the folder of a checkpoint"):
             checkpoint_to_resume(str(folder), resume)

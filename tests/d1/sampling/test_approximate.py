@@ -156,8 +156,8 @@ def test_a_threshold_is_met_by_what_exceeds_it():
         ("bert", "no key-value cache"),
         ("roberta", "no key-value cache"),
         ("modernbert", "no key-value cache"),
-        ("gemma2", "within a window"),
-        ("gemma3_text", "within a window"),
+        ("gemma2", "windowed attention"),
+        ("gemma3_text", "windowed attention"),
     ],
 )
 def test_kinds_that_no_cache_is_right_for_are_refused_by_name(kind_dirs, kind, message):

@@ -156,7 +156,7 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
     hidden = torch.zeros(1, 10, dtype=torch.bool)
     hidden[0, 5] = True
     first = fill(model, ids, hidden, mask_token_id=MASK)
-    assert "this qwen3 has blocks of 4 tokens and sees none behind a hidden place" in caplog.text
+    assert "this qwen3 has blocks of 4 tokens and sees no block after that of a hidden place" in caplog.text
     ids[0, 8:] += 1
     assert torch.equal(fill(model, ids, hidden, mask_token_id=MASK).logps, first.logps)
     caplog.clear()
@@ -170,7 +170,7 @@ def test_a_block_model_says_that_it_sees_no_text_behind(kind_dirs, caplog):
     ("change", "message"),
     [
         ({"hidden": torch.zeros(1, 6).bool()}, "nothing to fill"),
-        ({"hidden": torch.ones(1, 6)}, "hidden of bool"),
+        ({"hidden": torch.ones(1, 6)}, "hidden must be bool"),
         ({"hidden": torch.ones(1, 5).bool()}, r"must be \(rows, length\)"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, "are padding"),
         ({"steps": 0}, "steps must be positive"),

@@ -79,7 +79,7 @@ def test_settings_and_their_fields_give_the_same_rollout_and_not_both(model):
     whole = rollout(model, ids, mask, chosen, mask_token_id=MASK, generator=keyed_generator(0))
     assert torch.equal(by_field.ids, whole.ids)
     assert torch.equal(generate(model, ids, mask, chosen, mask_token_id=MASK, generator=keyed_generator(0)), whole.ids)
-    with pytest.raises(ValueError, match="beside them, temperature"):
+    with pytest.raises(ValueError, match="both settings and temperature"):
         rollout(model, ids, mask, chosen, mask_token_id=MASK, temperature=0.7)
 
 

@@ -77,7 +77,7 @@ def test_noise_for_other_blocks_is_refused(tiny_model_dir: Path, tmp_path: Path)
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     collate = dLLMDataCollator(load_tokenizer(str(tiny_model_dir)), block_size=8)
     for size in (4, None):
-        with pytest.raises(ValueError, match=rf"for blocks of 8 tokens and this llama has blocks of {size}"):
+        with pytest.raises(ValueError, match=rf"for blocks of 8 tokens, but this llama has blocks of {size}"):
             dLLMTrainer(model=model_of(tiny_model_dir, size), args=args, data_collator=collate)
 
 

@@ -273,7 +273,7 @@ def test_resume_of_a_finished_run(flags: list[str], tmp_path: Path) -> None:
     ("more", "problem"),
     [
         (["--template", "{question}", "{attempt}", "--data_function", "a.py:b"], "use one of"),
-        (["--full_finetuning", "--merge_at_end"], "are for LoRA"),
+        (["--full_finetuning", "--merge_at_end"], "need LoRA"),
         (["--max_length", "-5"], "--max_length -5 "),
         (["--grad_accum_steps", "0"], "--grad_accum_steps 0 "),
         (["--num_epochs", "0"], "--num_epochs 0.0 "),
@@ -317,7 +317,7 @@ def test_rows_and_names_that_do_not_fit_the_model_are_refused(flags: list[str], 
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=f"{name} has no rows"):
             run(flags, tmp_path, "--train_data", str(tmp_path / name))
-    with pytest.raises(ValueError, match=r"has no modules c_attn for LoRA: attention, all-linear stand for"):
+    with pytest.raises(ValueError, match=r"has no modules c_attn for LoRA: use attention, all-linear or"):
         run(flags, tmp_path, "--lora_target_modules", "c_attn")
 
 

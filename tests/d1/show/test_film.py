@@ -183,7 +183,7 @@ def test_a_terminal_gets_the_canvas_in_place_and_no_escape_of_the_models():
     assert "\x1b[2J" not in text
     assert "\x1b]0" not in text
     assert "\x1b[1A" in text  # it moves up to write over itself
-    assert re.search(r"step 3/4 .* 6 of 6 tokens .* 27 through the body .* 3.00 s", text)
+    assert re.search(r"step 3/4 .* 6 of 6 tokens .* 27 processed .* 3.00 s", text)
     red, green, blue = bytes.fromhex(colour(math.log(0.5))[1:])
     assert re.search(rf"48;2;{red};{green};{blue}m⟨1B⟩", text)
     frames = text.split("╭")
@@ -216,7 +216,7 @@ def test_what_is_no_terminal_gets_a_line_a_step_and_the_text():
     file = io.StringIO()
     play(partial_films(evil_film()), Console(file=file, width=40), total=4)
     lines = file.getvalue().splitlines()
-    assert lines[0] == f"step 1/4  2 of 6 tokens  9 through the body  1.00 s  {EVIL} 100%, ⟨202E⟩abc⟨2028⟩ 90%"
+    assert lines[0] == f"step 1/4  2 of 6 tokens  9 processed  1.00 s  {EVIL} 100%, ⟨202E⟩abc⟨2028⟩ 90%"
     assert lines[1].endswith("the 5%, ↵↵ 90%")
     assert "\x1b" not in file.getvalue()
     assert [line.partition("  ")[0] for line in lines[:3]] == ["step 1/4", "step 2/4", "step 3/4"]

@@ -104,7 +104,7 @@ def test_a_token_tells_its_confidence_and_entropy_to_mouse_and_keys(page, path):
     assert page.ask("document.activeElement.dataset.place") == "1"
     assert "place 2 of 40" in page.ask(DETAIL)
     page.ask("document.querySelectorAll('[data-place=\"39\"]')[1].click()")
-    assert "filled without a look" in page.ask("document.querySelectorAll('.detail')[1].textContent")
+    assert "filled without a prediction" in page.ask("document.querySelectorAll('.detail')[1].textContent")
 
 
 def test_text_of_a_model_is_text_and_nothing_is_asked_of_any_server(page, path):
