@@ -106,10 +106,10 @@ RECIPES = {
         traces=programs_traces,
         least_quality=0.7,
         peak_lr=(3e-3, 1e-3),
-        steps=(1500, 300),
-        completion_tokens=(17, 24, 32),
+        steps=(300, 200),
+        completion_tokens=(20, 24, 32),
         lengths=(24, 32),
-        prompt_tokens=11,
+        prompt_tokens=12,
         hidden_size=64,
     ),
 }

@@ -2,7 +2,7 @@
 
 Sudoku: one token per cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
 order), because a small model cannot tell from rotary positions alone which cell a plain digit belongs to.
-Programs: one token per place of x and of f(x), with its letters in both examples.
+Programs: one token per place of f(x) in each of the two examples, and its letter.
 Countdown: one token per whole number from 0 to 60. Arithmetic: words, and one token per digit; "27" is "2" and "##7",
 so that numbers are decoded without spaces.
 The chat template builds the prompt from the end of a task's usual question: <bos>, the problem, "=>".
@@ -55,13 +55,13 @@ ARITHMETIC_PROMPT = """\
 """
 PROGRAMS_PROMPT = """\
 {%- set lines = message['content'].strip().split('\\n')[-2:] -%}
-{%- if lines | length != 2 or lines[0] | length != 19 or lines[1] | length != 19 or lines[0][:3] != "f('" -%}
-{{ raise_exception('the pocket model reads two examples: end the user message with lines such as '
-   ~ "f('abdca') = 'caab', got " ~ lines) }}
+{%- if lines | length != 2 or lines[0][:14] != "f('abcde') = '" or lines[1][:14] != "f('edcba') = '" -%}
+{{ raise_exception('the pocket model reads two examples: end the user message with the lines '
+   ~ "f('abcde') = 'daacb' and f('edcba') = 'beecd', got " ~ lines) }}
 {%- endif -%}
 {{ bos_token }}
-{%- for i in range(5) -%}{{ ' x' ~ i ~ lines[0][3 + i] ~ lines[1][3 + i] }}{%- endfor -%}
-{%- for i in range(4) -%}{{ ' y' ~ i ~ lines[0][14 + i] ~ lines[1][14 + i] }}{%- endfor -%}
+{%- for i in range(5) -%}{{ ' y' ~ i ~ lines[0][14 + i] }}{%- endfor -%}
+{%- for i in range(5) -%}{{ ' z' ~ i ~ lines[1][14 + i] }}{%- endfor -%}
 {{ ' =>' }}
 """
 CHAT_TEMPLATE = """\
@@ -77,7 +77,6 @@ PROMPT
 """
 
 
-PAIRS = [a + b for a in programs.LETTERS for b in programs.LETTERS]
 VERB_WORDS = [*sum(VERBS.values(), ()), *TIMES.values()]
 # By task in d1's TASKS: the tokenizer's model, its words, the prompt, and a pattern for texts that are always a token.
 TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] = {
@@ -95,9 +94,8 @@ TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] =
     "programs": (
         WordLevel,
         [
-            *(f"x{place}{pair}" for place in range(programs.PLACES) for pair in PAIRS),
-            *(f"y{place}{pair}" for place in range(programs.LENGTH) for pair in PAIRS),
-            *(f"y[{i}]=x[{place}]" for i in range(programs.LENGTH) for place in range(programs.PLACES)),
+            *(f"{name}{place}{letter}" for name in "yz" for place in range(programs.PLACES) for letter in "abcde"),
+            *(f"y[{i}]=x[{place}]" for i in range(programs.PLACES) for place in range(programs.PLACES)),
             *("+", *(f"x[{place}]" for place in range(programs.PLACES))),
         ],
         PROGRAMS_PROMPT,

@@ -1,9 +1,8 @@
 """Programs by example, a coding task of pocket size: from two examples of f find the expression in x that f is.
 
-f takes a text of five letters to one of four, each a letter of x: `x[3] + x[0] + x[0] + x[2]`. A letter may occur
-several times in an example, so that one example alone does not say which it was. An answer is whatever Python makes of
-it: it runs in the sandbox as the body of f, on both examples and on "abcde", which is not shown.
-Rows are `{"input": "abdca,ddcab", "program": "x[3] + x[0] + x[0] + x[2]"}`.
+f takes a text of five letters to another one of five, each a letter of x: `x[3] + x[0] + x[0] + x[2] + x[1]`. An answer
+is whatever Python makes of it: it runs in the sandbox as the body of f, on both examples and on "vwxyz", which is not
+shown. Rows are `{"input": "abcde,edcba", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 
@@ -20,23 +19,20 @@ from d1.tasks import answer_block, ask, format_completion
 from d1.tasks.code import CONCURRENT, JUDGED, judged_by
 from d1.tasks.data import JSON, file_of, read_file, task_rows
 
-if TYPE_CHECKING:
-    from numpy.random import Generator
-
 __all__ = ["CONCURRENT", "JUDGED", "REWARDS", "demonstrate", "extract", "load_rows", "score"]
 
 INSTRUCTIONS = "Find the function f from two examples."
 ANSWER = "the expression in x alone"
 COLUMNS = ("input", "program")
-LETTERS, HIDDEN = "abcd", "abcde"  # of the examples; what an answer is judged on beyond them
-PLACES, LENGTH = len(HIDDEN), 4  # letters of x and of f(x)
+INPUTS, HIDDEN = ("abcde", "edcba"), "vwxyz"  # of the shipped examples; what an answer is judged on beyond them
+PLACES = len(HIDDEN)  # letters of x, and of f(x)
 
 Function = tuple[int, ...]  # the place in x of each letter of f(x)
 
 
 def functions() -> list[Function]:
     """All functions of the task."""
-    return list(product(range(PLACES), repeat=LENGTH))
+    return list(product(range(PLACES), repeat=PLACES))
 
 
 def program_of(function: Function) -> str:
@@ -50,15 +46,6 @@ def value_at(function: Function, x: str) -> str:
 def asked(inputs: Sequence[str], function: Function) -> str:
     """The question that these examples make."""
     return "\n".join(f"f({x!r}) = {value_at(function, x)!r}" for x in inputs)
-
-
-def draw_inputs(rng: Generator) -> tuple[str, str]:
-    """Two inputs that tell all places apart: no two have the same letters in both."""
-    while True:
-        drawn = rng.integers(len(LETTERS), size=(PLACES, 2))
-        if len({*map(tuple, drawn.tolist())}) == PLACES:
-            first, second = ("".join(LETTERS[i] for i in column) for column in drawn.T)
-            return first, second
 
 
 def load_rows(split: str, data_file: str | None = None) -> Dataset:
@@ -75,10 +62,10 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 def read_row(row: dict[str, Any]) -> tuple[list[str], Function]:
     """The inputs of a row's examples, and its function."""
     inputs = str(row["input"]).split(",")
-    if len(inputs) != 2 or not all(re.fullmatch(f"[{LETTERS}]{{{PLACES}}}", x) for x in inputs):
-        raise ValueError(f"input must be two texts of {PLACES} letters from {LETTERS}, got {row['input']!r:.80}")
-    if not re.fullmatch(r"x\[[0-4]\]( \+ x\[[0-4]\]){3}", str(row["program"])):
-        raise ValueError(f"program must be as in x[3] + x[0] + x[0] + x[2], got {row['program']!r:.80}")
+    if len(inputs) != 2 or not all(sorted(x) == sorted(INPUTS[0]) for x in inputs):
+        raise ValueError(f"input must be two orders of {INPUTS[0]}, as in abcde,edcba, got {row['input']!r:.80}")
+    if not re.fullmatch(r"x\[[0-4]\]( \+ x\[[0-4]\]){4}", str(row["program"])):
+        raise ValueError(f"program must be as in x[3] + x[0] + x[0] + x[2] + x[1], got {row['program']!r:.80}")
     return inputs, tuple(map(int, re.findall(r"\d", row["program"])))
 
 

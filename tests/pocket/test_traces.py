@@ -40,7 +40,7 @@ def truth(recipe, problem):
     if recipe.task == "pocket_countdown":
         return problem[1]
     if recipe.task == "programs":
-        return [[x, "".join(x[place] for place in problem[1])] for x in (*problem[0], "abcde")]
+        return [[x, "".join(x[place] for place in problem[0])] for x in ("abcde", "edcba", "vwxyz")]
     amount = problem.start
     for sign, k in problem.steps:
         amount = int(SIGNS[sign](Fraction(amount), Fraction(k)))
@@ -61,7 +61,7 @@ def test_careful_answers_are_right_step_by_step(drawn):
     for problem in problems[: 40 if recipe.task in SANDBOXED else None]:
         text = recipe.write(0, problem, rng)
         if recipe.task == "programs":
-            assert re.findall(r"y\[(\d)\]=x\[(\d)\]", text) == [(str(i), str(p)) for i, p in enumerate(problem[1])]
+            assert re.findall(r"y\[(\d)\]=x\[(\d)\]", text) == [(str(i), str(p)) for i, p in enumerate(problem[0])]
         else:
             steps = steps_of(text)
             assert len(steps) == (2 if recipe.task == "pocket_countdown" else 3)
@@ -105,9 +105,8 @@ def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
         if recipe.task == "pocket_countdown":
             assert words == re.findall(r"\d+", question)
         elif recipe.task == "programs":
-            (x, y), (x2, y2) = re.findall(r"f\('(\w+)'\) = '(\w+)'", question)
-            places = [f"x{i}{a}{b}" for i, (a, b) in enumerate(zip(x, x2, strict=True))]
-            assert words == places + [f"y{i}{a}{b}" for i, (a, b) in enumerate(zip(y, y2, strict=True))]
+            texts = zip("yz", re.findall(r"= '(\w+)'", question), strict=True)
+            assert words == [f"{name}{i}{letter}" for name, text in texts for i, letter in enumerate(text)]
         else:
             assert words == re.findall(r"\w+|[.?]", question)
 
@@ -152,15 +151,15 @@ def test_arithmetic_styles_go_as_described():
 
 
 def test_program_styles_go_as_described():
-    problem = ("abdca", "ddcab"), (3, 0, 4, 2)  # both letters of places 0 and 4: ad, ab
-    told = {style: programs_traces.trace(style, *problem) for style in ("careful", "scan", "quick")}
+    function = (3, 3, 4, 3, 1)
+    told = {style: programs_traces.trace(style, function) for style in ("careful", "scan", "quick")}
     assert told == {
-        "careful": ("careful y[0]=x[3] y[1]=x[0] y[2]=x[4] y[3]=x[2]", "x[3] + x[0] + x[4] + x[2]"),
-        "scan": ("scan y[0]=x[3] y[1]=x[0] y[2]=x[0] y[3]=x[2]", "x[3] + x[0] + x[0] + x[2]"),
-        "quick": ("quick y[0]=x[3] y[1]=x[1] y[2]=x[4] y[3]=x[2]", "x[3] + x[1] + x[4] + x[2]"),
+        "careful": ("careful y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[3] y[4]=x[1]", "x[3] + x[3] + x[4] + x[3] + x[1]"),
+        "scan": ("scan y[0]=x[3] y[1]=x[1] y[2]=x[4] y[3]=x[3] y[4]=x[1]", "x[3] + x[1] + x[4] + x[3] + x[1]"),
+        "quick": ("quick y[0]=x[3] y[1]=x[1] y[2]=x[4] y[3]=x[1] y[4]=x[1]", "x[3] + x[1] + x[4] + x[1] + x[1]"),
     }
-    quality = [programs_traces.quality(f"<answer>{attempt}</answer>", *problem) for _, attempt in told.values()]
-    assert quality == [1, 0.75, 0.75]
+    quality = [programs_traces.quality(f"<answer>{attempt}</answer>", function) for _, attempt in told.values()]
+    assert quality == [1, 0.8, 0.6]
 
 
 def test_training_numbers_are_those_of_the_file():

@@ -52,7 +52,7 @@ KODCODE = [
         "    try:\n        Stack().pop()\n    except IndexError:\n        return\n    assert False\n",
     }
 ]
-PROGRAMS = [{"input": "abdca,ddcab", "program": "x[3] + x[0] + x[0] + x[2]"}]
+PROGRAMS = [{"input": "abdce,dbcae", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}]
 LOCAL |= {"code": [HUMANEVAL, MBPP, KODCODE], "programs": [PROGRAMS]}
 EXPRESSIONS = {23: "30 - (100 - 93)", 6: "1 + 2 + 3"}
 
@@ -156,8 +156,8 @@ def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
         ("countdown", {"input": "1,x,3", "output": "6"}, "row 1: input and output must be integers"),
         ("sudoku", {"Puzzle": "102230010030400", "Solution": "4132231412433421"}, "row 1: Puzzle must be 16 digits"),
         ("sudoku", {"Puzzle": "0102230010030400", "Solution": "4132231412433412"}, "row 1: Solution .* does not solve"),
-        ("programs", {"input": "abc,abc", "program": "x[0]"}, "row 1: input must be two texts of 5 letters from abcd"),
-        ("programs", {"input": "abcda,bcdaa", "program": "x[0]"}, r"row 1: program must be as in x\[3\] \+ x\[0\]"),
+        ("programs", {"input": "abc,abc", "program": "x[0]"}, "row 1: input must be two orders of abcde"),
+        ("programs", {"input": "abcde,bcdea", "program": "x[0]"}, r"row 1: program must be as in x\[3\] \+ x\[0\]"),
         ("code", {"prompt": "?", "test_list": []}, "no row can be used: row 1, test_list must be a list of tests, got"),
         ("code", {"question": "?", "test": "def ("}, "row 1, test is no Python: "),
         ("code", {"question": "?", "test": "print(1)"}, "row 1, there is no assert and no test function"),
