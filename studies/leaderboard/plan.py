@@ -13,6 +13,7 @@ from d1.rl.methods import METHODS
 from pocket.recipes import RECIPES, ROOT
 
 START = "none"  # in place of a method: the model that runs start from
+CANDIDATES: tuple[str, ...] = ()  # rows of METHODS that are the protocol's candidates of our own
 LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates, by factors of about 3
 # The settings of a method's row that define its sampler, and the judge's values.
 JUDGE = {"sampler": "exact", "remasking": "low_confidence", "block_length": 8}

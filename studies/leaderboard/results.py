@@ -22,15 +22,17 @@ def file_of(data: Path, run: Run) -> Path:
     return data / f"{run.stage}.jsonl"
 
 
-def read_results(data: Path = DATA) -> dict[Run, Line]:
+def read_results(data: Path = DATA, final_table: bool = False) -> dict[Run, Line]:
     """The line of each run, without its outcomes on sealed problems; the last line if a run has several.
 
-    Lines of a method whose row of `METHODS` has changed since are left out.
+    Lines of a method whose row of `METHODS` has changed since are left out. Only the final table reads the outcomes
+    on sealed problems (`final_table`).
     """
     found = {}
     for file in sorted(data.glob("*.jsonl")):
         for line in read_lines(file):
-            line.pop("sealed", None)
+            if not final_table:
+                line.pop("sealed", None)
             if line["values"] == values_of(line["method"]):
                 found[Run(**{field.name: line[field.name] for field in fields(Run)})] = line
     return found

@@ -1,0 +1,246 @@
+"""Writes docs/leaderboard.md and its two figures from data/: the final table, which alone reads the sealed outcomes.
+
+python -m studies.leaderboard.report    # also part of `make studies`
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from d1.rl.methods import METHODS
+from d1.runs.entry import run_script
+from d1.show.tables import markdown_table
+from pocket.recipes import ROOT
+from studies.leaderboard.bootstrap import Interval, Order, interval, not_worse, order, p_value, resampled_means
+from studies.leaderboard.figures import draw_curves, draw_places
+from studies.leaderboard.plan import CANDIDATES, FULL, START, Protocol, Run, Setup
+from studies.leaderboard.results import DATA, Line, read_results
+from studies.leaderboard.statistics import holm
+from studies.pages import reading
+
+PAGE = ROOT / "docs" / "leaderboard.md"
+REFERENCE = "d1"
+
+
+class Place(NamedTuple):
+    """A method in a table, by the judge "exact"; `less` is its difference to d1."""
+
+    solved: Interval
+    less: Interval
+    not_worse: bool
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A setup at a budget.
+
+    Attributes:
+        runs: method -> seed -> the line of the run; `START` is among the methods.
+        places: by method, the most accurate first.
+        order: of the methods that have all seeds.
+    """
+
+    setup: Setup
+    budget: int
+    runs: dict[str, dict[int, Line]]
+    places: dict[str, Place]
+    order: Order
+
+
+def outcomes(lines: dict[int, Line], seeds: Iterable[int], judge: str = "exact") -> np.ndarray:
+    """(seeds, problems) of 0 and 1. A start without SFT has one model, whatever the seed."""
+    texts = [lines[seed if seed in lines else 0]["sealed"][judge] for seed in seeds]
+    return np.array([[*map(int, text)] for text in texts])
+
+
+def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
+    for setup, budget in product(protocol.setups, reversed(protocol.budgets)):
+        runs: dict[str, dict[int, Line]] = {}
+        for run, line in results.items():
+            if run.stage == "final" and run.setup == setup and run.budget in (budget, 0):
+                runs.setdefault(run.method, {})[run.seed] = line
+        if START in runs and set(range(protocol.few)) <= runs.get(REFERENCE, {}).keys():
+            yield table_of(setup, budget, runs, protocol)
+
+
+def table_of(setup: Setup, budget: int, runs: dict[str, dict[int, Line]], protocol: Protocol) -> Table:
+    """The places of all methods: those with all seeds on these, the others on the first few. Differences to d1 are on
+    the seeds that both have."""
+    groups = {
+        seeds: [name for name in runs if name == START or set(seeds) <= runs[name].keys()]
+        for seeds in (tuple(range(protocol.seeds)), tuple(range(protocol.few)))
+    }
+    scores = {seeds: np.stack([outcomes(runs[name], seeds) for name in names]) for seeds, names in groups.items()}
+    means = {seeds: dict(zip(groups[seeds], of.mean((1, 2)), strict=True)) for seeds, of in scores.items()}
+    draws = {seeds: dict(zip(groups[seeds], resampled_means(of), strict=True)) for seeds, of in scores.items()}
+    every, few = groups
+    places = {}
+    for name in groups[few]:
+        own = every if name in groups[every] else few
+        shared = own if REFERENCE in groups[own] else few
+        less = draws[shared][name] - draws[shared][REFERENCE]
+        difference = interval(means[shared][name] - means[shared][REFERENCE], less)
+        places[name] = Place(interval(means[own][name], draws[own][name]), difference, not_worse(less), len(own))
+    in_order = dict(sorted(places.items(), key=lambda item: -item[1].solved.value))
+    ranked = [name for name in groups[every] if name != START]
+    compared = order({name: means[every][name] for name in ranked}, {name: draws[every][name] for name in ranked})
+    return Table(setup, budget, runs, in_order, compared)
+
+
+def percent(one: Interval, sign: str = "") -> str:
+    """Of shares: "71.2 [68.0, 74.4]"; of differences with the sign "+"."""
+    value, low, high = (f"{100 * part:{sign}.1f}" for part in one)
+    return f"{value} [{low}, {high}]"
+
+
+def places_table(table: Table) -> str:
+    """What the final table says of a setup and budget; methods that share a letter are not separated."""
+    rows = []
+    for name, place in table.places.items():
+        ranked = name in table.order.ranks
+        letters = "".join(chr(97 + number) for number, tie in enumerate(table.order.ties) if name in tie)
+        first, last = table.order.ranks.get(name, (0, 0))
+        own = fmean(outcomes(table.runs[name], table.runs[name], "own").mean(1)) if name != START else None
+        rows.append(
+            [
+                "the start itself" if name == START else name + "*" * (name in CANDIDATES),
+                str(place.seeds),
+                percent(place.solved),
+                (f"{first}" if first == last else f"{first} to {last}") if ranked else "",
+                letters,
+                "" if name == REFERENCE else percent(place.less, "+"),
+                "" if name in (REFERENCE, START) else "yes" if place.not_worse else "no",
+                "" if own is None else f"{100 * own:.1f}",
+            ]
+        )
+    header = ["method", "seeds", "solved, %", "rank", "ties", f"difference to {REFERENCE}"]
+    return markdown_table([*header, f"not worse than {REFERENCE}", "own sampler, %"], rows)
+
+
+def cost_table(table: Table) -> str:
+    """What the runs were: settings, work, distance from the start; means over seeds."""
+    rows = []
+    for name in table.places:
+        if name == START:
+            continue
+        lines = [*table.runs[name].values()]
+        kls = [line["kl"] for line in lines if line["kl"] is not None]
+        rows.append(
+            [
+                name,
+                f"{lines[0]['learning_rate']:g}, {lines[0]['num_iterations']}",
+                f"{mean_of(lines, 'rollouts'):.0f}",
+                f"{mean_of(lines, 'steps'):.0f}",
+                f"{100 * mean_of(lines, 'overshoot') / table.budget:.1f}",
+                f"{fmean(kls):.3f}" if kls else "",
+                f"{mean_of(lines, 'processor_seconds'):.0f}",
+                f"{sum(line['diverged'] for line in lines)} of {len(lines)}",
+            ]
+        )
+    header = ["method", "rate, updates", "rollouts", "steps", "over budget, %", "KL to start", "processor seconds"]
+    return markdown_table([*header, "diverged"], rows)
+
+
+def mean_of(lines: list[Line], field: str) -> float:
+    return fmean(line[field] for line in lines)
+
+
+def wins_table(tables: list[Table], protocol: Protocol) -> str:
+    """Each candidate against every published method, in every setup at the largest budget; Holm over all of them."""
+    compared = []
+    for table, candidate in product(tables, CANDIDATES):
+        if table.budget != protocol.budgets[-1] or candidate not in table.runs:
+            continue
+        for other in (name for name in table.places if name not in (*CANDIDATES, START)):
+            seeds = sorted(table.runs[candidate].keys() & table.runs[other].keys())
+            scores = np.stack([outcomes(table.runs[name], seeds) for name in (candidate, other)])
+            ours, theirs = resampled_means(scores)
+            gain = interval(scores[0].mean() - scores[1].mean(), ours - theirs)
+            compared.append((candidate, table.setup.label, other, gain, p_value(ours - theirs)))
+    adjusted = holm([p for *_, p in compared])
+    rows = [[*names, percent(gain, "+"), f"{p:.2g}"] for (*names, gain, _), p in zip(compared, adjusted, strict=True)]
+    return markdown_table(["candidate", "setup", "against", "difference", "Holm's p"], rows) if rows else ""
+
+
+def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
+    """The rate and number of updates that the search chose, and the share of validation problems solved with them."""
+    rows = []
+    for method in protocol.methods:
+        found = [protocol.tuning(results, setup, method)[1] for setup in protocol.setups]
+        cells = [
+            f"{one.learning_rate:g}, {one.num_iterations}: {100 * one.accuracy:.1f}" if one else "" for one in found
+        ]
+        rows.append([method, f"{METHODS[method].values.get('learning_rate', '')}", *cells])
+    return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups)], rows)
+
+
+def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path: Path) -> str:
+    missing = len(protocol.missing(results))
+    cut = f"**The board is not complete: {missing} runs are missing or wait for others.**\n\n" if missing else ""
+    text = INTRODUCTION.format(cut=cut, reading=reading(path), runs=len(results))
+    for table in tables:
+        text += f"## {table.setup.task} from {table.setup.start}, {table.budget:,} tokens\n\n{places_table(table)}\n"
+    if wins := wins_table(tables, protocol):
+        text += f"## Candidates of our own\n\n{wins}\n"
+    text += f"## The search\n\n{SEARCH}\n\n{search_table(results, protocol)}\n## What the runs were\n\n"
+    for table in tables:
+        text += f"### {table.setup.task} from {table.setup.start}, {table.budget:,}\n\n{cost_table(table)}\n"
+    return text.rstrip() + "\n"
+
+
+def write(data: Path, path: Path, protocol: Protocol = FULL) -> None:
+    results = read_results(data, final_table=True)
+    tables = [*tables_of(results, protocol)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    largest = [table for table in tables if table.budget == protocol.budgets[-1]]
+    if largest:
+        draw_places(largest, path.with_suffix(".png"))
+        draw_curves(largest, path.with_name(f"{path.stem}_curves.png"))
+    path.write_text(page(results, tables, protocol, path))
+
+
+INTRODUCTION = """# Which method is best at the same compute?
+
+Written by `make studies` from {runs} lines in [studies/leaderboard/data](../studies/leaderboard/README.md). The
+[protocol](../studies/leaderboard/PROTOCOL.md) says what was run and how it is judged; it is older than every run.
+
+{cut}Solved: percent of the sealed problems, by the exact sampler, with the 95% interval over seeds and problems
+(two-way bootstrap). Rank: what the separated pairs leave open; two methods are separated if Holm's p-value of their
+difference, over all pairs of the table, is below 0.05. Methods that share a letter under "ties" are not separated. A
+method with three seeds has no rank. "Not worse": the one-sided 95% interval of the difference lies above -2 points.
+
+![Accuracy of all methods with intervals, one panel per setup](leaderboard.png)
+
+![Accuracy on validation problems against compute, mean and range of three seeds](leaderboard_curves.png)
+
+## What it means
+
+{reading}
+
+"""
+SEARCH = """Per setup: the rate and number of updates that were chosen on validation problems, and the percentage of
+these that the models solved then (mean of two seeds, at the smaller budget)."""
+
+
+def main(args: argparse.Namespace) -> None:
+    write(args.data, args.output)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the runs' lines")
+    parser.add_argument("--output", type=Path, default=PAGE, help="the page; its figures stand next to it")
+    return parser
+
+
+if __name__ == "__main__":
+    run_script("studies.leaderboard.report", lambda: main(make_parser().parse_args()))
