@@ -1,8 +1,8 @@
 """What the programs base reads: examples of training functions and the traces of three kinds of solvers.
 
 A trace says for each letter of f(x) which letter of x it is ("careful y[0]=x[3] y[1]=x[0] ..."), an attempt is the
-expression ("x[3] + x[0] + x[0] + x[2] + x[1]"). `careful` is right. `quick` counts the place of a letter that f has
-used before from the wrong end, `scan` that of a letter that f uses twice in a row.
+expression ("x[3] + x[0] + x[0] + x[2] + x[1]"). `careful` is right. `scan` counts the place of the last letter from the
+wrong end, `quick` those of the last two.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ def question(function: Function) -> str:
 
 def solve(function: Function, style: str) -> Function:
     """The function that a solver of this style finds."""
-    found = []
-    for i, place in enumerate(function):
-        before = {"careful": (), "scan": function[max(i - 1, 0) : i], "quick": function[:i]}[style]
-        found.append(PLACES - 1 - place if place in before else place)
-    return tuple(found)
+    wrong = {"careful": 0, "scan": 1, "quick": 2}[style]
+    right = PLACES - wrong
+    return (*function[:right], *(PLACES - 1 - place for place in function[right:]))
 
 
 def trace(style: str, function: Function) -> tuple[str, str]:

@@ -155,8 +155,8 @@ def test_program_styles_go_as_described():
     told = {style: programs_traces.trace(style, function) for style in ("careful", "scan", "quick")}
     assert told == {
         "careful": ("careful y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[3] y[4]=x[1]", "x[3] + x[3] + x[4] + x[3] + x[1]"),
-        "scan": ("scan y[0]=x[3] y[1]=x[1] y[2]=x[4] y[3]=x[3] y[4]=x[1]", "x[3] + x[1] + x[4] + x[3] + x[1]"),
-        "quick": ("quick y[0]=x[3] y[1]=x[1] y[2]=x[4] y[3]=x[1] y[4]=x[1]", "x[3] + x[1] + x[4] + x[1] + x[1]"),
+        "scan": ("scan y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[3] y[4]=x[3]", "x[3] + x[3] + x[4] + x[3] + x[3]"),
+        "quick": ("quick y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[1] y[4]=x[3]", "x[3] + x[3] + x[4] + x[1] + x[3]"),
     }
     quality = [programs_traces.quality(f"<answer>{attempt}</answer>", function) for _, attempt in told.values()]
     assert quality == [1, 0.8, 0.6]
