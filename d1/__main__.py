@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from d1.commands import chat, convert, fill, fit, methods, sandbox, watch
+from d1.commands import chat, convert, fill, fit, methods, sandbox, serve, watch
 from d1.runs.entry import OneLineParser, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported only when used
@@ -40,6 +40,9 @@ COMMANDS = {
     "methods": Command("list the RL methods for --method, or all values of one", methods.add_arguments, methods.run),
     "sandbox": Command("check that programs can be judged safely here", sandbox.add_arguments, sandbox.run),
     "chat": Command("talk to a model and watch its answers come into focus", chat.add_arguments, chat.run),
+    "serve": Command(
+        "serve the samplers over HTTP: to RL, OpenAI's clients, a browser", serve.add_arguments, serve.run
+    ),
     "watch": Command("watch a completion come into focus, here or as a page", watch.add_arguments, watch.run),
     "fill": Command('fill the masks in a text, "The [MASK:3] of a text"', fill.add_arguments, fill.run),
 }

@@ -15,7 +15,8 @@ import yaml
 
 from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
 
-OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval")
+OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fastapi", "starlette")
+OPTIONAL += ("uvicorn", "prometheus_client")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("lazy", "ranges", "show", "transformers_bridge"),
@@ -23,6 +24,7 @@ LAYERS = (
     ("models", "masking", "tasks"),
     ("sampling", "scoring"),
     ("runs",),
+    ("serve",),
     ("sft", "rl", "eval"),
     ("commands",),
     ("__main__",),
