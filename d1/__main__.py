@@ -2,6 +2,7 @@
 
 python -m d1 sft --model_name X --train_data FILE   # masked supervised fine-tuning
 python -m d1 rl --model_path X --dataset sudoku     # diffu-GRPO, and the other methods
+python -m d1 prefer --model_name X --train_data FILE   # VRPO and ELBO-KTO: pairs or labels
 python -m d1 eval --model_path X --dataset sudoku   # completions of a task's problems, and their accuracy
 python -m d1 parse results/                         # the accuracies of generation files
 """
@@ -21,6 +22,7 @@ from d1.runs.entry import OneLineParser, run_script
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported only when used
     "sft": "d1.sft.train",
     "rl": "d1.rl.train",
+    "prefer": "d1.preference.train",
     "eval": "d1.eval.run",
     "parse": "d1.eval.accuracy",
 }
