@@ -92,13 +92,13 @@ def complete(
     # The longest prompts come first: batches need little padding, and one that does not fit fails at once.
     every = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     size = part_size(args)
-    wanted = {prompt.index for prompt in every}
+    wanted = {prompt.key for prompt in every}
     done = journal.read().keys() & wanted
     wait_for_all()  # no process writes before all have read
     if done and journal.rank == 0:
         logger.info("Resuming: %d of %d completions are done", len(done), len(every))
     parts = [every[start : start + size] for start in range(0, len(every), size)]
-    parts = [part for part in parts if any(prompt.index not in done for prompt in part)]
+    parts = [part for part in parts if any(prompt.key not in done for prompt in part)]
     if parts:
         model = load()
         check_room(model.config, len(parts[0][0].ids), args.gen_length)
@@ -162,7 +162,7 @@ def generate_rows(
         counts = sampled.passes.tolist(), sampled.forward_tokens.tolist(), sampled.edits.tolist()
         for number, row, length, passes, fed, edits in zip(numbers, output.tolist(), lengths, *counts, strict=True):
             entry = {
-                "index": asked.pop(number).index,
+                "index": asked.pop(number).key,
                 "generations": tokenizer.decode(row),
                 "text": tokenizer.decode(row[:length], skip_special_tokens=True),
                 "tokens": length,

@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from d1.show.tables import markdown_table
+from d1.tasks import TASKS, load_task
 
 OPENING = "A masked diffusion language model, post-trained with d1."
 CARD = """---
@@ -62,11 +63,14 @@ def write_card(folder: Path) -> Path:
         pipeline_tag="text-generation",
         tags=["d1", "masked-diffusion", "diffu-grpo" if rl else "preference" if "method" in settings else "sft"],
     )
+    made_of = [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]
+    if rl and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
+        made_of.append(["answers judged by", judged])
     text = CARD.format(
         metadata=metadata.to_yaml(),
         title=name.rpartition("/")[2],
         opening=OPENING,
-        made_of=markdown_table(["", ""], [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]),
+        made_of=markdown_table(["", ""], made_of),
         loaded=f'load_model("{local_name(base)}", adapter="{name}")' if adapter else f'load_model("{name}")',
         name=name,
     )
