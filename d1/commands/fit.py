@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 from typing import Any
 
-from d1.ranges import AMOUNT, COUNT, NATURAL
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL
 from d1.rl.methods import METHODS
 from d1.sampling.flags import DTYPES
 
@@ -21,7 +22,16 @@ PER_STAGE: dict[
     "eval": {"batch": 8, "length": 712},
 }
 OWN = {  # flags that only these stages read
-    "rl": ("method", "beta", "views_at_once", "max_completion_length", "diffusion_steps", "steps_per_generation"),
+    "rl": (
+        "method",
+        "beta",
+        "views_at_once",
+        "max_completion_length",
+        "diffusion_steps",
+        "steps_per_generation",
+        "edit_threshold",
+    ),
+    "sft": ("edit_turns",),
     "prefer": ("num_views", "max_completion_length"),
 }
 
@@ -44,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bits = "frozen weights in NF4 (default: in RL with LoRA)"
     parser.add_argument("--load_in_4bit", action=argparse.BooleanOptionalAction, help=bits)
     parser.add_argument("--gradient_checkpointing", action="store_true")
+    turns = "SFT: passes per batch, whose activations are all kept (default: %(default)s)"
+    parser.add_argument("--edit_turns", type=COUNT, default=1, help=turns)
     rl = parser.add_argument_group("RL, with the names and values of training")
     rl.add_argument("--method", choices=list(METHODS), default="d1", help="(default: %(default)s)")
     rl.add_argument(
@@ -53,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
     rl.add_argument("--diffusion_steps", type=COUNT, default=128, help="(default: %(default)s)")
     parser.add_argument("--num_views", type=COUNT, default=8, help="prefer: draws per bound (default: %(default)s)")
+    rl.add_argument("--edit_threshold", type=BELOW_ONE, help="rollouts with edits, by a parallel sampler")
     rollout = f"micro-batches per rollout (default: {COMPLETIONS} completions / batch / gpus)"
     rl.add_argument("--steps_per_generation", type=COUNT, help=rollout)
 
@@ -78,11 +91,14 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     to a reference. The method's own values of the canvas win. Raises ValueError for settings that training refuses."""
     from d1.rl.config import DiffuGRPOConfig
     from d1.rl.plan import drawn_views, most_views
+    from d1.scoring import ESTIMATORS
 
     canvas = {name: getattr(args, name) for name in ("max_completion_length", "diffusion_steps", "block_length")}
     given: dict[str, Any] = {name: value for name, value in canvas.items() if name not in METHODS[args.method].values}
     given |= {} if block_size is None else {"block_length": block_size}
     given |= {} if args.beta is None else {"beta": args.beta}
+    if args.edit_threshold is not None:
+        given |= {"sampler": "parallel", "reveal": "threshold", "edit_threshold": args.edit_threshold}
     # The smallest batch, because rows are counted elsewhere.
     batch: dict[str, Any] = {"per_device_train_batch_size": 2, "num_generations": 2}
     batch["gradient_accumulation_steps"] = args.steps_per_generation
@@ -91,7 +107,9 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     # Per update and view: one byte per token for what is hidden, and fp32 weights and log-probs on the canvas. Updates
     # that divide the views among them store all of them.
     numbers = 1 + config.needs_old_logps + config.needs_reference
-    a_row = config.num_iterations * drawn_views(config, block_size) * (args.length + 4 * numbers * tokens)
+    # With edits, replay also keeps ids of 8 bytes: what each view shows and what it scores.
+    ids = 16 if args.edit_threshold is not None and ESTIMATORS[config.estimator].replays_writes else 0
+    a_row = config.num_iterations * drawn_views(config, block_size) * (args.length + (4 * numbers + ids) * tokens)
     beta = config.beta if config.needs_reference else 0.0
     found = {"beta": beta, "views": most_views(config, block_size), "canvas": tokens}
     return found | {"stored": a_row * args.steps_per_generation}
@@ -109,10 +127,14 @@ def run(args: argparse.Namespace) -> None:
     fields = {name: value for name, value in given.items() if name in FitSettings.__annotations__}
     base, _ = adapter_chain(args.model_path, None)
     config, _ = native_config(base)
-    stages = {"rl": lambda: of_method(args, block_size(config)), "prefer": lambda: of_preference(args)}
+    stages = {
+        "sft": lambda: {"views": args.edit_turns, "views_at_once": args.edit_turns},
+        "rl": lambda: of_method(args, block_size(config)),
+        "prefer": lambda: of_preference(args),
+    }
     settings = FitSettings(**{**fields, **stages.get(args.stage, dict)()})
     shown = {**vars(args), "beta": settings.beta}
-    hidden = {"command", "model_path", *OWN["rl"], *OWN["prefer"]} - {*OWN.get(args.stage, ())}
+    hidden = {"command", "model_path", *chain(*OWN.values())} - {*OWN.get(args.stage, ())}
     names = [name for name in shown if name not in hidden]
     values = {name: " ".join(map(str, value)) if isinstance(value := shown[name], list) else value for name in names}
     sys.stdout.write("Computed for " + ", ".join(f"{name} {value}" for name, value in values.items()) + "\n\n")

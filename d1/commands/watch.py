@@ -133,9 +133,10 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
         generator=[keyed_generator(args.seed, args.index, 0)],
         eos_token_ids=end_ids(tokenizer) if args.eos_stop else None,
     )
-    said = f"{args.model_path} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}"
+    edits = "" if settings.edits is None else f" · edits above {settings.edits:g}"
+    said = f"{args.model_path} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}{edits}"
     films = filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], title, text, said)
-    return films, sum(map(len, settings.schedule(filled)))
+    return films, settings.most_passes(filled)
 
 
 def write(args: argparse.Namespace, films: list[Film]) -> None:

@@ -19,6 +19,8 @@ from d1.show.film import Film, piece
 
 COLUMNS = ("prompt_ids", "prompt_mask", "canvas_ids", "reveal_steps", "rollout_logps", "rollout_entropies", REWARD)
 
+WRITES = ("steps", "ids", "logps")  # of a sampler that edits
+
 
 class ShowRollouts(TrainerCallback):
     """Keeps a run's first and latest rollout in the run's folder. A resumed run keeps its first rollout."""
@@ -56,6 +58,14 @@ def picked(batches: list[Batch], tokenizer: Any) -> dict[str, dict[str, Any]]:
         prompt, mask, canvas, *numbers, reward = (column[row] for column in columns.values())
         tokens = [piece(tokenizer, token) for token in canvas.tolist()]
         about = "", tokenizer.decode(prompt[mask.bool()].tolist()), f"reward {reward.item():.3g}"
-        return asdict(Film(*about, tokens, *(number.tolist() for number in numbers)))
+        film = Film(*about, tokens, *(number.tolist() for number in numbers))
+        return asdict(film) | {"drafts": drafts_of(row)}
+
+    def drafts_of(row: int) -> list[list[list[Any]]]:
+        if "write_ids" not in batches[0]:
+            return []
+        kept = [torch.cat([batch[f"write_{name}"] for batch in batches])[row].tolist() for name in WRITES]
+        places = [[write for write in zip(*place, strict=True) if write[0] >= 0] for place in zip(*kept, strict=True)]
+        return [[[step, piece(tokenizer, token), logp] for step, token, logp in writes[:-1]] for writes in places]
 
     return {"best": film(order[-1]), "median": film(order[len(order) // 2]), "worst": film(order[0])}

@@ -17,6 +17,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from d1.show.tables import markdown_table
+from d1.tasks import TASKS, load_task
 
 OPENING = "A masked diffusion language model, post-trained with d1."
 CARD = """---
@@ -59,6 +60,8 @@ def write_card(folder: Path) -> Path:
     name, rl, adapter = local_name(folder), "dataset" in settings, (folder / "adapter_config.json").is_file()
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
     method = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
+    if settings.get("edit_noise"):
+        method += f", and visible tokens to correct (--edit_noise {settings['edit_noise']})"
     if "method" in settings:
         method = f"method {local_name(settings['method'])}: {settings.get('paper', '')}"
         method = f"diffu-GRPO, {method}" if rl else f"preferences, {method}, {bounds(settings)}"
@@ -71,6 +74,8 @@ def write_card(folder: Path) -> Path:
         tags=["d1", "masked-diffusion", "diffu-grpo" if rl else "preference" if "method" in settings else "sft"],
     )
     made_of = [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]
+    if rl and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
+        made_of.append(["answers judged by", judged])
     made_of += [["held-out result", held_out(folder)], *machine(folder, record)]
     made_of.append(["licence", f"of the weights: that of {local_name(base)} and the data; of the library: Apache-2.0"])
     version, install = installation()

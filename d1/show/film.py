@@ -35,6 +35,8 @@ class Film:
         entropies: the entropy of its distribution in that pass, in nats; 0 if no pass revealed it.
         fed: tokens processed by the model up to the end of each pass. Empty if unknown.
         seconds: duration up to the end of each pass, without the time for display.
+        drafts: of each place, [step, text, log-probability] of every token there that a later one replaced; empty where
+            nothing was.
     """
 
     title: str
@@ -46,6 +48,10 @@ class Film:
     entropies: list[float]
     fed: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    drafts: list[list[list[Any]]] = field(default_factory=list)
+
+    def drafts_at(self, place: int) -> list[list[Any]]:
+        return self.drafts[place] if self.drafts else []
 
     @property
     def passes(self) -> int:
@@ -80,10 +86,13 @@ def filmed(
             empty = canvas.shape[1] - start
             film.tokens, film.steps = [""] * empty, [HIDDEN] * empty
             film.logps, film.entropies = [0.0] * empty, [0.0] * empty
+            film.drafts = [[] for _ in range(empty if step.most_writes > 1 else 0)]
         parts = (step.positions, step.revealed, step.ids, step.logps, step.entropies)
         for column, revealed, token, logp, entropy in zip(*(part[0].tolist() for part in parts), strict=True):
             if revealed:
                 place = column - start
+                if film.steps[place] >= 0:
+                    film.drafts[place].append([film.steps[place], film.tokens[place], film.logps[place]])
                 film.tokens[place], film.steps[place] = text_of(token), len(film.fed)
                 film.logps[place], film.entropies[place] = logp, entropy
         film.fed.append(int(step.forward_tokens[0]))

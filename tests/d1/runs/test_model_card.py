@@ -56,9 +56,18 @@ def test_an_rl_card_has_its_method_and_task(tmp_path) -> None:
     assert str(tmp_path) not in card.content
 
 
+def test_the_card_of_a_run_on_programs_says_how_they_were_judged(tmp_path) -> None:
+    rows = tables(write_card(run_of(tmp_path / "run", RL | {"dataset": "code", "paper": PAPER})).read_text())
+    (judged,) = rows["answers judged by"]
+    assert judged.startswith(
+        "tests in a bubblewrap sandbox, with limits per program: 10 s, 4 s of processor time and 512 MiB"
+    )
+    assert "answers judged by" not in tables(write_card(run_of(tmp_path / "other", RL | {"paper": PAPER})).read_text())
+
+
 EVALUATIONS = {
     "sft": (
-        [{"eval_loss": loss, "step": 4 * step} for step, loss in enumerate([0.7, 0.5, None])],
+        [{"eval_loss": loss, "step": 4 * step} for step, loss in enumerate([0.4, 0.5, 0.6, None])],
         "loss 0.5 at step 4",
     ),
     "rl": ([{"eval_reward": 1.5, "eval_rewards/accuracy/mean": 0.25, "step": 4}], "accuracy 25.0% at step 4"),
