@@ -149,6 +149,7 @@ REQUIRED = {  # of the tools
     "chat": ["none"],
     "watch": ["--model_path", "none", "--prompt", "a"],
     "fill": ["none", "[MASK]"],
+    "serve": ["none"],
 }
 WITHOUT_NUMBERS = {"merge", "export", "methods", "sandbox", "curves"}
 
