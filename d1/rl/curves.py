@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +22,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from d1.runs.entry import OneLineParser
-from d1.show.curves import panel_svg, panels, running_mean, save_figure
+from d1.show.curves import legend, panel_svg, panels, running_mean, save_figure
 from d1.show.film import Film
 from d1.show.page import Scene, film_page
 
@@ -67,11 +68,11 @@ def draw(runs: list[Path], labels: list[str], output: Path) -> None:
     figure, axes = panels(2, 2, size=(11, 7))
     for axis, name in zip(axes, PANELS, strict=True):
         draw_panel(axis, name, runs, labels)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 4))
+    legend(figure)
     save_figure(figure, output)
 
 
-def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], legend: bool = False) -> None:
+def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str]) -> None:
     """The smoothed curves of one metric, one line per run; validation, if there is one, is dashed."""
     for run, label in zip(runs, labels, strict=True):
         history, steps_a_rollout = read_run(run)
@@ -80,13 +81,11 @@ def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], legen
         if name != "kl":
             axis.plot(*series(history, f"eval_{name}", steps_a_rollout), "--", color=line.get_color(), alpha=0.7)
     axis.set(title=PANELS[name], xlabel="rollouts")
-    if legend:
-        axis.legend(fontsize="small")
 
 
 def report_page(runs: list[Path], labels: list[str]) -> str:
     """The HTML report on some runs: curves, settings, and completions of the first and the last rollout."""
-    panel = partial(draw_panel, runs=runs, labels=labels, legend=len(runs) > 1)
+    panel = partial(draw_panel, runs=runs, labels=labels)
     figures = [panel_svg(partial(panel, name=name), PANELS[name], f"panel{i}") for i, name in enumerate(PANELS)]
     curves = "".join(f"<figure>{figure}</figure>" for figure in figures)
     about = "".join(map(about_run, runs, labels))
@@ -133,3 +132,5 @@ def main(args: argparse.Namespace) -> None:
         args.html.write_text(report_page(runs, labels), encoding="utf-8")
     if args.output or not args.html:
         draw(runs, labels, Path(args.output or "curves.png"))
+    for path in filter(None, (args.html, args.output or (not args.html and "curves.png"))):
+        sys.stderr.write(f"Written: {Path(path).resolve()} ({', '.join(PANELS.values())} of {', '.join(labels)})\n")

@@ -480,6 +480,11 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
         read_run(tmp_path)
 
+    command = [sys.executable, str(STAGE / "plot_curves.py"), str(run), "--output", "c.png", "--html", "r.html"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [line.split(" (")[0] for line in done.stderr.splitlines()] == [
+        f"Written: {tmp_path / name}" for name in ("r.html", "c.png")
+    ]
     page = report_page([run], ["<a>"])
     assert page.count("<figure><svg ") == 4
     assert "What RL did: &lt;a&gt;</h1>" in page
