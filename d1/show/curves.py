@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 # The colours of Okabe and Ito (2008), which colour-blind readers can tell apart.
 OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-LINES = [{"color": colour, "linestyle": line} for line in ("-", "--", ":") for colour in OKABE_ITO]
-STYLE: dict[str, Any] = {
+LINES: list[Any] = [{"color": colour, "linestyle": line} for line in ("-", "--", ":") for colour in OKABE_ITO]
+STYLE: Any = {
     "axes.prop_cycle": cycler(color=OKABE_ITO),
     "axes.formatter.useoffset": False,  # ticks show their values, not a difference from a number in the corner
     "axes.grid": True,

@@ -9,6 +9,7 @@ A task module has
 - `score(text, row)` -> strict metrics in [0, 1]; the first is the accuracy. It reads only `question` and
   `ground_truth` of the row;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
+- optionally `board(text, row)` -> the answer as a grid for `d1 watch` (see `sudoku.py`);
 - optionally `PROTOCOLS`: other ways to ask the same problems and to read the answers. Each row says what changes:
   `QUESTION`, the user's message with {question} in it; `SHOTS`, how many solved training problems come before it as
   turns of their own (default 0); `demonstrate`, `extract`, `score`, `REWARDS` as above.

@@ -49,7 +49,7 @@ def draw_curves(tables: list[Table], path: Path) -> None:
                 continue
             style = LINES[names.index(name) % len(LINES)]
             shares, values = curves[0][:, 0], 100 * np.stack([curve[:, 1] for curve in curves])
-            axis.plot(table.budget * shares, values.mean(0), label=name, marker=".", **style)  # type: ignore[arg-type]
+            axis.plot(table.budget * shares, values.mean(0), label=name, marker=".", **style)
             axis.fill_between(table.budget * shares, values.min(0), values.max(0), color=style["color"], alpha=0.15)
         axis.set(title=f"{table.setup.task} from {table.setup.start}", xlabel="compute tokens")
     axes[0].set_ylabel("validation problems solved, %")
