@@ -83,7 +83,7 @@ class DiffuGRPOConfig(GRPOConfig):
         nargs="?",
         const="true",
     )
-    report: bool = setting(False, "Write report.html at the end: curves, and completions before and after.")
+    report: bool = setting(False, "Write report.html at the end: curves, and the same problems before and after.")
     max_compute_tokens: OptionalCount = setting(
         None, "End the run when compute_tokens reaches this number; a linear learning rate falls to 0 with this budget."
     )

@@ -21,7 +21,7 @@ from d1.rl.choose_method import find_method
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.plan import idle, plan
 from d1.rl.rewards import accuracy_of, check_rewards
-from d1.rl.shown_rollouts import ShowRollouts
+from d1.rl.shown_problems import ShowProblems
 from d1.rl.state import check_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.runs.skeleton import Prepared, Stage
@@ -79,7 +79,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
             callbacks=callbacks,
         )
         if args.report:
-            trainer.add_callback(ShowRollouts(trainer))
+            trainer.add_callback(ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
         if args.max_compute_tokens:
             trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens, args.save_at_compute or ()))
         return trainer

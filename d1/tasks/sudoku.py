@@ -111,12 +111,8 @@ def board(text: str, row: dict[str, Any]) -> dict[str, Any]:
 
     cells = [[name, digits[place], kind(place)] for place, name in enumerate("abcdefghijklmnop")]
     words = re.search(r"\b[a-p][1-4]\b", text)
-    note = (
-        "Cells are named a to p, row by row: a4 says that the first cell holds 4, and a. that it is empty."
-        if words
-        else ""
-    )
-    return {"rows": [cells[start : start + 4] for start in range(0, 16, 4)], "note": note}
+    note = "Cells are named a to p, row by row: a4 says that the first cell holds 4, and a. that it is empty."
+    return {"rows": [cells[start : start + 4] for start in range(0, 16, 4)], "note": note if words else ""}
 
 
 def puzzle_of(question: str) -> str:

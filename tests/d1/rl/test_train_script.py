@@ -500,12 +500,20 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
         "logps": [0],
         "entropies": [0],
     }
-    kept = {"rollout": 1, "films": dict.fromkeys(("best", "median", "worst"), film)}
-    (run / SHOWN_FILE).write_text(json.dumps({"first": kept, "last": kept | {"rollout": 7}}))
+    kept = {"before": [film | {"title": "before", "solved": False}] * 2}
+    kept["after"] = [film | {"title": "after", "solved": solved} for solved in (True, False)]
+    (run / SHOWN_FILE).write_text(json.dumps(kept))
+    record["settings"]["data_file"] = "/home/me/data.csv"
+    (run / "run.json").write_text(json.dumps(record))
     page = report_page([run], ["a"])
     scenes = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    assert [scene["title"].split(":")[0] for scene in scenes] == ["a"] * 3
-    assert [film["title"] for film in scenes[0]["films"]] == ["rollout 1", "rollout 7"]
+    assert [scene["title"] for scene in scenes] == [
+        "a, problem 1: not solved before, solved after",
+        "a, problem 2: not solved before, not solved after",
+    ]
+    assert [film["title"] for film in scenes[0]["films"]] == ["before", "after"]
+    assert "solved of the 2 problems below</span> <b>0 → 1</b>" in page
+    assert "/home/me" not in page
     assert "--report true" not in page
 
 
