@@ -138,9 +138,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Samples one canvas per prompt. Returns completions up to their first EOS, and a record of the whole canvas,
         (rows, canvas) each: `canvas_ids` and `reveal_steps`, int64; `rollout_logps` and `rollout_entropies`, fp32."""
         started = time.perf_counter()
-        ids, mask = self.padded(prompt_ids)
-        sampled = self.sample(ids, mask)
-        record = {"canvas_ids": sampled.ids[:, ids.shape[1] :], "reveal_steps": sampled.reveal_steps}
+        sampled = self.sample(*self.padded(prompt_ids))
+        record = {"canvas_ids": sampled.ids[:, -self.sampling.gen_length :], "reveal_steps": sampled.reveal_steps}
         record |= {"rollout_logps": sampled.logps, "rollout_entropies": sampled.entropies}
         completions = texts_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
         passes, fed = torch.stack([sampled.passes, sampled.forward_tokens]).cpu()
@@ -152,14 +151,13 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.log_metric("rollout_tokens_per_second", tokens / seconds)
         return completions, record
 
-    def padded(self, prompt_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def padded(self, prompt_ids: list[list[int]]) -> tuple[Tensor, ...]:
         """Ids and attention mask, (rows, prompt) each, on the device."""
         tensors = [torch.tensor(ids) for ids in prompt_ids]
-        padding = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
-        ids = pad(tensors, padding_value=self.text_tokenizer.pad_token_id, **padding)
-        mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding)
-        device = self.accelerator.device
-        return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+        own = (tensors, self.text_tokenizer.pad_token_id), ([torch.ones_like(row) for row in tensors], 0)
+        side = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
+        parts = (pad(rows, padding_value=value, **side) for rows, value in own)
+        return tuple(part.to(self.accelerator.device, non_blocking=True) for part in parts)
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
