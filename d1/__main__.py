@@ -2,6 +2,7 @@
 
 python -m d1 sft --model_name X --train_data FILE   # masked supervised fine-tuning
 python -m d1 rl --model_path X --dataset sudoku     # diffu-GRPO, and the other methods
+python -m d1 prefer --model_name X --train_data FILE   # VRPO and ELBO-KTO: pairs or labels
 python -m d1 eval --model_path X --dataset sudoku   # completions of a task's problems, and their accuracy
 python -m d1 parse results/                         # the accuracies of generation files
 """
@@ -15,12 +16,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from d1.commands import chat, convert, fill, fit, methods, watch
+from d1.commands import chat, convert, fill, fit, methods, serve, watch
 from d1.runs.entry import OneLineParser, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported only when used
     "sft": "d1.sft.train",
     "rl": "d1.rl.train",
+    "prefer": "d1.preference.train",
     "eval": "d1.eval.run",
     "parse": "d1.eval.accuracy",
 }
@@ -39,6 +41,9 @@ COMMANDS = {
     "fit": Command("the memory that a stage needs, and the largest batch per card", fit.add_arguments, fit.run),
     "methods": Command("list the RL methods for --method, or all values of one", methods.add_arguments, methods.run),
     "chat": Command("talk to a model and watch its answers come into focus", chat.add_arguments, chat.run),
+    "serve": Command(
+        "serve the samplers over HTTP: to RL, OpenAI's clients, a browser", serve.add_arguments, serve.run
+    ),
     "watch": Command("watch a completion come into focus, here or as a page", watch.add_arguments, watch.run),
     "fill": Command('fill the masks in a text, "The [MASK:3] of a text"', fill.add_arguments, fill.run),
 }

@@ -24,7 +24,7 @@ from d1.__main__ import STAGES
 from d1.lazy import module_in
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHED = ("SFT", "diffu-grpo", "eval")  # folders of scripts that users start; the code is in d1
+LAUNCHED = ("SFT", "diffu-grpo", "preference", "eval")  # folders of scripts that users start; the code is in d1
 PACKAGES = ("d1", "pocket", "studies", "benchmarks", "dataset", "examples")
 ROOMS = (*PACKAGES, *LAUNCHED, "launch", "recipes", "docs", "tests")
 OUTPUTS = {"runs", "results"}
@@ -124,7 +124,8 @@ def check_arguments(script: Path, arguments: list[str], folder: Path) -> None:
         with contextlib.chdir(folder):  # configs are relative to it
             parser.parse_args_and_config([*arguments, *on_this_machine])
     elif "--help" not in arguments:
-        parser.parse_args(arguments)
+        with contextlib.chdir(folder):
+            parser.parse_args(arguments)
 
 
 def calls_of(script: Path, arguments: list[str], settings: dict[str, str], tmp: Path, gpus: int = 8) -> list[list[str]]:

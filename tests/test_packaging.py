@@ -15,14 +15,16 @@ import yaml
 
 from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
 
-OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval")
+OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fastapi", "starlette")
+OPTIONAL += ("uvicorn", "prometheus_client")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("lazy", "ranges", "show", "transformers_bridge"),
     ("models", "masking", "tasks"),
     ("sampling", "scoring"),
     ("runs",),
-    ("sft", "rl", "eval"),
+    ("serve",),
+    ("sft", "rl", "preference", "eval"),
     ("commands",),
     ("__main__",),
 )
@@ -130,7 +132,10 @@ def test_shell_scripts_and_configs_launch_what_exists_with_flags_it_knows(path):
         assert re.search(r"^(set -e|exec )", path.read_text(), re.MULTILINE)
         check_script(f"bash {path.name}" + " ../runs/grpo" * (path.name == "eval_checkpoints.sh"), path.parent)
     elif "distributed_type" not in path.read_text():  # Accelerate's are in tests/launch
-        check_script(f"python diffu_grpo_train.py --config {path} --model_path m --dataset sudoku", ROOT / "diffu-grpo")
+        scripts = {"preference": "prefer_train.py --train_data f"}
+        script = scripts.get(path.parent.name, "diffu_grpo_train.py --dataset sudoku")
+        folder = ROOT / (path.parent.name if path.parent.name in scripts else "diffu-grpo")
+        check_script(f"python {script} --config {path} --model_path m", folder)
 
 
 def test_launch_lines_in_headers_and_docstrings_work():

@@ -14,8 +14,9 @@ from d1.sampling.flags import DTYPES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_path", "--model_name", required=True, help="only its config.json is read")
-    parser.add_argument("--stage", choices=["sft", "rl", "eval"], required=True)
-    parser.add_argument("--batch", type=COUNT, default=1, help="rows per GPU (default: %(default)s)")
+    parser.add_argument("--stage", choices=["sft", "rl", "prefer", "eval"], required=True)
+    rows = "rows per GPU, of prefer completions, two per pair (default: %(default)s)"
+    parser.add_argument("--batch", type=COUNT, default=1, help=rows)
     parser.add_argument("--length", type=COUNT, default=4096, help="tokens per row, prompt and completion")
     parser.add_argument("--block_length", type=COUNT, default=32)
     parser.add_argument("--gpus", type=COUNT, default=1)
@@ -34,7 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--views_at_once", type=COUNT, default=1)
     rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
     rl.add_argument("--diffusion_steps", type=COUNT, default=128, help="(default: %(default)s)")
+    parser.add_argument("--num_views", type=COUNT, default=8, help="prefer: draws per bound (default: %(default)s)")
     rl.add_argument("--steps_per_generation", type=COUNT, default=1, help="micro-batches per rollout")
+
+
+def of_preference(args: argparse.Namespace) -> dict[str, Any]:
+    """What `FitSettings` is told of a preference run: without LoRA it always has a reference, and its batches have
+    views, of which a token takes a byte and on the canvas an fp32 weight."""
+    canvas = min(args.max_completion_length, args.length)
+    stored = args.num_views * (args.length + 4 * canvas)
+    return {"beta": 1.0, "views": args.num_views, "canvas": canvas, "stored": stored}
 
 
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
@@ -72,5 +82,6 @@ def run(args: argparse.Namespace) -> None:
     fields = {name: value for name, value in given.items() if name in FitSettings.__annotations__}
     base, _ = adapter_chain(args.model_path, None)
     config, _ = native_config(base)
-    settings = FitSettings(**{**fields, **(of_method(args, block_size(config)) if args.stage == "rl" else {})})
+    stages = {"rl": lambda: of_method(args, block_size(config)), "prefer": lambda: of_preference(args)}
+    settings = FitSettings(**{**fields, **stages.get(args.stage, dict)()})
     sys.stdout.write(fit_table(config, settings) + "\n")

@@ -39,7 +39,7 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte per block of 64, an 
 class FitSettings:
     """The settings of one stage that determine its memory."""
 
-    stage: str  # "sft", "rl" or "eval"
+    stage: str  # "sft", "rl", "prefer" or "eval"
     batch: int = 1  # rows per GPU
     length: int = 4096  # tokens of a row, prompt and completion
     block_length: int = 32
@@ -51,10 +51,10 @@ class FitSettings:
     load_in_4bit: bool = False
     gradient_checkpointing: bool = False
     beta: float = 0.04
-    views: int = 1  # RL: views per row and update
-    views_at_once: int = 1  # RL: views per row and forward pass
-    canvas: int = 256  # RL: tokens of the completion, part of `length`
-    stored: int = 0  # RL: bytes kept per row of `batch`, from the rollout to its last update
+    views: int = 1  # RL, prefer: views per row and update
+    views_at_once: int = 1  # RL, prefer: views per row and forward pass
+    canvas: int = 256  # RL, prefer: tokens of the completion, part of `length`
+    stored: int = 0  # RL, prefer: bytes kept per row of `batch`, from its views to its last update
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -157,7 +157,7 @@ def step_peak(config: PreTrainedConfig, settings: FitSettings, layers: int, rows
         precision = torch.autocast("cpu", settings.weight_dtype, enabled=mixed)
         with LiveStorages() as storages, precision, torch.set_grad_enabled(training):
             if size and training:
-                noised = ids[:, -((settings.canvas if settings.stage == "rl" else settings.length) + size - 1) :]
+                noised = ids[:, -((settings.length if settings.stage == "sft" else settings.canvas) + size - 1) :]
                 states = two_stream_states(model, ids, noised, torch.ones_like(ids))  # makes its own masks
             else:
                 states = body(ids, mask, **({"past_key_values": DynamicCache()} if size else {}))
@@ -219,13 +219,13 @@ def resident_bytes(config: PreTrainedConfig, settings: FitSettings) -> dict[str,
     buffers = min(trained, BUCKET) * size if settings.zero else 0
     if settings.zero == 3 or settings.load_in_4bit:
         buffers += max(sizes) * size  # a gathered or dequantised weight
-    everything = settings.stage == "rl" and settings.lora_r == 0 and settings.beta > 0
+    everything = settings.stage in ("rl", "prefer") and settings.lora_r == 0 and settings.beta > 0
     summed = trained * float(size) if settings.views > settings.views_at_once else 0.0  # sum over passes, by autograd
     return {
         "weights": (frozen + trained * trained_size) * share[3],
         "gradients": trained * trained_size * share[2] + summed,
         "optimizer": trained * (8 if trained_size == 4 else 12) * share[1],
-        "reference": trained * size * share[3] if everything else 0.0,
+        "reference": trained * (trained_size if settings.stage == "prefer" else size) * share[3] if everything else 0.0,
         "buffers": float(buffers),
     }
 

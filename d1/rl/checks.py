@@ -56,8 +56,9 @@ ON_RESUME = OnResume(
         *("batch_eval_metrics", "push_to_hub", "hub_*", "restore_callback_states_from_checkpoint"),
         *("enable_jit_checkpoint", "local_rank", "dataloader_*", "ddp_*", "accelerator_config"),
         *("torch_empty_cache_steps", "remove_unused_columns", "label_names", "activation_checkpointing*"),
-        *("gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once", "rollout_batch_size"),
+        *("gradient_checkpointing*", "ds3_gather_for_generation", "views_at_once"),
         *("generation_batch_size", "pad_to_multiple_of", "use_cpu", "eos_stop"),
+        "rollout_*",
     ),
 )
 
@@ -135,6 +136,11 @@ def check_trainer(trainer: Any) -> None:
         raise ValueError(
             "sync_ref_model changes the reference during the run, and under ZeRO-3 or FSDP a checkpoint cannot store "
             "it: use DDP or ZeRO-2, or leave sync_ref_model off"
+        )
+    if args.rollout_mode == "server" and trainer.weights_are_split:
+        raise ValueError(
+            "rollout_mode server sends weights that lie whole on each process: leave out ZeRO-3 and FSDP, or sample in "
+            "the trainer"
         )
     if trainer.samples_in_step and (sampling.rule or args.eos_stop or block_size(trainer.model.config)):
         raise ValueError(

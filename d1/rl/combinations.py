@@ -39,6 +39,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("none", "group", "batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "rollout_mode": ("trainer", "server"),
     "draw_steps": DRAW_STEPS,
     "estimator": ESTIMATORS,
     "objective": OBJECTIVES,
@@ -58,6 +59,8 @@ def names(table: dict[str, Any], **needed: Any) -> str:
 
 def contradictions(s: Any) -> Iterator[str]:
     """The reasons why the settings contradict each other."""
+    if (s.rollout_mode == "server") != (len(s.rollout_server_base_url or ()) == 1):
+        yield "--rollout_mode server needs one --rollout_server_base_url, and no other mode has any"
     if s.score_as_sampled and not s.temperature:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]

@@ -30,6 +30,7 @@ from d1.rl.objectives import OBJECTIVES, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
 from d1.rl.rewards import guarded
 from d1.rl.scored import SCORED, score_more
+from d1.rl.servers import server_of
 from d1.rl.state import load_rollout, save_rollout
 from d1.rl.state_rewards import compare_states
 from d1.rl.updates import (
@@ -38,7 +39,7 @@ from d1.rl.updates import (
     count,
     draw_updates,
     evaluating,
-    joined,
+    in_parts,
     keep_prompts,
     loss_inputs,
     reshaped,
@@ -105,6 +106,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].behind_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
+        self.server = server_of(args, self.accelerator)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
 
     @property
@@ -161,15 +163,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
-        generators = self.generators("rollout", len(ids))  # first, because `evaluating` below changes the mode
+        key, generators = self.key("rollout"), self.generators("rollout", len(ids))  # before the model leaves this mode
         tokens = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.eos_token_ids if self.eos_stop else None}
-        size = self.args.rollout_batch_size or len(ids)
-        parts = [slice(start, start + size) for start in range(0, len(ids), size)]
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            sampled = joined(
-                rollout(model, ids[part], mask[part], self.sampling, generator=generators[part], **tokens)
-                for part in parts
-            )
+            if self.server is not None:
+                sampled = self.server.rollout(model, self.state.global_step, ids, mask, key, self.sampling, **tokens)
+            else:
+                sample = partial(rollout, model, settings=self.sampling, **tokens)
+                sampled = in_parts(sample, ids, mask, generators, self.args.rollout_batch_size or len(ids))
         self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
         return sampled
 

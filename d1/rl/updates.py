@@ -205,6 +205,14 @@ def texts_of(canvas_ids: Tensor, eos_token_ids: Sequence[int]) -> list[list[int]
     return [row[keep].tolist() for row, keep in zip(ids, eos_cut(ids, eos_token_ids), strict=True)]
 
 
+def in_parts(
+    sample: Callable[..., Rollout], ids: Tensor, mask: Tensor, generators: Sequence[torch.Generator], size: int
+) -> Rollout:
+    """The rollout of prompts (rows, prompt), `size` rows at a time."""
+    parts = [slice(start, start + size) for start in range(0, len(ids), size)]
+    return joined(sample(ids[part], mask[part], generator=generators[part]) for part in parts)
+
+
 def joined(parts: Iterable[Rollout]) -> Rollout:
     """The rows of several rollouts in one."""
     columns = zip(*([getattr(part, field.name) for field in fields(Rollout)] for part in parts), strict=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,19 @@ python -m d1 chat {name}
 def write_card(folder: Path) -> Path:
     """Write the README.md of a run's folder, replacing an existing one; returns its path."""
     settings: dict[str, Any] = json.loads((folder / "run.json").read_text())["settings"]
-    name, rl, adapter = local_name(folder), "method" in settings, (folder / "adapter_config.json").is_file()
+    name, rl, adapter = local_name(folder), "dataset" in settings, (folder / "adapter_config.json").is_file()
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
     method = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
-    if rl:
-        method = f"diffu-GRPO, method {local_name(settings['method'])}: {settings.get('paper', '')}"
+    if "method" in settings:
+        method = f"method {local_name(settings['method'])}: {settings.get('paper', '')}"
+        method = f"diffu-GRPO, {method}" if rl else f"preferences, {method}, {bounds(settings)}"
     linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", method)
     metadata = ModelCardData(
         base_model=base if on_hub(base) else None,
         datasets=[data] if not rl and on_hub(data) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["d1", "masked-diffusion", "diffu-grpo" if rl else "sft"],
+        tags=["d1", "masked-diffusion", "diffu-grpo" if rl else "preference" if "method" in settings else "sft"],
     )
     text = CARD.format(
         metadata=metadata.to_yaml(),
@@ -68,6 +70,12 @@ def write_card(folder: Path) -> Path:
     )
     ModelCard(text).save(folder / "README.md")
     return folder / "README.md"
+
+
+def bounds(settings: Mapping[str, Any]) -> str:
+    """How a preference run weighed and estimated its ratios."""
+    draws = f"{settings['num_views']} draws of {settings['estimator']}{' and their opposites' * settings['antithetic']}"
+    return f"beta {settings['beta']}, {draws}"
 
 
 def has_card(folder: Path) -> bool:

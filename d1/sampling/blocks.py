@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import lcm
 from typing import Any
 
@@ -92,28 +93,35 @@ class Sampler:
         places = (filled.unsqueeze(1) + slots) % canvas.places.shape[1]
         positions, still = canvas.places[rows.unsqueeze(1), places], hidden.gather(1, slots)
         numbers = canvas.passes[rows]
-        generators = [state.generator for state in states if state.generator is not None]
-        own: Generators = generators if len(generators) == len(states) else batch.generator
-        found, options = self.states(canvas, passes, rows, positions), {"noise_dtype": self.noise_dtype}
-        ids, logps, entropies, recorded = predict(
-            self.model, found, left, self.settings, self.mask_token_id, own, **options
-        )
+        found = self.states(canvas, passes, rows, positions)
         due = (still.sum(1) - kept).clamp(min=1)
-        chosen = self.choose(logps, entropies, still, due, partial(uniform, logps.shape, own, logps, left))
+        alike: dict[SamplingSettings, list[int]] = {}
+        for place, state in enumerate(states):
+            alike.setdefault(state.settings or self.settings, []).append(place)
+        parts = []
+        for settings, some in alike.items():  # one part, where all rows have the same settings
+            those: Any = batch.upload(some) if len(alike) > 1 else slice(None)
+            counts, own = [left[place] for place in some], batch.generators([live[place] for place in some])
+            parts.append(self.reveal(settings, found[:, those], still[those], due[those], counts, own))
+        revealed: Any = parts[0]
+        if len(alike) > 1:
+            order = batch.upload([*chain(*alike.values())]).argsort()
+            revealed = (torch.cat(part)[order] for part in zip(*parts, strict=True))
+        ids, entropies, recorded, chosen = revealed
         at = (rows.unsqueeze(1), positions)
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
-        if self.settings.rule is not None:
+        if any(settings.rule is not None for settings in alike):
             later = hidden.sum(1).tolist()  # the step's one host sync: which rows take another step
         for state, count in zip(states, later, strict=True):
             state.left, state.step = count, state.step + 1
-        counts = canvas.passes, canvas.forward_tokens
-        return Step(rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *counts)
+        so_far = canvas.passes, canvas.forward_tokens
+        return Step(rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *so_far)
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
         branches = [canvas.ids[rows]]
-        if self.settings.cfg_scale:
+        if passes.branches == 2:
             branches.append(branches[0].masked_fill(canvas.given[rows], self.mask_token_id))
         visible = canvas.visible[rows].repeat(len(branches), 1)
         states, fed = passes.states(torch.cat(branches), visible, positions.repeat(len(branches), 1))
@@ -121,15 +129,27 @@ class Sampler:
         canvas.forward_tokens[rows] += fed.unflatten(0, (len(branches), -1)).sum(0)
         return states.unflatten(0, (len(branches), -1))
 
-    def choose(
-        self, logps: Tensor, entropies: Tensor, hidden: Tensor, due: Tensor, draw: Callable[[], Tensor]
-    ) -> Tensor:
-        """(n, k) bool, which predictions are kept: as many as are `due` (n,) by the schedule, or more by the rule."""
-        places, scores = best_first(REMASKING[self.settings.remasking].scores(logps, entropies, draw), hidden)
-        if self.settings.rule is not None:
-            count = RULES[self.settings.rule].count
-            due = count(scores, entropies.gather(1, places), self.settings.level).maximum(due).minimum(hidden.sum(1))
-        return places.argsort(dim=-1) < due.unsqueeze(1)
+    def reveal(
+        self,
+        settings: SamplingSettings,
+        found: Tensor,
+        hidden: Tensor,
+        due: Tensor,
+        left: Sequence[int],
+        generator: Generators,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Predictions (n, k), their entropies and recorded log-probs, and whether each is kept: those `due` (n,) by the
+        schedule, or more by the rule."""
+        options = {"noise_dtype": self.noise_dtype}
+        ids, logps, entropies, recorded = predict(
+            self.model, found, left, settings, self.mask_token_id, generator, **options
+        )
+        draw = partial(uniform, logps.shape, generator, logps, left)
+        places, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
+        if settings.rule is not None:
+            count = RULES[settings.rule].count
+            due = count(scores, entropies.gather(1, places), settings.level).maximum(due).minimum(hidden.sum(1))
+        return ids, entropies, recorded, places.argsort(dim=-1) < due.unsqueeze(1)
 
     def fill_blocks(self, batch: Batch, live: list[int], passes: Passes, together: bool) -> Iterator[Step]:
         """Yield steps of the rows `live` until all of them (or, if not `together`, one) have filled their blocks."""

@@ -11,6 +11,7 @@ from torch import Generator, Tensor
 
 from d1.sampling.passes import Place
 from d1.sampling.predict import Generators
+from d1.sampling.settings import SamplingSettings
 
 
 def eos_cut(completion_ids: Tensor, eos_token_ids: Sequence[int] | Tensor, including: bool = True) -> Tensor:
@@ -66,6 +67,20 @@ class Row:
     step: int = 0
     filled: int = 0  # tokens of the completion before the block
     left: int = 0  # tokens of the block that are still hidden
+    # In a stream whose rows differ:
+    settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
+    ends: tuple[int, ...] = ()  # of the EOS stop
+    offset: int = 0  # columns of the longest completion that this shorter one leaves to its prompt, which ends later
+
+    @property
+    def length(self) -> int:
+        """Tokens of the completion."""
+        return sum(map(sum, self.schedule))
+
+    def shift(self, columns: int) -> None:
+        """Continues on a canvas whose longest completion has so many more columns."""
+        self.offset, self.filled = self.offset + columns, self.filled + columns
+        self.prompt, self.inside = self.prompt - columns, self.inside - columns
 
     @property
     def size(self) -> int:
@@ -111,6 +126,12 @@ class Batch:
         """Copy whole numbers to the device, without waiting for it."""
         return torch.tensor(numbers, dtype=torch.long).to(self.hidden.device, non_blocking=True)
 
+    def generators(self, rows: list[int]) -> Generators:
+        """Those of these rows, or that of the batch where they have none."""
+        own = [self.rows[row].generator for row in rows]
+        each = [generator for generator in own if generator is not None]
+        return each if len(each) == len(own) else self.generator
+
     def open_blocks(self, live: list[int]) -> list[Place]:
         """Begin the next block of each row of `live` whose block is full, and return the places of all their blocks."""
         opened = [row for row in live if self.rows[row].left == 0]
@@ -132,10 +153,12 @@ class Batch:
             return done
         rows, end_ids = self.upload(between), self.upload(ends)
         filled = self.upload([self.rows[row].filled + self.rows[row].size for row in between]).unsqueeze(1)
+        firsts = self.upload([self.rows[row].offset for row in between]).unsqueeze(1)
         completions = self.canvas.ids[:, self.canvas.start :]
         own = completions[rows]
-        hidden = torch.arange(own.shape[1], device=own.device) >= filled
-        ended = (torch.isin(own, end_ids) & ~hidden).any(1)
+        places = torch.arange(own.shape[1], device=own.device)
+        hidden = places >= filled
+        ended = (torch.isin(own, end_ids) & ~hidden & (places >= firsts)).any(1)
         completions[rows] = own.masked_fill(ended.unsqueeze(1) & hidden, ends[0])
         over = ended.tolist()  # the block's one host sync
         return sorted([*done, *(row for row, ends_here in zip(between, over, strict=True) if ends_here)])

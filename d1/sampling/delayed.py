@@ -23,7 +23,8 @@ class DelayedPasses(Passes):
     """The caches "delayed" and "lasting". With `lasts`, rows whose block is full wait and keep their cache."""
 
     past: DynamicCache | None = None
-    end: Tensor  # (rows, 1), the column after the row's block
+    start: Tensor  # (rows, 1), the first column of the row's block
+    end: Tensor  # (rows, 1), the column after it
     stale: Tensor  # bool (rows, columns), what was hidden in each row's last pass; the next pass processes it
     places: Tensor  # (rows,) which of the rows that entered the block still work on it
 
@@ -37,6 +38,7 @@ class DelayedPasses(Passes):
     def enter(self, places: list[Place], kept: list[int]) -> None:
         past, entered, kept = self.past, len(self.origins), kept if self.lasts else []
         self.past, self.end = None, self.of_rows([place.end for place in places]).unsqueeze(1)
+        self.start = self.of_rows([place.start for place in places]).unsqueeze(1)
         if kept:
             assert past is not None
             if self.waiting or kept != [*range(entered)]:
@@ -63,11 +65,11 @@ class DelayedPasses(Passes):
             full = kept.byte().argsort(stable=True)[: len(kept) - len(rows)]
             self.waiting.append((self.places[full], select_rows(self.past, full), self.stale[full], self.width))
         self.past, self.stale, self.places = select_rows(self.past, rows), self.stale[rows], self.places[rows]
-        self.end = self.end[rows]
+        self.start, self.end = self.start[rows], self.end[rows]
 
     def states(self, ids: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         # Rows with fewer hidden tokens than others are padded with places that are not hidden.
-        hidden = (ids.gather(1, positions) == self.mask_token_id) & (positions < self.end)
+        hidden = (ids.gather(1, positions) == self.mask_token_id) & (positions >= self.start) & (positions < self.end)
         now = torch.zeros_like(ids, dtype=torch.bool).scatter(1, positions, hidden)
 
         def feed(group: range, rows: Any) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:

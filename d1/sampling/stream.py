@@ -5,7 +5,8 @@ Steps and caches are those of `rollout`; this module only decides which rows tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 
 from d1.models.attention import require_prepared
 from d1.models.kinds import block_size
-from d1.sampling.blocks import Sampler, check_sampler
+from d1.sampling.blocks import Sampler, Step, check_sampler
 from d1.sampling.caches import cache_of
 from d1.sampling.canvas import Batch, Canvas, Row, start_canvas
 from d1.sampling.loop import Rollout, blank_record, note
@@ -62,70 +63,145 @@ def rollout_stream(
     check_sampler(settings, model.config)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    sampler = Sampler(model, settings, mask_token_id, noise_dtype)
-    return sample_all(sampler, enumerate(prompts), batch_size, eos_token_ids or ())
+    ends = tuple(eos_token_ids or ())
+    cache, guided = settings.cache, settings.cfg_scale > 0
+    stream = Stream(model, mask_token_id=mask_token_id, cache=cache, guided=guided, noise_dtype=noise_dtype)
+    asked = (Asked(number, ids, settings, generator, ends) for number, (ids, generator) in enumerate(prompts))
+    return sample_all(stream, asked, batch_size)
 
 
-@torch.no_grad()
-def sample_all(
-    sampler: Sampler, prompts: Iterator[tuple[int, Prompt]], batch_size: int, ends: Sequence[int]
-) -> Iterator[Finished]:
+@dataclass(frozen=True)
+class Asked:
+    """A row of a stream."""
+
+    number: int  # which no other row at work has
+    ids: Sequence[int]  # of the prompt
+    settings: SamplingSettings
+    generator: Generator | None = None  # None where nothing is drawn
+    ends: tuple[int, ...] = ()  # of the EOS stop
+
+
+def sample_all(stream: Stream, asked: Iterator[Asked], batch_size: int) -> Iterator[Finished]:
     """`rollout_stream` after the check of its arguments."""
-    cache, length = cache_of(sampler.model.config, sampler.settings.cache), sampler.settings.gen_length
-    none = torch.zeros(0, 0, dtype=torch.long, device=sampler.model.device)
-    batch = Batch.of([], start_canvas(none, none, length, 0))
-    record = blank_record(0, length, none.device)
-    passes = sampler.passes(cache, device=none.device, masked=True, aligned=False)
     while True:
-        # Here each row has a full block, or is new, or (only without a cache) is in the middle of its block.
-        everyone = range(len(batch.rows))
-        done = batch.finished([*everyone], ends)
-        if done:
-            canvas, rows = batch.canvas, batch.upload(done)
-            taken = Rollout.of(canvas.ids[rows], record[:, rows], canvas.passes[rows], canvas.forward_tokens[rows])
-            yield [batch.rows[row].number for row in done], taken
-        kept = [row for row in everyone if row not in set(done)]
-        room = batch_size - len(kept)
-        new = list(islice(prompts, room)) if room else []
-        if done or new:
-            batch = exchange(sampler, batch, kept, new)
-            blank = blank_record(len(new), length, none.device)
-            record = torch.cat([record[:, batch.upload(kept)], blank], dim=1)
-        if not batch.rows:
+        if done := stream.leave():
+            yield done
+        room = batch_size - len(stream)
+        stream.enter([*islice(asked, room)] if room else [])
+        if not len(stream):
             return
-        live = [*range(len(batch.rows))]
-        passes.masked = cache.together or any(row.prompt < batch.canvas.start for row in batch.rows)
-        passes.enter(batch.open_blocks(live), kept)
-        for step in sampler.fill_blocks(batch, live, passes, cache.together):
-            note(record, step, batch.canvas.start)
+        for _ in stream.steps():
+            pass
 
 
-def exchange(sampler: Sampler, batch: Batch, kept: list[int], new: list[tuple[int, Prompt]]) -> Batch:
-    """A batch of the rows `kept`, then those of the prompts `new`, as wide as the longest prompt among them."""
-    settings, masks = sampler.settings, sampler.mask_token_id
-    rows = [batch.rows[row] for row in kept]
-    for number, (ids, generator) in new:
-        if settings.draws and generator is None:
-            raise ValueError(f"prompt {number} of the stream has no generator, and these settings draw random numbers")
-        inside = len(ids) % settings.block_length if block_size(sampler.model.config) else None
-        rows.append(Row(number, len(ids), len(ids), settings.schedule(inside), generator))
-    width = max((row.prompt for row in rows), default=0)
-    prompts, mask = torch.full((len(new), width), masks), torch.zeros(len(new), width, dtype=torch.long)
-    for place, (_, (ids, _)) in enumerate(new):
-        prompts[place, width - len(ids) :] = torch.as_tensor(ids)
-        mask[place, width - len(ids) :] = 1
-    old, stay = batch.canvas, batch.upload(kept)
-    fresh = start_canvas(prompts.to(stay.device), mask.to(stay.device), settings.gen_length, masks)
-    wider = (width - old.start, 0)  # a negative number cuts columns off, which are all padding
-    canvas = Canvas(
-        ids=torch.cat([pad(old.ids[stay], wider, value=masks), fresh.ids]),
-        visible=torch.cat([pad(old.visible[stay], wider), fresh.visible]),
-        given=torch.cat([pad(old.given[stay], wider), fresh.given]),
-        places=torch.arange(width, width + settings.gen_length, device=stay.device).expand(len(rows), -1),
-        passes=torch.cat([old.passes[stay], fresh.passes]),
-        forward_tokens=torch.cat([old.forward_tokens[stay], fresh.forward_tokens]),
-    )
-    both = Batch.of(rows, canvas)
-    wider = (0, both.hidden.shape[1] - batch.hidden.shape[1])
-    both.hidden = pad(batch.hidden[stay], (*wider, 0, len(new)))
-    return both
+class Stream:
+    """Rows at work together, which may differ in length and in all settings but the cache and the use of guidance.
+
+    `leave`, `enter` and `steps` are called in turn. In fp32, a row's tokens do not depend on the others.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        mask_token_id: int,
+        cache: str | None,
+        guided: bool,
+        noise_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.cache, branches = cache_of(model.config, cache), 2 if guided else 1
+        options = {"branches": branches, "mask_token_id": mask_token_id, "device": model.device}
+        self.passes = self.cache.passes(model, **options, masked=True, aligned=False)
+        self.sampler = Sampler(model, SamplingSettings(1, 1, 1), mask_token_id, noise_dtype)  # each row has its own
+        none = torch.zeros(0, 0, dtype=torch.long, device=model.device)
+        self.batch, self.record = Batch.of([], start_canvas(none, none, 0, 0)), blank_record(0, 0, none.device)
+        self.kept: list[int] = []  # which of the batch's rows stay
+        self.count = 0  # rows at work
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those of the steps."""
+        return self.batch.rows
+
+    @torch.no_grad()
+    def leave(self, dropped: Collection[int] = ()) -> Finished | None:
+        """The rows that ended, as `rollout_stream` yields them: a row's completion comes last. Those with the numbers
+        `dropped` leave, too."""
+        # Here each row has a full block, or is new, or (only without a cache) is in the middle of its block.
+        batch, ends = self.batch, dict[tuple[int, ...], list[int]]()
+        for place, row in enumerate(batch.rows):
+            ends.setdefault(row.ends, []).append(place)
+        done = sorted(place for own, rows in ends.items() for place in batch.finished(rows, own))
+        gone = {*done, *(place for place, row in enumerate(batch.rows) if row.number in dropped)}
+        self.kept = [place for place in range(len(batch.rows)) if place not in gone]
+        self.count = len(self.kept)
+        if not done:
+            return None
+        canvas, rows = batch.canvas, batch.upload(done)
+        taken = Rollout.of(canvas.ids[rows], self.record[:, rows], canvas.passes[rows], canvas.forward_tokens[rows])
+        return [batch.rows[row].number for row in done], taken
+
+    @torch.no_grad()
+    def enter(self, new: Sequence[Asked]) -> None:
+        """Adds rows to those that stay."""
+        if not new and len(self.kept) == len(self.batch.rows):
+            return
+        config, device = self.sampler.model.config, self.record.device
+        rows = [self.batch.rows[row] for row in self.kept]
+        for one in new:
+            settings = one.settings
+            if settings.draws and one.generator is None:
+                raise ValueError(
+                    f"prompt {one.number} of the stream has no generator, and these settings draw random numbers"
+                )
+            inside = len(one.ids) % settings.block_length if block_size(config) else None
+            schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)
+            row = Row(one.number, len(one.ids), len(one.ids), schedule, one.generator, settings=how, ends=one.ends)
+            rows.append(row)
+        longest = max((row.length for row in rows), default=0)
+        for row in rows:
+            row.shift(longest - row.length - row.offset)
+        width = max((row.prompt for row in rows), default=0) + longest
+        old, stay = self.batch.canvas, self.batch.upload(self.kept)
+        fresh = self.fresh(new, width, longest)
+        wider = (width - old.ids.shape[1], 0)  # a negative number cuts columns off, which are all padding
+        canvas = Canvas(
+            ids=torch.cat([pad(old.ids[stay], wider, value=self.sampler.mask_token_id), fresh.ids]),
+            visible=torch.cat([pad(old.visible[stay], wider), fresh.visible]),
+            given=torch.cat([pad(old.given[stay], wider), fresh.given]),
+            places=torch.arange(width - longest, width, device=device).expand(len(rows), -1),
+            passes=torch.cat([old.passes[stay], fresh.passes]),
+            forward_tokens=torch.cat([old.forward_tokens[stay], fresh.forward_tokens]),
+        )
+        both = Batch.of(rows, canvas)
+        more = both.hidden.shape[1] - self.batch.hidden.shape[1]
+        both.hidden = pad(self.batch.hidden[stay], (0, more, 0, len(new)))
+        record = pad(self.record[:, stay], (longest - self.record.shape[2], 0))
+        self.record = torch.cat([record, blank_record(len(new), longest, device)], dim=1)
+        self.batch, self.count = both, len(rows)
+
+    def fresh(self, new: Sequence[Asked], width: int, longest: int) -> Canvas:
+        """The canvas of new rows, padded on the left to `width` columns."""
+        device, ids = self.record.device, torch.full((len(new), width), self.sampler.mask_token_id)
+        visible, given = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        for place, one in enumerate(new):
+            end = width - one.settings.gen_length
+            prompt = slice(end - len(one.ids), end)
+            ids[place, prompt], given[place, prompt] = torch.as_tensor(one.ids), True
+            visible[place, prompt.start :] = 1
+        places = torch.arange(width - longest, width, device=device).expand(len(new), -1)
+        return Canvas.of(ids.to(device), visible.to(device), given.to(device), places)
+
+    @torch.no_grad()
+    def steps(self) -> Iterator[Step]:
+        """Steps until all rows have filled their blocks or, without a cache, until one has. Without a cache, the caller
+        may stop after any step."""
+        batch, live = self.batch, [*range(len(self.batch.rows))]
+        self.passes.masked = self.cache.together or any(row.prompt < batch.canvas.start for row in batch.rows)
+        self.passes.enter(batch.open_blocks(live), self.kept)
+        for step in self.sampler.fill_blocks(batch, live, self.passes, self.cache.together):
+            note(self.record, step, batch.canvas.start)
+            yield step

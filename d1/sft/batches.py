@@ -6,31 +6,22 @@ split over micro-batches and processes, or on a resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
-from torch.utils.data import Sampler
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.masking import draw_noise, keyed_generator
+from d1.runs.sampler import GlobalBatchSampler as GlobalBatchSampler
+from d1.runs.sampler import Slot
 
 # The second part of a random generator's key: the purpose of its numbers. Other values would change every draw.
-TRAIN_NOISE, EVAL_NOISE, ORDER, EVAL_TIMES = 0, 1, 2, 4
+TRAIN_NOISE, EVAL_NOISE, EVAL_TIMES = 0, 1, 4  # 2 is that of the order, in `d1.runs.sampler`
 IGNORED = -100  # the label of a token that is not trained on
-
-
-class Slot(NamedTuple):
-    """A place in a global batch (all rows of an optimizer step)."""
-
-    row: int  # -1: an empty slot, which fills up the last batch of an epoch
-    epoch: int = 0
-    t: float | None = None  # the diffusion time; None: drawn from U(0, 1)
-    length: int = 0  # the row is filled with EOS up to this number of tokens
 
 
 class dLLMSFTDataset(torch.utils.data.Dataset):
@@ -107,39 +98,6 @@ class dLLMSFTDataset(torch.utils.data.Dataset):
             "input_ids": row["input_ids"] + [self.eos_token_id] * missing,
             "answer": row["answer"] + [True] * missing,
         } | noise
-
-
-@dataclass(eq=False)
-class GlobalBatchSampler(Sampler[Slot]):
-    """The slots of an epoch, one global batch after another. Batches do not depend on the number of processes.
-
-    Args:
-        lengths: tokens of each row.
-        batch_size: rows per optimizer step: rows per device x accumulation x processes.
-        multiple: rows per device x processes. Empty slots fill the epoch up to a multiple of it, so that no row is used
-            twice.
-        epoch: returns the epoch; called when the epoch begins.
-        fill: whether rows are filled to the longest row of their batch.
-    """
-
-    lengths: Sequence[int]
-    batch_size: int
-    multiple: int
-    seed: int
-    epoch: Callable[[], int]
-    fill: bool = False
-
-    def __len__(self) -> int:
-        return -(-len(self.lengths) // self.multiple) * self.multiple
-
-    def __iter__(self) -> Iterator[Slot]:
-        epoch = self.epoch()
-        order = torch.randperm(len(self.lengths), generator=keyed_generator(self.seed, ORDER, epoch)).tolist()
-        for first in range(0, len(order), self.batch_size):
-            rows = order[first : first + self.batch_size]
-            length = max(self.lengths[row] for row in rows) if self.fill else 0
-            yield from [Slot(row, epoch, length=length) for row in rows]
-        yield from [Slot(-1)] * (len(self) - len(order))
 
 
 class dLLMDataCollator(DefaultDataCollator):

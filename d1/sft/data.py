@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import os
 import runpy
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
+from d1.models import conversation
+from d1.runs.rows import load_rows as load_rows
+from d1.runs.rows import usable_rows
 from d1.sft import conversations
 from d1.sft.conversations import FEATURES, S1K, Row, tokenize_row
-from d1.tasks.data import read_file
 
-logger = logging.getLogger(__name__)
-
-FILES = (".json", ".jsonl", ".parquet", ".csv")
+SOURCES = (conversations, conversation)
 ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
-LISTED = 5  # number of bad rows that are listed
-
-
-def load_rows(train_data: str) -> Dataset:
-    """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder, and the hub gives no such data set; says how to use a local
-            file instead.
-        ValueError: the file cannot be read, or has no rows.
-    """
-    path = Path(train_data)
-    if path.is_file() or path.suffix in FILES:
-        return read_file(train_data, (), keep_in_memory=False)  # any columns
-    try:
-        data = load_from_disk(train_data) if path.is_dir() else load_dataset(train_data, split="train")
-    except Exception as error:  # each reader and the hub client have their own errors
-        raise FileNotFoundError(
-            f"--train_data {train_data}: neither a local file nor a data set that the hub gives "
-            f"({type(error).__name__}: {error}). Download it elsewhere and pass a local file with the same columns, "
-            f"for example --train_data rows.jsonl (or {', '.join(FILES)})"
-        ) from error
-    rows = data["train"] if isinstance(data, DatasetDict) else data
-    if not len(rows):
-        raise ValueError(f"--train_data {train_data} has no rows")
-    return rows
 
 
 def load_function(spec: str) -> Callable[[Row], Any]:
@@ -119,7 +91,7 @@ def preprocess_dataset(
         remove_columns=data.column_names,
         num_proc=processes if processes > 1 else None,
         # `datasets` caches by the name of an imported function; the module's text makes an edited one run again.
-        new_fingerprint=Hasher.hash([data._fingerprint, options, inspect.getsource(conversations)]),
+        new_fingerprint=Hasher.hash([data._fingerprint, options, *map(inspect.getsource, SOURCES)]),
         desc="Tokenising",
     )
     usable = usable_rows(rows["status"], rows["problem"], bad_rows)
@@ -128,24 +100,3 @@ def preprocess_dataset(
     if not 0 <= held_out < len(rows):
         raise ValueError(f"nothing to train on: --test_split {test_split} holds out {held_out} of {len(rows)} rows")
     return rows.select(range(held_out, len(rows))), rows.select(range(held_out))
-
-
-def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -> list[int]:
-    """Indices of the rows to train on. The others are counted and reported, or raise ValueError."""
-    counts = Counter(status)
-    bad = [f"  row {i}: {problem}" for i, problem in enumerate(problems) if problem]
-    listed = "\n".join(bad[:LISTED] + ["  ..."] * (len(bad) > LISTED))
-    if bad and bad_rows == "error":
-        raise ValueError(
-            f"{len(bad)} of {len(status)} rows cannot be trained on (rows count from 0):\n{listed}\n"
-            "Fix them, or leave them out with --bad_rows skip"
-        )
-    if bad:
-        logger.warning("skipped %d of %d rows that cannot be trained on:\n%s", len(bad), len(status), listed)
-    for kind in ("truncated", "dropped"):
-        if counts[kind]:
-            logger.warning("%s %d of %d rows longer than --max_length", kind, counts[kind], len(status))
-    usable = [i for i, kind in enumerate(status) if kind in ("ok", "truncated")]
-    if not usable:
-        raise ValueError(f"nothing to train on: of {len(status)} rows, {dict(counts)}\n{listed}".rstrip())
-    return usable

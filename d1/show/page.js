@@ -216,7 +216,7 @@ if (!readAddress().has("step") && players.length === 1 && !still) players[0].sta
 
 addEventListener("keydown", (event) => {
   const one = players[active];
-  if (!one || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("summary, .views")) return;
+  if (!one || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("summary, .views, .ask")) return;
   const to = { ArrowRight: one.at() + 1, ArrowLeft: one.at() - 1, Home: 0, End: one.last }[event.key];
   if (to !== undefined) one.seek(to);
   else if (UP_DOWN[event.key] && event.target.closest(".bar")) one.move(UP_DOWN[event.key]);

@@ -21,13 +21,14 @@ HERE = Path(__file__).parent
 Scene = tuple[str, Sequence[Film]]  # a title, and films to play side by side under one bar
 
 
-def film_page(title: str, scenes: Sequence[Scene], before: str = "") -> str:
+def film_page(title: str, scenes: Sequence[Scene], before: str = "", script: str = "") -> str:
     """The page of some scenes, one below the other. If there is only one scene, it plays when the page opens.
 
     Args:
         before: HTML to insert above the scenes.
+        script: JavaScript to run after the page's; it may connect to the server of the page.
     """
-    script = (HERE / "page.js").read_text()
+    connect, script = "; connect-src 'self'" if script else "", (HERE / "page.js").read_text() + script
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = json.dumps([{"title": name, "films": [film_data(film) for film in films]} for name, films in scenes])
     parts = {
@@ -35,6 +36,7 @@ def film_page(title: str, scenes: Sequence[Scene], before: str = "") -> str:
         "COLOURS": "".join(f"--q{index}:{colour};" for index, colour in enumerate(COLOURS)),
         "SCRIPT_HASH": f"sha256-{digest}",
         "SCRIPT": script,
+        "CONNECT": connect,
         "BEFORE": before,
         "DATA": data.replace("<", "\\u003c"),  # so that a model's text cannot end the element that holds it
     }

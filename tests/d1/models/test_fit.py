@@ -122,6 +122,7 @@ SETTINGS = {
     "sft, LoRA": replace(CPU, lora_r=8),
     "rl, LoRA on all linear layers": replace(CPU, stage="rl", lora_r=8, lora_targets="all-linear"),
     "rl, six views, three at once, LoRA": replace(CPU, stage="rl", views=6, views_at_once=3, lora_r=8),
+    "prefer, six views, LoRA": replace(CPU, stage="prefer", views=6, lora_r=8),
     "eval": replace(CPU, stage="eval", batch=16),
 }
 
@@ -211,6 +212,21 @@ def test_small_models_with_many_tokens_are_extrapolated_to_their_depth(batch, ch
     constant, per_row = activation_bytes(config, settings)
     whole = step_peak(config, settings, 24, batch)
     assert 0.9 * whole <= constant + per_row * batch <= 1.4 * whole
+
+
+def test_preference_training_keeps_a_reference_without_lora_alone(kind_dirs, capsys):
+    """The second model has the weights' own precision. Eight draws cost the sum of their gradients, not more passes."""
+    found = {}
+    for words in ("--lora_r 0", "--lora_r 4", "--lora_r 0 --num_views 1"):
+        command = ["fit", "--model_path", str(kind_dirs["llama"]), "--stage", "prefer", "--length", "64"]
+        main(make_parser().parse_args([*command, *words.split()]))
+        assert "total at batch 1" in capsys.readouterr().out
+    settings = FitSettings("prefer", lora_r=0, views=8, beta=1.0)
+    for stage in ("sft", "prefer"):
+        found[stage] = resident_bytes(LLADA, replace(settings, stage=stage))
+    assert (found["sft"].pop("reference"), found["prefer"].pop("reference")) == (0, 4 * PARAMETERS)
+    assert found["sft"] == found["prefer"]
+    assert resident_bytes(LLADA, replace(settings, lora_r=8))["reference"] == 0
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():

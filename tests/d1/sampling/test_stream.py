@@ -6,6 +6,7 @@ import torch
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout, rollout_stream
+from d1.sampling.stream import Asked, Stream
 from tests.d1.sampling.reference import MASK, SAMPLERS, make_prompts
 
 WIDTHS = [9, 9, 8, 6, 5, 5, 3, 2, 1]
@@ -110,3 +111,66 @@ def test_what_makes_no_sense_is_refused(kind_dirs):
     with pytest.raises(ValueError, match="prompt 1 of the stream has no generator"):
         list(rollout_stream(model, asked, SamplingSettings(8, 4, 8, temperature=1.0), **given))
     assert not list(rollout_stream(model, [], SamplingSettings(8, 4, 8), **given))
+
+
+# Length, steps and what else rows of one stream differ in, but for the cache and guidance.
+MIXED = [
+    ((12, 12), {"temperature": 0.8}, ENDS),
+    ((5, 3), {"temperature": 0.8, "top_k": 7, "record_as_sampled": True}, None),
+    ((9, 6), {}, ENDS[3:]),
+    ((16, 10), {"temperature": 1.3, "sampler": "parallel", "reveal": "factor"}, ENDS[:2]),
+    ((4, 4), {"temperature": 0.5, "remasking": "random"}, None),
+    ((13, 13), {"sampler": "parallel"}, ENDS),
+]
+
+
+@pytest.mark.parametrize("guidance", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        *((k, None) for k in ("llama", "Dream", "bert", "sdar", "Fast_dLLM_Qwen")),
+        *(("Dream", cache) for cache in ("dual", "prefix", "delayed", "lasting")),
+    ],
+)
+def test_rows_of_any_lengths_and_settings_share_a_batch(kind_dirs, kind, cache, guidance):
+    """Each is what `rollout` gives for it alone, also where others arrive and are dropped in the meantime."""
+    model = load_model(kind_dirs[kind])
+    model.get_output_embeddings().weight.data.mul_(4)
+    own = getattr(model.config, "block_size", None)
+    ids, mask = make_prompts(WIDTHS * 3, 0)
+    asked = []
+    for number, (row, real) in enumerate(zip(ids, mask, strict=True)):
+        (length, steps), fields, ends = MIXED[number % len(MIXED)]
+        sampler = {"exact": "cached", "parallel": "cached+parallel"} if cache else {}
+        name = fields.get("sampler", "exact")
+        fields = fields | {"sampler": sampler.get(name, name), "kv_cache": cache, "cfg_scale": guidance}
+        settings = SamplingSettings(length, own or 2 + number % 4, steps, **fields)
+        asked.append(Asked(number, row[real.bool()].tolist(), settings, keyed_generator(3, number), tuple(ends or ())))
+    stream, found, left = Stream(model, mask_token_id=MASK, cache=cache, guided=guidance > 0), {}, [*asked]
+    dropped, turns = {4, 17}, 0
+    while left or len(stream):
+        if done := stream.leave(dropped if turns > 6 else ()):
+            found |= {number: (part, place) for place, number in enumerate(done[0]) for part in [done[1]]}
+        stream.enter([left.pop(0) for _ in range(min(len(left), turns % 3, 5 - len(stream)))])
+        for _ in stream.steps() if len(stream) else ():
+            if not stream.cache.together:
+                break  # after any step
+        turns += 1
+    assert {*range(len(asked))} - {*found} <= dropped
+    for number, (part, place) in found.items():
+        one = asked[number]
+        alone = rollout(
+            model,
+            torch.tensor([one.ids]),
+            torch.ones(1, len(one.ids), dtype=torch.long),
+            one.settings,
+            mask_token_id=MASK,
+            generator=[keyed_generator(3, number)],
+            eos_token_ids=one.ends or None,
+        )
+        tail = slice(-one.settings.gen_length, None)
+        assert torch.equal(part.ids[place, tail], alone.ids[0, tail]), one.settings
+        assert torch.equal(part.reveal_steps[place, tail], alone.reveal_steps[0])
+        assert (part.passes[place], part.forward_tokens[place]) == (alone.passes[0], alone.forward_tokens[0])
+        for name in ("logps", "entropies"):
+            torch.testing.assert_close(getattr(part, name)[place, tail], getattr(alone, name)[0], rtol=0, atol=2e-5)

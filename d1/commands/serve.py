@@ -1,0 +1,77 @@
+"""d1 serve MODEL: this library's samplers behind HTTP, in SGLang's and OpenAI's dialects."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from d1.commands.model import model_of, tokenizer_of
+from d1.ranges import COUNT, NATURAL, Range
+from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
+
+MISSING = "d1 serve needs FastAPI, uvicorn and prometheus-client: pip install -e '.[serve]' in the checkout"
+KEY = "D1_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_path", metavar="MODEL", help="folder or hub name of a model, or an adapter's folder")
+    add_model_flags(parser, leave_out=("model_path",))
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    port = Range(0, 65535, integer=True)
+    server.add_argument("--port", type=port, default=30000, help="0: any that is free (default: %(default)s)")
+    server.add_argument("--api_key", default=os.environ.get(KEY), help=f"key that clients must send (default: ${KEY})")
+    server.add_argument("--served_model_name", help="the model's name in OpenAI's dialect (default: MODEL)")
+    server.add_argument("--weights_dir", type=Path, help="folder below which requests may name weights to load")
+    server.add_argument("--batch_size", type=COUNT, default=32, help="rows per forward pass (default: %(default)s)")
+    server.add_argument("--queue_size", type=COUNT, default=1024, help="rows that may wait (default: %(default)s)")
+    server.add_argument("--max_gen_length", type=COUNT, help="largest canvas of a request (default: the model's room)")
+    server.add_argument(
+        "--drain_seconds", type=NATURAL, help="time that SIGTERM leaves to requests (default: no limit)"
+    )
+    add_sampling_flags(parser.add_argument_group("sampling, where a request does not say"))
+
+
+def run(args: argparse.Namespace) -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+    from peft import PeftModel
+
+    from d1.models.adapters import merge_adapter
+    from d1.models.tokenizer import check_chat_template
+    from d1.serve.app import make_app
+    from d1.serve.engine import Engine
+    from d1.serve.requests import Server
+
+    if args.weights_dir and not args.weights_dir.is_dir():
+        raise FileNotFoundError(f"--weights_dir {args.weights_dir}: there is no such folder")
+    tokenizer = tokenizer_of(args)
+    check_chat_template(tokenizer, args.model_path)
+    model = model_of(args)
+    if isinstance(model, PeftModel):  # as RL does: an adapter that is sent later comes on top
+        model = merge_adapter(model, args.checkpoint_path or args.model_path).eval()
+    defaults = sampling_settings(vars(args), model.config)
+    sizes = {"batch_size": args.batch_size, "queue_size": args.queue_size}
+    engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")
+    name = args.served_model_name or args.model_path
+    limits = {"max_gen_length": args.max_gen_length, "weights_dir": args.weights_dir, "api_key": args.api_key}
+    app = make_app(Server(engine, tokenizer, name, defaults, args.seed, **limits))
+    config = uvicorn.Config(
+        app, args.host, args.port, log_level="warning", timeout_graceful_shutdown=args.drain_seconds
+    )
+    socket = config.bind_socket()
+    socket.listen()  # from here on clients are heard
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn's own, which drains, comes and goes before it
+    sys.stderr.write(f"Serving {name} on http://{args.host}:{socket.getsockname()[1]}\n")
+    if args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key:
+        logging.getLogger(__name__).warning("No --api_key: whoever reaches %s may use this server.", args.host)
+    sys.stderr.flush()
+    uvicorn.Server(config).run(sockets=[socket])

@@ -1,0 +1,235 @@
+"""Preference rows, from TRL's formats to batches with their views.
+
+TRL's formats: `prompt`, `chosen`, `rejected`, text or messages, where the prompt may be the beginning that the two
+share; or `prompt`, `completion`, `label`. Text becomes a user's and an assistant's message, as in SFT. A completion is
+scored on a canvas of fixed length, as in RL: the tokens after its EOS are hidden in every view, and not scored.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset, Features, List, Value
+from datasets.fingerprint import Hasher
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from trl import extract_prompt
+
+from d1.masking import keyed_generator
+from d1.models import conversation
+from d1.models.conversation import as_messages, prompt_and_answer, tokenize, whole_turns
+from d1.runs.rows import usable_rows
+from d1.runs.sampler import Slot
+from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
+from d1.scoring.rollouts import blocks_of
+
+IGNORED = -100  # the label of an empty slot, which Trainer does not count
+VIEWS = 5  # the second part of the key of the views' random numbers
+ROWS_PER_PROCESS = 500  # fewer are not worth another process
+FEATURES = Features(
+    {
+        "prompt_ids": List(Value("int32")),
+        "completions": List(List(Value("int32"))),
+        "label": Value("int32"),
+        "status": Value("string"),
+        "problem": Value("string"),
+    }
+)
+
+
+def token_rows(
+    data: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_length: int,
+    max_completion_length: int,
+    *,
+    paired: bool,
+    bad_rows: str = "error",
+    num_proc: int | None = None,
+) -> Dataset:
+    """The rows that can be trained on, as tokens, in their order; the others are an error or counted and reported.
+
+    Args:
+        data: in one of TRL's formats. Pairs are taken apart where `paired` is False.
+
+    Returns:
+        A data set with `prompt_ids`; `completions`, each with its EOS: the chosen and the rejected one, or one; and
+        `label`, 1 or -1 for a single completion and 1 for a pair.
+
+    Raises:
+        ValueError: other columns, bad rows, or nothing left to train on.
+    """
+    columns, pairs = set(data.column_names), {"chosen", "rejected"} <= set(data.column_names)
+    if not (pairs or (not paired and {"prompt", "completion", "label"} <= columns)):
+        other = "" if paired else "; or prompt, completion and label"
+        raise ValueError(
+            f"the data has the columns {', '.join(sorted(columns))}; needed are chosen and rejected, with prompt or a "
+            f"beginning that both share{other}"
+        )
+    options = {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
+    options |= {"max_completion_length": max_completion_length, "paired": pairs}
+    processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
+    rows = data.map(
+        tokenize_row,
+        fn_kwargs=options,
+        features=FEATURES,
+        remove_columns=data.column_names,
+        num_proc=processes if processes > 1 else None,
+        new_fingerprint=Hasher.hash([data._fingerprint, options, inspect.getsource(conversation), SOURCE]),
+        desc="Tokenising",
+    )
+    rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows))
+    if pairs and not paired:
+        rows = unpaired(rows)
+    if not paired and len({*rows["label"]}) < 2:
+        raise ValueError("all completions have the same label: nothing is preferred to anything")
+    return rows
+
+
+def unpaired(rows: Dataset) -> Dataset:
+    """Each pair as two rows with a label."""
+
+    def taken_apart(batch: dict[str, list]) -> dict[str, list]:
+        pairs = list(zip(batch["prompt_ids"], batch["completions"], strict=True))
+        return {
+            "prompt_ids": [prompt for prompt, both in pairs for _ in both],
+            "completions": [[completion] for _, both in pairs for completion in both],
+            "label": [1, -1] * len(pairs),
+        }
+
+    return rows.map(taken_apart, batched=True, remove_columns=["status", "problem"])
+
+
+def tokenize_row(
+    row: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_length: int,
+    max_completion_length: int,
+    paired: bool,
+) -> dict[str, Any]:
+    """One row of `FEATURES`; `status` is "ok" or "bad", and `problem` says what is wrong."""
+    none: dict[str, Any] = {"prompt_ids": [], "completions": [], "label": 0, "status": "bad"}
+    names = ("chosen", "rejected") if paired else ("completion",)
+    try:
+        label = 1 if paired else sign_of(row["label"])
+        if row.get("prompt") is None:
+            row = extract_prompt({name: row[name] for name in names})
+        texts = [ids_of(row, name, tokenizer) for name in names]
+        prompts = [prompt for prompt, _ in texts]
+        completions = [completion for _, completion in texts]
+        if prompts[0] != prompts[-1]:
+            raise ValueError("chosen and rejected differ before the last turn: they answer different prompts")
+        if paired and completions[0] == completions[1]:
+            raise ValueError("chosen and rejected are equal")
+        if len(prompts[0]) > max_prompt_length:
+            raise ValueError(f"the prompt has {len(prompts[0])} tokens, more than --max_prompt_length")
+        if (longest := max(map(len, completions))) > max_completion_length:
+            raise ValueError(f"a completion of {longest} tokens is longer than --max_completion_length")
+    except Exception as error:  # a chat template may raise anything; the row is what is wrong
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return none | {"problem": f"{kind}{error}"}
+    return {"prompt_ids": prompts[0], "completions": completions, "label": label, "status": "ok", "problem": ""}
+
+
+SOURCE = inspect.getsource(tokenize_row)  # `datasets` caches by it: an edited one is computed anew
+
+
+def sign_of(label: Any) -> int:
+    """1 for true, -1 for false; a csv file has them as text. Raises ValueError for anything else."""
+    known = {"true": 1, "1": 1, "false": -1, "0": -1}
+    if str(label).lower() not in known:
+        raise ValueError(f"the label is {label!r}, neither true nor false")
+    return known[str(label).lower()]
+
+
+def ids_of(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Ids of a row's prompt and of its completion `name`, which ends with EOS. ValueError for a text without tokens."""
+    turn = as_messages(row, name, "assistant")
+    if not turn or turn[-1].get("role") != "assistant":
+        raise ValueError(f"{name} does not end with a message of the assistant")
+    ids, start = tokenize(
+        *prompt_and_answer(whole_turns(as_messages(row, "prompt", "user") + turn), tokenizer), tokenizer
+    )
+    if tokenizer.mask_token_id in ids:
+        raise ValueError(f"the mask token {tokenizer.mask_token} is in the text")
+    if start == len(ids):
+        raise ValueError(f"{name} has no tokens")
+    return ids[:start], ids[start:] + [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+
+
+class PreferenceDataset(torch.utils.data.Dataset):
+    """`token_rows`, by the `Slot` of `d1.runs.sampler`: an item also has the `key` of its views' generators."""
+
+    def __init__(self, rows: Dataset, seed: int = 42) -> None:
+        self.rows, self.seed = rows, seed
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, slot: Slot) -> dict[str, Any]:
+        row = self.rows[max(slot.row, 0)]
+        empty = {"label": IGNORED} if slot.row < 0 else {}
+        return row | empty | {"key": (self.seed, VIEWS, slot.epoch, max(slot.row, 0))}
+
+
+class PreferenceCollator:
+    """A batch of tensors, with the views that both models score each completion in.
+
+    Pairs have all chosen completions before all rejected ones. The views of a completion are a function of its item's
+    key alone: neither its batch nor a resume changes them.
+
+    Returns:
+        `prompt_ids` and `prompt_mask` (rows, prompt), padded on the left; `completion_ids` (rows, canvas); `noise` and
+        `weights` of `d1.scoring.Views`; and `labels` (items,), 1 or -1, or -100 for an empty slot.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        estimator: Estimator,
+        settings: ViewSettings,
+        block_size: int | None = None,
+    ) -> None:
+        self.pad_token_id: Any = tokenizer.pad_token_id
+        self.eos_token_id: Any = tokenizer.eos_token_id
+        self.estimator, self.settings, self.block_size = estimator, settings, block_size
+
+    def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        sides = range(len(items[0]["completions"]))
+        longest = max(len(item["prompt_ids"]) for item in items)
+        rows = [self.row(item, side, longest) for side in sides for item in items]
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return batch | {"labels": torch.tensor([item["label"] for item in items])}
+
+    def row(self, item: dict[str, Any], side: int, longest: int) -> dict[str, Tensor]:
+        """One completion, its prompt padded to `longest` tokens."""
+        canvas, ids = self.settings.gen_length, item["completions"][side]
+        prompt, padding = torch.tensor([item["prompt_ids"]]), longest - len(item["prompt_ids"])
+        completion = torch.tensor([ids + [self.eos_token_id] * (canvas - len(ids))])
+        visible, nothing = torch.ones_like(prompt), torch.zeros(1, canvas)
+        sampled = SampledRows(
+            prompt_ids=prompt,
+            attention_mask=visible,
+            maskable=visible.bool(),
+            completion_ids=completion,
+            scored=(torch.arange(canvas) < len(ids))[None],
+            reveal_steps=torch.full((1, canvas), -1),  # and so the rollout's estimators are of no use here
+            logps=nothing,
+            entropies=nothing,
+            blocks=blocks_of(visible, canvas, self.block_size),
+        )
+        key = (*item["key"], side)
+        random = Randomness([keyed_generator(*key, 0)], keyed_generator(*key, 1), first_row=0, total_rows=1)
+        views = self.estimator(sampled, random, self.settings)
+        return {
+            "prompt_ids": F.pad(prompt[0], (padding, 0), value=self.pad_token_id),
+            "prompt_mask": F.pad(visible[0], (padding, 0)),
+            "completion_ids": completion[0],
+            "noise": F.pad(views.noise[0], (padding, 0)),
+            "weights": views.weights[0] * (item["label"] != IGNORED),
+        }

@@ -1,0 +1,57 @@
+"""The preference methods, as rows: which loss, of what ratio, with which values. Needs no torch.
+
+The ratio of a completion is the bound of its log-probability under the policy, less that under the reference, both in
+the same views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of `METHODS`.
+
+    Attributes:
+        loss: its name in `LOSSES` (`d1/preference/losses.py`).
+        paper: where it is from.
+        values: settings of `PreferenceConfig` where the user gives none.
+        paired: rows are pairs (`chosen`, `rejected`); otherwise single completions with a `label`.
+        per_canvas_token: the ratio is divided by the tokens of the canvas.
+        centred: the mean ratio of the optimizer step is subtracted from each ratio, without a gradient.
+    """
+
+    loss: str
+    paper: str
+    values: Mapping[str, Any]
+    paired: bool = True
+    per_canvas_token: bool = False
+    centred: bool = False
+
+
+COMMON = {"estimator": "counts", "lr_scheduler_type": "cosine", "weight_decay": 0.01, "adam_beta2": 0.95}
+METHODS = {
+    # The Monte Carlo draws of a bound all differ in the count, and these counts are spread evenly.
+    "vrpo": Method(
+        "dpo",
+        "LLaDA 1.5, arXiv 2505.19223",
+        COMMON | {"beta": 0.2, "num_views": 8, "spread": "even", "learning_rate": 5e-7, "warmup_steps": 15},
+    ),
+    # DARE's: the bound is divided by the padded width, so the same beta is weaker by as many times.
+    "vrpo-dare": Method(
+        "dpo",
+        "VRPO as DARE trains it, github.com/yjyddq/DARE",
+        COMMON | {"beta": 0.2, "num_views": 4, "spread": "even", "learning_rate": 5e-7, "warmup_steps": 0},
+        per_canvas_token=True,
+    ),
+    "elbo-kto": Method(
+        "kto",
+        "ELBO-KTO, arXiv 2510.23658",
+        COMMON | {"beta": 0.1, "num_views": 8, "spread": "independent", "learning_rate": 1e-6, "warmup_steps": 0.03},
+        paired=False,
+        centred=True,
+    ),
+}

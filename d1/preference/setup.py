@@ -1,0 +1,106 @@
+"""The rows, the models and the trainer of a run of preference training, made from its flags."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainingArguments, set_seed
+
+from d1.models import load_tokenizer
+from d1.models.adapters import adapter_chain
+from d1.models.kinds import block_size, check_room, native_config
+from d1.models.tokenizer import check_chat_template
+from d1.preference.config import PreferenceConfig
+from d1.preference.data import PreferenceCollator, PreferenceDataset, token_rows
+from d1.preference.methods import METHODS
+from d1.preference.trainer import PreferenceTrainer
+from d1.runs.record import OnResume, whole
+from d1.runs.rows import load_rows
+from d1.runs.skeleton import Stage
+from d1.runs.start import check_device, conclude, prepare_model, trainer_arguments
+from d1.scoring import ESTIMATORS, ViewSettings
+
+logger = logging.getLogger(__name__)
+
+ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
+ON_RESUME = OnResume(
+    fixed=dict.fromkeys(
+        (
+            # The rows, their order, and the views
+            *("train_data", "plain_chat_template", "bad_rows", "max_prompt_length", "max_completion_length", "seed"),
+            *("estimator", "num_views", "spread", "antithetic", ROWS_PER_STEP),
+            # The loss and the reference
+            *("method", "beta"),
+            # The weights in the checkpoint
+            *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
+            # The state of its optimizer and scheduler, which a new value would not reach
+            *("weight_decay", "adam_beta2", "lr_scheduler_type"),
+        ),
+        whole,
+    ),
+    free=(
+        *("output_dir", "job_name", "debugging", "resume", "num_proc", "logging_steps", "save_steps"),
+        *("gradient_checkpointing", "merge_at_end", "views_at_once"),
+    ),
+)
+
+
+def stage(args: PreferenceConfig) -> Stage:
+    """Preference training as the skeleton of a run takes it."""
+    check_device(args)
+    training = trainer_arguments(args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no")
+    rows = args.batch_size * args.grad_accum_steps * training.world_size
+    return Stage(
+        training=training,
+        settings=lambda: {**vars(args), ROWS_PER_STEP: rows},
+        on_resume=ON_RESUME,
+        prepare=lambda: ({"paper": METHODS[args.method].paper}, prepare(args, training)),
+        conclude=lambda: conclude(args),
+    )
+
+
+def view_settings(args: PreferenceConfig) -> ViewSettings:
+    """What the estimator of the bounds reads."""
+    return ViewSettings(
+        gen_length=args.max_completion_length,
+        num_views=args.num_views,
+        antithetic=args.antithetic,
+        stratified=args.spread == "even",
+    )
+
+
+def prepare(args: PreferenceConfig, training: TrainingArguments) -> Callable[[], PreferenceTrainer]:
+    """The rows of a run, checked; returns what loads the models and makes the trainer."""
+    tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
+    check_chat_template(tokenizer, args.model_name)
+    method, config = METHODS[args.method], native_config(adapter_chain(args.model_name, None)[0])[0]
+    with training.main_process_first(local=False, desc="tokenising"):  # the others read its cache
+        limits = args.max_prompt_length, args.max_completion_length
+        options: dict[str, Any] = {"paired": method.paired, "bad_rows": args.bad_rows, "num_proc": args.num_proc}
+        rows = token_rows(load_rows(args.train_data), tokenizer, *limits, **options)
+    longest = max(map(len, rows["prompt_ids"]))
+    check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
+    estimator, settings = ESTIMATORS[str(args.estimator)], view_settings(args)
+    if training.should_save:
+        kind = "pairs" if method.paired else "completions"
+        logger.info("%d %s, %d views of each completion", len(rows), kind, estimator.views(settings))
+
+    def start() -> PreferenceTrainer:
+        set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer seeds itself
+        model = prepare_model(args)
+        return PreferenceTrainer(
+            method=method,
+            beta=float(args.beta or 0),
+            mask_token_id=tokenizer.mask_token_id,
+            reference=prepare_model(args).requires_grad_(False) if args.full_finetuning else None,
+            views_at_once=args.views_at_once,
+            model=model,
+            args=training,
+            data_collator=PreferenceCollator(tokenizer, estimator, settings, block_size(model.config)),
+            train_dataset=PreferenceDataset(rows, args.seed),
+            processing_class=tokenizer,
+        )
+
+    return start

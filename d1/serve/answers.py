@@ -1,0 +1,123 @@
+"""What rows became, in SGLang's dialect and in OpenAI's; and what a reader of a stream has not seen yet."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+from d1.serve.rows import Completed, Revealed, Row
+from d1.show.film import chip, piece
+
+
+def generated(row: Row, done: Completed, cut: bool, logprobs: bool, step_maps: bool) -> dict[str, Any]:
+    """The answer of `/generate`: up to and including the first end, if it is `cut`; else the whole canvas."""
+    end = next((place for place, token in enumerate(done.ids) if token in row.ends), None) if cut else None
+    count = len(done.ids) if end is None else end + 1
+    reason = {"type": "length", "length": count} if end is None else {"type": "stop", "matched": done.ids[end]}
+    meta: dict[str, Any] = {
+        "id": row.rid,
+        "finish_reason": reason,
+        "prompt_tokens": len(row.ids),
+        "completion_tokens": count,
+        "weight_version": done.weight_version,
+        "forward_passes": done.passes,
+        "forward_tokens": done.forward_tokens,
+    }
+    if logprobs:
+        pairs = zip(done.logps[:count], done.ids, strict=False)
+        meta["output_token_logprobs"] = [[logp, token, None] for logp, token in pairs]
+        meta["output_token_entropies"] = done.entropies[:count]
+    if step_maps:
+        meta["step_maps"] = step_map(done)[:count]
+    return {"output_ids": done.ids[:count], "meta_info": meta}
+
+
+def step_map(done: Completed) -> list[int]:
+    """The pass that revealed each token, from 1 in each block; 0 where the EOS stop filled."""
+    steps, before = [], 0
+    for start, end in pairwise(accumulate(done.blocks, initial=0)):
+        block = done.reveal_steps[start:end]
+        steps += [step - before + 1 if step >= 0 else 0 for step in block]
+        before = max(before, *(step + 1 for step in block))
+    return steps
+
+
+@dataclass
+class Choice:
+    """The text of a row, up to its first end or stop string, as it grows."""
+
+    tokenizer: Any
+    ends: Sequence[int]
+    stops: Sequence[str]
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str | None = None  # why it ended: "stop" or "length"
+    sent: int = 0  # characters that were passed on
+
+    def read(self, ids: list[int], whole: bool) -> None:
+        """Takes all tokens so far; `whole` says that no more come."""
+        end = next((place for place, token in enumerate(ids) if token in self.ends), len(ids))
+        self.ids, self.text = ids[:end], str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
+        found = [at for stop in self.stops if (at := self.text.find(stop)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        self.reason = "stop" if found or end < len(ids) else "length" if whole else None
+
+    def news(self) -> str:
+        """What can be passed on now, without what the next tokens may change."""
+        text = self.text
+        if self.reason is None:
+            held = max(map(len, self.stops), default=1) - 1
+            text = text[: len(text) - held].removesuffix("\ufffd")
+        new, self.sent = text[self.sent :], max(self.sent, len(text))
+        return new
+
+
+def usage(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, int]:
+    prompt, completion = sum(len(row.ids) for row in rows), sum(len(choice.ids) for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def envelope(name: str, model: str, rows: Sequence[Row], choices: list[Any], **more: Any) -> dict[str, Any]:
+    """An answer of OpenAI's, called `name` there."""
+    head = {"id": f"{name}-{rows[0].rid}", "object": name, "created": int(time.time()), "model": model}
+    return {**head, "choices": choices, **more}
+
+
+def completion_choice(index: int, choice: Choice, done: Completed | None, chat: bool) -> dict[str, Any]:
+    """One of the choices; with log-probabilities, where `done` is given."""
+    logprobs: dict[str, Any] | None = None
+    if done is not None:
+        tokens = [piece(choice.tokenizer, token) for token in choice.ids]
+        logps = done.logps[: len(tokens)]
+        if chat:
+            pairs = zip(tokens, logps, strict=True)
+            parts = [{"token": t, "logprob": p, "bytes": [*t.encode()], "top_logprobs": []} for t, p in pairs]
+            logprobs = {"content": parts}
+        else:
+            offsets = [*accumulate(map(len, tokens), initial=0)][:-1]
+            logprobs = {"tokens": tokens, "token_logprobs": logps, "top_logprobs": None, "text_offset": offsets}
+    said = {"message": {"role": "assistant", "content": choice.text}} if chat else {"text": choice.text}
+    return {"index": index, **said, "logprobs": logprobs, "finish_reason": choice.reason}
+
+
+def chunk_choice(index: int, text: str | None, reason: str | None, chat: bool) -> dict[str, Any]:
+    said: dict[str, Any] = {"text": text or ""}
+    if chat:
+        said = {"delta": {} if text is None else {"role": "assistant", "content": text}}
+    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
+
+
+def step_of(event: Revealed, tokenizer: Any) -> dict[str, Any]:
+    """A forward pass, for the film of the chat page."""
+    chips = [chip(piece(tokenizer, token)) for token in event.ids]
+    values = {"places": event.places, "tokens": chips, "logps": event.logps, "entropies": event.entropies}
+    return values | {"fed": event.forward_tokens}
+
+
+def server_sent(data: Any) -> str:
+    return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"

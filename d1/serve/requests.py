@@ -1,0 +1,216 @@
+"""The bodies of requests, in SGLang's dialect and in OpenAI's, and the rows they ask for. No field is ignored."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from d1.models.kinds import check_room
+from d1.models.tokenizer import encode_prompt, end_ids, render_prompt
+from d1.ranges import SEED
+from d1.sampling.settings import SamplingSettings
+from d1.serve.engine import Engine
+from d1.serve.rows import Row
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+LARGEST = 1e4  # of a number: larger ones overflow in 32 bits
+HINTS = {name: hint for name, hint in get_type_hints(SamplingSettings).items() if name != "gen_length"}
+# The fields of `SamplingSettings`, all of which a request may leave to the server's flags.
+Settings: Any = create_model(
+    "Settings",
+    __base__=Strict,
+    **{
+        name: (hint | None, Field(None, le=LARGEST) if hint in (float, float | None) else None)
+        for name, hint in HINTS.items()
+    },  # type: ignore[call-overload]
+)
+Count = Field(1, ge=1, le=1024)
+Seed = Field(None, ge=0, le=int(SEED.high))
+NONE = Field(0.0, ge=0, le=0)  # what a diffusion model does not do
+
+
+class SamplingParams(Settings):  # type: ignore[misc]
+    max_new_tokens: int | None = None
+    n: int = Count
+    ignore_eos: bool = False  # sample and return the whole canvas
+    stop_token_ids: list[int] = Field([], max_length=64)  # that end a completion, besides the model's own
+    # Leave out the blocks after the one that holds one of these, and fill them with the first; beside `ignore_eos`.
+    eos_stop: list[int] = Field([], max_length=64)
+    sampling_seed: int | None = Seed
+
+
+class Generate(Strict):
+    input_ids: list[int] | list[list[int]]
+    rid: str | list[str] | None = None
+    sampling_params: SamplingParams = SamplingParams()
+    return_logprob: bool = False
+    return_step_maps: bool = False
+
+
+class OpenAI(Settings):  # type: ignore[misc]
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int = Count
+    seed: int | None = Seed
+    stop: str | list[str | None] | None = None
+    stream: bool = False
+    stream_options: dict[str, bool] | None = None
+    stream_steps: bool = False  # also what each forward pass reveals
+    ignore_eos: bool = False
+    rid: str | None = None
+    user: str | None = None
+    frequency_penalty: float | None = NONE
+    presence_penalty: float | None = NONE
+
+    @property
+    def stops(self) -> list[str]:
+        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
+
+
+class Completion(OpenAI):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Literal[0] | None = None  # 0: of the tokens themselves
+    echo: Literal[False] = False
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    role: str
+    content: str | list[Part]
+
+
+class Chat(OpenAI):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Literal[0] | None = None
+
+
+class Update(Strict):
+    model_path: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class Pause(Strict):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+@dataclass(frozen=True)
+class Server:
+    """What requests are answered with; `name` is the model's."""
+
+    engine: Engine
+    tokenizer: Any
+    name: str
+    defaults: SamplingSettings
+    seed: int = 0
+    max_gen_length: int | None = None
+    weights_dir: Path | None = None
+    api_key: str | None = None
+
+    def settings(self, body: Any, gen_length: int | None) -> SamplingSettings:
+        """A request's settings. What it leaves out is the server's, where it goes with the rest; `steps` keep their
+        share of `gen_length`. Raises ValueError where they make no sense."""
+        given = {name: value for name in HINTS if (value := getattr(body, name)) is not None}
+        own = self.defaults
+        length = own.gen_length if gen_length is None else gen_length
+        if length < 1 or length > (self.max_gen_length or length):
+            most = f" and at most {self.max_gen_length}" if self.max_gen_length else ""
+            raise ValueError(f"a canvas must have at least 1 token{most}, not {length}")
+        values = asdict(own) | {"gen_length": length} | given
+        if not given.get("temperature", own.temperature):
+            values |= {name: HINTS_OFF[name] for name in HINTS_OFF if name not in given}
+        if "sampler" in given:
+            values |= {name: None for name in ("kv_cache", "reveal", "reveal_level") if name not in given}
+        if "steps" not in given and values["block_length"] >= 1:
+            blocks = -(-length // values["block_length"])
+            values["steps"] = min(max(round(length * own.steps / own.gen_length), blocks), length)
+        settings = SamplingSettings(**values)
+        self.engine.check(settings)
+        return settings
+
+    def rows(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rids: Sequence[str],
+        settings: SamplingSettings,
+        ends: Sequence[int],
+        seed: int | None,
+    ) -> list[Row]:
+        """One row per prompt. Raises ValueError for a prompt that the model does not read."""
+        config = self.engine.model.config
+        for ids in prompts:
+            if not ids:
+                raise ValueError("the prompt is empty: a model needs at least one token")
+            if wrong := [token for token in (*ids, *ends) if not 0 <= token < config.vocab_size]:
+                raise ValueError(f"token {wrong[0]} is none of the model's {config.vocab_size}, numbered from 0")
+            check_room(config, len(ids) + 1, 0, ": the prompt is too long")
+            check_room(config, len(ids), settings.gen_length, ": the canvas is too large, lower max_tokens")
+        seed = self.seed if seed is None else seed
+        return [Row(rid, ids, settings, tuple(ends), seed) for rid, ids in zip(rids, prompts, strict=True)]
+
+    def rows_to_generate(self, body: Generate) -> list[Row]:
+        """The rows of a request in SGLang's dialect: `n` per prompt."""
+        asked: Any = body.input_ids
+        params, several = body.sampling_params, bool(asked) and isinstance(asked[0], list)
+        prompts = [ids for ids in (asked if several else [asked]) for _ in range(params.n)]
+        rid = body.rid if body.rid is not None else uuid.uuid4().hex
+        rids = rid if isinstance(rid, list) else [f"{rid}-{row}" for row in range(len(prompts))]
+        if isinstance(rid, str) and len(prompts) == 1:
+            rids = [rid]
+        if len(rids) != len(prompts):
+            raise ValueError(f"{len(prompts)} completions need as many rid, got {len(rids)}")
+        ends = params.eos_stop if params.ignore_eos else [*end_ids(self.tokenizer), *params.stop_token_ids]
+        settings = self.settings(params, params.max_new_tokens)
+        return self.rows(prompts, rids, settings, ends, params.sampling_seed)
+
+    def rows_of_openai(self, body: Completion | Chat) -> list[Row]:
+        """The rows of a request in OpenAI's dialect: `n` per prompt. With a `seed` and no `rid`, equal requests draw
+        equal random numbers."""
+        if body.model not in (None, self.name):
+            raise LookupError(f"the model {body.model!r} is not served here: this is {self.name!r}")
+        length = body.max_tokens
+        if isinstance(body, Chat):
+            chats = [{"role": one.role, "content": plain(one.content)} for one in body.messages]
+            prompts: list[Any] = [render_prompt(self.tokenizer, chats)]
+            length = length if body.max_completion_tokens is None else body.max_completion_tokens
+        else:
+            many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
+            prompts = [*body.prompt] if many else [body.prompt]
+        ids = [encode_prompt(self.tokenizer, one) if isinstance(one, str) else one for one in prompts]
+        asked = [one for one in ids for _ in range(body.n)]
+        rid = body.rid or ("seed" if body.seed is not None else uuid.uuid4().hex)
+        rids = [f"{rid}-{row}" for row in range(len(asked))]
+        ends = () if body.ignore_eos else end_ids(self.tokenizer)
+        rows = self.rows(asked, rids, self.settings(body, length), ends, body.seed)
+        by_block = body.stream or (body.stops and not wants_logprobs(body))  # which a row that is cut short has not
+        watches = "steps" if body.stream and body.stream_steps else "blocks" if by_block else ""
+        for row in rows:
+            row.watches = watches
+        return rows
+
+
+HINTS_OFF = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # where nothing is drawn
+
+
+def wants_logprobs(body: Completion | Chat) -> bool:
+    return body.logprobs not in (None, False)
+
+
+def plain(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,72 @@
+"""Pairs of a model's own completions of a task's training problems: a right answer against a wrong one.
+
+    python -m studies.preference.pairs --model_path pocket/base --task sudoku --gen_length 32 --output runs/pairs.jsonl
+
+Of each problem that the model answers both rightly and wrongly, the first answer of each kind. Everything is a function
+of the seed. The model samples as a pocket model does in RL: blocks of 8, two tokens per step, temperature 0.9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+from d1.models import load_model, load_tokenizer
+from d1.ranges import COUNT, SEED
+from d1.tasks import load_task
+from studies.estimators.completions import sample_rows, texts_of
+
+
+def make_pairs(
+    task: str, model_path: Path, length: int, problems: int, samples: int, seed: int, file: Path
+) -> dict[str, int]:
+    """Writes pairs in TRL's format, as chat messages.
+
+    Args:
+        length: tokens of the canvas.
+        samples: completions of each problem.
+
+    Returns:
+        How many `pairs` there are, and what `sampling` cost in compute tokens (1 per token of a forward pass).
+    """
+    module, rng = load_task(task), random.Random(seed)
+    model, tokenizer = load_model(str(model_path)), load_tokenizer(str(model_path))
+    rows = module.load_rows("train")
+    rows = rows.select(rng.sample(range(len(rows)), min(problems, len(rows))))
+    sampled = [sample_rows(model, tokenizer, rows["prompt"], length, 1000 * seed + draw) for draw in range(samples)]
+    compute = sum(int((draw.attention_mask.sum(1) + length).sum()) * (length // 2) for draw in sampled)
+    lines = []
+    for row, *texts in zip(rows, *(texts_of(draw, tokenizer) for draw in sampled), strict=True):
+        right = [next(iter(module.score(text, row).values())) == 1 for text in texts]
+        if any(right) and not all(right):
+            pair = {"chosen": texts[right.index(True)], "rejected": texts[right.index(False)]}
+            turns = {name: [{"role": "assistant", "content": text}] for name, text in pair.items()}
+            lines.append({"prompt": row["prompt"], **turns})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"pairs": len(lines), "sampling": compute}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True)
+    parser.add_argument("--task", required=True)
+    parser.add_argument("--gen_length", type=COUNT, required=True, help="tokens of the canvas")
+    parser.add_argument("--problems", type=COUNT, default=256)
+    parser.add_argument("--samples", type=COUNT, default=4, help="completions of each problem")
+    parser.add_argument("--seed", type=SEED, default=0)
+    parser.add_argument("--output", type=Path, required=True)
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    given = args.task, args.model_path, args.gen_length, args.problems, args.samples, args.seed, args.output
+    made = make_pairs(*given)
+    sys.stdout.write(f"{made['pairs']} pairs of {args.problems} problems in {args.output}\n")
+
+
+if __name__ == "__main__":
+    main(make_parser().parse_args())

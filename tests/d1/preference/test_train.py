@@ -1,0 +1,214 @@
+"""Whole runs: the reference, memory, accumulation, real processes, kill and resume, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d1.__main__ import STAGES
+from d1.models import load_model
+from d1.models.fit import LiveStorages
+from d1.preference.train import main, make_parser
+from d1.runs.start import on_gpu
+from tests.commands import ROOT
+
+SINGLE = [sys.executable, "prefer_train.py"]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
+STEP = ["--learning_rate", "1e-3", "--warmup_steps", "0", "--num_views", "2", "--logging_steps", "1"]
+METHODS = ["vrpo", "vrpo-dare", "elbo-kto"]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
+    """Flags of every run here; nine pairs, so that the last step of an epoch is short and has empty slots."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "7" * (1 + i % 5)} for i in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["--model_name", str(tiny_model_dir), "--train_data", str(path), "--max_completion_length", "8"]
+    return [
+        *own,
+        "--max_prompt_length",
+        "16",
+        "--lora_r",
+        "4",
+        "--debugging",
+        "--num_proc",
+        "1",
+        "--num_epochs",
+        "2",
+        *STEP,
+    ]
+
+
+def run(flags: list[str], folder: Path, *more: str) -> Any:
+    return main(make_parser().parse_args([*flags, "--output_dir", str(folder), "--job_name", "job", *more]))
+
+
+def start(command: list[str], flags: list[str], folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [*command, *flags, "--output_dir", str(folder), "--job_name", "job"],
+        cwd=ROOT / "preference",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        stdout=(folder / "log").open("ab"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
+    try:
+        process.wait(900)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, (folder / "log").read_text()[-4000:]
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "job/metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_model(str(folder)).state_dict()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_starts_neutral_learns_and_leaves_its_reference(
+    method: str, flags: list[str], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """With LoRA there is no second model; without, the second one keeps the weights of the start."""
+    how = ["--method", method, "--batch_size", "3", "--grad_accum_steps", "1", "--num_epochs", "8"]
+    how += ["--beta", "3"] if method == "vrpo-dare" else []
+    before = weights(tiny_model_dir)
+    for full in ([], ["--full_finetuning"]):
+        folder = tmp_path / f"full{len(full)}"
+        trainer = run([*flags, *how, *full, "--learning_rate", "1e-2" if not full else "1e-3"], folder)
+        losses = logged(folder, "loss")
+        assert losses[0] == pytest.approx(0.5 if method == "elbo-kto" else 0.6931472, abs=1e-6)
+        assert losses[-1] < 0.9 * losses[0]
+        margins = logged(folder, "rewards/margins")
+        assert margins[0] == pytest.approx(0, abs=1e-6)
+        assert margins[-1] > 0.01
+        assert logged(folder, "rewards/accuracies")[-1] > 0.6
+        with trainer.reference() as model:
+            assert (trainer.reference_model is None) == (not full)
+            kept = model.state_dict()
+        assert all(torch.equal(kept[name], value) for name, value in before.items() if name in kept)
+        if full:
+            assert kept.keys() == before.keys()
+            assert any(not torch.equal(value, before[name]) for name, value in weights(folder / "job").items())
+
+
+def test_neither_accumulation_nor_processes_change_a_run(flags: list[str], tmp_path: Path) -> None:
+    """Steps of 4 completions; KTO's mean ratio is that of the whole step."""
+    shared, one, parts, both = [*flags, "--method", "elbo-kto"], tmp_path / "one", tmp_path / "parts", tmp_path / "both"
+    run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], one)
+    run([*shared, "--batch_size", "1", "--grad_accum_steps", "4", "--views_at_once", "2"], parts)
+    launch = [*LAUNCH, "--config_file", "../launch/ddp.yaml", "prefer_train.py"]
+    half = ["--batch_size", "1", "--grad_accum_steps", "2"]
+    finish(start(launch, [*shared, *half], both, ACCELERATE_USE_CPU="true"), both)
+    settings = json.loads((both / "job/run.json").read_text())["settings"]
+    assert (settings["world_size"], settings["distributed_type"]) == (2, "MULTI_CPU")
+    for name in ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "compute_tokens"):
+        for folder in (parts, both):
+            assert len(logged(one, name)) == 10
+            assert logged(folder, name) == pytest.approx(logged(one, name), rel=2e-3, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "how"), [(2, []), (3, []), (3, ["--full_finetuning"])])
+def test_zero_gives_the_run_of_one_process(zero: int, how: list[str], flags: list[str], tmp_path: Path) -> None:
+    config = (ROOT / "launch/zero3.yaml").read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'")
+    (tmp_path / "zero.yaml").write_text(config.replace("zero_stage: 3", f"zero_stage: {zero}"))
+    shared = [*flags, *how, "--method", "elbo-kto"]
+    run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], tmp_path / "one")
+    two = [*LAUNCH, "--config_file", str(tmp_path / "zero.yaml"), "prefer_train.py"]
+    both = ["--batch_size", "1", "--grad_accum_steps", "2"]
+    finish(start(two, [*shared, *both], tmp_path / "two", CUDA_VISIBLE_DEVICES=""), tmp_path / "two")
+    settings = json.loads((tmp_path / "two/job/run.json").read_text())["settings"]
+    assert (settings["world_size"], settings["distributed_type"]) == (2, "DEEPSPEED")
+    for name in ("loss", "rewards/chosen", "rewards/margins", "compute_tokens"):
+        assert logged(tmp_path / "two", name) == pytest.approx(logged(tmp_path / "one", name), rel=5e-3, abs=1e-5)
+
+
+def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) -> None:
+    """SIGKILL in the second epoch, between two logs: the weights and every logged number are equal to the bit."""
+    training = [*flags, "--batch_size", "1", "--grad_accum_steps", "2", "--save_steps", "3", "--logging_steps", "2"]
+    training += ["--num_epochs", "4", "--method", "elbo-kto"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(training, whole)
+    process = start(SINGLE, training, killed)
+    deadline = time.monotonic() + 900
+    while not (killed / "job/checkpoint-9").exists():
+        assert process.poll() is None, (killed / "log").read_text()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for later in killed.glob("job/checkpoint-*"):
+        if later.name not in ("checkpoint-6", "checkpoint-9"):
+            shutil.rmtree(later)
+    run([*training, "--resume"], killed)
+    for name in ("loss", "grad_norm", "rewards/chosen", "logps/rejected", "rewards/accuracies", "compute_tokens"):
+        assert logged(killed, name) == logged(whole, name), name
+    assert logged(killed, "train_loss") == logged(whole, "train_loss")
+    expected, found = weights(whole / "job"), weights(killed / "job")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(ValueError, match=r"another run, of beta 0.1 \(now 0.3\)"):
+        run([*training, "--resume", "--beta", "0.3"], killed)
+
+
+def test_memory_does_not_grow_with_the_draws(flags: list[str], tmp_path: Path) -> None:
+    """Bytes of live storages at the peak of a step, beyond the first pass that allocates gradients."""
+    peaks = []
+    for views in (2, 12):
+        how = ["--max_steps", "1", "--full_finetuning", "--num_views", str(views)]
+        trainer = run([*flags, *how], tmp_path / f"{views}")
+        loader = iter(trainer.get_train_dataloader())
+        with LiveStorages() as storages:
+            (batch,), count = trainer.get_batch_samples(loader, 1, trainer.args.device)
+            trainer.compute_loss(trainer.model, batch, num_items_in_batch=count).backward()
+        peaks.append(storages.peak)
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_blocks_and_merging(flags: list[str], tiny_block_dir: Path, tmp_path: Path) -> None:
+    """A block-causal model's bound is the sum of its blocks'. The card says how the model was made."""
+    run([*flags, "--model_name", str(tiny_block_dir), "--max_steps", "2", "--merge_at_end"], tmp_path)
+    assert load_model(str(tmp_path / "job/merged")).config.block_size == 4
+    card = (tmp_path / "job/README.md").read_text()
+    assert "preferences, method vrpo: LLaDA 1.5, [arXiv 2505.19223]" in card
+    assert "beta 0.2, 2 draws of counts" in card
+    assert "- preference" in card
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--beta", "0"], "--beta 0.0 "),
+        (["--num_views", "0"], "--num_views 0 "),
+        (["--max_completion_length", "-1"], "--max_completion_length -1 "),
+        (["--antithetic"], "--antithetic needs --estimator espo"),
+        (["--train_data", ""], "--train_data is missing"),
+        (["--full_finetuning", "--merge_at_end"], "need LoRA"),
+        (["--max_completion_length", "600"], "512 positions: lower --max_prompt_length or --max_completion_length"),
+        pytest.param(["--load_in_4bit"], "needs a GPU", marks=pytest.mark.skipif(on_gpu(), reason="there is a GPU")),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(flags: list[str], tmp_path: Path, more: list[str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        run(flags, tmp_path, *more)
+    assert not list(tmp_path.iterdir())
+    assert STAGES["prefer"] == "d1.preference.train"

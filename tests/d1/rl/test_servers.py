@@ -1,0 +1,143 @@
+"""RL on a server: completions, weights and metrics are those of rollouts inside the trainer, to the bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import requests
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from d1.models import load_model
+from d1.rl.config import DiffuGRPOConfig
+from d1.scoring.rollouts import within_blocks
+from d1.serve.client import reveal_steps
+from tests.commands import ROOT
+from tests.d1.serve.serving import serving
+from tests.tiny_grpo import clockless, logged, make_method, weights
+
+
+def save_tiny_adapter(model_dir, folder):
+    """An adapter with names that the model does not have."""
+    config = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0])
+    get_peft_model(load_model(model_dir), config).save_pretrained(folder)
+    file = folder / "adapter_model.safetensors"
+    save_file({name.replace("layers.0", "layers.9"): weight for name, weight in load_file(file).items()}, file)
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def test_step_maps_are_reveal_steps():
+    steps = torch.tensor([[1, 0, 3, 2, 4, 4, 4, 4, -1, -1, -1, -1]])
+    blocks = torch.tensor([[0] * 4 + [1] * 4 + [2] * 4])
+    in_blocks = within_blocks(steps, blocks)[0]
+    step_map = torch.where(in_blocks < 0, 0, in_blocks + 1).tolist()
+    assert reveal_steps(step_map, [[1] * 4, [4], [2, 2]]) == steps[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("method", "blocks", "changes"),
+    [
+        ("d1", False, {}),
+        ("agrpo", False, {"eos_stop": False}),
+        ("d1", True, {"block_length": 4}),
+    ],
+)
+def test_a_run_is_that_of_rollouts_in_the_trainer(tiny_model_dir, tiny_block_dir, tmp_path, method, blocks, changes):
+    folder = tiny_block_dir if blocks else tiny_model_dir
+    steps = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+    torch.manual_seed(0)  # of an adapter's first weights
+    here = make_method(folder, tmp_path / "here", method, **steps, **changes)
+    here.train()
+    with serving(folder, batch_size=64, weights_dir=tmp_path) as served:
+        where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
+        torch.manual_seed(0)
+        there = make_method(folder, tmp_path / "there", method, **steps, **changes, **where)
+        there.train()
+        assert served.engine.version == f"{there.server.run}-3" or served.engine.version == f"{there.server.run}-2"
+        assert served.engine.tokens > 0
+    assert len(logged(here)) == 3
+    assert clockless(there.state.log_history) == clockless(here.state.log_history)
+    before, after = weights(here.model), weights(there.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_adapter_goes_to_the_server_alone(tiny_model_dir, tmp_path):
+    """Completions are equal; gradients are up to rounding."""
+    here = make_method(tiny_model_dir, tmp_path / "here", "d1", max_steps=3, peft_config=LORA)
+    here.train()
+    with serving(tiny_model_dir, batch_size=64, weights_dir=tmp_path) as served:
+        where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
+        there = make_method(tiny_model_dir, tmp_path / "there", "d1", max_steps=3, peft_config=LORA, **where)
+        there.train()
+        assert served.engine.version == f"{there.server.run}-2"
+        refused = served.post("/update_weights_from_disk", 400, model_path="wrong")
+        assert "safetensors" in refused["message"]
+        save_tiny_adapter(tiny_model_dir, tmp_path / "wrong")
+        sampled = {"input_ids": [5, 6], "rid": "1", "sampling_params": {"max_new_tokens": 9, "temperature": 1.0}}
+        before = served.post("/generate", **sampled)["output_ids"]
+        assert "does not fit" in served.post("/update_weights_from_disk", 400, model_path="wrong")["message"]
+        assert served.post("/generate", **sampled)["output_ids"] == before
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir() if "safetensors" in path.name) == [
+        "adapter_model.safetensors"
+    ]
+    for one, other in zip(logged(here), logged(there), strict=True):
+        counted = [name for name in one if name.startswith(("completions/", "rewards/", "sampling/forward", "compute"))]
+        assert [one[name] for name in counted] == [other[name] for name in counted]
+    before, after = weights(here.model), weights(there.model)
+    for name in before:
+        torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-6)
+
+
+def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
+    url = {"rollout_server_base_url": ["http://127.0.0.1:1"]}
+    for wrong in ({"rollout_mode": "server"}, url, {"rollout_mode": "server", "rollout_server_base_url": ["a", "b"]}):
+        with pytest.raises(ValueError, match="one --rollout_server_base_url"):
+            DiffuGRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, **wrong)
+    with pytest.raises(requests.ConnectionError):
+        make_method(tiny_model_dir, tmp_path, "d1", rollout_mode="server", **url)
+    with serving(tiny_model_dir) as served, pytest.raises(ValueError, match="--weights_dir"):
+        make_method(tiny_model_dir, tmp_path, "d1", rollout_mode="server", rollout_server_base_url=[served.url])
+    with serving(tiny_model_dir, weights_dir=tmp_path) as served:
+        where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
+        trainer = make_method(tiny_model_dir, tmp_path / "run", "d1", **where)
+        trainer.train()
+        trainer.server.version = "mine"
+        with pytest.raises(ValueError, match="who else uses it"):
+            trainer.server.sample(torch.tensor([[5]]), torch.ones(1, 1), [(0, 1, 2)], trainer.sampling, (), False)
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_server(tmp_path):
+    """`d1 rl` under torchrun: the trained weights are those of two processes that sample for themselves."""
+    base, rows = ROOT / "pocket" / "base", ROOT / "dataset" / "sudoku_train.csv"
+    flags = f"--model_path {base} --dataset sudoku --data_file {rows} --block_length 8 --max_completion_length 32 "
+    flags += (
+        "--num_generations 4 --per_device_train_batch_size 4 --num_iterations 2 --max_steps 4 --learning_rate 1e-4 "
+    )
+    flags += "--diffusion_steps 16 --use_cpu true --bf16 false --report_to none"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "d1", "rl", *flags.split()]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    with serving(base, batch_size=64, weights_dir=tmp_path) as served:
+        server = ["--rollout_mode", "server", "--rollout_server_base_url", served.url]
+        for port, (folder, words) in enumerate({"here": [], "there": server}.items(), start=29741):
+            words = [
+                *launch[:3],
+                "--master_port",
+                str(port),
+                *launch[3:],
+                *words,
+                "--output_dir",
+                str(tmp_path / folder),
+            ]
+            subprocess.run(words, env=environment, cwd=tmp_path, check=True, timeout=300)
+        assert served.engine.version.endswith("-2")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("here", "there"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    start = load_file(base / "model.safetensors")
+    assert any(not torch.equal(before[name], start[name]) for name in start)

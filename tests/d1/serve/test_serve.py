@@ -1,0 +1,372 @@
+"""The server under real clients: rows are `rollout`'s, whoever shares their batch, and no answer is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import openai
+import pytest
+import requests
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from d1.models import load_model
+from d1.sampling import SamplingSettings
+from d1.serve.rows import key_of
+from tests.conftest import save_tiny_model
+from tests.d1.serve.serving import alone, serving
+
+EXACT = [{}, {"sampler": "parallel", "reveal": "factor", "reveal_level": 0.5}, {"cfg_scale": 0.5}]
+SAMPLERS = EXACT + [{"sampler": "cached+parallel", "kv_cache": name} for name in ("dual", "lasting")]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    return save_tiny_model(folder / "other", seed=1).parent
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model_dir, weights):
+    with serving(tiny_model_dir, weights_dir=weights, max_gen_length=64) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(tiny):
+    return openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0)
+
+
+def asked(number: int, samplers: list[dict], block: int | None) -> dict:
+    """A request of SGLang's dialect with settings of its own."""
+    draw = random.Random(number)
+    length, ignore = draw.randint(1, 40), draw.random() < 0.5
+    params = {"max_new_tokens": length, "temperature": draw.choice([0, 0.7, 1.5]), "ignore_eos": ignore}
+    params |= {"block_length": block or draw.randint(1, 40), **draw.choice(samplers), "sampling_seed": number % 3}
+    blocks = -(-length // params["block_length"])
+    params |= {"steps": draw.randint(blocks, length)} | (
+        {"eos_stop": [*range(10, 30)]} if ignore and number % 2 else {}
+    )
+    prompt = [draw.randrange(4, 50) for _ in range(draw.randint(1, 30))]
+    rid = f"{number}-5" if number % 4 else f"row {number}"
+    return {
+        "input_ids": prompt,
+        "rid": rid,
+        "sampling_params": params,
+        "return_logprob": True,
+        "return_step_maps": True,
+    }
+
+
+def check(served, body: dict, answer: dict) -> None:
+    """The answer is what `rollout` gives for the row alone."""
+    params, meta = dict(body["sampling_params"]), answer["meta_info"]
+    assert meta["id"] == body["rid"]
+    length, seed = params.pop("max_new_tokens"), params.pop("sampling_seed", 0)
+    ends = params.pop("eos_stop", None)
+    if not params.pop("ignore_eos"):
+        ends = [2, 0]
+    how = SamplingSettings(length, **params)
+    mask = served.tokenizer.mask_token_id
+    want = alone(served.engine.model, mask, body["input_ids"], body["rid"], how, ends, seed)
+    ids = want.ids[0, -length:].tolist()
+    cut = (
+        length
+        if body["sampling_params"]["ignore_eos"]
+        else next((i + 1 for i, t in enumerate(ids) if t in ends), length)
+    )
+    assert answer["output_ids"] == ids[:cut], body
+    assert meta["completion_tokens"] == cut
+    assert meta["forward_passes"] == want.passes.item()
+    logps = [entry[0] for entry in meta["output_token_logprobs"]]
+    assert logps == pytest.approx(want.logps[0, :cut].tolist(), abs=3e-5)
+    assert meta["output_token_entropies"] == pytest.approx(want.entropies[0, :cut].tolist(), abs=3e-5)
+    block = getattr(served.engine.model.config, "block_size", None)
+    sizes = map(sum, how.schedule(len(body["input_ids"]) % block if block else None))
+    ends_of_blocks, steps = [0], want.reveal_steps[0].tolist()
+    for size in sizes:
+        ends_of_blocks.append(ends_of_blocks[-1] + size)
+    firsts = [
+        min((s for s in steps[a:b] if s >= 0), default=0) for a, b in pairwise(ends_of_blocks) for _ in range(a, b)
+    ]
+    expected = [step - first + 1 if step >= 0 else 0 for step, first in zip(steps, firsts, strict=True)]
+    assert meta["step_maps"] == expected[:cut]
+
+
+@pytest.mark.parametrize("lanes", ["one", "several", "blocks"])
+def test_64_clients_get_the_rows_that_rollout_gives_for_each_alone(tiny, tiny_block_dir, lanes):
+    def everyone(served):
+        samplers, block = (SAMPLERS, None) if lanes == "several" else (EXACT[:2], 4 if lanes == "blocks" else None)
+        bodies = [asked(client, samplers, block) for client in range(64)]
+        counters = "d1_forward_passes_total", "d1_row_passes_total"
+        before = [*map(served.metric, counters)]
+        with ThreadPoolExecutor(64) as clients:
+            with served.paused():
+                answers = clients.map(lambda body: served.post("/generate", **body), bodies)
+                served.wait_for("d1_rows_waiting", 64)
+            for body, answer in zip(bodies, answers, strict=True):
+                check(served, body, answer)
+        if lanes == "one":  # full until no row waits; then at most the longest completion's passes follow
+            passes, rows = (served.metric(name) - then for name, then in zip(counters, before, strict=True))
+            assert rows >= 8 * (passes - 40) > 0
+
+    if lanes == "blocks":
+        with serving(tiny_block_dir) as served:
+            everyone(served)
+    else:
+        everyone(tiny)
+
+
+def test_keys_of_rows():
+    assert key_of("1-0-17") == (1, 0, 17)
+    assert len({key_of(rid) for rid in ("1-0", "1-1", "a", "b", "1-", "", "\ud800", "9" * 12)}) == 8
+
+
+def test_several_rows_of_one_request(tiny):
+    params = {"max_new_tokens": 6, "temperature": 1.0, "ignore_eos": True}
+    one = tiny.post("/generate", input_ids=[5, 6], rid="x", sampling_params=params | {"n": 3})
+    two = tiny.post("/generate", input_ids=[[5, 6]] * 3, rid=["x-2", "x-1", "x-0"], sampling_params=params)
+    assert [row["output_ids"] for row in one] == [row["output_ids"] for row in two][::-1]
+    assert len({tuple(row["output_ids"]) for row in one}) == 3
+    fresh = [tiny.post("/generate", input_ids=[5, 6], sampling_params=params)["output_ids"] for _ in range(3)]
+    assert len({*map(tuple, fresh)}) == 3  # without an rid each request draws anew
+
+
+def test_openais_client_completes_chats_and_streams(client, tiny):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    given = {"model": "tiny", "max_tokens": 24, "temperature": 0.8, "seed": 5, "n": 2}
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a b"}]}], **given}
+    whole = client.chat.completions.create(**chat, logprobs=True)
+    texts = [choice.message.content for choice in whole.choices]
+    assert texts == [c.message.content for c in client.chat.completions.create(**chat).choices]
+    assert texts[0] != texts[1]
+    length = sum(len(choice.logprobs.content) for choice in whole.choices)
+    assert whole.usage.completion_tokens == length
+    parts, steps = ["", ""], 0
+    own = {"block_length": 4, "steps": 12}  # which OpenAI's dialect has no word for
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for event in client.chat.completions.create(**chat, **options, extra_body=own | {"stream_steps": True}):
+        for choice in event.choices:
+            parts[choice.index] += choice.delta.content or ""
+        steps += getattr(event, "step", None) is not None
+        last = event
+    blocky = client.chat.completions.create(**chat, extra_body=own)
+    assert parts == [choice.message.content for choice in blocky.choices]
+    assert last.usage == blocky.usage
+    assert 2 <= steps <= 24
+    prompt = tiny.tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], add_generation_prompt=True)[
+        "input_ids"
+    ]
+    done = client.completions.create(prompt=[prompt], logprobs=0, **given)
+    assert [choice.text for choice in done.choices] == texts
+    assert [len(choice.logprobs.tokens) for choice in done.choices] == [
+        len(choice.logprobs.content) for choice in whole.choices
+    ]
+    stop = texts[0].split()[2]
+    shorter = client.completions.create(prompt=prompt, stop=[stop], **given).choices[0]
+    assert (shorter.text, shorter.finish_reason) == (texts[0].partition(stop)[0], "stop")
+    events = client.completions.create(prompt=prompt, stop=[stop], stream=True, **given)
+    assert "".join(e.choices[0].text for e in events if e.choices[0].index == 0) == shorter.text
+
+
+def test_lm_evals_clients_get_what_its_model_of_this_library_gives(tiny, tiny_model_dir, monkeypatch):
+    from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+    from d1.eval.harness import register
+    from tests.d1.eval.test_harness import generating
+
+    texts = [f"<bos><user>{text}<assistant>" for text in ("a b c", "1 2", "x + y", "7")]
+    wanted = register()(model_path=str(tiny_model_dir), batch_size=4, block_length=8).generate_until(
+        generating(texts, max_gen_toks=16)
+    )
+    given = {"model": "tiny", "tokenizer": str(tiny_model_dir), "num_concurrent": 4}
+    url = f"{tiny.url}/v1/completions"
+    for tokenized in (True, False):
+        harness = LocalCompletionsAPI(
+            base_url=url, tokenizer_backend="huggingface", tokenized_requests=tokenized, **given
+        )
+        assert harness.generate_until(generating(texts, max_gen_toks=16)) == wanted
+    chats = LocalChatCompletion(base_url=f"{tiny.url}/v1/chat/completions", **given)
+    turns = [chats.apply_chat_template([{"role": "user", "content": text}]) for text in ("a b c", "1 2", "x + y", "7")]
+    assert chats.generate_until(generating(turns, max_gen_toks=16)) == wanted
+
+
+def test_clear_errors(tiny, client):
+    errors = {
+        "too long": {"input_ids": [5] * 600},
+        "canvas is too large": {"input_ids": [5] * 500, "sampling_params": {"max_new_tokens": 60}},
+        "at most 64": {"input_ids": [5], "sampling_params": {"max_new_tokens": 65}},
+        "steps": {"input_ids": [5], "sampling_params": {"max_new_tokens": 8, "steps": 9}},
+        "none of the model's": {"input_ids": [999]},
+        "empty": {"input_ids": []},
+        "as many rid": {"input_ids": [[5], [6]], "rid": ["one"]},
+        "kv_cache": {"input_ids": [5], "sampling_params": {"kv_cache": "dual"}},
+        "sampling_params.temperatur: ": {"input_ids": [5], "sampling_params": {"temperatur": 1}},
+    }
+    for word, body in errors.items():
+        assert word in tiny.post("/generate", 400, **body)["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="echo"):
+        client.completions.create(model="tiny", prompt="a", echo=True, logprobs=0)  # log-likelihoods
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.completions.create(model="other", prompt="a")
+    answer = requests.post(f"{tiny.url}/generate", "{", headers={"Content-Type": "application/json"}, timeout=60)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"]
+    large = requests.post(f"{tiny.url}/generate", b" " * (9 << 20), timeout=60)
+    assert large.status_code == 413
+
+
+LEAF = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
+JSON = st.recursive(
+    LEAF,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+IDS = st.lists(st.integers(-2, 60), max_size=4)
+NUMBERS = {
+    name: LEAF | st.integers(0, 9) | st.floats(0, 2) for name in ("temperature", "top_p", "top_k", "steps", "n", "seed")
+}
+NUMBERS |= {name: LEAF | st.integers(0, 9) for name in ("block_length", "cfg_scale", "reveal_level", "max_tokens")}
+NAMES = {
+    "sampler": st.sampled_from(["exact", "cached", "parallel", "no"]),
+    "remasking": st.sampled_from(["random", "entropy", ""]),
+}
+OPENAI = NUMBERS | NAMES | {"stream": LEAF, "stop": JSON, "ignore_eos": LEAF, "logprobs": LEAF, "rid": LEAF}
+PARAMS = {
+    "max_new_tokens" if name == "max_tokens" else "sampling_seed" if name == "seed" else name: of
+    for name, of in (NUMBERS | NAMES).items()
+}
+BODIES = {
+    "/generate": st.fixed_dictionaries(
+        {"input_ids": JSON | IDS | st.lists(IDS, max_size=3)},
+        optional={"rid": JSON, "sampling_params": JSON | st.fixed_dictionaries({}, optional=PARAMS)},
+    ),
+    "/v1/completions": st.fixed_dictionaries({"prompt": JSON | st.text() | IDS}, optional=OPENAI),
+    "/v1/chat/completions": st.fixed_dictionaries(
+        {
+            "messages": JSON
+            | st.lists(
+                st.fixed_dictionaries({"role": st.sampled_from(["user", "x"]), "content": st.text() | JSON}), max_size=2
+            )
+        },
+        optional=OPENAI,
+    ),
+    "/update_weights_from_disk": st.fixed_dictionaries(
+        {"model_path": st.text() | st.sampled_from(["..", "/", "other/../..", "\0"])}, optional={"weight_version": JSON}
+    ),
+    "/pause_generation": st.fixed_dictionaries({"mode": LEAF}),
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+def test_no_body_is_answered_by_an_error_of_the_server(tiny, data):
+    path = data.draw(st.sampled_from([*BODIES]))
+    body = data.draw(BODIES[path] | JSON | st.binary(max_size=20))
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = requests.post(f"{tiny.url}{path}", sent, headers={"Content-Type": "application/json"}, timeout=60)
+    assert answer.status_code in (200, 400, 429), answer.text
+    if answer.status_code != 200:
+        assert path == "/update_weights_from_disk" or answer.json()["error"]["message"]
+    assert requests.get(f"{tiny.url}/health", timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "stream"])
+def test_a_client_that_is_killed_stops_its_rows(tiny, path):
+    body = {"prompt": [5], "n": 20, "max_tokens": 60, "ignore_eos": True, "stream": path == "stream"}
+    if path == "/generate":
+        body = {"input_ids": [5], "sampling_params": {"n": 20, "max_new_tokens": 60, "ignore_eos": True}}
+    url = f"{tiny.url}{path if path[0] == '/' else '/v1/completions'}"
+    tokens = tiny.metric("d1_tokens_total")
+    with tiny.paused():
+        words = [shutil.which("curl"), "-sN", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+        curl = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        tiny.wait_for("d1_rows_waiting", 20)
+        curl.kill()
+        curl.wait()
+        tiny.wait_for("d1_rows_waiting", 0)
+    assert tiny.metric("d1_tokens_total") == tokens
+    # The same of rows that are at work.
+    block = {"block_length": 1, "steps": 60}
+    (body["sampling_params"] if path == "/generate" else body).update(block)
+    curl = subprocess.Popen([*words[:-1], json.dumps(body)], stdout=subprocess.DEVNULL)
+    tiny.wait_for("d1_rows_at_work", 8)
+    curl.kill()
+    curl.wait()
+    tiny.wait_for("d1_rows_at_work", 0)
+    assert tiny.metric("d1_tokens_total") < tokens + 20 * 60
+
+
+def test_a_full_queue_answers_429_and_loses_nothing(tiny_model_dir):
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4}}
+    with serving(tiny_model_dir, batch_size=1, queue_size=2) as served, ThreadPoolExecutor(2) as pool:
+        with served.paused():
+            first = [pool.submit(served.post, "/generate", **body) for _ in range(2)]
+            served.wait_for("d1_rows_waiting", 2)
+            refused = requests.post(f"{served.url}/generate", json=body, timeout=60)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+            streamed = requests.post(f"{served.url}/v1/completions", json={"prompt": "a", "stream": True}, timeout=60)
+            assert streamed.status_code == 429
+        assert len({tuple(one.result()["output_ids"]) for one in first}) == 1
+
+
+def test_weights_are_exchanged_between_rows_and_come_from_one_folder_alone(tiny_model_dir, weights, tmp_path):
+    params = {"max_new_tokens": 24, "temperature": 0.9, "ignore_eos": True, "steps": 24, "block_length": 24}
+    bodies = [{"input_ids": [5, number], "rid": f"{number}", "sampling_params": params} for number in range(4, 24)]
+    folder = weights / "moved"
+    shutil.copytree(weights / "other", folder)
+    with serving(tiny_model_dir, batch_size=4, weights_dir=weights) as served, ThreadPoolExecutor(20) as pool:
+        models = {"default": served.engine.model, "new": load_model(weights / "other")}
+        mask, how = served.tokenizer.mask_token_id, SamplingSettings(24, 24, 24, temperature=0.9)
+
+        def of(version: str, body: dict) -> list[int]:
+            return alone(models[version], mask, body["input_ids"], body["rid"], how).ids[0, -24:].tolist()
+
+        def under_update(*modes: str) -> set[str]:
+            with served.paused():
+                rows = [pool.submit(served.post, "/generate", **body) for body in bodies]
+                served.wait_for("d1_rows_waiting", 20)
+            served.wait_for("d1_rows_at_work", 4)
+            for mode in modes:
+                served.post("/pause_generation", mode=mode)
+            if modes == ("in_place",):
+                refused = served.post("/update_weights_from_disk", 400, model_path="moved")
+                assert "paused in mid-completion" in refused["message"]
+            else:
+                assert served.post("/update_weights_from_disk", model_path="moved", weight_version="new")["success"]
+            served.post("/continue_generation")
+            versions = set()
+            for body, row in zip(bodies, rows, strict=True):
+                answer = row.result()
+                versions.add(answer["meta_info"]["weight_version"])
+                assert answer["output_ids"] == of(answer["meta_info"]["weight_version"], body)
+            return versions
+
+        assert under_update("in_place") == {"default"}
+        assert under_update() == {"default", "new"}
+        models["default"] = models["new"]
+        assert under_update("in_place", "retract") == {"new"}
+        (folder / "model.safetensors").write_bytes(b"cut off")
+        assert "header" in served.post("/update_weights_from_disk", 400, model_path="moved")["message"]
+        assert served.post("/generate", **bodies[0])["output_ids"] == of("new", bodies[0])
+        (weights / "link").symlink_to(tiny_model_dir)
+        for path in ("..", "link", str(tiny_model_dir), "other/../../x", "gone"):
+            assert served.post("/update_weights_from_disk", 400, model_path=path)["success"] is False
+        (weights / "link").unlink()
+    with serving(tiny_model_dir) as served:
+        assert "--weights_dir" in served.post("/update_weights_from_disk", 400, model_path="other")["message"]
+
+
+def test_the_api_key_is_asked_for(tiny_model_dir):
+    with serving(tiny_model_dir, api_key="secret") as served:
+        assert requests.get(f"{served.url}/v1/models", timeout=60).status_code == 401
+        wrong = openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            wrong.completions.create(model="tiny", prompt="a")
+        right = openai.OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0)
+        assert right.completions.create(model="tiny", prompt="a").choices
