@@ -57,7 +57,7 @@ class ShowProblems(TrainerCallback):
         """One film per problem, sampled as in an evaluation during training."""
         trainer, tokenizer, compute = self.trainer, self.trainer.text_tokenizer, self.trainer.compute
         trainer.evaluation_rollouts = 0
-        prompts = trainer._tokenize_prompts(list(self.rows["prompt"]))[0]
+        prompts = trainer.encoded(list(self.rows["prompt"]))
         with evaluating(trainer.model):
             sampled = trainer.sample(*trainer.padded(prompts))
         trainer.compute = compute  # counts training only

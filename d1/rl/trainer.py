@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.trainer.utils import pad
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
@@ -152,14 +151,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         tokens = record["canvas_ids"].numel() * self.accelerator.num_processes
         self.log_metric("rollout_tokens_per_second", tokens / seconds)
         return completions, record
-
-    def padded(self, prompt_ids: list[list[int]]) -> tuple[Tensor, ...]:
-        """Ids and attention mask, (rows, prompt) each, on the device."""
-        tensors = [torch.tensor(ids) for ids in prompt_ids]
-        own = (tensors, self.text_tokenizer.pad_token_id), ([torch.ones_like(row) for row in tensors], 0)
-        side = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
-        parts = (pad(rows, padding_value=value, **side) for rows, value in own)
-        return tuple(part.to(self.accelerator.device, non_blocking=True) for part in parts)
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
