@@ -92,11 +92,11 @@ function card(film, seek) {
   });
 
   const verdict = make("span", film.solved ? "verdict good" : "verdict", film.solved ? "solved" : "not solved");
-  const parts = [make("h3", "", film.solved === null ? film.title : [film.title, verdict])];
+  const parts = [make("h3", "", film.solved == null ? film.title : [film.title, verdict])];
   if (film.note) parts.push(make("p", "note", film.note));
   const ends = make("p", "caption", [make("span", "", "first token"), make("span", "", "steps from top to bottom"), make("span", "", "last token")]);
   const state = make("div", "state", [canvas]), board = make("div", "board");
-  if (film.board.rows) {
+  if (film.board?.rows) {
     const cell = ([name, digit, kind]) => make("span", kind, [make("i", "", name), make("b", "", digit)]);
     board.append(...film.board.rows.flat().map(cell));
     board.style.setProperty("--columns", film.board.rows[0].length);
