@@ -16,7 +16,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from d1.commands import chat, convert, fill, fit, methods, serve, watch
+from d1.commands import chat, convert, fill, fit, methods, sandbox, serve, watch
 from d1.runs.entry import OneLineParser, run_script
 
 STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported only when used
@@ -40,6 +40,7 @@ COMMANDS = {
     "export": Command("write a model in a released format, for that format's code", convert.add_export, convert.export),
     "fit": Command("the memory that a stage needs, and the largest batch per card", fit.add_arguments, fit.run),
     "methods": Command("list the RL methods for --method, or all values of one", methods.add_arguments, methods.run),
+    "sandbox": Command("check that programs can be judged safely here", sandbox.add_arguments, sandbox.run),
     "chat": Command("talk to a model and watch its answers come into focus", chat.add_arguments, chat.run),
     "serve": Command(
         "serve the samplers over HTTP: to RL, OpenAI's clients, a browser", serve.add_arguments, serve.run

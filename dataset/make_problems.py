@@ -7,6 +7,7 @@ Each set of numbers belongs to one split only.
 Pocket Countdown: the 364 sets of three numbers from 1 to 12 are split first; each set comes with every target that the
 pocket model's two steps can reach.
 Arithmetic: word problems of three steps; a start and its three operands belong to one split only.
+Programs: the 3,125 functions, each in one split.
 
 With --sealed it writes the problems that are used only for the final table of studies/leaderboard/.
 """
@@ -18,7 +19,7 @@ import csv
 import json
 import random
 from fractions import Fraction
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, islice
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ import numpy as np
 from d1.runs.entry import run_script
 from d1.tasks.arithmetic import LEAST, MOST, after, draw_problem
 from d1.tasks.pocket_countdown import LARGEST_NUMBER, chains
+from d1.tasks.programs import INPUTS, functions, program_of
 from d1.tasks.sudoku import solution_grids
 
 HOLES = 6
@@ -34,6 +36,7 @@ SUDOKU_PUZZLES = {"train": 4000, "validation": 512, "test": 512}
 COUNTDOWN_PROBLEMS = {"train": 2000, "validation": 256, "test": 256}
 POCKET_COUNTDOWN_SETS = {"train": 1400, "validation": 70, "test": 70}
 ARITHMETIC_PROBLEMS = {"train": 4000, "validation": 512, "test": 512}
+PROGRAMS = {"train": 2101, "validation": 512, "test": 512}
 SEALED = 1024
 
 
@@ -115,6 +118,17 @@ def arithmetic_row(start: int, *operands: int, rng: np.random.Generator) -> dict
     return {"question": problem.question, "answer": "\n".join([*lines, f"#### {amount}"])}
 
 
+def program_problems(splits: dict[str, int], rng: random.Random) -> dict[str, list[dict[str, str]]]:
+    """Every function of the task in one split, with the same two examples."""
+    every = functions()
+    drawn = iter(rng.sample(every, len(every)))
+    inputs = ",".join(INPUTS)
+    return {
+        split: [{"input": inputs, "program": program_of(function)} for function in islice(drawn, count)]
+        for split, count in splits.items()
+    }
+
+
 def sealed_problems(seed: int) -> dict[str, list[dict[str, str]]]:
     """Task -> 1,024 problems that are in no split, except for Pocket Countdown.
 
@@ -164,6 +178,7 @@ def main(args: argparse.Namespace) -> None:
         "countdown": countdown_problems(COUNTDOWN_PROBLEMS, random.Random(args.seed)),
         "pocket_countdown": pocket_countdown_problems(POCKET_COUNTDOWN_SETS, random.Random(args.seed)),
         "arithmetic": arithmetic_problems(ARITHMETIC_PROBLEMS, args.seed),
+        "programs": program_problems(PROGRAMS, random.Random(args.seed)),
     }
     for name, splits in files.items():
         for split, rows in splits.items():

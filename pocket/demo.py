@@ -33,6 +33,10 @@ GRPO = {
         *("--max_completion_length", 24, "--diffusion_steps", 12),
     ),
     "arithmetic": ("--dataset", "arithmetic", "--max_prompt_length", 24, "--learning_rate", 1e-4),
+    "programs": (
+        *("--dataset", "programs", "--max_prompt_length", 12, "--max_steps", 120),
+        *("--max_completion_length", 24, "--diffusion_steps", 12),
+    ),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.random import Generator
 
-from pocket import arithmetic_traces, countdown_traces, sudoku_traces
+from pocket import arithmetic_traces, countdown_traces, programs_traces, sudoku_traces
 from pocket.answers import completion, mixture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,5 +97,19 @@ RECIPES = {
         completion_tokens=(32, 36, 40),
         lengths=(32, 40),
         prompt_tokens=24,
+    ),
+    "programs": Recipe(
+        task="programs",
+        base="programs_base",
+        training_file="programs_train.jsonl",
+        sft_file="programs_sft.jsonl",
+        traces=programs_traces,
+        least_quality=0.7,
+        peak_lr=(3e-3, 1e-3),
+        steps=(300, 200),
+        completion_tokens=(20, 24, 32),
+        lengths=(24, 32),
+        prompt_tokens=12,
+        hidden_size=64,
     ),
 }

@@ -2,6 +2,7 @@
 
 Sudoku: one token per cell and value of a 4x4 grid ("a3": cell a holds 3, "c.": cell c is empty; cells a to p in reading
 order), because a small model cannot tell from rotary positions alone which cell a plain digit belongs to.
+Programs: one token per place of f(x) in each of the two examples, and its letter.
 Countdown: one token per whole number from 0 to 60. Arithmetic: words, and one token per digit; "27" is "2" and "##7",
 so that numbers are decoded without spaces.
 The chat template builds the prompt from the end of a task's usual question: <bos>, the problem, "=>".
@@ -15,6 +16,7 @@ from tokenizers.pre_tokenizers import Sequence as InTurn
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from d1.tasks import programs
 from d1.tasks.arithmetic import PEOPLE, THINGS, TIMES, VERBS
 from d1.tasks.pocket_countdown import LARGEST
 
@@ -51,6 +53,17 @@ COUNTDOWN_PROMPT = """\
 ARITHMETIC_PROMPT = """\
 {{ bos_token ~ ' ' ~ message['content'].strip().split('\\n')[-1] ~ ' =>' }}
 """
+PROGRAMS_PROMPT = """\
+{%- set lines = message['content'].strip().split('\\n')[-2:] -%}
+{%- if lines | length != 2 or lines[0][:14] != "f('abcde') = '" or lines[1][:14] != "f('edcba') = '" -%}
+{{ raise_exception('the pocket model reads two examples: end the user message with the lines '
+   ~ "f('abcde') = 'daacb' and f('edcba') = 'beecd', got " ~ lines) }}
+{%- endif -%}
+{{ bos_token }}
+{%- for i in range(5) -%}{{ ' y' ~ i ~ lines[0][14 + i] }}{%- endfor -%}
+{%- for i in range(5) -%}{{ ' z' ~ i ~ lines[1][14 + i] }}{%- endfor -%}
+{{ ' =>' }}
+"""
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message['role'] == 'user' -%}
@@ -77,6 +90,16 @@ TOKENIZERS: dict[str, tuple[type[WordLevel | WordPiece], list[str], str, str]] =
         ],
         ARITHMETIC_PROMPT,
         "|=>|[-+*/=;().?]",
+    ),
+    "programs": (
+        WordLevel,
+        [
+            *(f"{name}{place}{letter}" for name in "yz" for place in range(programs.PLACES) for letter in "abcde"),
+            *(f"y[{i}]=x[{place}]" for i in range(programs.PLACES) for place in range(programs.PLACES)),
+            *("+", *(f"x[{place}]" for place in range(programs.PLACES))),
+        ],
+        PROGRAMS_PROMPT,
+        "",
     ),
 }
 

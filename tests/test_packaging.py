@@ -20,6 +20,7 @@ OPTIONAL += ("uvicorn", "prometheus_client")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("lazy", "ranges", "show", "transformers_bridge"),
+    ("sandbox",),
     ("models", "masking", "tasks"),
     ("sampling", "scoring"),
     ("runs",),

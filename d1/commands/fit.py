@@ -7,7 +7,7 @@ import argparse
 import sys
 from typing import Any
 
-from d1.ranges import AMOUNT, COUNT, NATURAL
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL
 from d1.rl.methods import METHODS
 from d1.sampling.flags import DTYPES
 
@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora_targets", nargs="+", default=["attention"], help=targets)
     parser.add_argument("--load_in_4bit", action="store_true", help="frozen weights in NF4")
     parser.add_argument("--gradient_checkpointing", action="store_true")
+    turns = "SFT: passes per batch, whose activations are all kept (default: %(default)s)"
+    parser.add_argument("--edit_turns", type=COUNT, default=1, help=turns)
     rl = parser.add_argument_group("RL, with the names and values of training")
     rl.add_argument("--method", choices=list(METHODS), default="d1", help="(default: %(default)s)")
     rl.add_argument(
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--max_completion_length", type=COUNT, default=256, help="(default: %(default)s)")
     rl.add_argument("--diffusion_steps", type=COUNT, default=128, help="(default: %(default)s)")
     parser.add_argument("--num_views", type=COUNT, default=8, help="prefer: draws per bound (default: %(default)s)")
+    rl.add_argument("--edit_threshold", type=BELOW_ONE, help="rollouts with edits, by a parallel sampler")
     rl.add_argument("--steps_per_generation", type=COUNT, default=1, help="micro-batches per rollout")
 
 
@@ -52,11 +55,14 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     to a reference. The method's own values of the canvas win. Raises ValueError for settings that training refuses."""
     from d1.rl.config import DiffuGRPOConfig
     from d1.rl.plan import drawn_views, most_views
+    from d1.scoring import ESTIMATORS
 
     canvas = {name: getattr(args, name) for name in ("max_completion_length", "diffusion_steps", "block_length")}
     given: dict[str, Any] = {name: value for name, value in canvas.items() if name not in METHODS[args.method].values}
     given |= {} if block_size is None else {"block_length": block_size}
     given |= {} if args.beta is None else {"beta": args.beta}
+    if args.edit_threshold is not None:
+        given |= {"sampler": "parallel", "reveal": "threshold", "edit_threshold": args.edit_threshold}
     # The smallest batch, because rows are counted elsewhere.
     batch: dict[str, Any] = {"per_device_train_batch_size": 2, "num_generations": 2}
     batch["gradient_accumulation_steps"] = args.steps_per_generation
@@ -65,7 +71,9 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
     # Per update and view: one byte per token for what is hidden, and fp32 weights and log-probs on the canvas. Updates
     # that divide the views among them store all of them.
     numbers = 1 + config.needs_old_logps + config.needs_reference
-    a_row = config.num_iterations * drawn_views(config, block_size) * (args.length + 4 * numbers * tokens)
+    # With edits, replay also keeps ids of 8 bytes: what each view shows and what it scores.
+    ids = 16 if args.edit_threshold is not None and ESTIMATORS[config.estimator].replays_writes else 0
+    a_row = config.num_iterations * drawn_views(config, block_size) * (args.length + (4 * numbers + ids) * tokens)
     beta = config.beta if config.needs_reference else 0.0
     found = {"beta": beta, "views": most_views(config, block_size), "canvas": tokens}
     return found | {"stored": a_row * args.steps_per_generation}
@@ -82,6 +90,10 @@ def run(args: argparse.Namespace) -> None:
     fields = {name: value for name, value in given.items() if name in FitSettings.__annotations__}
     base, _ = adapter_chain(args.model_path, None)
     config, _ = native_config(base)
-    stages = {"rl": lambda: of_method(args, block_size(config)), "prefer": lambda: of_preference(args)}
+    stages = {
+        "sft": lambda: {"views": args.edit_turns, "views_at_once": args.edit_turns},
+        "rl": lambda: of_method(args, block_size(config)),
+        "prefer": lambda: of_preference(args),
+    }
     settings = FitSettings(**{**fields, **stages.get(args.stage, dict)()})
     sys.stdout.write(fit_table(config, settings) + "\n")

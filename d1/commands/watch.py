@@ -136,13 +136,14 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
         generator=[keyed_generator(args.seed, args.index, 0)],
         eos_token_ids=end_ids(tokenizer) if args.eos_stop else None,
     )
+    edits = "" if settings.edits is None else f" · edits above {settings.edits:g}"
     name = without_folders(args.model_path)
-    said = f"{name} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}"
+    said = f"{name} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}{edits}"
     told: dict[str, Any] = {"title": title, "prompt": text, "note": said}
     if args.dataset:
         told["judge"] = judge_of(load_task(args.dataset), row, tokenizer, end_ids(tokenizer))
     films = filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], **told)
-    return films, sum(map(len, settings.schedule(filled)))
+    return films, settings.most_passes(filled)
 
 
 def write(args: argparse.Namespace, films: list[Film]) -> None:

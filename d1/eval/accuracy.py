@@ -13,24 +13,27 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 from typing import Any, NoReturn
 
-from d1.eval.files import GeneratedSetup, read_setups
+from d1.eval.files import GeneratedProblem, GeneratedSetup, read_setups
 from d1.runs.entry import OneLineParser, run_script
-from d1.show.uncertainty import sign_test, wilson_interval
+from d1.show.uncertainty import pass_at_k, sign_test, wilson_interval
 from d1.tasks import MAX_TEXT, TASKS, load_task, under_protocol
 
 BASELINES = Path(__file__).resolve().parents[2] / "eval" / "eval_baselines"  # exists only in a checkout
+PASS_AT = (1, 2, 5, 10, 20, 50, 100)
 
 
 @dataclass
 class Row:
     """One setup's results. `accuracy`, its 95% interval and `metrics` are in percent; `tokens` (generated before the
-    end) and `forward_passes` are means per completion."""
+    end) and `forward_passes` are means per completion; `pass_at` has the estimate and the interval of each pass@k."""
 
     setup: str
     task: str
@@ -45,6 +48,7 @@ class Row:
     expected: int | None = None
     tokens: float | None = None
     forward_passes: float | None = None
+    pass_at: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     duplicates: int = 0
     missing_ranks: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -76,33 +80,41 @@ def score_setup(
     except ValueError as error:
         row.errors.append(f"{setup.name}: {error}")
         return row, []
-    details, seen = [], set()
-    for problem in setup.problems:
-        if problem.key in seen and task is not None:
-            continue
-        seen.add(problem.key)
-        asked = {"question": problem.question, "ground_truth": problem.ground_truth}
-        try:
-            if task is not None:
-                detail = strict_detail(problem.text[-MAX_TEXT:], task, asked)
+    seen = {problem.key: problem for problem in reversed(setup.problems)}
+    once = [problem for problem in setup.problems if task is None or seen[problem.key] is problem]
+    details, problems = [], []
+    with ThreadPoolExecutor(getattr(task, "CONCURRENT", 1)) as pool:
+        side_by_side = pool.map if hasattr(task, "CONCURRENT") else map
+        for problem, detail in zip(once, side_by_side(partial(detail_of, setup, task), once), strict=True):
+            if isinstance(detail, str):
+                row.errors.append(f"{problem.where}: {detail}")
             else:
-                from d1.eval.published_scoring import score_published  # imports datasets, which --help does not need
-
-                right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
-                detail = {"right": right, "total": total, "accuracy": right / total}
-        except Exception as error:  # a task may raise anything on one item; the others are still scored
-            row.errors.append(f"{problem.where}: {type(error).__name__}: {str(error)[:200]}")
-            continue
-        details.append({"setup": setup.name, "where": problem.where, **asked, **detail})
+                details.append({"setup": setup.name, "where": problem.where, **detail})
+                problems.append(problem.problem)
     row.duplicates = len(setup.problems) - len(seen)
     if details:
-        summarise(row, setup, details)
+        summarise(row, setup, details, problems)
     if row.expected is not None and len(seen) > row.expected:
         row.errors.append(
             f"{setup.name}: {len(seen)} problems instead of {row.expected}: problems of another run are mixed in"
         )
     row.complete = not row.errors and not row.missing_ranks and len(details) > 0 and len(seen) >= (row.expected or 0)
     return row, details
+
+
+def detail_of(setup: GeneratedSetup, task: ModuleType | None, problem: GeneratedProblem) -> dict[str, Any] | str:
+    """What a task, or the published rules for None, make of a completion. An error comes back as text, whatever a task
+    raises, so that the others are still scored."""
+    asked = {"question": problem.question, "ground_truth": problem.ground_truth}
+    try:
+        if task is not None:
+            return asked | strict_detail(problem.text[-MAX_TEXT:], task, asked)
+        from d1.eval.published_scoring import score_published  # imports datasets, which --help does not need
+
+        right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
+        return asked | {"right": right, "total": total, "accuracy": right / total}
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def user_tasks(*names_or_paths: str) -> dict[str, ModuleType]:
@@ -124,8 +136,8 @@ def strict_detail(text: str, task: ModuleType, row: dict[str, Any]) -> dict[str,
     }
 
 
-def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]]) -> None:
-    """Fills in the figures of a row from its scored problems."""
+def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], problems: list[str]) -> None:
+    """Fills in the figures of a row from its scored completions; `problems` says which problem each one answers."""
     row.n = len(details)
     if row.scoring == "published":
         share = math.fsum(detail["right"] for detail in details) / sum(detail["total"] for detail in details)
@@ -134,7 +146,16 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]]) ->
         names = details[0]["metrics"]
         row.metrics = {name: 100 * fmean(detail["metrics"][name] for detail in details) for name in names}
     row.accuracy = 100 * share
-    row.ci_low, row.ci_high = (100 * end for end in wilson_interval(share, row.n))
+    by_problem: dict[str, list[float]] = {}
+    for problem, detail in zip(problems, details, strict=True):
+        by_problem.setdefault(problem, []).append(detail["accuracy"])
+    several = row.scoring == "strict" and len(by_problem) < len(details)
+    row.ci_low, row.ci_high = (100 * end for end in wilson_interval(share, len(by_problem) if several else row.n))
+    for k in PASS_AT if several else ():
+        if k <= min(map(len, by_problem.values())):
+            value = fmean(pass_at_k(len(one), one.count(1.0), k) for one in by_problem.values())
+            low, high = wilson_interval(value, len(by_problem))
+            row.pass_at[f"pass@{k}"] = (100 * value, 100 * low, 100 * high)
     for name in ("tokens", "forward_passes"):
         counts = [count for problem in setup.problems if (count := getattr(problem, name)) is not None]
         setattr(row, name, fmean(counts) if counts else None)
@@ -142,7 +163,7 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]]) ->
 
 def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b: list[dict[str, Any]]) -> dict:
     """Paired difference of two setups over the problems they share (same question), with an exact sign test."""
-    a, b = ({detail["question"]: detail["accuracy"] for detail in details} for details in (details_a, details_b))
+    a, b = (by_question(details) for details in (details_a, details_b))
     shared = [question for question in a if question in b]
     if not shared:
         raise ValueError(f"{name_a} and {name_b} have no problem in common")
@@ -161,6 +182,14 @@ def compare(name_a: str, details_a: list[dict[str, Any]], name_b: str, details_b
         "a_better": losses,
         "p_value": sign_test(wins, losses),
     }
+
+
+def by_question(details: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean accuracy of each question's completions."""
+    found: dict[str, list[float]] = {}
+    for detail in details:
+        found.setdefault(detail["question"], []).append(detail["accuracy"])
+    return {question: fmean(values) for question, values in found.items()}
 
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -238,6 +267,7 @@ def as_table(rows: list[Row]) -> str:
 
     lines = [("setup", "accuracy %", "95% interval", "coverage", "tokens", "forward passes", "also %")]
     for row in rows:
+        passes = [f"{name} {value:.2f} [{low:.2f}, {high:.2f}]" for name, (value, low, high) in row.pass_at.items()]
         lines.append(
             (
                 row.setup,
@@ -246,7 +276,7 @@ def as_table(rows: list[Row]) -> str:
                 f"{row.n}/{'?' if row.expected is None else row.expected}{'' if row.complete else ' (!)'}",
                 number(row.tokens, 1),
                 number(row.forward_passes, 1),
-                ", ".join(f"{name} {value:.2f}" for name, value in row.metrics.items()),
+                ", ".join([*(f"{name} {value:.2f}" for name, value in row.metrics.items()), *passes]),
             )
         )
     columns = []

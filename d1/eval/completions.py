@@ -92,13 +92,13 @@ def complete(
     # The longest prompts come first: batches need little padding, and one that does not fit fails at once.
     every = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     size = part_size(args)
-    wanted = {prompt.index for prompt in every}
+    wanted = {prompt.key for prompt in every}
     done = journal.read().keys() & wanted
     wait_for_all()  # no process writes before all have read
     if done and journal.rank == 0:
         logger.info("Resuming: %d of %d completions are done", len(done), len(every))
     parts = [every[start : start + size] for start in range(0, len(every), size)]
-    parts = [part for part in parts if any(prompt.index not in done for prompt in part)]
+    parts = [part for part in parts if any(prompt.key not in done for prompt in part)]
     if parts:
         model = load()
         check_room(model.config, len(parts[0][0].ids), args.gen_length)
@@ -135,8 +135,9 @@ def generate_rows(
     """Each prompt's number and journal entry, as soon as its row ends; the next prompt is taken when there is room.
 
     Entries use the names of the generation files: texts, `tokens` generated before the end, `forward_passes`,
-    `forward_tokens` (tokens processed in these passes), and `seconds`: the time since the last rows ended, divided by
-    the number of rows that ended together, so that the sum over all rows is the total time.
+    `forward_tokens` (tokens processed in these passes), `edits` of a sampler that edits, and `seconds`: the time since
+    the last rows ended, divided by the number of rows that ended together, so that the sum over all rows is the total
+    time.
     """
     asked: dict[int, Prompt] = {}
 
@@ -158,11 +159,10 @@ def generate_rows(
         output = sampled.ids[:, -args.gen_length :]
         lengths = eos_cut(output, ends, including=False).sum(1).tolist()
         seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
-        for number, row, length, passes, fed in zip(
-            numbers, output.tolist(), lengths, sampled.passes.tolist(), sampled.forward_tokens.tolist(), strict=True
-        ):
+        counts = sampled.passes.tolist(), sampled.forward_tokens.tolist(), sampled.edits.tolist()
+        for number, row, length, passes, fed, edits in zip(numbers, output.tolist(), lengths, *counts, strict=True):
             entry = {
-                "index": asked.pop(number).index,
+                "index": asked.pop(number).key,
                 "generations": tokenizer.decode(row),
                 "text": tokenizer.decode(row[:length], skip_special_tokens=True),
                 "tokens": length,
@@ -170,4 +170,6 @@ def generate_rows(
                 "forward_tokens": fed,
                 "seconds": seconds,
             }
+            if sampled.writes is not None:
+                entry["edits"] = edits
             yield number, entry

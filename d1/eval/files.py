@@ -2,8 +2,9 @@
 
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
 `{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Our files add to each item
-`text`, `tokens` (generated before the end), `forward_passes` and `forward_tokens` (processed in these passes), and to
-the file `task`, `expected_problems` and `prompt_protocol`.
+`text`, `tokens` (generated before the end), `forward_passes`, `forward_tokens` (processed in these passes) and, of a
+sampler that edits, `edits` (tokens that replaced others), and to the file `task`, `expected_problems` and
+`prompt_protocol`.
 Errors in a file or an item are recorded, and the rest is read.
 """
 
@@ -33,7 +34,8 @@ class GeneratedProblem:
     """A problem and its completion in a file: `raw` as decoded, and `text` up to its end, without special tokens."""
 
     where: str  # "FILE, item N", for messages
-    key: str  # what identifies the problem within a setup
+    key: str  # what identifies the completion within a setup
+    problem: str  # and its problem
     question: str
     ground_truth: Any
     raw: str
@@ -63,8 +65,9 @@ def generation_file(
     """The content of a generation file, in d1's format."""
     items = []
     for prompt in prompts:
-        entry = {name: value for name, value in done[prompt.index].items() if name != "index"}
+        entry = {name: value for name, value in done[prompt.key].items() if name != "index"}
         row = {"ground_truth": prompt.ground_truth, "index": prompt.index}
+        row |= {"sample": prompt.sample} if prompt.samples > 1 else {}
         items.append({"question": prompt.question, "prompt_input": prompt.text} | entry | row)
     return {
         "generations": items,
@@ -124,7 +127,7 @@ def read_setup(name: str, files: dict[int, Path]) -> GeneratedSetup:
                 setup.problems.append(read_problem(where, item))
             except (TypeError, ValueError) as error:
                 setup.errors.append(f"{where}: {error}")
-    numbered = Counter(problem.key for problem in setup.problems if problem.key.isdigit())
+    numbered = Counter(problem.key for problem in setup.problems if problem.problem.isdigit())
     setup.errors += [f"{name}: index {key} occurs {count} times" for key, count in numbered.items() if count > 1]
     if 0 < numbered.total() < len(setup.problems):
         setup.errors.append(f"{name}: some problems have an index and others have none: they are from two runs")
@@ -156,5 +159,6 @@ def read_problem(where: str, item: Any) -> GeneratedProblem:
     if not all(isinstance(count, int | None) for count in counts):
         raise TypeError(f'"tokens" and "forward_passes" must be whole numbers, got {counts}')
     truth, index = item.get("ground_truth"), item.get("index")
-    key = json.dumps(index if isinstance(index, int) else [item["question"], truth])
-    return GeneratedProblem(where, key, item["question"], truth, item["generations"], item["text"], *counts)
+    problem = json.dumps(index if isinstance(index, int) else [item["question"], truth])
+    key = f"{problem}.{item['sample']}" if isinstance(item.get("sample"), int) else problem
+    return GeneratedProblem(where, key, problem, item["question"], truth, item["generations"], item["text"], *counts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def log_likelihoods(
             ids,
             mask,
             answers,
-            Views(views.noise.to(ids.device), views.weights.to(ids.device)),
+            views.each(partial(torch.Tensor.to, device=ids.device)),
             mask_token_id=mask_token_id,
             gen_length=length,
             views_at_once=max(batch_size // len(places), 1),

@@ -47,6 +47,9 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     task.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
     task.add_argument("--limit", type=COUNT, help="evaluate this number of problems, always the same ones of the split")
     task.add_argument(
+        "--num_samples", type=COUNT, default=1, help="completions per problem, for pass@k (default: %(default)s)"
+    )
+    task.add_argument(
         "--prompt_protocol", default="d1", help=f"how problems are asked and answers read: {', '.join(PROTOCOLS)}"
     )
     task.add_argument(
@@ -193,6 +196,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{flag} belongs to d1's prompts: leave it out with --prompt_protocol {args.prompt_protocol}"
             )
+    if args.num_samples > 1 and not args.temperature:
+        raise ValueError(f"--num_samples {args.num_samples} needs --temperature above 0: greedy completions are equal")
     if args.few_shot and args.dont_use_box:
         raise ValueError("--dont_use_box contradicts --few_shot, which shows boxed answers")
     if args.checkpoint_path and not Path(args.checkpoint_path, "adapter_config.json").is_file():

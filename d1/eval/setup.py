@@ -38,6 +38,12 @@ class Prompt:
     question: str = ""
     ground_truth: Any = None
     sample: int = 0  # the completion's number, if a prompt gets several
+    samples: int = 1  # how many there are
+
+    @property
+    def key(self) -> int:
+        """The number of this completion in the journal."""
+        return self.index if self.samples == 1 else self.index * self.samples + self.sample
 
 
 def load_tokenizer_for(args: argparse.Namespace) -> Any:
@@ -53,7 +59,7 @@ def config_of(model_path: str, checkpoint_path: str) -> Any:
 
 
 def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> list[Prompt]:
-    """The problems to evaluate, in the order of their split."""
+    """The problems to evaluate, in the order of their split, each `--num_samples` times."""
     rows = task.load_rows(args.split, args.data_file)
     if not len(rows):
         raise ValueError(f"--dataset {args.dataset} has no rows in {args.data_file or f'its {args.split} split'}")
@@ -69,7 +75,8 @@ def read_prompts(args: argparse.Namespace, task: ModuleType, tokenizer: Any) -> 
         content = BOX_REQUEST.sub("", last["content"], count=1) if args.dont_use_box else last["content"]
         messages = [*shots, *before, {**last, "content": content}]
         text = render_prompt(tokenizer, messages) + ("<reasoning>" if args.add_reasoning else "")
-        prompts.append(Prompt(index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"]))
+        asked_for = (index, text, encode_prompt(tokenizer, text), row["question"], row["ground_truth"])
+        prompts += [Prompt(*asked_for, sample, args.num_samples) for sample in range(args.num_samples)]
     return prompts
 
 
@@ -116,6 +123,10 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
         **{name: getattr(args, name) for name in (*names, "sampler", "prompt_protocol")},
         "reveal": [sampling.cache, sampling.rule, sampling.level],
     }
+    if sampling.edits is not None:  # runs from before there were edits resume
+        identity["editing"] = [sampling.edits, sampling.post_steps]
+    if args.num_samples > 1:
+        identity["num_samples"] = args.num_samples
     if not in_fp32(args):  # these change the rounding of logits, and so sometimes a token
         identity |= {
             "batch_size": args.batch_size,

@@ -57,6 +57,27 @@ def names(table: dict[str, Any], **needed: Any) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def about_edits(s: Any) -> Iterator[str]:
+    """The reasons why the settings make no sense with a sampler that edits."""
+    estimator, above = ESTIMATORS[s.estimator], s.sampling_settings().edits
+    if above is None:
+        return
+    if above < 0.5:
+        yield (
+            f"edit_threshold {above:g}: below 0.5 more than one token can replace a revealed one, so the probability "
+            "that it stayed is not known from one candidate: in RL set --edit_threshold to 0.5 or more"
+        )
+    if s.rollout_mode == "server":
+        yield "edit_threshold: a rollout server does not send what edits replaced: leave rollout_mode server out"
+    if estimator.replays and not estimator.replays_writes:
+        able = names(ESTIMATORS, replays=True, replays_writes=True)
+        yield f"{s.estimator} replays what was written last, and edit_threshold writes more than once: take {able}"
+    if OBJECTIVES[s.objective].reads_steps:
+        yield f"{s.objective} reads the one step that revealed a token, and edit_threshold has several: leave it out"
+    if estimator.replays and s.sampling_weight_cap is not None:
+        yield f"sampling_weight_cap: {s.estimator} scores in the sampler's states, so leave it out with edit_threshold"
+
+
 def contradictions(s: Any) -> Iterator[str]:
     """The reasons why the settings contradict each other."""
     if (s.rollout_mode == "server") != (len(s.rollout_server_base_url or ()) == 1):
@@ -140,6 +161,7 @@ def contradictions(s: Any) -> Iterator[str]:
         yield f"right_share needs two shares, the smaller first, got {s.right_share}"
     if estimator.replays and s.cfg_scale:
         yield f"{s.estimator} scores tokens in the sampler's states but without guidance: set --cfg_scale 0"
+    yield from about_edits(s)
     if estimator.clean_prompt and s.p_mask_prompt:
         yield f"{s.estimator} scores tokens given the whole prompt, as the sampler saw it: set --p_mask_prompt 0"
 

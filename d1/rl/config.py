@@ -22,7 +22,7 @@ from d1.runs.settings import setting
 from d1.sampling.blocks import check_sampler
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES
-from d1.sampling.settings import SAMPLERS, SamplingSettings
+from d1.sampling.settings import EDITING, POST_STEPS_RANGE, SAMPLERS, SamplingSettings
 from d1.scoring import ESTIMATORS, ViewSettings
 from d1.scoring.replay import DRAW_STEPS
 from d1.tasks import PROTOCOLS, TASKS
@@ -106,6 +106,13 @@ class DiffuGRPOConfig(GRPOConfig):
     reveal_level: Annotated[float | None, AMOUNT | None] = setting(
         None, f"Level of the rule; defaults, by rule: {', '.join(str(rule.level) for rule in RULES.values())}."
     )
+    edit_threshold: Annotated[float | None, BELOW_ONE | None] = setting(
+        None, "With a parallel sampler, replace revealed tokens where another one is predicted with more than this."
+    )
+    max_post_steps: Annotated[int | None, POST_STEPS_RANGE | None] = setting(
+        None, "With editing, passes per block after its last mask, at most; 16 if unset."
+    )
+    editing: str | None = setting(None, f"Published levels of reveal and edit_threshold: {', '.join(EDITING)}.")
     eos_stop: bool | None = setting(
         None, "Skip the blocks after a completion's EOS. Unset: on, unless they are scored or other processes wait."
     )
@@ -240,7 +247,8 @@ class DiffuGRPOConfig(GRPOConfig):
         """The settings that estimators read."""
         sampling = self.sampling_settings()
         own = {field.name: getattr(self, field.name) for field in fields(ViewSettings) if hasattr(self, field.name)}
-        return ViewSettings(**own | {name: getattr(sampling, name) for name in ("gen_length", "steps", "block_length")})
+        lengths = {name: getattr(sampling, name) for name in ("gen_length", "block_length")}
+        return ViewSettings(**own | lengths | {"steps": sampling.most_passes()})
 
 
 def with_method(fill: Callable[..., None]) -> Callable[..., None]:

@@ -36,16 +36,17 @@ def mean_entropy(inputs: LossInputs, entropies: Tensor | None, gather: Callable[
 
 
 def sampling_gap(
-    batch: Batch, inputs: LossInputs, gather: Callable[[Tensor], Tensor], cap: float | None = None
+    sampled: Tensor, inputs: LossInputs, gather: Callable[[Tensor], Tensor], cap: float | None = None
 ) -> dict[str, float]:
-    """The difference between the policy that sampled and the one that is trained, before the first inner update.
+    """The difference between the policy that sampled, with log-probs `sampled` (rows, canvas), and the one that is
+    trained, before the first inner update.
 
     A token's log-prob is the mean over the views that score it. The mean difference estimates the KL between the two
     (Schulman's k1). For the exact sampler it is zero under replay, but not under d1's estimator, which scores each
     token alone. If there are sampling weights, their mean and the share of capped tokens are returned, too.
     """
     scored, logps = where_scored(inputs), mean_logps(inputs.logps.detach(), inputs)
-    gap = (fitted(batch["rollout_logps"], logps.shape[1]) - logps).masked_fill(~scored, 0.0)
+    gap = (fitted(sampled, logps.shape[1]) - logps).masked_fill(~scored, 0.0)
     sums = {"sampling/logp_difference_mean": gap.sum(), "sampling/logp_difference_abs": gap.abs().sum()}
     if inputs.sampling_weights is not None and cap is not None:
         sums["sampling/weight_mean"] = (inputs.sampling_weights * scored).sum()

@@ -19,7 +19,7 @@ def drawn_views(args: DiffuGRPOConfig, block_size: int | None) -> int:
     if block_size is not None:
         sampling = args.sampling_settings()
         schedules = [sampling.schedule(filled) for filled in range(block_size)]
-        steps = max(len(block) for schedule in schedules for block in schedule)
+        steps = max(len(block) for schedule in schedules for block in schedule) + sampling.post_steps
         settings = replace(settings, gen_length=block_size, steps=steps)
     return ESTIMATORS[args.estimator].views(settings)
 
@@ -86,7 +86,7 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
     # checkpointing the layers.
     times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
     counts = {
-        "sampling": int(args.diffusion_steps or 0) * (2 if args.cfg_scale else 1),
+        "sampling": args.sampling_settings().most_passes() * (2 if args.cfg_scale else 1),
         "old log-probs": before if args.needs_old_logps else 0,
         "reference log-probs": before if args.needs_reference else 0,
         "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_group else 0,

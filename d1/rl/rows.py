@@ -143,6 +143,7 @@ class Objective:
         over_group: it weighs a row against the others of its prompt and reads `LossInputs.log_ratios`.
         per_view: it uses each view's log-probabilities, not only their weighted sums.
         per_draw: it uses each draw as an estimate of the whole completion (`Estimator.views_per_draw`).
+        reads_steps: it reads `LossInputs.reveal_steps`, so that each token must have been revealed once and kept.
         by_view: its mean is over views, so that the views can be divided among the updates (`split_views`).
         linear: it uses log-probabilities; False: bounds computed from means over hidden tokens (`Estimator.linear`).
         loss_types: the values of `loss_type` that it accepts.
@@ -159,6 +160,7 @@ class Objective:
     per_draw: bool = False
     by_view: bool = False
     linear: bool = True
+    reads_steps: bool = False
     loss_types: tuple[str, ...] = tuple(MEANS)
     own_kl: str | None = None
     settings: tuple[str, ...] | None = None

@@ -18,10 +18,13 @@ from transformers import TrainerCallback
 
 from d1.models.tokenizer import end_ids
 from d1.rl.curves import SHOWN_FILE
+from d1.rl.record import recorded
 from d1.rl.updates import evaluating
 from d1.show.film import Film, judge_of, piece
 
 PROBLEMS = 8  # shown: the first ones
+COLUMNS = ("canvas_ids", "reveal_steps", "rollout_logps", "rollout_entropies")
+WRITES = ("steps", "ids", "logps")  # of a sampler that edits
 
 
 class ShowProblems(TrainerCallback):
@@ -61,12 +64,20 @@ class ShowProblems(TrainerCallback):
         with evaluating(trainer.model):
             sampled = trainer.sample(*trainer.padded(prompts))
         trainer.compute = compute  # counts training only
+        record = {name: part.tolist() for name, part in recorded(sampled)[0].items()}
         films = []
-        numbers = (sampled.reveal_steps, sampled.logps, sampled.entropies)
         for place, (prompt, row) in enumerate(zip(prompts, self.rows, strict=True)):
-            ids = sampled.ids[place, -self.trainer.sampling.gen_length :].tolist()
+            ids, *numbers = (record[name][place] for name in COLUMNS)
             tokens = [piece(tokenizer, token) for token in ids]
-            film = Film(when, tokenizer.decode(prompt), "", tokens, *(part[place].tolist() for part in numbers))
+            film = Film(when, tokenizer.decode(prompt), "", tokens, *numbers)
+            if "write_ids" in record:
+                film.drafts = drafts_of([record[f"write_{name}"][place] for name in WRITES], tokenizer)
             judge_of(self.task, row, tokenizer, end_ids(tokenizer))(film, ids)
             films.append(film)
         return films
+
+
+def drafts_of(writes: list[list[Any]], tokenizer: Any) -> list[list[list[Any]]]:
+    """`Film.drafts` of a completion, from the steps, ids and log-probabilities written at each place."""
+    places = [[write for write in zip(*place, strict=True) if write[0] >= 0] for place in zip(*writes, strict=True)]
+    return [[[step, piece(tokenizer, token), logp] for step, token, logp in of[:-1]] for of in places]

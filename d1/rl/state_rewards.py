@@ -41,7 +41,11 @@ def finished_in_one_pass(model: Any, batch: Batch, view: int, mask_token_id: int
     canvas, visible = batch["canvas_ids"], F.pad(batch["prompt_mask"], (0, batch["canvas_ids"].shape[1]), value=1)
     hidden = batch["view_noise"][:, 0, view] & visible.bool()
     clean, length = torch.cat([batch["prompt_ids"], canvas], dim=1), canvas.shape[1]
-    states = hidden_states(model, clean, hidden, visible, gen_length=length, mask_token_id=mask_token_id)
+    if "view_shown" in batch:
+        canvas = batch["view_shown"][:, 0, view]
+    shown = torch.cat([batch["prompt_ids"], canvas], dim=1)
+    options = {"gen_length": length, "mask_token_id": mask_token_id, "shown": shown}
+    states = hidden_states(model, clean, hidden, visible, **options)
     ids, *_ = predict(
         model,
         states[None, :, -length:],

@@ -27,6 +27,7 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
 from d1.rl.objectives import OBJECTIVES, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
+from d1.rl.record import recorded, sampled_logps
 from d1.rl.rewards import guarded
 from d1.rl.scored import SCORED, score_more
 from d1.rl.servers import server_of
@@ -140,16 +141,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         (rows, canvas) each: `canvas_ids` and `reveal_steps`, int64; `rollout_logps` and `rollout_entropies`, fp32."""
         started = time.perf_counter()
         sampled = self.sample(*self.padded(prompt_ids))
-        record = {"canvas_ids": sampled.ids[:, -self.sampling.gen_length :], "reveal_steps": sampled.reveal_steps}
-        record |= {"rollout_logps": sampled.logps, "rollout_entropies": sampled.entropies}
+        record, costs = recorded(sampled)
         completions = texts_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
-        passes, fed = torch.stack([sampled.passes, sampled.forward_tokens]).cpu()
         seconds = time.perf_counter() - started
-        self.log_metric("seconds/rollout", seconds)
-        self.log_metric("sampling/forward_passes", passes.float().mean().item())
-        self.log_metric("sampling/forward_tokens", fed.float().mean().item())
         tokens = record["canvas_ids"].numel() * self.accelerator.num_processes
-        self.log_metric("rollout_tokens_per_second", tokens / seconds)
+        for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": tokens / seconds, **costs}.items():
+            self.log_metric(name, value)
         return completions, record
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
@@ -254,7 +251,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
         if self.update == 0:
-            metrics |= sampling_gap(batch, inputs, self.accelerator.gather, args.sampling_weight_cap)
+            logps = sampled_logps(batch, ESTIMATORS[args.estimator].replays_writes)
+            metrics |= sampling_gap(logps, inputs, self.accelerator.gather, args.sampling_weight_cap)
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss

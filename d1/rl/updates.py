@@ -3,7 +3,8 @@
 A batch is a dictionary of tensors, made by TRL, to which are added
 - `canvas_ids` (rows, canvas): the whole sampled canvas, including what follows a completion's end;
 - `view_noise` (rows, mu, views, prompt + canvas) and `view_weights` (rows, mu, views, canvas): [:, k] are the views of
-  inner update k;
+  inner update k; so are `view_shown` and `view_targets` where views have these;
+- `write_ids`, `write_steps`, `write_logps` and `write_entropies` (rows, canvas, writes), of a sampler that edits;
 - `old_view_logps` and `ref_view_logps` (rows, mu, views, canvas), where the loss needs them;
 - `view_advantages` (rows, views), with `state_reward`;
 - `scoring_views` (rows, mu) and `active_rows` (rows,): their numbers in the whole rollout, the same for each row.
@@ -12,9 +13,10 @@ A batch is a dictionary of tensors, made by TRL, to which are added
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from d1.scoring import Estimator, Randomness, SampledRows, Scores, Views, ViewSe
 from d1.scoring.rollouts import blocks_of, within_blocks
 
 Batch = dict[str, Any]
+VIEWS = tuple(field.name for field in fields(Views))
 
 
 def draw_updates(
@@ -41,8 +44,8 @@ def draw_updates(
     shared: bool = False,
     split: Everyone | None = None,
 ) -> Batch:
-    """`view_noise` and `view_weights` of each update. With `shared`, all updates have the same views; with `split`,
-    which knows the rows of all processes, one draw of views is divided among the updates.
+    """`view_noise`, `view_weights` and what else views have, of each update. With `shared`, all updates have the same
+    views; with `split`, which knows the rows of all processes, one draw of views is divided among the updates.
 
     They are drawn on the CPU, where the generators are: on a device, an estimator would wait for it for each row.
     """
@@ -57,8 +60,9 @@ def draw_updates(
         draws = 1 if shared else updates
         drawn = [estimator(sampled, random, settings) for _ in range(draws)] * (updates // draws)
     return {
-        "view_noise": torch.stack([views.noise for views in drawn], dim=1).to(device, non_blocking=True),
-        "view_weights": torch.stack([views.weights for views in drawn], dim=1).to(device, non_blocking=True),
+        f"view_{name}": torch.stack([getattr(views, name) for views in drawn], dim=1).to(device, non_blocking=True)
+        for name in VIEWS
+        if getattr(drawn[0], name) is not None
     }
 
 
@@ -71,7 +75,7 @@ def shared_out(views: Views, updates: int, generators: Sequence[torch.Generator]
         places = scoring.nonzero().squeeze(1)
         places = places[torch.randperm(len(places), generator=generator)]
         turn[row, places] = (torch.arange(len(places)) + before[row]) % updates
-    return [Views(views.noise, views.weights * (turn == update).unsqueeze(-1)) for update in range(updates)]
+    return [replace(views, weights=views.weights * (turn == update).unsqueeze(-1)) for update in range(updates)]
 
 
 def count(batch: Batch, everyone: Everyone) -> Batch:
@@ -86,13 +90,14 @@ def count(batch: Batch, everyone: Everyone) -> Batch:
 
 def views_of(batch: Batch, update: int) -> Views:
     """The views of an inner update."""
-    return Views(batch["view_noise"][:, update], batch["view_weights"][:, update])
+    return Views(**{name: batch[f"view_{name}"][:, update] for name in VIEWS if f"view_{name}" in batch})
 
 
 def updates_are_alike(batch: Batch, gather: Callable[[Tensor], Tensor]) -> bool:
     """Whether all updates have the same views, on all processes: with split weights, all processes must make the same
     number of forward passes. Waits for the device."""
-    alike = torch.stack([(batch[name] == batch[name][:, :1]).all() for name in ("view_noise", "view_weights")]).all()
+    columns = [batch[f"view_{name}"] for name in VIEWS if f"view_{name}" in batch]
+    alike = torch.stack([(column == column[:, :1]).all() for column in columns]).all()
     return bool(gather(alike.int()).all())
 
 
@@ -120,7 +125,7 @@ def score_batch(
             prompt_ids=batch["prompt_ids"][some],
             attention_mask=batch["prompt_mask"][some],
             completion_ids=batch["canvas_ids"][some],
-            views=Views(views.noise[some], views.weights[some]),
+            views=views.each(itemgetter(some)),
             gen_length=gen_length,
             with_entropies=with_entropies,
             **options,
@@ -210,13 +215,7 @@ def in_parts(
 ) -> Rollout:
     """The rollout of prompts (rows, prompt), `size` rows at a time."""
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
-    return joined(sample(ids[part], mask[part], generator=generators[part]) for part in parts)
-
-
-def joined(parts: Iterable[Rollout]) -> Rollout:
-    """The rows of several rollouts in one."""
-    columns = zip(*([getattr(part, field.name) for field in fields(Rollout)] for part in parts), strict=True)
-    return Rollout(*map(torch.cat, columns))
+    return Rollout.joined([sample(ids[part], mask[part], generator=generators[part]) for part in parts])
 
 
 def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
@@ -242,6 +241,7 @@ def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = No
         logps=batch["rollout_logps"],
         entropies=batch["rollout_entropies"],
         blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
+        **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies")},
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from d1.show.tables import markdown_table
+from d1.tasks import TASKS, load_task
 
 OPENING = "A masked diffusion language model, post-trained with d1."
 CARD = """---
@@ -49,6 +50,8 @@ def write_card(folder: Path) -> Path:
     name, rl, adapter = local_name(folder), "dataset" in settings, (folder / "adapter_config.json").is_file()
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
     method = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
+    if settings.get("edit_noise"):
+        method += f", and visible tokens to correct (--edit_noise {settings['edit_noise']})"
     if "method" in settings:
         method = f"method {local_name(settings['method'])}: {settings.get('paper', '')}"
         method = f"diffu-GRPO, {method}" if rl else f"preferences, {method}, {bounds(settings)}"
@@ -60,11 +63,14 @@ def write_card(folder: Path) -> Path:
         pipeline_tag="text-generation",
         tags=["d1", "masked-diffusion", "diffu-grpo" if rl else "preference" if "method" in settings else "sft"],
     )
+    made_of = [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]
+    if rl and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
+        made_of.append(["answers judged by", judged])
     text = CARD.format(
         metadata=metadata.to_yaml(),
         title=name.rpartition("/")[2],
         opening=OPENING,
-        made_of=markdown_table(["", ""], [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]),
+        made_of=markdown_table(["", ""], made_of),
         loaded=f'load_model("{local_name(base)}", adapter="{name}")' if adapter else f'load_model("{name}")',
         name=name,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from math import lcm
 from typing import Any
@@ -21,6 +22,8 @@ from d1.sampling.predict import Generators, predict, uniform
 from d1.sampling.reveal import REMASKING, RULES, best_first
 from d1.sampling.settings import SamplingSettings
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -28,14 +31,16 @@ class Step:
 
     rows: Tensor  # (n,) which rows of the batch
     numbers: Tensor  # (n,) how many earlier passes each of these rows took part in
-    positions: Tensor  # (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones
-    revealed: Tensor  # (n, k) bool, whether the pass revealed its prediction there
+    positions: Tensor  # (n, k) masked columns of the canvas, left to right; short rows are padded with revealed ones.
+    # With editing, all columns of the block.
+    revealed: Tensor  # (n, k) bool, whether the pass wrote its prediction there: to a masked column or as an edit
     ids: Tensor  # (n, k) the predictions; log-probs and entropies are those of `Rollout`
     logps: Tensor  # (n, k)
     entropies: Tensor  # (n, k)
     canvas: Tensor  # (rows, length) ids after this pass; later passes change this tensor and the next two in place
     passes: Tensor  # (rows,) so far, as in `Rollout`
     forward_tokens: Tensor  # (rows,) so far, as in `Rollout`
+    most_writes: int = 1  # `SamplingSettings.most_writes`
 
 
 def check_sampler(settings: SamplingSettings, config: Any, other_blocks: bool = False) -> None:
@@ -69,6 +74,22 @@ def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> lis
     return (attention_mask.long().sum(1) % lcm(size, block_length)).tolist()
 
 
+@cache
+def warn_of_edits(name: str) -> None:
+    logger.warning(
+        "%s: nothing in its config says that it learnt to correct visible tokens: SFT with --edit_noise writes that, "
+        "and LLaDA2.1 learnt it, but its config does not say so. Edits by a model that was trained on masks alone "
+        "spoil more than they correct",
+        name,
+    )
+
+
+def check_learnt(config: Any, settings: SamplingSettings) -> None:
+    """Warns once of edits by a model that does not say that it learnt them."""
+    if settings.edits is not None and not getattr(config, "edit_noise", None):
+        warn_of_edits(config.name_or_path)
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How a model fills a canvas: what all steps share."""
@@ -77,6 +98,9 @@ class Sampler:
     settings: SamplingSettings
     mask_token_id: int
     noise_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_learnt(self.model.config, self.settings)
 
     def passes(self, cache: Cache, **options: Any) -> Passes:
         branches = 2 if self.settings.cfg_scale else 1
@@ -87,9 +111,16 @@ class Sampler:
         canvas, states = batch.canvas, [batch.rows[row] for row in live]
         left, later = [state.left for state in states], [state.later for state in states]
         rows, filled, kept = batch.upload([live, [state.filled for state in states], later])
-        hidden = batch.hidden[rows]
-        # Each row's hidden places in ascending order; a row with fewer of them is padded with other, distinct places.
-        slots = hidden.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
+        hidden = asked = batch.hidden[rows]
+        own_settings = [state.settings or self.settings for state in states]
+        above = [2.0 if settings.edits is None else settings.edits for settings in own_settings]  # no edit is above 2
+        editing = any(settings.edits is not None for settings in own_settings)
+        if editing:  # rows without edits predict what they hide
+            inside = torch.arange(hidden.shape[1], device=hidden.device) < batch.upload(left).unsqueeze(1)
+            limits = torch.tensor(above).to(hidden.device, non_blocking=True).unsqueeze(1)
+            asked = torch.where(limits < 2, inside, hidden)
+        # Each row's places to predict, ascending; a row with fewer of them is padded with other, distinct places.
+        slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
         places = (filled.unsqueeze(1) + slots) % canvas.places.shape[1]
         positions, still = canvas.places[rows.unsqueeze(1), places], hidden.gather(1, slots)
         numbers = canvas.passes[rows]
@@ -107,16 +138,27 @@ class Sampler:
         if len(alike) > 1:
             order = batch.upload([*chain(*alike.values())]).argsort()
             revealed = (torch.cat(part)[order] for part in zip(*parts, strict=True))
-        ids, entropies, recorded, chosen = revealed
+        ids, logps, entropies, recorded, chosen = revealed
         at = (rows.unsqueeze(1), positions)
+        if editing:
+            edited = asked.gather(1, slots) & ~still & (ids != canvas.ids[at]) & (logps.exp() > limits)
+            chosen = chosen | edited
         canvas.ids[at] = torch.where(chosen, ids, canvas.ids[at])
         batch.hidden[rows] = hidden = hidden.scatter(1, slots, still & ~chosen)
-        if any(settings.rule is not None for settings in alike):
-            later = hidden.sum(1).tolist()  # the step's one host sync: which rows take another step
+        if editing:  # the step's one host sync: which rows take another step
+            made = torch.stack([hidden.sum(1), edited.sum(1)], dim=1).tolist()
+            later = [
+                hides if settings.edits is None else state.edited(hides, edits, settings.post_steps)
+                for state, settings, (hides, edits) in zip(states, own_settings, made, strict=True)
+            ]
+        elif any(settings.rule is not None for settings in alike):
+            later = hidden.sum(1).tolist()
         for state, count in zip(states, later, strict=True):
             state.left, state.step = count, state.step + 1
         so_far = canvas.passes, canvas.forward_tokens
-        return Step(rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *so_far)
+        return Step(
+            rows, numbers, positions, chosen, ids, recorded, entropies, canvas.ids, *so_far, self.settings.most_writes
+        )
 
     def states(self, canvas: Canvas, passes: Passes, rows: Tensor, positions: Tensor) -> Tensor:
         """Hidden states (branches, n, k, hidden) at `positions` (n, k) of `rows`; guidance has two branches."""
@@ -137,9 +179,9 @@ class Sampler:
         due: Tensor,
         left: Sequence[int],
         generator: Generators,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Predictions (n, k), their entropies and recorded log-probs, and whether each is kept: those `due` (n,) by the
-        schedule, or more by the rule."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Predictions (n, k), their log-probs, entropies and recorded log-probs, and whether each is kept: those `due`
+        (n,) by the schedule, or more by the rule."""
         options = {"noise_dtype": self.noise_dtype}
         ids, logps, entropies, recorded = predict(
             self.model, found, left, settings, self.mask_token_id, generator, **options
@@ -149,7 +191,7 @@ class Sampler:
         if settings.rule is not None:
             count = RULES[settings.rule].count
             due = count(scores, entropies.gather(1, places), settings.level).maximum(due).minimum(hidden.sum(1))
-        return ids, entropies, recorded, places.argsort(dim=-1) < due.unsqueeze(1)
+        return ids, logps, entropies, recorded, places.argsort(dim=-1) < due.unsqueeze(1)
 
     def fill_blocks(self, batch: Batch, live: list[int], passes: Passes, together: bool) -> Iterator[Step]:
         """Yield steps of the rows `live` until all of them (or, if not `together`, one) have filled their blocks."""

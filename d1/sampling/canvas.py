@@ -66,7 +66,9 @@ class Row:
     block: int = -1  # current block and step, from 0
     step: int = 0
     filled: int = 0  # tokens of the completion before the block
-    left: int = 0  # tokens of the block that are still hidden
+    left: int = 0  # tokens that the next pass predicts: those that the block hides, or with editing all; 0: it is done
+    hides: int = 0  # with editing, tokens that the block still hides
+    post: int = 0  # with editing, passes since it hid none
     # In a stream whose rows differ:
     settings: SamplingSettings | None = None  # what its tokens are drawn by; None: what the sampler's are
     ends: tuple[int, ...] = ()  # of the EOS stop
@@ -99,7 +101,16 @@ class Row:
         """Begin the next block."""
         self.filled += self.size if self.block >= 0 else 0
         self.block, self.step = self.block + 1, 0
-        self.left = self.size
+        self.left = self.hides = self.size
+        self.post = 0
+
+    def edited(self, hides: int, edits: int, post_steps: int) -> int:
+        """What is `left` with editing after a pass that made so many `edits` and left so many tokens hidden: nothing
+        after a pass over a full block without edits, or after `post_steps` of them."""
+        had_masks, self.hides = self.hides > 0, hides
+        self.post += not had_masks
+        settled = not had_masks and not edits
+        return 0 if not hides and (settled or self.post >= post_steps) else self.size
 
 
 @dataclass

@@ -7,10 +7,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from d1.ranges import AMOUNT, COUNT, SEED
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, SEED
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES
-from d1.sampling.settings import BLOCK_LENGTH, SAMPLERS, SamplingSettings
+from d1.sampling.settings import (
+    BLOCK_LENGTH,
+    EDITING,
+    POST_STEPS,
+    POST_STEPS_RANGE,
+    SAMPLERS,
+    SamplingSettings,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_FLAGS: dict[str, dict[str, Any]] = {  # name -> the arguments of argparse's `add_argument`
@@ -44,6 +51,16 @@ FLAGS: dict[str, dict[str, Any]] = {  # flags of sampling; name -> the arguments
     "kv_cache": {"choices": CACHES, "help": "cache of a cached sampler (default: dual)"},
     "reveal": {"choices": RULES, "help": "reveal rule of a parallel sampler (default: threshold)"},
     "reveal_level": {"type": AMOUNT, "help": f"level of the rule (default: {LEVELS})"},
+    "edit_threshold": {
+        "type": BELOW_ONE,
+        "help": "with a parallel sampler, replace a revealed token of the block where another is predicted with more "
+        "than this probability; 0: with any (default: revealed tokens stay)",
+    },
+    "max_post_steps": {
+        "type": POST_STEPS_RANGE,
+        "help": f"with editing, passes per block after its last mask, at most (default: {POST_STEPS})",
+    },
+    "editing": {"choices": EDITING, "help": "LLaDA2.1's levels of reveal and edit_threshold (default: no editing)"},
 }
 ALIASES = {"model_name": "model_path", "steps": "diffusion_steps"}  # second names of flags
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,21 @@ from d1.sampling.predict import Generators
 from d1.sampling.settings import SamplingSettings
 
 
+class Writes(NamedTuple):
+    """All that a sampler that edits wrote: (rows, gen_length, writes) each, the writes of a place in their order.
+
+    Attributes:
+        ids: the tokens; 0 where a place was written less often.
+        steps: the number, from 0, of the row's own forward pass; -1 where a place was written less often.
+        logps, entropies: as in `Rollout`.
+    """
+
+    ids: Tensor
+    steps: Tensor
+    logps: Tensor
+    entropies: Tensor
+
+
 @dataclass(frozen=True)
 class Rollout:
     """The result of sampling and its cost. In fp32 a row's values do not depend on its batch.
@@ -31,6 +46,8 @@ class Rollout:
     Log-probs and entropies come from the sampler's own logits (with cache and guidance) at temperature 1, over the
     whole vocabulary, in the step that revealed the token. Tokens that the EOS stop filled have 0, and step -1. With
     `SamplingSettings.record_as_sampled`, log-probs are those of the distribution that tokens were drawn from.
+
+    With editing they are those of the last write, and `writes` has all of them.
     """
 
     ids: Tensor  # (rows, prompt + gen_length), without a mask token in the completion
@@ -39,12 +56,36 @@ class Rollout:
     entropies: Tensor  # (rows, gen_length) fp32, in nats
     passes: Tensor  # (rows,) forward passes that the row took part in
     forward_tokens: Tensor  # (rows,) tokens processed by the transformer in these, over all branches, without padding
+    writes: Writes | None = None  # None without editing
 
     @classmethod
     def of(cls, ids: Tensor, record: Tensor, passes: Tensor, forward_tokens: Tensor) -> Rollout:
         """A rollout from a `record` made by `blank_record`."""
-        logps, entropies, numbers = record
-        return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens)
+        logps, entropies, numbers, written = record
+        writes = Writes(written.long(), numbers.long(), logps, entropies) if record.shape[-1] > 1 else None
+        last = ((numbers >= 0).sum(-1, keepdim=True) - 1).clamp(min=0)
+        logps, entropies, numbers = (of_writes.gather(-1, last).squeeze(-1) for of_writes in record[:3])
+        return cls(ids, logps, numbers.long(), entropies, passes, forward_tokens, writes)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rollout]) -> Rollout:
+        """The rows of several rollouts in one."""
+        columns: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+        writes = columns.pop("writes")
+        columns = {name: torch.cat(values) for name, values in columns.items()}
+        return cls(**columns, writes=None if writes[0] is None else Writes(*map(torch.cat, zip(*writes, strict=True))))
+
+    @property
+    def edits(self) -> Tensor:
+        """(rows,) how many tokens replaced one that was revealed before."""
+        if self.writes is None:
+            return torch.zeros_like(self.passes)
+        return (self.writes.steps[..., 1:] >= 0).sum((1, 2))
+
+    @property
+    def most_writes(self) -> Tensor:
+        """(rows,) how often the place that was written most often was."""
+        return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps >= 0).sum(-1).amax(-1)
 
 
 def rollout(
@@ -65,12 +106,16 @@ def rollout(
     """
     whole = recorded(rollout_steps(model, prompt_ids, attention_mask, settings, **options))
     first = prompt_ids.shape[1]
-    return replace(whole, **{name: getattr(whole, name)[:, first:] for name in ("logps", "reveal_steps", "entropies")})
+    parts: dict[str, Any] = {name: getattr(whole, name)[:, first:] for name in ("logps", "reveal_steps", "entropies")}
+    if whole.writes is not None:
+        parts["writes"] = Writes(*(values[:, first:] for values in whole.writes))
+    return replace(whole, **parts)
 
 
-def blank_record(rows: int, length: int, device: Any) -> Tensor:
-    """(3, rows, length): log-probs, entropies and steps of a `Rollout` in one tensor, so that a step is one write."""
-    record = torch.zeros(3, rows, length, device=device)
+def blank_record(rows: int, length: int, device: Any, writes: int = 1) -> Tensor:
+    """(4, rows, length, writes): log-probs, entropies, steps and ids of a `Rollout` in one tensor, so that a step is
+    one write."""
+    record = torch.zeros(4, rows, length, writes, device=device)
     record[2] = -1
     return record
 
@@ -78,8 +123,11 @@ def blank_record(rows: int, length: int, device: Any) -> Tensor:
 def note(record: Tensor, step: Step, first: int = 0) -> None:
     """Write what a step revealed into a record of the canvas from column `first` on."""
     at = (slice(None), step.rows.unsqueeze(1), step.positions - first)
-    now = torch.stack([step.logps, step.entropies, step.numbers.unsqueeze(1).expand_as(step.logps).float()])
-    record[at] = torch.where(step.revealed, now, record[at])
+    numbers = step.numbers.unsqueeze(1).expand_as(step.logps)
+    now = torch.stack([step.logps, step.entropies, numbers.float(), step.ids.float()])  # exact up to 2^24
+    before = record[at]
+    place = torch.arange(record.shape[-1], device=record.device) == (before[2] >= 0).sum(-1, keepdim=True)
+    record[at] = torch.where(step.revealed.unsqueeze(-1) & place, now.unsqueeze(-1), before)
 
 
 def recorded(steps: Iterable[Step]) -> Rollout:
@@ -87,7 +135,7 @@ def recorded(steps: Iterable[Step]) -> Rollout:
     record = None
     for step in steps:
         if record is None:
-            record = blank_record(len(step.canvas), step.canvas.shape[1], step.canvas.device)
+            record = blank_record(len(step.canvas), step.canvas.shape[1], step.canvas.device, step.most_writes)
         note(record, step)
     assert record is not None
     return Rollout.of(step.canvas, record, step.passes, step.forward_tokens)

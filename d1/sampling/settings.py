@@ -9,11 +9,26 @@ from typing import Any
 
 from d1.models.distribution import OWN, Distribution
 from d1.models.kinds import block_size
+from d1.ranges import BELOW_ONE, Range
 from d1.sampling.caches import CACHES
 from d1.sampling.reveal import REMASKING, RULES, aligned_schedule, reveal_schedule
 
 BLOCK_LENGTH = 32  # d1's
 SAMPLERS = ("exact", "cached", "parallel", "cached+parallel")
+POST_STEPS = 16  # LLaDA2.1's
+POST_STEPS_RANGE = Range(0, 256, integer=True)
+
+
+@dataclass(frozen=True)
+class Editing:
+    """A row of the table of published settings for models that edit."""
+
+    reveal_level: float  # of the rule "threshold"
+    edit_threshold: float
+    max_post_steps: int = POST_STEPS
+
+
+EDITING: dict[str, Editing] = {"quality": Editing(0.7, 0.5), "speed": Editing(0.5, 0.0)}  # LLaDA2.1, arXiv 2602.08676
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,11 @@ class SamplingSettings:
     kv_cache: str | None = None  # for a cached sampler, a name in `CACHES`; None is "dual"
     reveal: str | None = None  # for a parallel sampler, a name in `RULES`; None is "threshold"
     reveal_level: float | None = None  # the level of that rule; None is the rule's own
+    # For a parallel sampler: a revealed token of the current block is replaced where another one is predicted with a
+    # probability above `edit_threshold`; 0 replaces at any probability, None never.
+    edit_threshold: float | None = None
+    max_post_steps: int | None = None  # passes per block after its last mask is filled; None is 16
+    editing: str | None = None  # a name in `EDITING`, whose values stand for those of the three above that are None
     top_k: int = 0  # draw from the `top_k` most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the most likely tokens whose probabilities sum to `top_p`
     record_as_sampled: bool = False  # record log-probabilities of the distribution drawn from, not of the model's own
@@ -51,6 +71,7 @@ class SamplingSettings:
             if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
         tables = {"remasking": REMASKING, "sampler": SAMPLERS, "kv_cache": (None, *CACHES), "reveal": (None, *RULES)}
+        tables["editing"] = (None, *EDITING)
         for name, known in tables.items():
             if getattr(self, name) not in known:
                 choices = ", ".join(filter(None, known))
@@ -60,6 +81,7 @@ class SamplingSettings:
         of_rules = self.reveal is not None or self.reveal_level is not None
         wrong = {
             f"kv_cache={self.kv_cache!r} {ignored} cached one": self.kv_cache is not None and self.cache is None,
+            **self.wrong_edits(ignored),
             f"reveal and reveal_level {ignored} parallel one": of_rules and self.rule is None,
             f"top_k must be whole and >= 0, got {self.top_k!r}": (
                 not isinstance(self.top_k, Integral) or self.top_k < 0
@@ -77,6 +99,29 @@ class SamplingSettings:
         if any(wrong.values()):
             raise ValueError(next(message for message, is_so in wrong.items() if is_so))
         self.schedule()
+
+    def wrong_edits(self, ignored: str) -> dict[str, bool]:
+        """What is wrong with the settings of editing: message -> whether it is so."""
+        given = any(value is not None for value in (self.edit_threshold, self.max_post_steps, self.editing))
+        return {
+            f"edit_threshold, max_post_steps and editing {ignored} parallel one": given and self.rule is None,
+            f"edit_threshold must be {BELOW_ONE}, got {self.edit_threshold!r}": (
+                self.edit_threshold is not None and self.edit_threshold not in BELOW_ONE
+            ),
+            f"max_post_steps must be {POST_STEPS_RANGE}, got {self.max_post_steps!r}": (
+                self.max_post_steps is not None and self.max_post_steps not in POST_STEPS_RANGE
+            ),
+            "max_post_steps would be ignored: nothing is edited without edit_threshold or editing": (
+                self.max_post_steps is not None and self.edits is None
+            ),
+            f"editing={self.editing!r} has a level of the rule threshold, not of {self.rule}: give edit_threshold": (
+                self.editing is not None and self.rule not in (None, "threshold")
+            ),
+            f"editing predicts all of a block in every pass, and the cache {self.cache} keeps old keys and values of "
+            "it: use the sampler parallel, which is exact with a block-causal model's own cache": (
+                self.edits is not None and self.cache is not None
+            ),
+        }
 
     def _is(self, part: str) -> bool:
         return part in self.sampler.split("+")
@@ -116,7 +161,32 @@ class SamplingSettings:
         """The level of the rule in use; 0 without one."""
         if self.rule is None:
             return 0.0
-        return RULES[self.rule].level if self.reveal_level is None else self.reveal_level
+        own = EDITING[self.editing].reveal_level if self.editing else RULES[self.rule].level
+        return own if self.reveal_level is None else self.reveal_level
+
+    @property
+    def edits(self) -> float | None:
+        """The probability above which another token replaces a revealed one; None: revealed tokens stay."""
+        if self.edit_threshold is None and self.editing is not None:
+            return EDITING[self.editing].edit_threshold
+        return self.edit_threshold
+
+    @property
+    def post_steps(self) -> int:
+        """Passes per block after its last mask is filled, at most; 0 without editing."""
+        if self.edits is None:
+            return 0
+        own = EDITING[self.editing].max_post_steps if self.editing else POST_STEPS
+        return own if self.max_post_steps is None else self.max_post_steps
+
+    @property
+    def most_writes(self) -> int:
+        """How often a place of the canvas may be written, at most: in every pass of its block."""
+        return 1 if self.edits is None else max(2, self.block_length + self.post_steps)
+
+    def most_passes(self, filled: int | None = None) -> int:
+        """Forward passes of a row, at most; `filled` as for `schedule`."""
+        return sum(len(block) + self.post_steps for block in self.schedule(filled))
 
     @property
     def draws(self) -> bool:

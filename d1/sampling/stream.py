@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from d1.models.attention import require_prepared
 from d1.models.kinds import block_size
-from d1.sampling.blocks import Sampler, Step, check_sampler
+from d1.sampling.blocks import Sampler, Step, check_learnt, check_sampler
 from d1.sampling.caches import cache_of
 from d1.sampling.canvas import Batch, Canvas, Row, start_canvas
 from d1.sampling.loop import Rollout, blank_record, note
@@ -157,6 +157,7 @@ class Stream:
                 raise ValueError(
                     f"prompt {one.number} of the stream has no generator, and these settings draw random numbers"
                 )
+            check_learnt(config, settings)
             inside = len(one.ids) % settings.block_length if block_size(config) else None
             schedule, how = settings.schedule(inside), replace(settings, gen_length=1, block_length=1, steps=1)
             row = Row(one.number, len(one.ids), len(one.ids), schedule, one.generator, settings=how, ends=one.ends)
@@ -179,8 +180,12 @@ class Stream:
         both = Batch.of(rows, canvas)
         more = both.hidden.shape[1] - self.batch.hidden.shape[1]
         both.hidden = pad(self.batch.hidden[stay], (0, more, 0, len(new)))
-        record = pad(self.record[:, stay], (longest - self.record.shape[2], 0))
-        self.record = torch.cat([record, blank_record(len(new), longest, device)], dim=1)
+        writes = max([self.record.shape[3], *(one.settings.most_writes for one in new)])
+        record = blank_record(len(rows), longest, device, writes)
+        columns = min(longest, self.record.shape[2])
+        old_record = self.record[:, stay][:, :, self.record.shape[2] - columns :]
+        record[:, : len(self.kept), longest - columns :, : old_record.shape[3]] = old_record
+        self.record = record
         self.batch, self.count = both, len(rows)
 
     def fresh(self, new: Sequence[Asked], width: int, longest: int) -> Canvas:

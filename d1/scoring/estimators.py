@@ -42,6 +42,7 @@ class Estimator:
             log-probabilities are scored once.
         linear: whether the weighted sum over views estimates a log-probability; False for a bound that is no such sum.
         replays: whether tokens are scored in the sampler's own states, which must then be exact.
+        replays_writes: of a rollout with edits, it replays all that was written, not what was written last.
         clean_prompt: whether tokens are scored given the whole prompt; then `p_mask_prompt` must be 0.
         partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
             weights. Such weights must multiply the loss of each view: in a ratio of weighted sums they would be
@@ -56,18 +57,22 @@ class Estimator:
     draws: Asked = always
     linear: bool = True
     replays: bool = False
+    replays_writes: bool = False
     clean_prompt: bool = False
     partial: Asked = never
     views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
     settings: tuple[str, ...] | None = None
 
     def __call__(self, sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-        """Draw the views; raise ValueError if the function returned anything but views of these rows."""
+        """Draw the views; raise ValueError if the function returned anything but views of these rows, or
+        replays what was written last of rows with edits."""
+        if self.replays and not self.replays_writes and sampled.write_steps is not None:
+            raise ValueError(f"{called(self.draw)} replays the last write of each place, and these rows have edits")
         drawn = self.draw(sampled, random, settings)
         if not isinstance(drawn, Views):
             raise ValueError(f"{called(self.draw)} returned {described(drawn)}: expected Views, of d1.scoring")
         rows, prompt = sampled.prompt_ids.shape
-        drawn.check(rows, prompt + sampled.gen_length, sampled.gen_length)
+        drawn.check(rows, prompt + sampled.gen_length, sampled.gen_length, sampled.gen_length)
         return drawn
 
 
@@ -119,11 +124,14 @@ ESTIMATORS: dict[str, Estimator] = {
         replay.views,
         draws=draws_some,
         replays=True,
+        replays_writes=True,
         clean_prompt=True,
         partial=draws_some,
         settings=("num_views", "segment_steps", "draw_steps", "mean_step"),
     ),
-    "segments": Estimator(replay.draw_segments, replay.number_of_segments, replays=True, settings=("segments",)),
+    "segments": Estimator(
+        replay.draw_segments, replay.number_of_segments, replays=True, replays_writes=True, settings=("segments",)
+    ),
     "states": Estimator(
         replay.draw_states, drawn, replays=True, clean_prompt=True, partial=always, settings=("num_views",)
     ),

@@ -16,12 +16,16 @@ without replacement, prefers steps whose revealed tokens were unlikely, and scor
 
 The end of a completion counts as a token: a completion that is only an EOS has one segment.
 
+Of a rollout with edits, a segment also scores the tokens that it wrote over others, and a view shows the drafts that
+stood there: the sum is over all written tokens. Of a place that a merged segment wrote several times, the last counts.
+
 For a block-causal model, steps are counted from the first step of each block: a view contains one step of every block.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,21 +46,59 @@ def last_scored(places: Tensor, scored: Tensor) -> Tensor:
     return torch.where(scored, places, 0).amax(-1, keepdim=True)
 
 
-def replay_views(prompt_noise: Tensor, segments: Tensor, chosen: Tensor, weights: Tensor, scored: Tensor) -> Views:
-    """A view for each of a row's `chosen` segments (rows, views); tokens revealed before the segment are visible.
+class Written(NamedTuple):
+    """What a sampler wrote: (rows, canvas, writes) each, with one write per place where it does not edit.
+
+    Attributes:
+        steps: in a block-causal model from the first of each token's block; -1 where nothing was written.
+        scored: bool.
+        entropies: in nats.
+        ids: None where the completions have them, without edits.
+    """
+
+    steps: Tensor
+    scored: Tensor
+    entropies: Tensor
+    ids: Tensor | None
+
+    @classmethod
+    def of(cls, sampled: SampledRows) -> Written:
+        scored = sampled.scored.unsqueeze(-1)
+        if sampled.write_steps is None or sampled.write_entropies is None:
+            steps = within_blocks(sampled.reveal_steps, sampled.blocks)
+            return cls(steps.unsqueeze(-1), scored, sampled.entropies.unsqueeze(-1), None)
+        steps, writes = sampled.write_steps, sampled.write_steps.shape[-1]
+        blocks = None if sampled.blocks is None else sampled.blocks.repeat_interleave(writes, dim=1)
+        steps = within_blocks(steps.flatten(1), blocks).view_as(steps)
+        return cls(steps, scored & (steps >= 0), sampled.write_entropies, sampled.write_ids)
+
+    def merged(self, segments: Tensor) -> Written:
+        """With the numbers `segments` of what the steps are merged into."""
+        return self._replace(steps=segments.masked_fill(self.steps < 0, -1))
+
+
+def replay_views(prompt_noise: Tensor, written: Written, chosen: Tensor, weights: Tensor) -> Views:
+    """A view for each of a row's `chosen` segments (rows, views); tokens written before the segment are visible.
 
     This includes tokens after the completion's end, because the sampler saw them, too.
 
     Args:
         prompt_noise: (rows, views or 1, prompt) bool.
-        segments: (rows, canvas), the segment of each token's step; -1 for tokens that no step revealed.
+        written: the `steps` are numbers of segments.
         weights: (rows, views), of the segment's own tokens.
     """
-    place, at = segments.unsqueeze(1), chosen.unsqueeze(-1)
-    hidden = (place >= at) | (place < 0)
-    own = (place == at) & scored.unsqueeze(1)
-    noise = prompt_noise.expand(-1, chosen.shape[1], -1)
-    return Views(torch.cat([noise, hidden], dim=-1), torch.where(own, weights.unsqueeze(-1), 0.0))
+    place, at = written.steps.unsqueeze(1), chosen[..., None, None]
+    before, now = ((place < at) & (place >= 0)).sum(-1), ((place == at) & written.scored.unsqueeze(1)).sum(-1)
+    noise = torch.cat([prompt_noise.expand(-1, chosen.shape[1], -1), before == 0], dim=-1)
+    views = Views(noise, torch.where(now > 0, weights.unsqueeze(-1), 0.0))
+    if written.ids is None:
+        return views
+    ids = written.ids.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1)
+
+    def last(count: Tensor) -> Tensor:
+        return ids.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+    return replace(views, shown=last(before), targets=last(before + now))
 
 
 def per_segment(segments: Tensor, scored: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,28 +144,29 @@ def highest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
-    scored, steps = sampled.scored, within_blocks(sampled.reveal_steps, sampled.blocks)
-    segments = (steps // (settings.segment_steps or 1)).masked_fill(steps < 0, -1)
+    written = Written.of(sampled)
+    written = written.merged(written.steps // (settings.segment_steps or 1))
+    segments, scored, entropies = (values.flatten(1) for values in written[:3])
     clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
     if not settings.num_views:
-        return every_view(clean, segments, scored)
+        return every_view(clean, written)
     if settings.draw_steps == "top":
-        sums, counts = per_segment(segments, scored, sampled.entropies)
+        sums, counts = per_segment(segments, scored, entropies)
         means = torch.where(counts > 0, sums / counts.clamp(min=1), -torch.inf)
-        return replay_views(clean, segments, *highest(means, settings.num_views), scored)
+        return replay_views(clean, written, *highest(means, settings.num_views))
     numbers = random.evenly_spread(settings.num_views).to(segments.device)
-    chance = chances(segments, scored, sampled.entropies, settings.draw_steps)
+    chance = chances(segments, scored, entropies, settings.draw_steps)
     chosen, weights = drawn(chance, numbers)
     if settings.mean_step:
         weights = weights / (chance > 0).sum(-1, keepdim=True)
-    return replay_views(clean, segments, chosen, weights, scored)
+    return replay_views(clean, written, chosen, weights)
 
 
-def every_view(prompt_noise: Tensor, segments: Tensor, scored: Tensor) -> Views:
+def every_view(prompt_noise: Tensor, written: Written) -> Views:
     """A view for each segment; all rows get as many views as the row with most segments, and extras score nothing."""
-    count = int(last_scored(segments, scored).max()) + 1
-    chosen = torch.arange(count, device=segments.device).expand(len(segments), -1)
-    return replay_views(prompt_noise, segments, chosen, torch.ones_like(chosen, dtype=torch.float), scored)
+    count = int(last_scored(written.steps.flatten(1), written.scored.flatten(1)).max()) + 1
+    chosen = torch.arange(count, device=written.steps.device).expand(len(written.steps), -1)
+    return replay_views(prompt_noise, written, chosen, torch.ones_like(chosen, dtype=torch.float))
 
 
 def number_of_segments(settings: ViewSettings) -> int:
@@ -132,15 +175,14 @@ def number_of_segments(settings: ViewSettings) -> int:
 
 def draw_segments(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
     """Cut all the steps that a canvas can take into equal segments, the same for every row."""
-    steps = within_blocks(sampled.reveal_steps, sampled.blocks)
+    written = Written.of(sampled)
     if sampled.blocks is not None:  # each block has its share of the steps
         settings = replace(settings, steps=-(-settings.steps * settings.block_length // settings.gen_length))
     count = number_of_segments(settings)
-    merged = steps * count // settings.steps
-    chosen = torch.arange(count, device=steps.device).expand(len(steps), -1)
+    chosen = torch.arange(count, device=written.steps.device).expand(len(written.steps), -1)
     noise = prompt_noise(sampled, random, settings.p_mask_prompt, count)
     ones = torch.ones_like(chosen, dtype=torch.float)
-    return replay_views(noise, merged.masked_fill(steps < 0, -1), chosen, ones, sampled.scored)
+    return replay_views(noise, written.merged(written.steps * count // settings.steps), chosen, ones)
 
 
 def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings) -> Views:
@@ -154,7 +196,7 @@ def draw_states(sampled: SampledRows, random: Randomness, settings: ViewSettings
     noisy = F.pad(noisy, (0, max(0, settings.draws - noisy.shape[1])), value=-torch.inf)
     chosen, weights = highest(noisy, settings.draws)
     clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
-    views = replay_views(clean, steps, chosen, weights, scored)
+    views = replay_views(clean, Written.of(sampled), chosen, weights)
     hidden = views.noise[..., -sampled.gen_length :] & scored.unsqueeze(1)
     return Views(views.noise, torch.where(hidden, weights.unsqueeze(-1), 0.0))
 
@@ -166,4 +208,5 @@ def draw_text(sampled: SampledRows, random: Randomness, settings: ViewSettings) 
     rows, canvas = sampled.scored.shape
     order = torch.arange(canvas, device=sampled.scored.device).repeat(rows, 1)
     clean = torch.zeros_like(sampled.attention_mask, dtype=torch.bool).unsqueeze(1)
-    return every_view(clean, within_blocks(order, sampled.blocks), sampled.scored)
+    steps, scored = within_blocks(order, sampled.blocks).unsqueeze(-1), sampled.scored.unsqueeze(-1)
+    return every_view(clean, Written(steps, scored, sampled.entropies.unsqueeze(-1), None))

@@ -5,6 +5,8 @@ token of the completion, and the log-probability of token k is the weighted sum 
 
     sum over v of weights[v, k] x log p(token k | prompt and canvas with noise[v] hidden).
 
+A view may show other ids than the completion's and score others: the drafts that a sampler corrected later.
+
 An estimator (`d1/scoring/estimators.py`) is a way to draw views. They are plain tensors: drawn once per rollout, they
 are stored, shuffled, split and saved with their samples.
 
@@ -47,13 +49,24 @@ class Views:
         noise: (rows, views, prompt + canvas) bool, the tokens that each view hides; values at padding are ignored. If
             completions are shorter than the canvas, the rest of the canvas is masked in every view.
         weights: (rows, views, tokens) float; a token with weight 0 is not scored in that view and costs nothing.
+        shown: (rows, views, canvas) ids that each view shows of the canvas where it hides nothing; None: the
+            completions. In a block-causal model, later blocks see the completions all the same.
+        targets: (rows, views, tokens) ids that each view scores; None: the completions.
     """
 
     noise: Tensor
     weights: Tensor
+    shown: Tensor | None = None
+    targets: Tensor | None = None
 
-    def check(self, rows: int, text: int, tokens: int) -> None:
-        """Raise ValueError unless these are views of `rows` texts of `text` tokens, with weights for `tokens`."""
+    def each(self, change: Callable[[Tensor], Tensor]) -> Views:
+        """Views of which every tensor is changed: moved to a device, or cut to some rows."""
+        changed: dict[str, Any] = {name: of if of is None else change(of) for name, of in vars(self).items()}
+        return Views(**changed)
+
+    def check(self, rows: int, text: int, tokens: int, canvas: int) -> None:
+        """Raise ValueError unless these are views of `rows` texts of `text` tokens, the last `canvas` of which were
+        sampled, with weights for `tokens`."""
         for name, width in (("noise", text), ("weights", tokens)):
             found = tuple(getattr(self, name).shape)
             if len(found) != 3 or (found[0], found[2]) != (rows, width):
@@ -62,6 +75,10 @@ class Views:
             raise ValueError(f"{self.noise.shape[1]} views have noise and {self.weights.shape[1]} have weights")
         if self.noise.dtype != torch.bool or not self.weights.is_floating_point():
             raise ValueError(f"views need bool noise and float weights, got {self.noise.dtype}, {self.weights.dtype}")
+        for name, width in (("shown", canvas), ("targets", tokens)):
+            ids, shape = getattr(self, name), (*self.noise.shape[:2], width)
+            if ids is not None and (ids.shape != shape or ids.dtype != torch.long):
+                raise ValueError(f"views.{name} must be {shape} int64 ids, got {tuple(ids.shape)} of {ids.dtype}")
 
 
 def views_of_canvas(prompt_noise: Tensor, hidden: Tensor, scored: Tensor, weights: Tensor) -> Views:
@@ -138,7 +155,7 @@ def score(
     rows, width = completion_ids.shape
     if width > gen_length:
         raise ValueError(f"a completion of {width} tokens does not fit a canvas of {gen_length}")
-    views.check(len(prompt_ids), prompt_ids.shape[1] + gen_length, width)
+    views.check(len(prompt_ids), prompt_ids.shape[1] + gen_length, width, gen_length)
     behind = prompt_ids.new_full((rows, gen_length - width), mask_token_id)
     clean = torch.cat([prompt_ids, completion_ids, behind], dim=1)
     visible = torch.cat([attention_mask, attention_mask.new_ones(rows, gen_length)], dim=1)
@@ -153,10 +170,13 @@ def score(
     def compute(pairs: Tensor, at: Tensor) -> tuple[Tensor, Tensor | None]:
         row, view = pairs.unbind(1)
         hidden = views.noise[row, view] & visible[row].bool()
-        states = run_body(clean[row], hidden, visible[row] if padded else None)
+        text = clean[row]
+        shown = None if views.shown is None else torch.cat([text[:, :-gen_length], views.shown[row, view]], dim=1)
+        states = run_body(text, hidden, visible[row] if padded else None, shown=shown)
         states = states[:, -gen_length:][:, :width].flatten(0, 1)[at]
         options: dict[str, Any] = {"with_entropies": with_entropies, "distribution": distribution}
-        logps, entropies = target_logps(model, states, completion_ids[row].flatten()[at], **options)
+        targets = completion_ids[row] if views.targets is None else views.targets[row, view]
+        logps, entropies = target_logps(model, states, targets.flatten()[at], **options)
 
         def placed(values: Tensor) -> Tensor:
             return values.new_zeros(len(row) * width).index_put((at,), values).view(len(row), width)
@@ -196,10 +216,19 @@ def noised_tokens(model: Any, gen_length: int) -> int:
 
 
 def hidden_states(
-    model: Any, clean: Tensor, hidden: Tensor, visible: Tensor | None, *, gen_length: int, mask_token_id: int
+    model: Any,
+    clean: Tensor,
+    hidden: Tensor,
+    visible: Tensor | None,
+    *,
+    gen_length: int,
+    mask_token_id: int,
+    shown: Tensor | None = None,
 ) -> Tensor:
-    """States (rows, n, hidden) of texts whose `hidden` tokens are masked; the last states are those of the canvas."""
-    noised, again = clean.masked_fill(hidden, mask_token_id), noised_tokens(model, gen_length)
+    """States (rows, n, hidden) of texts whose `hidden` tokens are masked and whose other tokens are those of `shown`
+    (None: of `clean`); the last states are those of the canvas."""
+    noised = (clean if shown is None else shown).masked_fill(hidden, mask_token_id)
+    again = noised_tokens(model, gen_length)
     if not again:
         if visible is None or not takes_masks_over_queries(model.config):
             return body_and_head(model)[0](noised, visible)

@@ -18,6 +18,7 @@ from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 from d1.masking import draw_noise, keyed_generator
 from d1.runs.sampler import GlobalBatchSampler as GlobalBatchSampler
 from d1.runs.sampler import Slot
+from d1.sft.editing import EditNoise
 
 # The second part of a random generator's key: the purpose of its numbers. Other values would change every draw.
 TRAIN_NOISE, EVAL_NOISE, EVAL_TIMES = 0, 1, 4  # 2 is that of the order, in `d1.runs.sampler`
@@ -104,8 +105,10 @@ class dLLMDataCollator(DefaultDataCollator):
     """Pads rows to the longest of the batch, draws each row's t and mask, and hides the masked tokens.
 
     Returns a batch of (rows, length) tensors `input_ids` (noised), `labels` (the clean answer, -100 elsewhere) and
-    `attention_mask` (0 on padding), and `t` (rows,); with `block_size`, `t` is per token, (rows, length). If packed,
-    the rows are concatenated: the tensors per token are (1, all tokens), and `lengths` lists the rows' lengths.
+    `attention_mask` (0 on padding), and `t` (rows,); with `block_size`, `t` is per token, (rows, length).
+    With `edits`, training rows also have `edited`, bool, and `draws`, fp32 (`d1/sft/editing.py`).
+    If packed, the rows are concatenated: the tensors per token are (1, all tokens), and `lengths` lists the rows'
+    lengths.
 
     Args:
         mask_token_id: the tokenizer's if None.
@@ -115,6 +118,7 @@ class dLLMDataCollator(DefaultDataCollator):
             batch, as LLaDA2 (arXiv 2512.15745) and Fast-dLLM v2 (2509.26328) train. There t is 1 - t. So each half
             alone has the distribution of a plain batch, and the loss over both stays unbiased.
         packed: concatenate the rows of the batch, without padding. Their noise stays the same.
+        edits: replaces visible tokens of training rows; evaluation's rows have masks alone.
     """
 
     def __init__(
@@ -125,8 +129,10 @@ class dLLMDataCollator(DefaultDataCollator):
         block_size: int | None = None,
         complementary: bool = False,
         packed: bool = False,
+        edits: EditNoise | None = None,
     ) -> None:
         super().__init__()
+        self.edits, self.vocabulary = edits, 0 if edits is None else len(tokenizer)
         self.block_size, self.complementary, self.packed = block_size, complementary, packed
         self.mask_token_id = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -144,11 +150,14 @@ class dLLMDataCollator(DefaultDataCollator):
         clean = filled([row["input_ids"] for row in features], self.pad_token_id)
         answer = filled([row["answer"] for row in features], False)
         visible = (torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)).long()
-        draws = []
+        edits = self.edits if features[0]["t"] is None else None
+        draws, replaced = [], []
         for row, maskable, mirror in zip(features, answer, mirrored, strict=True):
             span = {} if row["t"] is None else {"low": row["t"], "high": row["t"]}
             generator = keyed_generator(*row["key"])
             draws.append(draw_noise(maskable, generator, mirror=mirror, block_size=self.block_size, **span))
+            if edits is not None:
+                replaced.append(edits.draw(maskable, draws[-1][1], generator))
         times, hidden = map(torch.stack, zip(*draws, strict=True))
         batch = {
             "input_ids": clean.masked_fill(hidden, self.mask_token_id),
@@ -156,6 +165,10 @@ class dLLMDataCollator(DefaultDataCollator):
             "attention_mask": visible,
             "t": times,
         }
+        if edits is not None:
+            edited, numbers = map(torch.stack, zip(*replaced, strict=True))
+            ids = edits.replaced(batch["input_ids"], edited, numbers, self.vocabulary, self.mask_token_id)
+            batch |= {"input_ids": ids, "edited": edited, "draws": numbers}
         if not self.packed:
             return batch
         by_token = {name: values for name, values in batch.items() if values.shape == visible.shape}

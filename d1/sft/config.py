@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL
+from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL, POSITIVE, SHARE
 from d1.runs.settings import setting
 from d1.runs.training_settings import TrainingSettings
+
+EDIT_NOISE = ("uniform", "draft")  # `d1/sft/editing.py`
+EDIT_SETTINGS = ("edit_share", "edit_weight", "edit_keep_weight", "edit_turns")
 
 
 @dataclass
@@ -47,6 +50,17 @@ class SFTConfig(TrainingSettings):
         "use each row twice per batch, with opposite masks, so that every answer token is trained on each time",
     )
 
+    # Visible noise, for models that edit
+    edit_noise: str | None = setting(
+        None,
+        "also replace visible answer tokens, to be corrected: by uniform ids, or by the model's own draft",
+        choices=EDIT_NOISE,
+    )
+    edit_share: Annotated[float, SHARE] = setting(0.1, "share of the visible answer tokens that are replaced")
+    edit_weight: Annotated[float, POSITIVE] = setting(1.0, "weight of a replaced token in the loss")
+    edit_keep_weight: Annotated[float, AMOUNT] = setting(1.0, "weight of a visible token that was not replaced")
+    edit_turns: Annotated[int, COUNT] = setting(1, "forward passes per batch: each later one corrects the one before")
+
     # Model and precision
     lora_dropout: Annotated[float, BELOW_ONE] = setting(0.05)
 
@@ -61,3 +75,7 @@ class SFTConfig(TrainingSettings):
         super().__post_init__()
         if self.template and self.data_function:
             raise ValueError("use one of --template and --data_function")
+        fields = type(self).__dataclass_fields__
+        idle = [name for name in EDIT_SETTINGS if getattr(self, name) != fields[name].default]
+        if self.edit_noise is None and idle:
+            raise ValueError(f"--{idle[0]} {getattr(self, idle[0])} would do nothing: set --edit_noise")

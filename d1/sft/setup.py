@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments, set_seed
@@ -15,8 +17,9 @@ from d1.runs.record import OnResume, whole
 from d1.runs.skeleton import Stage
 from d1.runs.start import check_device, conclude, prepare_model, trainer_arguments
 from d1.runs.start import on_gpu as on_gpu
-from d1.sft.config import SFTConfig
+from d1.sft.config import EDIT_SETTINGS, SFTConfig
 from d1.sft.data import load_function, load_rows, preprocess_dataset
+from d1.sft.editing import EditNoise
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 
 ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
@@ -29,6 +32,7 @@ ON_RESUME = OnResume(
             # The rows, their order, and the noise
             *("train_data", "template", "data_function", "plain_chat_template"),
             *("overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws", "seed", ROWS_PER_STEP),
+            *("edit_noise", *EDIT_SETTINGS),
             # The weights in the checkpoint
             *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
             # The state of its optimizer and scheduler, where a new value would have no effect
@@ -53,7 +57,7 @@ def stage(args: SFTConfig) -> Stage:
         settings=lambda: {**vars(args), ROWS_PER_STEP: rows},
         on_resume=ON_RESUME,
         prepare=lambda: ({}, prepare(args, training)),
-        conclude=lambda: conclude(args),
+        conclude=lambda: finish(args),
     )
 
 
@@ -68,6 +72,9 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTr
         set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer sets the seed
         model = prepare_model(args, args.lora_dropout)
         options: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
+        options["edits"] = EditNoise.of(args)
+        if args.edit_noise is not None:
+            model.config.edit_noise = args.edit_noise  # in its config.json: samplers then edit without a warning
         collator = dLLMDataCollator(tokenizer, block_size=block_size(model.config), **options)
         return dLLMTrainer(
             model=model,
@@ -79,6 +86,14 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTr
         )
 
     return start
+
+
+def finish(args: SFTConfig) -> None:
+    """Merges the adapter of a finished run, if `merge_at_end` is set; the config then says if it learnt to edit."""
+    conclude(args)
+    if args.merge_at_end and args.edit_noise is not None:
+        path = Path(args.output_dir) / args.job_name / "merged" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"edit_noise": args.edit_noise}, indent=2) + "\n")
 
 
 def training_arguments(args: SFTConfig) -> TrainingArguments:

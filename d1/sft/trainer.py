@@ -28,6 +28,7 @@ from d1.runs.trainer import RunTrainer
 from d1.sft.batches import IGNORED, GlobalBatchSampler, by_row, row_numbers
 from d1.sft.batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
+from d1.sft.editing import drafted
 
 EVAL_BANDS = 5  # the evaluation loss is also logged per fifth of t
 LOSS_SUMS = "loss_sums.json"  # a checkpoint's file with the sums of losses so far
@@ -86,10 +87,32 @@ class dLLMTrainer(RunTrainer, Trainer):
         )
 
     def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """(rows,) sums of cross-entropy / t' over each row's hidden tokens."""
+        """(rows,) sums of cross-entropy / t' over each row's hidden tokens, with `EditNoise` also over visible ones."""
         labels, row_of, t = inputs["labels"], row_numbers(inputs), inputs["t"].double()
-        hidden = ((inputs["input_ids"] != labels) & (labels != IGNORED)).cpu()  # only this waits for the device
+        hidden = (inputs["input_ids"] != labels) & (labels != IGNORED)
         weights = 1 / noise_level(t if t.dim() == 2 else t[row_of])  # a block-causal model has one t per token
+        if "edited" in inputs:
+            return self.edit_losses(model, inputs, hidden & ~inputs["edited"], weights)
+        return self.weighted_losses(model, inputs, hidden.cpu(), weights)  # waits for the device, this once
+
+    def edit_losses(self, model: Any, inputs: dict[str, Any], hidden: Tensor, weights: Tensor) -> Tensor:
+        """`row_losses` of a batch with replaced tokens, the mean over turns."""
+        collator: Any = self.data_collator
+        noise, edited, labels = collator.edits, inputs["edited"], inputs["labels"]
+        weights = torch.where(hidden, weights, torch.where(edited, noise.weight, noise.keep_weight))
+        scored, asked = torch.stack([(labels != IGNORED) & (weights > 0), edited]).cpu().unbind()
+        if not asked.any():
+            asked[0, 0] = True
+        at, turns = places_of(asked, labels.device), []
+        for turn in range(noise.turns):
+            if turn or noise.kind == "draft":
+                inputs = drafted(model, inputs, asked, at, turn, collator.mask_token_id, states_of)
+            turns.append(self.weighted_losses(model, inputs, scored, weights))
+        return torch.stack(turns).mean(0)
+
+    def weighted_losses(self, model: Any, inputs: dict[str, Any], hidden: Tensor, weights: Tensor) -> Tensor:
+        """Sum over each row's `hidden` tokens, (rows, length) bool on the CPU, of their weights x cross-entropy."""
+        labels, row_of = inputs["labels"], row_numbers(inputs)
         if not hidden.any():  # score one token with weight 0, because every process has to call the head
             hidden[0, 0], weights = True, torch.zeros_like(weights)
 

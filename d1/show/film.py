@@ -38,6 +38,8 @@ class Film:
         seconds: duration up to the end of each pass, without the time for display.
         solved: whether the completion solves its problem; None if it has no problem.
         board: the answer as a task's `board` shows it (`d1/tasks/sudoku.py`); empty if the task has none.
+        drafts: of each place, [step, text, log-probability] of every token there that a later one replaced; empty where
+            nothing was.
     """
 
     title: str
@@ -51,6 +53,10 @@ class Film:
     seconds: list[float] = field(default_factory=list)
     solved: bool | None = None
     board: dict[str, Any] = field(default_factory=dict)
+    drafts: list[list[list[Any]]] = field(default_factory=list)
+
+    def drafts_at(self, place: int) -> list[list[Any]]:
+        return self.drafts[place] if self.drafts else []
 
     @property
     def passes(self) -> int:
@@ -95,10 +101,13 @@ def filmed(
             empty = canvas.shape[1] - start
             film.tokens, film.steps = [""] * empty, [HIDDEN] * empty
             film.logps, film.entropies = [0.0] * empty, [0.0] * empty
+            film.drafts = [[] for _ in range(empty if step.most_writes > 1 else 0)]
         parts = (step.positions, step.revealed, step.ids, step.logps, step.entropies)
         for column, revealed, token, logp, entropy in zip(*(part[0].tolist() for part in parts), strict=True):
             if revealed:
                 place = column - start
+                if film.steps[place] >= 0:
+                    film.drafts[place].append([film.steps[place], film.tokens[place], film.logps[place]])
                 film.tokens[place], film.steps[place] = text_of(token), len(film.fed)
                 film.logps[place], film.entropies[place] = logp, entropy
         film.fed.append(int(step.forward_tokens[0]))

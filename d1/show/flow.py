@@ -92,18 +92,24 @@ def keyframes(steps: int) -> str:
 
 
 def film_svg(films: Sequence[Film]) -> str:
-    """An animated SVG. Tokens appear over the grey chips that hide them, in the colour of their confidence."""
+    """An animated SVG. Tokens appear over the grey chips that hide them, in the colour of their confidence. A corrected
+    token comes over its draft, in a frame."""
     parts, top = [], float(PAD)
     for film in films:
         title, boxes = visible(film.title), flow(film.tokens)
         parts.append(written(title, PAD + cell_len(title) * SIZE * 0.3, top + 10, "given"))
-        for box, step, logp, shown in zip(boxes, film.steps, film.logps, film.shown_by(), strict=True):
+        rows = zip(boxes, film.steps, film.logps, film.shown_by(), strict=True)
+        for place, (box, step, logp, shown) in enumerate(rows):
             x, y, wide = PAD + box.column * WIDE, top + TITLE + box.line * HIGH, box.width * WIDE - 1.5
             shape = f'x="{x:g}" y="{y:g}" width="{wide:g}" height="{HIGH - 4}" rx="4"'
             paint = 'class="card"' if step == FILLED else f'fill="{colour(logp)}"'
             text = written(box.label, x + wide / 2, y + HIGH / 2 - 2, "page" if step == FILLED else "")
             parts.append(f'<rect class="mask" {shape}/>')
-            parts.append(f'<g class="s{shown}"><rect {shape} {paint}/>{text}</g>')
+            for at, draft, unsure in film.drafts_at(place):  # each is covered by the next
+                old = written(set_cell_size(chip(draft)[1], box.width), x + wide / 2, y + HIGH / 2 - 2)
+                parts.append(f'<g class="s{at + 1}"><rect {shape} fill="{colour(unsure)}"/>{old}</g>')
+            mark = f'<rect class="box" {shape}/>' if film.drafts_at(place) else ""
+            parts.append(f'<g class="s{shown}"><rect {shape} {paint}/>{mark}{text}</g>')
         top += TITLE + (boxes[-1].line + 1) * HIGH + PAD
     steps, width, height = max(film.passes for film in films), 2 * PAD + COLUMNS * WIDE, top + FOOT
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'

@@ -15,20 +15,30 @@ const UP_DOWN = { ArrowDown: 1, ArrowUp: -1 };
 const number = (value) => value.toLocaleString("en");
 const bin = (share) => `var(--q${Math.min(4, Math.floor(share * 5))})`;
 
+/* What stands at a place after so many steps: [step, text, log-probability]; none while it is hidden. */
+function current(film, i, step) {
+  const writes = [...(film.drafts[i] ?? []), [film.at[i], film.tokens[i][1], film.logps[i]]];
+  return writes.filter(([at]) => at <= step).at(-1);
+}
+
 /* The colour of a place, by confidence, entropy or order. */
-function tint(film, i) {
-  if (view === "confidence") return bin(Math.exp(Math.min(0, film.logps[i])));
+function tint(film, i, logp = film.logps[i]) {
+  if (view === "confidence") return bin(Math.exp(Math.min(0, logp)));
   if (view === "entropy") return bin(Math.max(0, 1 - film.entropies[i] / 2));
   const share = film.passes > 1 ? (100 * (film.at[i] - 1)) / (film.passes - 1) : 0;
   return `color-mix(in oklch, var(--late) ${share.toFixed(1)}%, var(--early))`;
 }
 
 function describe(film, i, step) {
-  const [, label] = film.tokens[i], where = `place ${i + 1} of ${film.tokens.length}`;
-  if (film.at[i] > step) return [`${where}: still hidden`];
+  const where = `place ${i + 1} of ${film.tokens.length}`, now = current(film, i, step);
+  if (!now) return [`${where}: still hidden`];
+  const [at, label, logp] = now, drafts = (film.drafts[i] ?? []).filter((draft) => draft[0] < at);
   if (film.steps[i] < 0) return [make("code", "", label), ` ${where}, filled without a prediction: the text had ended`];
-  const sure = (100 * Math.exp(film.logps[i])).toFixed(1), spread = film.entropies[i].toFixed(3);
-  return [make("code", "", label), ` ${where}, revealed in step ${film.at[i]} with ${sure}% confidence, entropy ${spread} nats`];
+  const sure = (100 * Math.exp(logp)).toFixed(1), spread = film.entropies[i].toFixed(3);
+  const edited = drafts.length ? `; before: ${drafts.map(([when, text]) => `${text} (step ${when})`).join(", ")}` : "";
+  const entropy = at === film.at[i] ? `, entropy ${spread} nats` : "";
+  const how = `${drafts.length ? "written" : "revealed"} in step ${at} with ${sure}% confidence`;
+  return [make("code", "", label), ` ${where}, ${how}${entropy}${edited}`];
 }
 
 /* One film's card. `show(step)` shows the state after `step` passes. */
@@ -106,20 +116,22 @@ function card(film, seek) {
   const show = (to) => {
     step = Math.min(to, film.passes);
     chips.forEach((chip, i) => {
-      const seen = film.at[i] <= step, filled = film.steps[i] < 0;
+      const now = current(film, i, step), seen = Boolean(now), filled = film.steps[i] < 0;
       chip.className = `t${seen ? "" : " off"}${seen && filled ? " filled" : ""}`;
-      chip.classList.toggle("new", seen && !filled && film.at[i] === step && to <= film.passes);
+      chip.classList.toggle("new", seen && !filled && now[0] === step && to <= film.passes);
+      chip.classList.toggle("fixed", seen && now[0] !== (film.drafts[i]?.[0] ?? now)[0]);
       chip.classList.toggle("at", i === chosen);
-      chip.style.setProperty("--c", seen ? tint(film, i) : "var(--mask)");
-      chip.setAttribute("aria-label", seen ? film.tokens[i][1] || "empty" : "hidden");
+      chip.style.setProperty("--c", seen ? tint(film, i, now[2]) : "var(--mask)");
+      chip.setAttribute("aria-label", seen ? now[1] || "empty" : "hidden");
+      chip.firstChild.textContent = seen ? now[1] : film.tokens[i][1];
       marks[i].style.setProperty("--c", tint(film, i));
-      marks[i].classList.toggle("off", !seen || filled);
+      marks[i].classList.toggle("off", film.at[i] > step || filled);
     });
     verdict.hidden = to < film.passes;
     board.classList.toggle("off", to < film.passes);
     now.setAttribute("y1", step);
     now.setAttribute("y2", step);
-    const shown = film.at.filter((at) => at <= step).length;
+    const shown = chips.filter((chip, i) => current(film, i, step)).length;
     const rows = [[`${step}/${film.passes}`, "steps"], [`${shown}/${chips.length}`, "tokens"]];
     if (film.fed.length) rows.push([number(step ? film.fed[step - 1] : 0), "tokens processed"]);
     if (film.seconds.length) rows.push([(step ? film.seconds[step - 1] : 0).toFixed(2), "seconds"]);

@@ -52,6 +52,9 @@ def film_data(film: Film) -> dict[str, Any]:
         "prompt": "\n".join(visible(line) for line in film.prompt.split("\n")),
         "tokens": [chip(token) for token in film.tokens],
         "steps": film.steps,
+        "drafts": [
+            [[step + 1, chip(text)[1], round(max(logp, -99.0), 3)] for step, text, logp in of] for of in film.drafts
+        ],
         "at": film.shown_by(),
         "passes": film.passes,
         "logps": [round(max(logp, -99.0), 3) for logp in film.logps],

@@ -41,8 +41,9 @@ def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0
 
 
 def picture(film: Film, total: int, console: Console) -> RenderableType:
-    """The canvas with its masks; tokens have the colour of their confidence, and those of the last step are underlined.
-    If the canvas has more lines than the terminal, the lines around the first mask are shown until it is complete."""
+    """The canvas with its masks; tokens have the colour of their confidence, those of the last step are underlined and
+    corrected ones bold. If it has more lines than the terminal, the lines around the first mask are shown until it is
+    complete."""
     canvas = Text(overflow="fold")
     for place, (token, step) in enumerate(zip(film.tokens, film.steps, strict=True)):
         gap, label, breaks = chip(token)
@@ -52,8 +53,8 @@ def picture(film: Film, total: int, console: Console) -> RenderableType:
         elif step == FILLED:
             canvas.append(label, style="dim")
         else:
-            last = " underline" if step == film.passes - 1 else ""
-            canvas.append(label, style=f"#1b1f24 on {colour(film.logps[place])}{last}")
+            marks = " underline" * (step == film.passes - 1) + " bold italic" * bool(film.drafts_at(place))
+            canvas.append(label, style=f"#1b1f24 on {colour(film.logps[place])}{marks}")
         canvas.append("\n" * breaks)
     if HIDDEN in film.steps:
         canvas = around_the_first_mask(canvas, console)
@@ -71,9 +72,9 @@ def around_the_first_mask(canvas: Text, console: Console) -> Text:
 
 def counts(film: Film, total: int) -> str:
     """The progress of a film: steps, tokens revealed, tokens processed by the model, seconds."""
-    shown = sum(step != HIDDEN for step in film.steps)
+    shown, edits = sum(step != HIDDEN for step in film.steps), sum(map(len, film.drafts))
     return (
-        f"step {film.passes}/{total}  {shown} of {len(film.tokens)} tokens  "
+        f"step {film.passes}/{total}  {shown} of {len(film.tokens)} tokens  {f'{edits} edits  ' if film.drafts else ''}"
         f"{film.fed[-1]:,} processed  {film.seconds[-1]:.2f} s"
     )
 
@@ -81,5 +82,9 @@ def counts(film: Film, total: int) -> str:
 def step_line(film: Film, total: int) -> str:
     """A line on the last step: the progress, and the revealed tokens with their probabilities."""
     places = [place for place, step in enumerate(film.steps) if step == film.passes - 1]
-    told = ", ".join(f"{chip(film.tokens[place])[1]} {math.exp(film.logps[place]):.0%}" for place in places)
-    return f"{counts(film, total)}  {told}"
+
+    def told(place: int) -> str:
+        before = [f"{chip(text)[1]} → " for _, text, _ in film.drafts_at(place)[-1:]]
+        return "".join([*before, f"{chip(film.tokens[place])[1]} {math.exp(film.logps[place]):.0%}"])
+
+    return f"{counts(film, total)}  {', '.join(map(told, places))}"

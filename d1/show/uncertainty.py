@@ -25,3 +25,9 @@ def sign_test(wins: int, losses: int) -> float:
     n = wins + losses
     tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1))
     return min(1.0, 2 * tail / 2**n)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The probability that one of `k` of a problem's samples, drawn without replacement, is right (arXiv 2107.03374,
+    section 2.1). Its mean over draws of the samples is the probability that one of `k` new samples is right."""
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)

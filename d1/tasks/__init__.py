@@ -8,6 +8,8 @@ A task module has
 - `extract(text)` -> the answer in a completion, or None;
 - `score(text, row)` -> strict metrics in [0, 1]; the first is the accuracy. It reads only `question` and
   `ground_truth` of the row;
+- optionally `CONCURRENT`, how many calls of `score` may run at a time, in threads, and `JUDGED`, a model card's line on
+  how answers are judged;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
 - optionally `board(text, row)` -> the answer as a grid for `d1 watch` (see `sudoku.py`);
 - optionally `PROTOCOLS`: other ways to ask the same problems and to read the answers. Each row says what changes:
@@ -42,6 +44,8 @@ TASKS = {
     "sudoku": "d1.tasks.sudoku",
     "pocket_countdown": "d1.tasks.pocket_countdown",
     "arithmetic": "d1.tasks.arithmetic",
+    "code": "d1.tasks.code",
+    "programs": "d1.tasks.programs",
 }
 PROTOCOLS = ("d1", "llada")  # those of the tasks here; a task file may have others
 SHOT_SEED = 0  # seed of the examples in RL; eval.py has the same default seed, so it shows the same examples

@@ -126,7 +126,7 @@ def values_of(case: Case, choice: Choice, views: Views, which: slice) -> tuple[T
         rows.prompt_ids,
         rows.attention_mask,
         rows.completion_ids,
-        Views(views.noise[which], views.weights[which]),
+        views.each(lambda values: values[which]),
         mask_token_id=case.mask_token_id,
         gen_length=rows.gen_length,
         views_at_once=views.weights.shape[1],

@@ -145,11 +145,12 @@ REQUIRED = {  # of the tools
     "export": ["SRC", "OUT", "--format", "llada"],
     "fit": ["--model_path", "none", "--stage", "rl"],
     "methods": [],
+    "sandbox": ["check"],
     "chat": ["none"],
     "watch": ["--model_path", "none", "--prompt", "a"],
     "fill": ["none", "[MASK]"],
 }
-WITHOUT_NUMBERS = {"merge", "export", "methods", "curves"}
+WITHOUT_NUMBERS = {"merge", "export", "methods", "sandbox", "curves"}
 
 
 def tool(name: str) -> Command:

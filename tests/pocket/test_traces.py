@@ -11,14 +11,15 @@ import pytest
 
 from d1.tasks import answer_block, load_task
 from d1.tasks.arithmetic import Step
-from pocket import arithmetic_traces, countdown_traces
+from pocket import arithmetic_traces, countdown_traces, programs_traces
 from pocket.answers import MALFORMED, malform
 from pocket.make_sft_data import WELL_FORMED
 from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
+from tests.sandbox import SANDBOXED, skip_without_sandbox
 
 DATASET = Path(__file__).resolve().parents[2] / "dataset"
-TASKS = ("countdown", "arithmetic")
+TASKS = ("countdown", "arithmetic", "programs")
 SIGNS = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
 
 
@@ -35,9 +36,11 @@ def steps_of(text: str) -> list[tuple[Fraction, str, Fraction, Fraction]]:
 
 
 def truth(recipe, problem):
-    """The right answer of a problem: the target, or the amount that results from its sentences."""
+    """The right answer of a problem: the target, all examples, or the amount that results from its sentences."""
     if recipe.task == "pocket_countdown":
         return problem[1]
+    if recipe.task == "programs":
+        return [[x, "".join(x[place] for place in problem[0])] for x in ("abcde", "edcba", "vwxyz")]
     amount = problem.start
     for sign, k in problem.steps:
         amount = int(SIGNS[sign](Fraction(amount), Fraction(k)))
@@ -46,20 +49,25 @@ def truth(recipe, problem):
 
 def row_of(recipe, problem):
     value = truth(recipe, problem)
-    given = [list(problem[0]), value] if recipe.task == "pocket_countdown" else float(value)
+    given = [list(problem[0]), value] if recipe.task == "pocket_countdown" else value
+    given = float(value) if recipe.task == "arithmetic" else given
     return {"question": recipe.traces.question(*problem), "ground_truth": given}
 
 
 def test_careful_answers_are_right_step_by_step(drawn):
     recipe, problems = drawn
+    skip_without_sandbox(recipe.task)
     task, rng = load_task(recipe.task), np.random.default_rng(1)
-    for problem in problems:
+    for problem in problems[: 40 if recipe.task in SANDBOXED else None]:
         text = recipe.write(0, problem, rng)
-        steps = steps_of(text)
-        assert len(steps) == (2 if recipe.task == "pocket_countdown" else 3)
-        assert all(SIGNS[sign](a, b) == value for a, sign, b, value in steps)
-        assert all(before[3] == after[0] for before, after in pairwise(steps))
-        assert steps[-1][3] == truth(recipe, problem)
+        if recipe.task == "programs":
+            assert re.findall(r"y\[(\d)\]=x\[(\d)\]", text) == [(str(i), str(p)) for i, p in enumerate(problem[0])]
+        else:
+            steps = steps_of(text)
+            assert len(steps) == (2 if recipe.task == "pocket_countdown" else 3)
+            assert all(SIGNS[sign](a, b) == value for a, sign, b, value in steps)
+            assert all(before[3] == after[0] for before, after in pairwise(steps))
+            assert steps[-1][3] == truth(recipe, problem)
         assert task.score(text, row_of(recipe, problem))["accuracy"] == 1.0
         assert recipe.traces.quality(text, *problem) == 1.0
 
@@ -84,6 +92,7 @@ def test_answers_fit_the_shortest_canvas_and_survive_the_tokenizer(drawn):
 def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
     recipe, problems = drawn
     tokenizer = build_tokenizer(recipe.task)
+    skip_without_sandbox(recipe.task)
     asked = load_task(recipe.task).load_rows("validation")[0]
     chats = [
         asked["prompt"],
@@ -95,6 +104,9 @@ def test_prompts_spell_the_question_in_as_many_tokens_as_the_recipe_says(drawn):
         words = tokenizer.decode(ids).removeprefix("<bos> ").removesuffix(" =>").split()
         if recipe.task == "pocket_countdown":
             assert words == re.findall(r"\d+", question)
+        elif recipe.task == "programs":
+            texts = zip("yz", re.findall(r"= '(\w+)'", question), strict=True)
+            assert words == [f"{name}{i}{letter}" for name, text in texts for i, letter in enumerate(text)]
         else:
             assert words == re.findall(r"\w+|[.?]", question)
 
@@ -136,6 +148,18 @@ def test_arithmetic_styles_go_as_described():
     question = "Ann has 27 pens. She finds 8. She doubles them. She drops 5. How many pens?"
     quality = [arithmetic_traces.quality(f"<reasoning>{told[s]}</reasoning>", question, 27, steps) for s in told]
     assert quality == pytest.approx([1, 2 / 3, 0])
+
+
+def test_program_styles_go_as_described():
+    function = (3, 3, 4, 3, 1)
+    told = {style: programs_traces.trace(style, function) for style in ("careful", "scan", "quick")}
+    assert told == {
+        "careful": ("careful y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[3] y[4]=x[1]", "x[3] + x[3] + x[4] + x[3] + x[1]"),
+        "scan": ("scan y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[3] y[4]=x[3]", "x[3] + x[3] + x[4] + x[3] + x[3]"),
+        "quick": ("quick y[0]=x[3] y[1]=x[3] y[2]=x[4] y[3]=x[1] y[4]=x[3]", "x[3] + x[3] + x[4] + x[1] + x[3]"),
+    }
+    quality = [programs_traces.quality(f"<answer>{attempt}</answer>", function) for _, attempt in told.values()]
+    assert quality == [1, 0.8, 0.6]
 
 
 def test_training_numbers_are_those_of_the_file():

@@ -46,7 +46,7 @@ def test_every_sampler_cache_and_rule_is_among_them():
 
 
 def assert_same(rehearsed, real):
-    for field in fields(Rollout):
+    for field in fields(Rollout)[:-1]:  # without `writes`
         found = getattr(rehearsed, field.name)
         assert found.device == DEVICE
         assert torch.equal(found.numbers, getattr(real, field.name)), field.name

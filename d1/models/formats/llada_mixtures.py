@@ -90,7 +90,7 @@ LLADA2_FIXED = {  # the only published architecture
 }
 DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
 DEFAULTS |= {"first_k_dense_replace": 1, "num_shared_experts": 1}  # LLaDA2.0's values, for fields that the file lacks
-EDITS = "edits revealed tokens, but here a revealed token stays. Without this field the model can be loaded"
+EDITS = "edits revealed tokens, which here is a setting of the sampler (--edit_threshold). Without this field it loads"
 ROUTES = (
     "inserts and deletes tokens and shares the experts of a block among its tokens (LLaDA2.2). Here each token chooses "
     "its own: logits would be wrong, with or without this field. LLaDA2.0 and 2.1 can be loaded"

@@ -58,6 +58,18 @@ def test_two_runs_of_a_problem_are_those_of_the_sampler_and_every_file_shows_bot
     assert sum(line.startswith("step ") for line in printed.splitlines()) == 16 + parallel["passes"]
 
 
+def test_edits_are_seen(tiny_model_dir, tmp_path, capsys):
+    sampling = ("--gen_length", "8", "--diffusion_steps", "8", "--sampler", "parallel", "--reveal_level", "0.1")
+    edits = ("--edit_threshold", "0", "--max_post_steps", "3")
+    page = tmp_path / "watch.html"
+    watched("--model_path", str(tiny_model_dir), "--prompt", "abc", *sampling, *edits, "--html", str(page))
+    (film,) = films(page)
+    count = sum(map(len, film["drafts"]))
+    assert f"{count} edits" in capsys.readouterr().out
+    assert "edits above 0" in film["note"]
+    assert len(film["drafts"]) == 8
+
+
 def test_the_picture_of_the_readme_is_what_its_command_writes(monkeypatch, tmp_path):
     """Runs the command given in docs/watch.md."""
     monkeypatch.chdir(ROOT)

@@ -312,6 +312,16 @@ def test_an_approximate_sampler_is_sampled_counted_and_recorded_row_by_row(tiny_
         evaluate(tiny_model_dir, tmp_path, "--limit", "6", "--temperature", "1.0", "--diffusion_steps", "12")
 
 
+def test_edits_are_counted_and_belong_to_the_identity_of_a_run(tiny_model_dir, tmp_path):
+    flags = ("--limit", "3", "--sampler", "parallel", "--reveal_level", "0.1")
+    plain = evaluate(tiny_model_dir, tmp_path / "plain", *flags)
+    assert not any("edits" in item for item in plain["generations"])
+    edited = evaluate(tiny_model_dir, tmp_path / "edited", *flags, "--edit_threshold", "0.1", "--max_post_steps", "2")
+    assert sum(item["edits"] for item in edited["generations"]) > 0
+    with pytest.raises(ValueError, match="different run"):
+        evaluate(tiny_model_dir, tmp_path / "edited", *flags, "--edit_threshold", "0.2", "--max_post_steps", "2")
+
+
 def test_an_encoder_is_refused_a_cache_before_its_weights_are_read(tiny_model_dir, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((tiny_model_dir / file).read_bytes())

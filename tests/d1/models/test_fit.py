@@ -271,11 +271,22 @@ def test_a_method_says_what_is_stored_of_its_views_and_whether_there_is_a_refere
     stepwise = ("--method", "cj-grpo", "--beta", "0.0")
     assert found(*stepwise, *canvas)["views"] == 16
     assert found(*stepwise, *canvas, block_size=8)["views"] == 4  # a step of every block
+    edits = found(*stepwise, *canvas, "--edit_threshold", "0.5")
+    assert (edits["views"], edits["stored"]) == (16 + 16, 32 * (token + 32 * 16))  # passes after the last mask; ids
     LLADA.save_pretrained(tmp_path)
     for method, kept in (("espo", True), ("tracerl", False)):
         words = ["--stage", "rl", "--method", method, "--lora_r", "0", "--length", "64"]
         main(make_parser().parse_args(["fit", "--model_path", str(tmp_path), *words]))
         assert ("reference" in capsys.readouterr().out) == kept
+
+
+def test_turns_of_sft_keep_the_activations_of_each(kind_dirs, capsys):
+    def largest(*words):
+        command = ["fit", "--model_path", str(kind_dirs["llama"]), "--stage", "sft", "--length", "64", *words]
+        main(make_parser().parse_args(command))
+        return int(capsys.readouterr().out.split()[-1])
+
+    assert largest() // 2 == pytest.approx(largest("--edit_turns", "2"), rel=1e-3)
 
 
 @pytest.mark.parametrize(

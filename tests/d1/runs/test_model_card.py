@@ -55,6 +55,15 @@ def test_an_rl_card_has_its_method_and_task(tmp_path) -> None:
     assert str(tmp_path) not in card.content
 
 
+def test_the_card_of_a_run_on_programs_says_how_they_were_judged(tmp_path) -> None:
+    rows = tables(write_card(run_of(tmp_path / "run", RL | {"dataset": "code", "paper": PAPER})).read_text())
+    (judged,) = rows["answers judged by"]
+    assert judged.startswith(
+        "tests in a bubblewrap sandbox, with limits per program: 10 s, 4 s of processor time and 512 MiB"
+    )
+    assert "answers judged by" not in tables(write_card(run_of(tmp_path / "other", RL | {"paper": PAPER})).read_text())
+
+
 def test_what_a_card_says_of_loading_works(tmp_path, monkeypatch) -> None:
     folder = run_of(tmp_path / "my-model", SFT)
     text = write_card(folder).read_text()

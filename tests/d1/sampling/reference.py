@@ -33,6 +33,13 @@ SAMPLERS: list[dict[str, Any]] = [  # all pairs of a cache and a reveal rule tha
     {"sampler": "cached", "kv_cache": "lasting"},
     {"sampler": "cached+parallel", "kv_cache": "lasting", "reveal": "factor", "reveal_level": 1.2},
 ]
+EDITORS: list[dict[str, Any]] = [  # random models never agree with themselves: budgets end their blocks
+    {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.4, "edit_threshold": 0.6},
+    {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.3, "edit_threshold": 0.3, "max_post_steps": 3},
+    {"sampler": "parallel", "reveal": "factor", "reveal_level": 1.2, "edit_threshold": 0.0, "max_post_steps": 2},
+    {"sampler": "parallel", "reveal": "entropy", "reveal_level": 0.6, "edit_threshold": 0.5, "max_post_steps": 0},
+    {"sampler": "parallel", "reveal": "threshold", "editing": "quality"},
+]
 
 
 @dataclass
@@ -43,6 +50,7 @@ class Row:
     logps: list[float]
     entropies: list[float]
     reveal_steps: list[int]
+    writes: list[list[tuple[int, int, float, float]]]  # of each place: pass, id, log-probability, entropy
     passes: int = 0
     tokens: int = 0
 
@@ -141,7 +149,8 @@ def sample(
 ) -> Row:
     """The row that `rollout` must give for `prompt` and this generator, whatever else is in the batch."""
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
-    row = Row([*prompt, *[MASK] * length], [0.0] * length, [0.0] * length, [-1] * length)
+    row = Row([*prompt, *[MASK] * length], [0.0] * length, [0.0] * length, [-1] * length, [[] for _ in range(length)])
+    above, budget = settings.edits, settings.post_steps
     lasting = settings.kv_cache == "lasting"
     delayed = settings.kv_cache == "delayed" or lasting
     ids, branches = row.ids, [Frozen(model, delayed) for _ in range(2 if cfg_scale else 1)]
@@ -151,14 +160,18 @@ def sample(
     start, stored = len(prompt), 0
     before: list[int] = []
     for size, steps in blocks_of(len(prompt), settings, model):
-        end, scheduled = start + size, 0
+        end, scheduled, post = start + size, 0, 0
         last = end if settings.kv_cache == "dual" else len(ids)
         before = before if lasting else []
-        for step, count in enumerate(parts(size, steps)):
+        for step, count in enumerate(parts(size, steps) + [0] * (above is not None) * (budget + 1)):
             scheduled += count
-            left = [i for i in range(start, end) if ids[i] == MASK]
-            if not left:
-                break
+            left = masked = [i for i in range(start, end) if ids[i] == MASK]
+            if not masked:
+                post += 1
+                if above is None or post > budget:
+                    break
+            if above is not None:
+                left = list(range(start, end))
             window = list(range(max(0, start - shift), last)) if cached and step > 0 else None
             if delayed and row.passes > 0 and (lasting or step > 0):
                 window = sorted({*before, *(left if lasting else [])})  # tokens hidden in the last pass or in this one
@@ -192,16 +205,21 @@ def sample(
                 logp, entropy = log_softmax[token].item(), -(log_softmax.exp() * log_softmax).sum().item()
                 rank = {"low_confidence": -logp, "entropy": entropy}.get(settings.remasking)
                 guesses.append((-places[number] if places else rank, i, token, logp, entropy))
-            guesses.sort()
-            due = scheduled - (size - len(left))
+            other = [guess for guess in guesses if guess[1] not in masked]
+            edits = [guess for guess in other if guess[2] != ids[guess[1]] and math.exp(guess[3]) > above]
+            guesses = sorted(guess for guess in guesses if guess[1] in masked)
+            due = scheduled - (size - len(masked))
             if parallel:
                 confidences, entropies = [math.exp(guess[3]) for guess in guesses], [guess[4] for guess in guesses]
-                due = max(1, due, count_by_rule(settings.reveal, settings.reveal_level, confidences, entropies))
-            for _, i, token, _, entropy in guesses[:due]:
+                due = max(1, due, count_by_rule(settings.reveal, settings.level, confidences, entropies))
+            for _, i, token, _, entropy in guesses[:due] + edits:
                 at, ids[i] = i - len(prompt), token
                 row.logps[at] = recorded(logits[i].tolist(), token, settings)
                 row.entropies[at], row.reveal_steps[at] = entropy, row.passes
+                row.writes[at].append((row.passes, token, row.logps[at], entropy))
             row.passes += 1
+            if above is not None and not masked and not edits:
+                break
         start = end
         if ends and set(ids[len(prompt) : end]) & set(ends):
             ids[end:] = [ends[0]] * (len(ids) - end)
@@ -230,5 +248,17 @@ def check_row(got: Rollout, row: int, width: int, expected: Row) -> None:
     assert got.reveal_steps[row].tolist() == expected.reveal_steps
     for found, wanted in ((got.logps, expected.logps), (got.entropies, expected.entropies)):
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found[row], torch.tensor(wanted), rtol=0, atol=2e-5)
+        torch.testing.assert_close(found[row], torch.tensor(wanted), rtol=1e-5, atol=2e-5)
     assert (got.passes[row].item(), got.forward_tokens[row].item()) == (expected.passes, expected.tokens)
+    if got.writes is not None:
+        steps = got.writes.steps[row].tolist()
+        found = [
+            [(step, token) for step, token in zip(*place, strict=True) if step >= 0]
+            for place in zip(steps, got.writes.ids[row].tolist(), strict=True)
+        ]
+        assert found == [[write[:2] for write in place] for place in expected.writes]
+        for column, name in enumerate(("logps", "entropies"), start=2):
+            values = getattr(got.writes, name)[row][got.writes.steps[row] >= 0]
+            wanted = torch.tensor([write[column] for place in expected.writes for write in place])
+            torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-5)
+        assert got.edits[row].item() == sum(len(place) - 1 for place in expected.writes if place)

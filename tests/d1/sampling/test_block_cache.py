@@ -112,7 +112,7 @@ def test_the_cache_changes_nothing_but_the_tokens_fed_which_are_counted(model, c
     ]
     assert (fed, fed_by_all) == (sum(costs), whole.forward_tokens.sum())
     alone, _ = sample(model, ids, mask, case, rows[-1:])
-    last = {name: getattr(got, name)[-1:] for name in vars(got)}
+    last = {name: getattr(got, name)[-1:] for name in vars(got) if name != "writes"}
     same(alone, type(got)(**last))
 
 

@@ -170,7 +170,7 @@ def test_a_cache_added_from_outside_serves_the_fixed_batch_and_the_stream(model,
     exact = rollout(model, ids, mask, mask_token_id=MASK, **GOOD)
     own = SamplingSettings(**GOOD, sampler="cached", kv_cache="mine")
     got = rollout(model, ids, mask, own, mask_token_id=MASK)
-    assert all(torch.equal(getattr(got, name), value) for name, value in vars(exact).items())
+    assert all(torch.equal(getattr(got, name), value) for name, value in vars(exact).items() if name != "writes")
     assert counts == {"blocks": 3, "passes": 6}
     prompts = [(row[real.bool()].tolist(), None) for row, real in zip(ids, mask, strict=True)]
     for _, part in rollout_stream(model, prompts, own, batch_size=2, mask_token_id=MASK):

@@ -36,7 +36,9 @@ def stream(model, ids, mask, settings, batch_size, ends):
     found = {}
     for numbers, part in rollout_stream(model, taken, settings, **options):
         for place, number in enumerate(numbers):
-            found[number] = {name: values[place] for name, values in vars(part).items()}
+            found[number] = {name: values[place] for name, values in vars(part).items() if name != "writes"}
+            if part.writes is not None:
+                found[number] |= {f"written {name}": getattr(part.writes, name)[place] for name in ("ids", "steps")}
             found[number]["ids"] = found[number]["ids"][part.ids.shape[1] - settings.gen_length :]
     assert sorted(found) == list(range(len(prompts)))
     return {name: torch.stack([found[row][name] for row in sorted(found)]) for name in found[0]}, list(found)

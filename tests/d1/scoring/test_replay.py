@@ -42,13 +42,16 @@ def model(request):
     ).eval()
 
 
+def generators_of():
+    return [keyed_generator(2, row) for row in range(len(PROMPTS))]
+
+
 def sample(model, eos_stop=False, **options):
     """A rollout of 11 tokens in blocks of 4, 4 and 3, in 7 steps, and the part of it that estimators may use."""
     options = {"gen_length": LENGTH, "block_length": 4, "steps": 7, "mask_token_id": MASK, "temperature": 0.0} | options
     visible = (PROMPTS != 0).long()
-    generators = [keyed_generator(2, row) for row in range(len(PROMPTS))]
     ends = ENDS if eos_stop else None
-    taken = rollout(model, PROMPTS, visible, generator=generators, eos_token_ids=ends, **options)
+    taken = rollout(model, PROMPTS, visible, generator=generators_of(), eos_token_ids=ends, **options)
     ids = taken.ids[:, PROMPTS.shape[1] :]
     is_end = torch.isin(ids, torch.tensor(ENDS))
     scored = is_end.cumsum(-1) - is_end.long() == 0

@@ -17,7 +17,8 @@ from d1.sampling import SamplingSettings, rollout, rollout_steps
 from d1.show.film import COLOURS, FILLED, HIDDEN, Film, chip, colour, filmed, harmless, piece, visible
 from d1.show.flow import COLUMNS, film_svg, flow
 from d1.show.page import film_data, film_page
-from d1.show.terminal import play
+from d1.show.terminal import picture, play
+from tests.d1.sampling.reference import EDITORS, MASK, make_prompts, sharper
 
 # What a model could write to do harm in a display.
 EVIL = "</script><script>document.title='owned'</script>"
@@ -221,3 +222,29 @@ def test_what_is_no_terminal_gets_a_line_a_step_and_the_text():
     assert "\x1b" not in file.getvalue()
     assert [line.partition("  ")[0] for line in lines[:3]] == ["step 1/4", "step 2/4", "step 3/4"]
     assert lines[3] == f"{EVIL}{visible(ANSI)} the"
+
+
+def edited_film(kind_dirs):
+    """A whole film of a rollout with edits, and what its rollout recorded."""
+    model = sharper(load_model(kind_dirs["llama"]))
+    ids, mask = make_prompts([4], 2)
+    chosen = {"gen_length": 8, "block_length": 8, "steps": 8, "mask_token_id": MASK, **EDITORS[1]}
+    *_, film = filmed(rollout_steps(model, ids, mask, **chosen), str, 4, "edited")
+    return film, rollout(model, ids, mask, **chosen)
+
+
+def test_films_keep_the_drafts_of_corrected_tokens(kind_dirs):
+    film, taken = edited_film(kind_dirs)
+    assert sum(map(len, film.drafts)) == taken.edits.item() > 0
+    for place, drafts in enumerate(film.drafts):
+        writes = zip(taken.writes.steps[0, place].tolist(), taken.writes.ids[0, place].tolist(), strict=True)
+        every = [[step, str(token)] for step, token in writes if step >= 0]
+        assert [draft[:2] for draft in drafts] + [[film.steps[place], film.tokens[place]]] == every
+    edited = next(place for place, drafts in enumerate(film.drafts) if drafts)
+    said = io.StringIO()
+    Console(file=said, width=200).print(picture(film, 20, Console(width=200)))
+    assert f"{taken.edits.item()} edits" in said.getvalue()
+    svg = film_svg([film])
+    assert svg.count('class="box"') == sum(map(bool, film.drafts))
+    assert f">{film.drafts[edited][0][1]}</text>" in svg
+    assert film_data(film)["drafts"][edited][0][:2] == [film.drafts[edited][0][0] + 1, film.drafts[edited][0][1]]

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from d1.show.uncertainty import Z95, sign_test, wilson_interval
+from d1.show.uncertainty import Z95, pass_at_k, sign_test, wilson_interval
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 1), (1, 1), (0, 20), (3, 20), (10, 20), (20, 20), (783, 1130)])
@@ -40,3 +40,18 @@ def test_sign_test_counts_every_outcome(wins, losses):
 def test_no_problems_no_interval():
     with pytest.raises(ValueError, match="at least one problem"):
         wilson_interval(0.5, 0)
+
+
+@pytest.mark.parametrize(("samples", "right"), [(1, 1), (4, 0), (5, 2), (6, 5), (7, 7)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(samples, right):
+    outcomes = [True] * right + [False] * (samples - right)
+    for k in range(1, samples + 1):
+        subsets = [*itertools.combinations(outcomes, k)]
+        assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.9])
+def test_pass_at_k_is_unbiased(p):
+    n, k = 6, 3
+    mean = sum(math.comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1))
+    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)

@@ -8,12 +8,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from d1.tasks import TASKS, answer_block, final_answer, last_boxed, load_task, maths
+from tests.sandbox import SANDBOXED, skip_without_sandbox
 
 ROWS = {
     "gsm8k": {"question": "?", "ground_truth": 18.0},
     "math": {"question": "?", "ground_truth": r"\frac{\pi}{7}"},
     "countdown": {"question": "?", "ground_truth": [[17, 96, 91], 22]},
     "sudoku": {"question": "Solve the following Sudoku puzzle: 0102230010030400\n", "ground_truth": "4132231412433421"},
+}
+TRUTH = {"prefix": "", "source": "with __case__(0):\n    assert f(1) == 2", "names": ["f"], "count": 1, "setup": ""}
+ROWS |= {
+    "code": {"question": "?", "ground_truth": TRUTH},
+    "programs": {"question": "?", "ground_truth": [["abcde", "ab"]]},
 }
 ROWS |= {"pocket_countdown": ROWS["countdown"], "arithmetic": ROWS["gsm8k"]}
 PIECES = [
@@ -56,11 +62,18 @@ def test_any_text_in_maths(text):
     check(text, ["math"])
 
 
+@given(TEXTS)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_text_as_a_program(text):
+    skip_without_sandbox()
+    check(f"<answer>{text}", list(SANDBOXED))
+
+
 @pytest.mark.slow
 @given(TEXTS | st.text(max_size=2000))
 @settings(max_examples=10_000, deadline=2000, suppress_health_check=list(HealthCheck))
 def test_ten_thousand_texts(text):
-    check(text, list(TASKS))
+    check(text, [name for name in TASKS if name not in SANDBOXED])
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from d1.tasks import TASKS, answer_block, few_shot_messages, final_answer, last_boxed, load_task, text_of
 from d1.tasks.data import HELD_OUT
+from tests.sandbox import skip_without_sandbox
 
 USER_TASK = Path(__file__).parent / "reverse_task.py"
 GSM8K = [
@@ -24,6 +25,35 @@ COUNTDOWN_HUB = [{"nums": [30, 100, 93], "target": 23}, {"nums": [1, 2, 3], "tar
 SUDOKU = [{"Puzzle": "0102230010030400", "Solution": "4132231412433421"}]  # leading zero
 LOCAL = {"gsm8k": [GSM8K], "math": [MATH], "countdown": [COUNTDOWN, COUNTDOWN_HUB], "sudoku": [SUDOKU]}
 LOCAL |= {"pocket_countdown": [COUNTDOWN], "arithmetic": [GSM8K]}  # small versions of tasks, read and scored like these
+HUMANEVAL = [
+    {
+        "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a disc of radius r."""\n',
+        "canonical_solution": "    return math.pi * r**2\n",
+        "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate(0) == 0\n"
+        "    assert abs(candidate(2) - 4 * math.pi) < 1e-9\n",
+        "entry_point": "area",
+    }
+]
+MBPP = [
+    {
+        "text": "Write a function to sort a list of pairs by their second values.",
+        "code": "def by_second(pairs):\n    pairs.sort(key=lambda pair: pair[1])\n    return pairs",
+        "test_setup_code": "",
+        "test_list": ["assert by_second([('a', 2), ('b', 1)]) == [('b', 1), ('a', 2)]", "assert by_second([]) == []"],
+    }
+]
+KODCODE = [
+    {
+        "question": "Write a class Stack with push and pop. An empty stack raises IndexError.",
+        "solution": "class Stack:\n    def __init__(self):\n        self.items = []\n    def push(self, item):\n"
+        "        self.items.append(item)\n    def pop(self):\n        return self.items.pop()\n",
+        "test": "from solution import Stack\n\ndef test_last_in_first_out():\n    stack = Stack()\n    stack.push(1)\n"
+        "    stack.push([2])\n    assert stack.pop() == [2]\n    assert stack.pop() == 1\n\ndef test_empty():\n"
+        "    try:\n        Stack().pop()\n    except IndexError:\n        return\n    assert False\n",
+    }
+]
+PROGRAMS = [{"input": "abdce,dbcae", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}]
+LOCAL |= {"code": [HUMANEVAL, MBPP, KODCODE], "programs": [PROGRAMS]}
 EXPRESSIONS = {23: "30 - (100 - 93)", 6: "1 + 2 + 3"}
 
 
@@ -58,6 +88,7 @@ def write(rows: list[dict], folder: Path, kind: str) -> str:
     ],
 )
 def test_local_rows_load_in_each_schema_and_a_right_completion_scores_full(name, schema, kind, tmp_path):
+    skip_without_sandbox(name)
     task = load_task(name)
     rows = task.load_rows("test", write(LOCAL[name][schema], tmp_path, kind))
     assert len(rows) == len(LOCAL[name][schema])
@@ -83,6 +114,7 @@ def test_ground_truths_are_those_of_d1s_generation_files(tmp_path):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_rewards_take_trls_arguments_as_text_or_messages_and_print_nothing(name, tmp_path, capsys):
+    skip_without_sandbox(name)
     task = load_task(name)
     rows = task.load_rows("train", write(LOCAL[name][0], tmp_path, "jsonl"))
     texts = [solution(task, row) for row in rows]
@@ -124,10 +156,23 @@ def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
         ("countdown", {"input": "1,x,3", "output": "6"}, "row 1: input and output must be integers"),
         ("sudoku", {"Puzzle": "102230010030400", "Solution": "4132231412433421"}, "row 1: Puzzle must be 16 digits"),
         ("sudoku", {"Puzzle": "0102230010030400", "Solution": "4132231412433412"}, "row 1: Solution .* does not solve"),
+        ("programs", {"input": "abc,abc", "program": "x[0]"}, "row 1: input must be two orders of abcde"),
+        ("programs", {"input": "abcde,bcdea", "program": "x[0]"}, r"row 1: program must be as in x\[3\] \+ x\[0\]"),
+        ("code", {"prompt": "?", "test_list": []}, "no row can be used: row 1, test_list must be a list of tests, got"),
+        ("code", {"question": "?", "test": "def ("}, "row 1, test is no Python: "),
+        ("code", {"question": "?", "test": "print(1)"}, "row 1, there is no assert and no test function"),
+        ("code", {"question": "?", "test": "def test(a): pass"}, "row 1, test takes parameters or has a decorator"),
+        (
+            "code",
+            {"question": "?", "test": "import numpy"},
+            "row 1, the tests import numpy, which the sandbox does not",
+        ),
+        ("code", {"question": "?", "test": "class TestIt: pass"}, "row 1, TestIt: tests in classes do not run here"),
         ("sudoku", {"Puzzle": "0102230010030402", "Solution": "4132231412433421"}, "row 1: Solution .* does not solve"),
     ],
 )
 def test_a_wrong_row_is_named(name, row, message, tmp_path):
+    skip_without_sandbox(name)
     with pytest.raises(ValueError, match=message):
         load_task(name).load_rows("test", write([row], tmp_path, "jsonl"))
 

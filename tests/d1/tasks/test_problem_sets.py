@@ -44,6 +44,7 @@ def test_the_script_writes_the_same_bytes(tmp_path):
     script.main(script.make_parser().parse_args(["--output_dir", str(tmp_path)]))
     made = sorted(tmp_path.iterdir())
     names = ["sudoku_{}.csv", "countdown_{}.jsonl", "pocket_countdown_{}.jsonl", "arithmetic_{}.jsonl"]
+    names += ["programs_{}.jsonl"]
     assert [path.name for path in made] == sorted(name.format(split) for name in names for split in SPLITS)
     for path in made:
         assert path.read_bytes() == (FOLDER / path.name).read_bytes(), path.name
@@ -148,3 +149,13 @@ def test_arithmetic_numbers_are_disjoint_between_splits():
     rows = {split: arithmetic(split) for split in SPLITS}
     assert [len(found) for found in rows.values()] == [4000, 512, 512]
     assert len({numbers(row) for found in rows.values() for row in found}) == 5024
+
+
+def test_programs_are_all_functions_each_in_one_split():
+    found = []
+    for split, count in (("train", 2101), ("validation", 512), ("test", 512)):
+        rows = [json.loads(line) for line in (FOLDER / f"programs_{split}.jsonl").read_text().splitlines()]
+        assert len(rows) == count
+        assert {row["input"] for row in rows} == {"abcde,edcba"}
+        found += [row["program"] for row in rows]
+    assert sorted(found) == [" + ".join(f"x[{place}]" for place in p) for p in product(range(5), repeat=5)]

@@ -1,0 +1,88 @@
+"""python -m d1 sandbox check: whether programs can be judged on this machine, and what to install where they cannot."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from d1.sandbox import WORKERS, Cases, Limits, SandboxError, passed, working_python
+
+WRITES = """
+def f():
+    found = []
+    for folder in ("/", "/usr", "/home", "/dev", "/dev/shm", "/tmp"):
+        try:
+            open(folder + "/written", "w").close()
+            found.append(folder)
+        except OSError:
+            pass
+    return found
+"""
+FORKS = """
+import os, time
+def f():
+    for count in range(1000):
+        try:
+            if not os.fork():
+                time.sleep(100)
+        except OSError:
+            return count
+"""
+FILLS = """
+def f():
+    with open("/tmp/file", "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 20)) == 1 << 20:
+                pass
+        except OSError:
+            pass
+        return file.tell()
+"""
+HOLDS = """
+def f(size):
+    try:
+        return len(bytearray(size))
+    except MemoryError:
+        return 0
+"""
+PROBES = {  # what must be true -> a program and a test of it
+    "no network": ("import socket\ndef f(): return [name for _, name in socket.if_nameindex()]", "f() == ['lo']"),
+    "no other process": ("import os\ndef f(): return os.getpid(), os.path.exists('/proc')", "f() == (2, False)"),
+    "an empty environment and home": (
+        "import os\ndef f(): return len(os.environ), os.listdir('/home')",
+        "f() == (0, [])",
+    ),
+    "no file but in /tmp can be written": (WRITES, "f() == ['/tmp']"),
+    "files are limited": (FILLS, "0 < f() <= {files} << 20"),
+    "memory is limited": (HOLDS, "f({memory} << 19) and not f({memory} << 20)"),
+    "processes are limited": (FORKS, "0 < f() < {processes}"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["check"], help="start programs in the sandbox and report what they could do")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints a line for each probe.
+
+    Raises:
+        SandboxError: there is no sandbox, or a probe fails.
+    """
+    python, limits = working_python(), Limits()
+    version = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    sys.stdout.write(f"{version}, Python {python}, {WORKERS} programs at a time\n")
+    sizes = vars(limits)
+    faults = []
+    for name, (program, test) in PROBES.items():
+        source = f"with __case__(0):\n    assert {test.format(**sizes)}"
+        ok = bool(passed(program, Cases(source, ("f",), 1), limits))
+        sys.stdout.write(f"{'ok    ' if ok else 'FAILED'} {name}\n")
+        faults += [name] * (not ok)
+    if faults:
+        raise SandboxError(
+            f"not so in this sandbox: {'; '.join(faults)}. Linux 5.14 and bubblewrap 0.8 or newer are needed"
+        )
+    most = WORKERS * 2 * limits.processes * limits.memory / 1024
+    sys.stdout.write(f"limits per program: {limits}; at most {most:g} GiB of main memory in all\n")

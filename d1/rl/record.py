@@ -1,0 +1,31 @@
+"""The record of a rollout as columns of a batch, and what sampling took."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from d1.rl.updates import Batch
+from d1.sampling import Rollout
+
+
+def recorded(sampled: Rollout) -> tuple[Batch, dict[str, float]]:
+    """The columns (rows, canvas) of a rollout, with editing also those of all writes, (rows, canvas, writes); and what
+    it took of each row, on average. Waits for the device."""
+    counts = [sampled.passes, sampled.forward_tokens, sampled.edits, sampled.most_writes]
+    passes, fed, edits, most = torch.stack(counts).cpu()
+    costs = {"sampling/forward_passes": passes, "sampling/forward_tokens": fed}
+    record = {"canvas_ids": sampled.ids[:, -sampled.logps.shape[1] :], "reveal_steps": sampled.reveal_steps}
+    record |= {"rollout_logps": sampled.logps, "rollout_entropies": sampled.entropies}
+    if sampled.writes is not None:
+        record |= {f"write_{name}": of[..., : int(most.max())] for name, of in sampled.writes._asdict().items()}
+        costs["sampling/edits"] = edits
+    return record, {name: of.float().mean().item() for name, of in costs.items()}
+
+
+def sampled_logps(batch: Batch, replayed: bool) -> Tensor:
+    """(rows, canvas) the sampler's log-prob of each token; of one that was written several times the mean over these,
+    if they are `replayed`, else the last."""
+    if not replayed or "write_logps" not in batch:
+        return batch["rollout_logps"]
+    return batch["write_logps"].sum(-1) / (batch["write_steps"] >= 0).sum(-1).clamp(min=1)

@@ -1,0 +1,109 @@
+"""Noise that stays visible: some answer tokens are replaced, and the model learns to correct them (LLaDA2.1's T2T).
+
+Published is that SFT mixes masks with tokens that are to be recovered from random noise, and augments by several turns
+(LLaDA2.1, arXiv 2602.08676, section 3.1). Shares, weights, drafts and turns are this library's own choices:
+
+- Of the answer tokens that no mask hides, each is replaced with probability `share`: by an id drawn uniformly from the
+  vocabulary, or by the model's own draft: a draw from what it predicts there with these tokens hidden, too.
+- Replaced tokens count with `weight`, unchanged visible ones with `keep_weight`, hidden ones with 1 / t' as ever. Equal
+  weights make p(token | what is seen) the true one; without the second, a model learns that what it sees is wrong.
+- With `turns` > 1 the model's draws at the replaced tokens take their places, and it corrects these in turn. The loss
+  is the mean over turns. No gradient goes through a draft.
+
+Numbers come from the row's own generator, after those of its mask: without this noise no draw changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from d1.models.head import CHUNK_ELEMENTS, body_and_head, calls_in_step, run_inside
+
+GOLDEN = 0.6180339887498949  # turn by turn, u + this modulo 1 is uniform again
+
+
+@dataclass(frozen=True)
+class EditNoise:
+    """The settings above, as `SFTConfig` has them."""
+
+    kind: str  # "uniform" or "draft"
+    share: float
+    weight: float
+    keep_weight: float
+    turns: int
+
+    @classmethod
+    def of(cls, config: Any) -> EditNoise | None:
+        """Those of an `SFTConfig`; None without this noise."""
+        if config.edit_noise is None:
+            return None
+        return cls(config.edit_noise, config.edit_share, config.edit_weight, config.edit_keep_weight, config.edit_turns)
+
+    def draw(self, answer: Tensor, hidden: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+        """Which tokens of a row are replaced, (tokens,) bool, and uniform numbers (tokens,) that say by what."""
+        numbers = torch.zeros(2, len(answer))
+        numbers[:, answer] = torch.rand(2, int(answer.sum()), generator=generator)
+        return answer & ~hidden & (numbers[0] < self.share), numbers[1]
+
+    def replaced(self, noised: Tensor, edited: Tensor, draws: Tensor, vocabulary: int, mask_token_id: int) -> Tensor:
+        """`noised` (...) with uniform ids where `edited`; those of drafts are hidden until the model has drawn them."""
+        if self.kind == "draft":
+            return noised.masked_fill(edited, mask_token_id)
+        ids = (draws.double() * (vocabulary - 1)).long()
+        return torch.where(edited, ids + (ids >= mask_token_id), noised)
+
+
+def drawn_ids(
+    head: Callable[[Tensor], Tensor], states: Tensor, draws: Tensor, calls: int, mask_token_id: int
+) -> Tensor:
+    """(n,) ids, each the quantile `draws` (n,) of the distribution at its state (n, hidden), without the mask token."""
+    parts = []
+    for some, numbers in zip(states.tensor_split(calls), draws.tensor_split(calls), strict=True):
+        logits = head(some).double()
+        logits[..., mask_token_id] = -torch.inf
+        summed = logits.softmax(-1).cumsum(-1)
+        found = torch.searchsorted(summed, numbers.double().unsqueeze(-1) * summed[..., -1:], right=True).squeeze(-1)
+        parts.append(found.clamp(max=logits.shape[-1] - 1))
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def drafted(
+    model: Any,
+    inputs: dict[str, Any],
+    asked: Tensor,
+    at: tuple[Tensor, Tensor],
+    turn: int,
+    mask_token_id: int,
+    states_of: Callable[..., Tensor],
+) -> dict[str, Any]:
+    """A batch whose replaced tokens are the model's own draws, without dropout.
+
+    Args:
+        model: as it is wrapped for training: every process has to call it.
+        asked: (rows, length) bool on the CPU, where `at` points: the replaced tokens, or another one if there are none.
+        states_of: of `trainer.py`.
+    """
+
+    def draw(inner: Any) -> Tensor:
+        states = states_of(inner, inputs, asked, at)
+        at_once = max(1, CHUNK_ELEMENTS // 4 // inner.config.vocab_size)  # fp64, and a sum as large
+        calls = calls_in_step(inner, -(-len(states) // at_once))
+        return drawn_ids(
+            body_and_head(inner)[1], states, (inputs["draws"][at] + turn * GOLDEN) % 1, calls, mask_token_id
+        )
+
+    training = model.training
+    model.eval()
+    try:
+        ids = run_inside(model, draw)
+    finally:
+        model.train(training)
+    noised = inputs["input_ids"].clone()
+    noised[at] = torch.where(inputs["edited"][at], ids, noised[at])
+    return inputs | {"input_ids": noised}

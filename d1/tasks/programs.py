@@ -1,0 +1,105 @@
+"""Programs by example, a coding task of pocket size: from two examples of f find the expression in x that f is.
+
+f takes a text of five letters to another one of five, each a letter of x: `x[3] + x[0] + x[0] + x[2] + x[1]`. An answer
+is whatever Python makes of it: it runs in the sandbox as the body of f, on both examples and on "vwxyz", which is not
+shown. Rows are `{"input": "abcde,edcba", "program": "x[3] + x[0] + x[0] + x[2] + x[1]"}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from datasets import Dataset
+
+from d1.sandbox import Cases, working_python
+from d1.tasks import answer_block, ask, format_completion
+from d1.tasks.code import CONCURRENT, JUDGED, judged_by
+from d1.tasks.data import JSON, file_of, read_file, task_rows
+
+__all__ = ["CONCURRENT", "JUDGED", "REWARDS", "demonstrate", "extract", "load_rows", "score"]
+
+INSTRUCTIONS = "Find the function f from two examples."
+ANSWER = "the expression in x alone"
+COLUMNS = ("input", "program")
+INPUTS, HIDDEN = ("abcde", "edcba"), "vwxyz"  # of the shipped examples; what an answer is judged on beyond them
+PLACES = len(HIDDEN)  # letters of x, and of f(x)
+
+Function = tuple[int, ...]  # the place in x of each letter of f(x)
+
+
+def functions() -> list[Function]:
+    """All functions of the task."""
+    return list(product(range(PLACES), repeat=PLACES))
+
+
+def program_of(function: Function) -> str:
+    return " + ".join(f"x[{place}]" for place in function)
+
+
+def value_at(function: Function, x: str) -> str:
+    return "".join(x[place] for place in function)
+
+
+def asked(inputs: Sequence[str], function: Function) -> str:
+    """The question that these examples make."""
+    return "\n".join(f"f({x!r}) = {value_at(function, x)!r}" for x in inputs)
+
+
+def load_rows(split: str, data_file: str | None = None) -> Dataset:
+    """Problems of `dataset/programs_{split}.jsonl`, whose splits share no function, or of `data_file`.
+
+    Raises:
+        SandboxError: there is no sandbox here.
+    """
+    path = file_of(split, data_file, "programs_{}.jsonl")
+    working_python()
+    return task_rows(path, read_file(path, COLUMNS), _task_row, JSON)
+
+
+def read_row(row: dict[str, Any]) -> tuple[list[str], Function]:
+    """The inputs of a row's examples, and its function."""
+    inputs = str(row["input"]).split(",")
+    if len(inputs) != 2 or not all(sorted(x) == sorted(INPUTS[0]) for x in inputs):
+        raise ValueError(f"input must be two orders of {INPUTS[0]}, as in abcde,edcba, got {row['input']!r:.80}")
+    if not re.fullmatch(r"x\[[0-4]\]( \+ x\[[0-4]\]){4}", str(row["program"])):
+        raise ValueError(f"program must be as in x[3] + x[0] + x[0] + x[2] + x[1], got {row['program']!r:.80}")
+    return inputs, tuple(map(int, re.findall(r"\d", row["program"])))
+
+
+def _task_row(row: dict[str, Any]) -> dict[str, Any]:
+    inputs, function = read_row(row)
+    question = asked(inputs, function)
+    return {
+        "prompt": ask(question, INSTRUCTIONS, ANSWER),
+        "question": question,
+        "ground_truth": [[x, value_at(function, x)] for x in (*inputs, HIDDEN)],
+        "solution": row["program"],
+    }
+
+
+def extract(text: str) -> str | None:
+    """The expression in a completion's last answer block, or None."""
+    return answer_block(text) or None
+
+
+def demonstrate(row: dict[str, Any]) -> str:
+    """The expression that comes with a row."""
+    return format_completion("", row["solution"])
+
+
+def read_program(text: str, examples: Any) -> tuple[str | None, Cases]:
+    """A completion's answer as the function f; a case per example, and one per letter of the hidden one."""
+    try:
+        *shown, (x, y) = examples
+        checks = [f"f({a!r}) == {b!r}" for a, b in shown] + [f"f({x!r})[{i}] == {y[i]!r}" for i in range(len(y))]
+    except (TypeError, ValueError):
+        raise ValueError(f"the ground truth must be pairs of texts, got {examples!r:.80}") from None
+    cases = [f"with __case__({number}):\n    assert {check}" for number, check in enumerate(checks)]
+    answer = extract(text)
+    return answer and f"def f(x):\n    return {answer}", Cases("\n".join(cases), ("f",), len(cases))
+
+
+REWARDS, score = judged_by(read_program)

@@ -1,0 +1,98 @@
+"""The tables of README.md, from data/runs.jsonl.
+
+    python -m studies.editing.report
+
+Writes the part of README.md below its marker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+from d1.runs.entry import OneLineParser, run_script
+from studies.editing.run import BASES, DATA, SAMPLERS
+from studies.json_lines import read_lines
+from studies.samplers.cost import with_margin
+
+MARKER = "<!-- made by python -m studies.editing.report -->\n"
+HEAD = [
+    "sampler",
+    "model",
+    "solved, %",
+    "passes",
+    "tokens per pass",
+    "edits",
+    "corrected",
+    "spoiled",
+    "against unedited",
+]
+
+
+def mean(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.1f}{spread}"
+
+
+def outcomes(runs: list[dict[str, Any]]) -> list[float]:
+    """The share of seeds that solve each problem."""
+    return [statistics.fmean(map(int, column)) for column in zip(*(run["solved"] for run in runs), strict=True)]
+
+
+def changed(runs: list[dict[str, Any]], before: str, after: str) -> str:
+    """Per 100 completions, those whose drafts had one outcome and whose text has the other; all seeds together."""
+    pairs = [pair for run in runs for pair in zip(run["drafts"], run["solved"], strict=True)]
+    return f"{100 * pairs.count((before, after)) / len(pairs):.1f}"
+
+
+def against(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) -> str:
+    """Points above the best unedited setting of any model that takes no more passes, with its 95% interval."""
+    passes = statistics.fmean(run["passes"] for run in runs)
+    cheaper = [other for other in unedited if statistics.fmean(run["passes"] for run in other) <= passes]
+    if not cheaper:
+        return "none is as fast"
+    best = outcomes(max(cheaper, key=lambda other: statistics.fmean(outcomes(other))))
+    gain, margin = with_margin([a - b for a, b in zip(outcomes(runs), best, strict=True)])
+    return f"{gain:+.1f} ± {margin:.1f}"
+
+
+def table(task: str, lines: list[dict[str, Any]]) -> str:
+    own = [line for line in lines if line["task"] == task]
+    noises = list(dict.fromkeys(line["noise"] for line in own))
+    by_name = {
+        (name, noise): [line["samplers"][name] for line in own if line["noise"] == noise and name in line["samplers"]]
+        for name in SAMPLERS
+        for noise in noises
+    }
+    by_name = {key: runs for key, runs in by_name.items() if runs}
+    unedited = [runs for runs in by_name.values() if "edits" not in runs[0]]
+    rows = [HEAD, ["---"] * len(HEAD)]
+    for (name, noise), runs in by_name.items():
+        solved = mean([100 * run["solved"].count("1") / len(run["solved"]) for run in runs])
+        cost = [f"{statistics.fmean(run['passes'] for run in runs):.2f}"]
+        cost += [f"{statistics.fmean(run['tokens'] / run['passes'] for run in runs):.2f}"]
+        edits = [""] * 4
+        if "edits" in runs[0]:
+            count = statistics.fmean(run["edits"] for run in runs)
+            edits = [f"{count:.2f}", changed(runs, "0", "1"), changed(runs, "1", "0"), against(runs, unedited)]
+        rows.append([name, noise, solved, *cost, *edits])
+    seeds = len({line["seed"] for line in own})
+    title = f"## {task}, {seeds} seeds, {len(own[0]['samplers'][next(iter(SAMPLERS))]['solved'])} problems\n\n"
+    return title + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    return OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def main(args: argparse.Namespace) -> None:
+    path, lines = Path(__file__).with_name("README.md"), read_lines(DATA)
+    opening = path.read_text().partition(MARKER)[0]
+    tables = [table(task, lines) for task in BASES if any(line["task"] == task for line in lines)]
+    path.write_text(opening + MARKER + "\n" + "\n".join(tables))
+
+
+if __name__ == "__main__":
+    run_script("studies.editing.report", lambda: main(make_parser().parse_args()))

@@ -1,0 +1,433 @@
+"""Programs that attack the sandbox or its judge: none passes a test that it does not earn, none does harm."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d1.sandbox import Cases, Limits, SandboxError, passed, shares_passed, working_python
+from d1.sandbox.inside import pack, unpack
+from tests.sandbox import skip_without_sandbox
+
+skip_without_sandbox()
+
+LIMITS = Limits(seconds=3.0625, cpu_seconds=1, memory=256, processes=6, files=4)
+MARK = '"seconds": 3.0625'  # in the command line of every process of these sandboxes
+
+
+def cases(*checks: str, names: tuple[str, ...] = ("f",)) -> Cases:
+    sources = [f"with __case__({number}):\n    assert {check}" for number, check in enumerate(checks)]
+    return Cases("\n".join(sources), names, len(sources))
+
+
+SQUARES = cases("f(2) == 5", "f(3) == 10", "f(-4) == 17", "not f(0) != 1", "f(10) > 100")
+RIGHT = "def f(x):\n    return x * x + 1"
+# Some hold the right function, too, so that what they do on the way decides.
+ATTACKS = {
+    "fork_bomb": """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+""",
+    "endless_loop": """
+def f(x):
+    while True:
+        pass
+""",
+    "sleep": "import time\ntime.sleep(1000)",
+    "memory": f"held = bytearray(10 << 30)\n{RIGHT}",
+    "memory_in_pieces": "held = []\nwhile True:\n    held.append(bytes(1 << 20))",
+    "output": """
+import os
+while True:
+    for stream in range(20):
+        try:
+            os.write(stream, b"x" * (1 << 20))
+        except OSError:
+            pass
+""",
+    "long_reply": "def f(x):\n    return 'x' * (1 << 24)",
+    "deep_reply": """
+def f(x):
+    value = []
+    for _ in range(900):
+        value = [value]
+    return value
+""",
+    "files": f"for n in range(10_000):\n    open(f'/tmp/{{n}}', 'wb').write(bytes(1 << 20))\n{RIGHT}",
+    "sys_exit": f"import sys\n{RIGHT}\nsys.exit(0)",
+    "sys_exit_in_a_call": "import sys\ndef f(x):\n    sys.exit(0)",
+    "os_exit_in_a_call": "import os\ndef f(x):\n    os._exit(0)",
+    "raise_system_exit": "raise SystemExit(0)",
+    "atexit": "import atexit, os\natexit.register(os._exit, 0)\natexit.register(print, 0)\ndef f(x):\n    return None",
+    "print_a_pass": """
+import os
+for stream in range(64):
+    try:
+        os.write(stream, b"0\\n1\\n2\\n3\\n4\\n")
+    except OSError:
+        pass
+print("0\\n1\\n2\\n3\\n4\\n5 passed")
+""",
+    "patch_assert": """
+import builtins, sys
+builtins.AssertionError = type("Never", (Exception,), {})
+sys.excepthook = lambda *_: None
+def f(x):
+    return None
+""",
+    "patch_the_judge": """
+import sys
+main = sys.modules["__main__"]
+for name in ("Case", "Program", "Remote", "unpack", "examine"):
+    setattr(main, name, lambda *_: True)
+def f(x):
+    return None
+""",
+    "equal_to_all": """
+class Yes:
+    def __eq__(self, _): return True
+    __ne__ = __gt__ = __lt__ = __ge__ = __le__ = __eq__
+    def __bool__(self): return True
+def f(x):
+    return Yes()
+""",
+    "number_equal_to_all": """
+class Yes(int):
+    def __eq__(self, _): return True
+    __gt__ = __lt__ = __eq__
+    __hash__ = int.__hash__
+def f(x):
+    return Yes()
+""",
+    "read_the_frames": """
+import gc, sys
+def f(x):
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen += [frame.f_globals, frame.f_locals]
+        frame = frame.f_back
+    held = str([item for item in gc.get_objects() + seen if isinstance(item, (dict, list, str))])
+    return {2: 5, 3: 10, -4: 17, 0: 1, 10: 101}[x] if "f(2) == " + "5" in held else None
+""",
+    "forge_replies": """
+import os
+def f(x):
+    for stream in range(3, 20):
+        try:
+            os.write(stream, b'["pass"]\\n' + b'["error", ["StopIteration"], ""]\\n' * 20)
+        except OSError:
+            pass
+""",
+    "shadow_the_tests_names": """
+import contextlib
+def __case__(number):
+    return contextlib.suppress(Exception)
+def f(x):
+    return None
+""",
+    "no_python": "this is no Python",
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, float]:
+    shares = shares_passed(ATTACKS.values(), [SQUARES] * len(ATTACKS), LIMITS)
+    return dict(zip(ATTACKS, shares, strict=True))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_scores_nothing(attack: str, verdicts: dict[str, float]) -> None:
+    assert verdicts[attack] == 0
+
+
+def test_what_is_right_passes_and_what_is_partly_right_passes_in_part() -> None:
+    programs = [RIGHT, "def f(x):\n    return 5", "def f(x):\n    return x * x + 1 if x > 0 else 1 / 0", "", None]
+    assert shares_passed(programs, [SQUARES] * 5) == [1.0, 0.2, 0.6, 0.0, 0.0]
+
+
+def processes(mark: str = MARK) -> list[str]:
+    """Command lines on this machine that hold these limits."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found += [line for line in [path.read_text(errors="replace")] if mark in line]
+    return found
+
+
+def wait_until_none_is_left() -> None:
+    for _ in range(100):
+        if not processes():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{len(processes())} processes are left")
+
+
+def test_nothing_is_left_of_the_attacks(verdicts: dict[str, float]) -> None:
+    wait_until_none_is_left()
+
+
+def test_children_that_sleep_end_with_their_program() -> None:
+    forks = (
+        "import os, time\nfor _ in range(3):\n    if not os.fork():\n        os.setsid()\n        time.sleep(1000)\n"
+    )
+    program = forks + RIGHT
+    assert passed(program, SQUARES, LIMITS) == {0, 1, 2, 3, 4}
+    wait_until_none_is_left()
+
+
+def test_the_sandboxes_of_a_killed_run_end_with_it() -> None:
+    program = "import time\ntime.sleep(1000)"
+    tests = Cases("with __case__(0):\n    pass", (), 1)
+    limits = Limits(seconds=300.0625)
+    source = f"from d1.sandbox import *\npassed({program!r}, {tests!r}, {limits!r})"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    run = subprocess.Popen([sys.executable, "-c", source], env=environment)
+    mark = '"seconds": 300.0625'
+
+    def wait_for(holds: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    wait_for(lambda: len(processes(mark)) >= 4)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    wait_for(lambda: not processes(mark))
+
+
+def facts(program: str, *checks: str) -> None:
+    """All of these must hold of f, which tells what a program could do in the sandbox."""
+    assert passed(program, cases(*checks), LIMITS) == {*range(len(checks))}
+
+
+def test_no_key_no_environment_and_no_other_process_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "key"
+    secret.write_text("secret")
+    secret.chmod(0o644)
+    monkeypatch.setenv("API_KEY", "secret")
+    program = """
+import os
+def f(path=None):
+    if path:
+        return os.path.exists(path)
+    return [len(os.environ), os.listdir("/home"), os.path.exists("/proc"), os.getuid()]
+"""
+    paths = [secret, Path.home() / ".ssh", "/etc/passwd", "/etc/shadow", "/var", "/sys", "/run", Path(__file__)]
+    facts(program, "f() == [0, [], False, 65534]", *(f"not f({str(path)!r})" for path in paths))
+
+
+def test_no_address_can_be_reached() -> None:
+    with socket.socket() as server, socket.socket(socket.AF_UNIX) as local:
+        server.bind(("0.0.0.0", 0))
+        server.listen()
+        server.setblocking(False)
+        local.bind("\0d1-sandbox-test")
+        local.listen()
+        program = """
+import socket
+def f(host, port):
+    try:
+        socket.create_connection((host, port), 1)
+    except OSError as error:
+        return type(error).__name__
+def g():
+    try:
+        socket.socket(socket.AF_UNIX).connect("\\0d1-sandbox-test")
+    except OSError as error:
+        return type(error).__name__
+"""
+        port = server.getsockname()[1]
+        own = socket.gethostbyname(socket.gethostname())
+        checks = [f"f({host!r}, {port})" for host in ("127.0.0.1", own, "1.1.1.1", "::1")]
+        tests = cases(*checks, "g() == 'ConnectionRefusedError'", names=("f", "g"))
+        assert passed(program, tests, LIMITS) == {*range(5)}
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_nothing_can_be_killed_and_no_limit_raised() -> None:
+    """Signals reach the sandbox's own processes alone; the tests' side is in another one."""
+    program = """
+import ctypes, os, resource, signal
+def f():
+    killed = []
+    for process in (os.getppid(), 1, OUTSIDE):
+        try:
+            os.kill(process, signal.SIGKILL)
+            killed.append(process)
+        except OSError:
+            pass
+    return os.getppid(), killed
+def raises():
+    for name in ("NPROC", "AS", "CPU", "FSIZE"):
+        try:
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (-1, -1))
+        except (ValueError, OSError):
+            continue
+        return name
+    return "none"
+def namespaces():
+    return ctypes.CDLL(None).unshare(0x10000000)
+""".replace("OUTSIDE", str(os.getpid()))
+    tests = cases("raises() == 'none'", "namespaces() == -1", "f() == (1, [1, 1])", names=("f", "raises", "namespaces"))
+    assert {0, 1} <= passed(program, tests, LIMITS)  # with its first process a sandbox may end
+    assert not passed("import os\nos.kill(-1, 9)\n" + RIGHT, SQUARES, LIMITS)
+
+
+def test_nothing_outside_can_be_written(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("as it was")
+    outside.chmod(0o666)
+    program = """
+import os
+def f(path):
+    link = "/tmp/link"
+    if os.path.lexists(link):
+        os.unlink(link)
+    os.symlink(path, link)
+    written = 0
+    for target in (path, link, "/tmp/../" + path):
+        try:
+            with open(target, "w") as file:
+                written += file.write("x")
+        except OSError:
+            pass
+    return written
+"""
+    paths = [outside, "/usr/bin/python3", "/dev/shm/x", "/x", "/home/x", "/etc/ld.so.cache"]
+    facts(program, *(f"f({str(path)!r}) == 0" for path in paths))
+    assert outside.read_text() == "as it was"
+    assert os.listdir(tmp_path) == ["outside"]
+
+
+# ---- what tests may do
+
+
+def test_objects_of_the_program_mutations_and_exceptions_reach_the_tests() -> None:
+    program = """
+class Stack:
+    def __init__(self, items=()): self.items = list(items)
+    def push(self, item, *, twice=False): self.items += [item] * (1 + twice)
+    def __len__(self): return len(self.items)
+    def __getitem__(self, index): return self.items[index]
+    def __iter__(self): return iter(self.items)
+class Missing(KeyError): pass
+def fill(given, names, seen): given.append(4); names["a"] = {1: (2, b"x")}; seen.discard(1)
+def lose(): raise Missing("key")
+def count(): yield from (1, 2)
+"""
+    source = """
+with __case__(0):
+    stack = Stack([1])
+    stack.push(2, twice=True)
+    assert len(stack) == 3 and stack[-1] == 2 and list(stack) == [1, 2, 2] and isinstance(stack, Stack)
+with __case__(1):
+    given, names, seen = [3], {}, {1, 2}
+    fill(given, names, seen)
+    assert (given, names, seen) == ([3, 4], {"a": {1: (2, b"x")}}, {2})
+with __case__(2):
+    try:
+        lose()
+    except KeyError as error:
+        assert "key" in str(error)
+    else:
+        raise AssertionError
+with __case__(3):
+    assert list(count()) == [1, 2]
+with __case__(4):
+    assert Stack([1]) == Stack([1])
+with __case__(5):
+    assert solution.Stack([5])[0] == 5
+"""
+    names = ("Stack", "fill", "lose", "count", "solution")
+    assert passed(program, Cases(source, names, 6)) == {0, 1, 2, 3, 5}  # no program says what equals what
+
+
+def test_a_program_that_has_ended_passes_nothing_that_the_tests_catch() -> None:
+    source = """
+with __case__(0):
+    assert f(1) == 2
+with __case__(1):
+    try:
+        f(0)
+    except BaseException:
+        pass
+with __case__(2):
+    pass
+"""
+    program = "import os\ndef f(x):\n    return 2 if x else os._exit(0)"
+    assert passed(program, Cases(source, ("f",), 3)) == {0}
+
+
+PLAIN = (
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text()
+        | st.binary()
+        | st.complex_numbers(allow_nan=False),
+        lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
+        max_leaves=10,
+    )
+    | st.sets(st.integers() | st.text())
+    | st.frozensets(st.integers())
+)
+
+
+def typed(value: Any) -> Any:
+    """A value with the types of all that is in it, so that 1, 1.0 and True differ."""
+    if isinstance(value, dict):
+        return dict, [(typed(k), typed(v)) for k, v in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [typed(item) for item in value]
+    return type(value), value
+
+
+@settings(max_examples=50, deadline=None)
+@given(PLAIN)
+def test_plain_values_come_back_as_they_were(value: Any) -> None:
+    assert typed(unpack(json.loads(json.dumps(pack(value, None))), None)) == typed(value)
+
+
+# ---- without a sandbox
+
+
+def test_without_bubblewrap_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(SandboxError, match=r"there is no `bwrap` here: `apt-get install bubblewrap`"):
+        working_python.__wrapped__()
+
+
+def test_a_bubblewrap_that_fails_is_quoted_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
+    for path in (broken, *list(broken.parents)[:3]):
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(SandboxError, match=r"uid map: Permission denied\. allow bubblewrap to make user namespaces"):
+        working_python.__wrapped__()
+
+
+@pytest.mark.parametrize(("name", "value"), [("seconds", 0), ("memory", 8), ("processes", 1.5), ("files", 0)])
+def test_limits_have_ranges(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"out of range: --{name} {value} \(must be"):
+        Limits(**{name: value})

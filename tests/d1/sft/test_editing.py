@@ -1,0 +1,180 @@
+"""SFT with visible noise: the loss against a loop over tokens, however a batch is split; what is replaced; one run."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from d1.models import load_model, load_tokenizer
+from d1.sft.batches import IGNORED, dLLMDataCollator, dLLMSFTDataset
+from d1.sft.config import SFTConfig
+from d1.sft.editing import GOLDEN, EditNoise
+from tests.d1.sft.test_loss import ROWS, WAYS, assert_same, found, make_trainer, model_of, rows_of_all_lengths
+
+MASK = 3
+NOISES = [
+    EditNoise("uniform", 0.4, 2.0, 0.0, 1),
+    EditNoise("draft", 0.4, 0.5, 0.7, 1),
+    EditNoise("draft", 0.6, 1, 1, 2),
+]
+SOME_WAYS = ["full attention", "blocks", "packed", "packed blocks"]
+
+
+def trainer_with(noise, model_dir, folder, batch, accumulation, **way):
+    trainer = make_trainer(model_dir, folder, batch, accumulation, **way)
+    trainer.data_collator.edits = noise
+    return trainer
+
+
+def logits_of(model, clean, shown, size):
+    """(length, vocab) of one row, block by block behind the clean text before it."""
+    parts = [
+        model(input_ids=torch.cat([clean[:start], shown[start : start + size]])[None]).logits[0, start:]
+        for start in range(0, len(clean), size)
+    ]
+    return torch.cat(parts)
+
+
+def drawn(logits, number):
+    """The first id whose probability, with those of the ids before it, exceeds `number`; never the mask token."""
+    weights = [0.0 if k == MASK else p for k, p in enumerate(logits.softmax(-1).tolist())]
+    sums = [*itertools.accumulate(weights)]
+    return next(k for k, total in enumerate(sums) if total > number * sums[-1])
+
+
+def by_hand(noise, model_dir, folder, **way):
+    """Loss and gradient: all rows without padding, token by token."""
+    way = {name: value for name, value in way.items() if name != "packed"}
+    model = model_of(model_dir, way.get("block_size"), dtype=torch.float64).eval()
+    (batch,) = trainer_with(noise, model_dir, folder, ROWS, 1, **way).get_train_dataloader()
+    total, answers = torch.zeros((), dtype=torch.float64), (batch["labels"] != IGNORED).sum()
+    columns = ("input_ids", "labels", "attention_mask", "t", "edited", "draws")
+    for ids, labels, visible, t, edited, numbers in zip(*(batch[name] for name in columns), strict=True):
+        length = int(visible.sum())
+        shown, clean = ids[:length].clone(), torch.where(labels == IGNORED, ids, labels)[:length]
+        times = t.expand(length) if t.dim() == 0 else t
+        size = way.get("block_size", length)
+        for turn in range(noise.turns):
+            if turn or noise.kind == "draft":
+                with torch.no_grad():
+                    logits = logits_of(model, clean, shown, size)
+                for place in edited[:length].nonzero().flatten().tolist():
+                    shown[place] = drawn(logits[place], (numbers[place].item() + turn * GOLDEN) % 1)
+            logits = logits_of(model, clean, shown, size)
+            for place in (labels[:length] != IGNORED).nonzero().flatten().tolist():
+                weight = 1 / ((1 - 1e-3) * times[place].double() + 1e-3)
+                if edited[place]:
+                    assert shown[place] != MASK
+                    weight = noise.weight
+                elif shown[place] != MASK:
+                    assert shown[place] == clean[place]
+                    weight = noise.keep_weight
+                total = total - weight * logits[place].log_softmax(-1)[clean[place]] / noise.turns / answers
+    total.backward()
+    return total.item(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: f"{noise.kind} {noise.turns}")
+@pytest.mark.parametrize("way", SOME_WAYS)
+def test_loss_and_gradient_are_those_of_a_loop_however_a_batch_is_split(tiny_model_dir, tmp_path, way, noise):
+    expected = by_hand(noise, tiny_model_dir, tmp_path, **WAYS[way])
+    for batch, accumulation in [(8, 1), (2, 4)]:
+        folder = tmp_path / str(batch)
+        trainer = trainer_with(noise, tiny_model_dir, folder, batch, accumulation, **WAYS[way])
+        trainer.train()
+        trainer.save_model()
+        trainer.save_state()
+        assert_same(found(tiny_model_dir, folder), expected, atol=1e-5)  # norms are computed in fp32
+
+
+def batches(noise, **options):
+    """A batch with and one without the noise."""
+
+    class Tokens:
+        mask_token_id, eos_token_id, pad_token_id = MASK, 2, 0
+
+        def __len__(self):
+            return 60
+
+    rows = dLLMSFTDataset(rows_of_all_lengths(64), Tokens(), 64, eos_padding=1)
+    features = [rows[i] for i in range(64)]
+    return [dLLMDataCollator(Tokens(), edits=one, **options)(features) for one in (noise, None)]
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 4}, {"complementary": True}], ids=str)
+def test_masks_stay_and_a_share_of_the_visible_answer_is_replaced(options):
+    noise = EditNoise("uniform", 0.25, 1.0, 1.0, 1)
+    noisy, plain = batches(noise, **options)
+    assert torch.equal(noisy["t"], plain["t"])
+    assert torch.equal(noisy["labels"], plain["labels"])
+    edited, answer, hidden = noisy["edited"], plain["labels"] != IGNORED, plain["input_ids"] == MASK
+    assert torch.equal(noisy["input_ids"][~edited], plain["input_ids"][~edited])
+    assert not (edited & (hidden | ~answer)).any()
+    visible = int((answer & ~hidden).sum())
+    assert abs(edited.sum().item() / visible - 0.25) < 4 * (0.25 * 0.75 / visible) ** 0.5
+    ids = noisy["input_ids"][edited]
+    assert (ids != MASK).all()
+    assert 0 <= ids.min() < 8
+    assert 50 < ids.max() < 60
+    assert (ids != noisy["labels"][edited]).float().mean() > 0.9
+
+
+def test_a_rows_noise_depends_on_the_row_alone():
+    noise = EditNoise("uniform", 0.5, 1.0, 1.0, 1)
+    padded, _ = batches(noise)
+    packed, _ = batches(noise, packed=True)
+    for name in ("input_ids", "edited", "draws"):
+        assert torch.equal(padded[name][padded["attention_mask"].bool()], packed[name][0])
+
+
+def test_evaluation_has_masks_alone(tiny_model_dir):
+    tokenizer = load_tokenizer(str(tiny_model_dir))
+    rows = dLLMSFTDataset(rows_of_all_lengths(4), tokenizer, 64, eval=True)
+    noise = EditNoise("draft", 0.5, 1.0, 1.0, 1)
+    batch = dLLMDataCollator(tokenizer, edits=noise)([rows[i] for i in range(8)])
+    assert "edited" not in batch
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"edit_share": 0.2}, "--edit_share 0.2 would do nothing: set --edit_noise"),
+        ({"edit_turns": 2}, "--edit_turns 2 would do nothing: set --edit_noise"),
+        ({"edit_noise": "noise"}, "edit_noise"),
+        ({"edit_noise": "draft", "edit_share": 1.5}, "edit_share"),
+        ({"edit_noise": "draft", "edit_weight": 0.0}, "edit_weight"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        SFTConfig(**given)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_run_says_in_its_config_what_the_model_learnt(tiny_block_dir, tmp_path, full):
+    from d1.sft.train import main
+
+    rows = [{"prompt": "ab" * (1 + i % 3), "completion": "cd" * (1 + i % 4)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ways = {"full_finetuning": True} if full else {"lora_r": 2, "merge_at_end": True}
+    main(
+        SFTConfig(
+            model_name=str(tiny_block_dir),
+            train_data=str(tmp_path / "rows.jsonl"),
+            output_dir=str(tmp_path),
+            job_name="run",
+            max_steps=2,
+            batch_size=4,
+            grad_accum_steps=1,
+            test_split=0.2,
+            debugging=True,
+            edit_noise="draft",
+            edit_turns=2,
+            num_proc=1,
+            **ways,
+        )
+    )
+    model = load_model(str(tmp_path / "run" if full else tmp_path / "run" / "merged"))
+    assert model.config.edit_noise == "draft"
+    assert "draft" in (tmp_path / "run" / "README.md").read_text()
