@@ -9,9 +9,10 @@ import torch
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.rl.curves import SHOWN_FILE
-from d1.rl.shown_problems import ShowProblems
+from d1.rl.shown_problems import ShowProblems, drafts_of
 from d1.rl.trainer import STREAMS
 from d1.sampling import generate
+from d1.show.film import piece
 from tests.tiny_grpo import by_letter, logged, make_trainer, rows, weights
 
 FEW = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.01}
@@ -89,3 +90,10 @@ def test_a_resumed_run_keeps_the_problems_before_and_a_new_one_replaces_them(unb
     (tmp_path / SHOWN_FILE).write_text(json.dumps({"before": kept["after"], "after": kept["before"]}))
     trained(tiny_model_dir, tmp_path)
     assert kept_in(tmp_path) == kept
+
+
+def test_drafts_are_the_tokens_that_later_ones_replaced(tiny_model_dir):
+    tokenizer = load_tokenizer(tiny_model_dir)
+    first, second = tokenizer.convert_tokens_to_ids(["a", "b"])
+    writes = [[0, 2], [1, -1]], [[first, second], [second, 0]], [[-0.5, -0.25], [-1.0, 0.0]]
+    assert drafts_of(writes, tokenizer) == [[[0, piece(tokenizer, first), -0.5]], []]
