@@ -5,27 +5,54 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 from typing import Any
 
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL
 from d1.rl.methods import METHODS
 from d1.sampling.flags import DTYPES
 
+COMPLETIONS = 96  # per optimizer step of RL, as in run.sh
+PER_STAGE: dict[
+    str, dict[str, Any]
+] = {  # what is computed unless flags say otherwise: d1's recipes, and the largest evaluation of run_eval.sh
+    "sft": {"batch": 1, "length": 4096, "lora_targets": ["attention"]},
+    "rl": {"batch": 6, "length": 456, "lora_targets": ["all-linear"]},  # 200 of the prompt and 256 of the completion
+    "prefer": {"batch": 2, "length": 4096, "lora_targets": ["attention"]},
+    "eval": {"batch": 8, "length": 712},
+}
+OWN = {  # flags that only these stages read
+    "rl": (
+        "method",
+        "beta",
+        "views_at_once",
+        "max_completion_length",
+        "diffusion_steps",
+        "steps_per_generation",
+        "edit_threshold",
+    ),
+    "sft": ("edit_turns",),
+    "prefer": ("num_views", "max_completion_length"),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_path", "--model_name", required=True, help="only its config.json is read")
     parser.add_argument("--stage", choices=["sft", "rl", "prefer", "eval"], required=True)
-    rows = "rows per GPU, of prefer completions, two per pair (default: %(default)s)"
-    parser.add_argument("--batch", type=COUNT, default=1, help=rows)
-    parser.add_argument("--length", type=COUNT, default=4096, help="tokens per row, prompt and completion")
+    rows = "rows per GPU, of prefer completions, two per pair (default: the stage's recipe)"
+    parser.add_argument("--batch", type=COUNT, help=rows)
+    parser.add_argument(
+        "--length", type=COUNT, help="tokens per row, prompt and completion (default: the stage's recipe)"
+    )
     parser.add_argument("--block_length", type=COUNT, default=32)
     parser.add_argument("--gpus", type=COUNT, default=1)
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help="DeepSpeed ZeRO stage; 0 is plain DDP")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--lora_r", type=NATURAL, default=128, help="0: train all weights (default: %(default)s)")
-    targets = "attention, all-linear or names of modules (default: attention)"
-    parser.add_argument("--lora_targets", nargs="+", default=["attention"], help=targets)
-    parser.add_argument("--load_in_4bit", action="store_true", help="frozen weights in NF4")
+    targets = "attention, all-linear or names of modules (default: the stage's recipe)"
+    parser.add_argument("--lora_targets", nargs="+", help=targets)
+    bits = "frozen weights in NF4 (default: in RL with LoRA)"
+    parser.add_argument("--load_in_4bit", action=argparse.BooleanOptionalAction, help=bits)
     parser.add_argument("--gradient_checkpointing", action="store_true")
     turns = "SFT: passes per batch, whose activations are all kept (default: %(default)s)"
     parser.add_argument("--edit_turns", type=COUNT, default=1, help=turns)
@@ -39,7 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rl.add_argument("--diffusion_steps", type=COUNT, default=128, help="(default: %(default)s)")
     parser.add_argument("--num_views", type=COUNT, default=8, help="prefer: draws per bound (default: %(default)s)")
     rl.add_argument("--edit_threshold", type=BELOW_ONE, help="rollouts with edits, by a parallel sampler")
-    rl.add_argument("--steps_per_generation", type=COUNT, default=1, help="micro-batches per rollout")
+    rollout = f"micro-batches per rollout (default: {COMPLETIONS} completions / batch / gpus)"
+    rl.add_argument("--steps_per_generation", type=COUNT, help=rollout)
+
+
+def with_recipe(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments, with those of the stage's recipe where none were given."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    found = {"load_in_4bit": args.stage == "rl" and args.lora_r > 0, **PER_STAGE[args.stage], **given}
+    rollout = {"steps_per_generation": max(1, COMPLETIONS // (found["batch"] * args.gpus))}
+    return argparse.Namespace(**{**vars(args), **rollout, **found})
 
 
 def of_preference(args: argparse.Namespace) -> dict[str, Any]:
@@ -80,6 +116,7 @@ def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any
 
 
 def run(args: argparse.Namespace) -> None:
+    args = with_recipe(args)
     from d1.models.adapters import adapter_chain
     from d1.models.fit import FitSettings, fit_table
     from d1.models.kinds import block_size, native_config
@@ -96,4 +133,9 @@ def run(args: argparse.Namespace) -> None:
         "prefer": lambda: of_preference(args),
     }
     settings = FitSettings(**{**fields, **stages.get(args.stage, dict)()})
+    shown = {**vars(args), "beta": settings.beta}
+    hidden = {"command", "model_path", *chain(*OWN.values())} - {*OWN.get(args.stage, ())}
+    names = [name for name in shown if name not in hidden]
+    values = {name: " ".join(map(str, value)) if isinstance(value := shown[name], list) else value for name in names}
+    sys.stdout.write("Computed for " + ", ".join(f"{name} {value}" for name, value in values.items()) + "\n\n")
     sys.stdout.write(fit_table(config, settings) + "\n")

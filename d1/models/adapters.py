@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, get_session, try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
 from transformers.utils import find_adapter_config_file
@@ -13,6 +16,9 @@ from transformers.utils import find_adapter_config_file
 from d1.models.formats.released import rename
 from d1.models.kinds import KINDS, kind_of
 
+logger = logging.getLogger(__name__)
+
+HUB_SECONDS = 5.0  # to wait for the hub's answer
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
 
 
@@ -31,9 +37,34 @@ def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
 
 
 def check_there(path: str) -> None:
-    """Raise FileNotFoundError for a missing folder; the hub would only say that the path is not a repository id."""
-    if (path.startswith(("/", ".", "~")) or path.count("/") > 1) and not Path(path).is_dir():
+    """Raise FileNotFoundError for a missing folder, and for a hub name that is neither cached nor can be downloaded.
+
+    If the hub does not answer, its cache is used from then on; its client would ask for every file, for a minute.
+    """
+    if Path(path).is_dir():
+        return
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise FileNotFoundError(f"there is no model folder {path}")
+    problem = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else hub_problem()
+    files = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
+    if problem and not any(isinstance(try_to_load_from_cache(path, file), str) for file in files):
+        raise FileNotFoundError(
+            f"{path} is no folder here and is not in the hub's cache, and it cannot be downloaded: {problem}. Name a "
+            f"folder, or download it first: hf download {path}"
+        )
+    if problem and not constants.is_offline_mode():
+        logger.warning("Network: %s, so %s is read from the cache.", problem, path)
+        constants.HF_HUB_OFFLINE = True
+
+
+@functools.cache
+def hub_problem() -> str:
+    """Why the hub cannot be reached, or an empty string; asked once per process."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception as error:  # the class depends on what fails: name, proxy, certificate, time
+        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
+    return ""
 
 
 def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:

@@ -41,7 +41,7 @@ ON_RESUME = OnResume(
         whole,
     ),
     free=(
-        *("output_dir", "job_name", "debugging", "resume", "num_proc", "logging_steps", "save_steps"),
+        *("output_dir", "job_name", "debugging", "report_to", "resume", "num_proc", "logging_steps", "save_steps"),
         *("gradient_checkpointing", "merge_at_end", "views_at_once"),
     ),
 )

@@ -43,8 +43,22 @@ RENAMED = {  # settings of the original d1 that TRL and Transformers no longer h
 }
 
 
+# The first field of each section of `DiffuGRPOConfig` -> the title of its flags in --help
+SECTIONS = {
+    "model_path": "model, task and run",
+    "max_prompt_length": "rollout",
+    "method": "method: estimator and objective",
+    "learning_rate": "settings of TRL with defaults of their own here",
+}
+COMMON = (  # Trainer's, TRL's and PEFT's flags that most runs set
+    *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
+    *("eval_strategy", "eval_steps", "logging_steps", "save_steps", "report_to", "run_name", "seed"),
+    *("gradient_checkpointing", "dtype", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
+)
+
+
 class Parser(TrlParser):
-    """TRL's parser with errors of one line, which name the replacement of an old flag, and with aliases in the yaml.
+    """TRL's parser with flags in groups, aliases in the yaml, and errors of one line that name an old flag's successor.
 
     Order, the last wins: defaults, yaml, `--method`, the other flags. If the yaml names the method, the yaml's other
     lines override the method's values. A yaml always overrides the values that depend on a paper's model size
@@ -53,6 +67,26 @@ class Parser(TrlParser):
 
     named: Method | None
     canvas: dict[str, Any]  # the flags of `CANVAS`
+
+    def __init__(self, config: type[DiffuGRPOConfig], everything: bool, **options: Any) -> None:
+        """`everything`: the help also lists the flags that are in none of d1's sections and not in `COMMON`."""
+        self.everything, title = everything, ""
+        self.titles = dict.fromkeys(COMMON, "TRL, Trainer and LoRA")
+        for name in config.__annotations__:
+            self.titles[name] = title = SECTIONS.get(name, title)
+        self.groups: dict[str, Any] = {}
+        super().__init__((config, ModelConfig), allow_abbrev=False, **options)
+
+    def add_argument(self, *flags: Any, **options: Any) -> Any:
+        """Add a flag to its group; the groups are in the order of `SECTIONS`, and all others come last."""
+        if flags[0] in ("-h", "--help_all"):
+            return super().add_argument(*flags, **options)
+        if not self.groups:
+            titles = dict.fromkeys([*SECTIONS.values(), *self.titles.values(), ""])
+            self.groups = {title: self.add_argument_group(title or "all others") for title in titles}
+        title = self.titles.get(options.get("dest", flags[0].removeprefix("--")), "")
+        hidden = {} if title or self.everything else {"help": argparse.SUPPRESS}
+        return self.groups[title].add_argument(*flags, **options | hidden)
 
     def error(self, message: str) -> NoReturn:
         refuse_flags(self, message)
@@ -65,9 +99,15 @@ class Parser(TrlParser):
         from d1.rl.choose_method import find_method
         from d1.rl.methods import CANVAS
 
-        # The flags as this parser reads them, abbreviated or not; None for those that are not given.
+        # None for flags that are not given.
         blank = argparse.Namespace(method=None, **dict.fromkeys(CANVAS))
-        found = vars(self.parse_known_args(args, blank)[0])
+        known, rest = self.parse_known_args(args, blank)
+        if "--config" in rest:
+            at = rest.index("--config")
+            del rest[at : at + 2]
+        if rest and not any(word.partition("=")[0][2:] in RENAMED for word in rest):  # before values are checked
+            raise ValueError(f"there is no such setting: {' '.join(rest)} (--help_all lists them)")
+        found = vars(known)
         self.named = None if found["method"] is None else find_method(found["method"])
         self.canvas = {name: found[name] for name in CANVAS if found[name] is not None}
         if self.named:
@@ -81,7 +121,7 @@ class Parser(TrlParser):
             unknown = re.search(r"(?:arguments are not used by|Unknown arguments from).*?(\[.*?\])", str(error))
             if unknown and not hints:
                 named = " ".join(map(str, ast.literal_eval(unknown[1])))
-                hints = [f"there is no such setting: {named} (--help lists them)"]
+                hints = [f"there is no such setting: {named} (--help_all lists them)"]
             if not hints:
                 raise
             raise ValueError("; ".join(hints)) from error
@@ -103,11 +143,24 @@ class Parser(TrlParser):
         return super().set_defaults_with_config(**config)
 
 
-def make_parser(prog: str = "diffu_grpo_train.py") -> TrlParser:
+class HelpAll(argparse.Action):
+    """Print the help with all flags, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *found: Any) -> NoReturn:
+        make_parser(parser.prog, everything=True).print_help()
+        parser.exit()
+
+
+def make_parser(prog: str = "diffu_grpo_train.py", everything: bool = False) -> TrlParser:
     with quick_imports():
         from d1.rl.config import DiffuGRPOConfig
 
-    return Parser((DiffuGRPOConfig, ModelConfig), prog=prog)
+    usage = "%(prog)s [--config FILE] --model_path MODEL --output_dir FOLDER [--FLAG VALUE ...]"
+    about = "--config FILE reads flags from a yaml file, NAME: VALUE; flags on the command line override it."
+    parser = Parser(DiffuGRPOConfig, everything, prog=prog, usage=usage, description=about)
+    all_flags = "list all flags of TRL, Transformers' Trainer and PEFT too"
+    parser.add_argument("--help_all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=all_flags)
+    return parser
 
 
 def main(

@@ -60,7 +60,10 @@ def refuse_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line long, and which checks the flags whose `type` is a `Range`."""
+    """A parser whose errors are one line long, which refuses abbreviated flags and checks those of type `Range`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def ranges(self) -> dict[str, Range]:
         """The range of each of these flags; None is allowed if it is the default."""

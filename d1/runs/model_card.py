@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,13 @@ Every setting is in `run.json`, every logged number in `metrics.jsonl`.
 
 ## How to load it
 
-A folder or a name on the hub, with [d1](https://arxiv.org/abs/2504.12216)'s library; no remote code is run.
+With the library d1 {version}, an independent rewrite of the code of [d1](https://arxiv.org/abs/2504.12216):
+
+```bash
+{install}
+```
+
+The name of the model is a folder or a name on the hub. No remote code is run.
 
 ```python
 from d1.models import load_model, load_tokenizer
@@ -46,7 +55,8 @@ python -m d1 chat {name}
 
 def write_card(folder: Path) -> Path:
     """Write the README.md of a run's folder, replacing an existing one; returns its path."""
-    settings: dict[str, Any] = json.loads((folder / "run.json").read_text())["settings"]
+    record: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    settings = record["settings"]
     name, rl, adapter = local_name(folder), "dataset" in settings, (folder / "adapter_config.json").is_file()
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
     method = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
@@ -66,11 +76,16 @@ def write_card(folder: Path) -> Path:
     made_of = [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]
     if rl and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
         made_of.append(["answers judged by", judged])
+    made_of += [["held-out result", held_out(folder)], *machine(folder, record)]
+    made_of.append(["licence", f"of the weights: that of {local_name(base)} and the data; of the library: Apache-2.0"])
+    version, install = installation()
     text = CARD.format(
         metadata=metadata.to_yaml(),
         title=name.rpartition("/")[2],
         opening=OPENING,
         made_of=markdown_table(["", ""], made_of),
+        version=version,
+        install=install,
         loaded=f'load_model("{local_name(base)}", adapter="{name}")' if adapter else f'load_model("{name}")',
         name=name,
     )
@@ -82,6 +97,55 @@ def bounds(settings: Mapping[str, Any]) -> str:
     """How a preference run weighed and estimated its ratios."""
     draws = f"{settings['num_views']} draws of {settings['estimator']}{' and their opposites' * settings['antithetic']}"
     return f"beta {settings['beta']}, {draws}"
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The logs of the run, oldest first."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def held_out(folder: Path) -> str:
+    """The evaluation of the saved weights on rows that were not trained on: the best of SFT, the last of RL."""
+    logs = [log for log in history(folder) if log["step"] > 0]
+    evaluations = [log for log in logs if log.get("eval_loss") is not None or "eval_reward" in log]
+    if not evaluations:
+        return "not measured"
+    name = "eval_rewards/accuracy/mean"
+    if name in evaluations[-1]:
+        return f"accuracy {evaluations[-1][name]:.1%} at step {evaluations[-1]['step']}"
+    best = min(evaluations, key=lambda log: log["eval_loss"])
+    return f"loss {best['eval_loss']:.4g} at step {best['step']}"
+
+
+def machine(folder: Path, record: Mapping[str, Any]) -> list[list[str]]:
+    """Rows with the hardware and the duration of a run, as far as they are recorded."""
+    rows = []
+    if "cpu" in record:
+        gpus = Counter(record["gpus"])
+        cpu = f"{record['cpu']['model']}, {record['cpu']['cores']} cores"
+        found = ", ".join(f"{count} x {gpu}" for gpu, count in gpus.items()) or cpu
+        rows.append(["hardware", f"{found} per machine; processes: {record['processes']}"])
+    if seconds := [log["train_runtime"] for log in history(folder) if "train_runtime" in log]:
+        since = f", from step {record['resumed_at']} on" if record.get("resumed_at") else ""
+        rows.append(["duration", f"{timedelta(seconds=round(seconds[-1]))} (hours:minutes:seconds){since}"])
+    return rows
+
+
+def installation() -> tuple[str, str]:
+    """The version of the library, and the command that installs it: from where pip took it, or the project's address.
+    A copy that was not installed has no version."""
+    by_hand = "pip install -e .  # in a copy of the library's repository"
+    try:
+        here = distribution("d1")
+    except PackageNotFoundError:
+        return "", by_hand
+    source = json.loads(here.read_text("direct_url.json") or "{}")
+    if git := source.get("vcs_info"):
+        return here.version, f'pip install "d1 @ {git["vcs"]}+{source["url"]}@{git["commit_id"]}"'
+    urls = dict(line.split(", ", 1) for line in here.metadata.get_all("Project-URL") or [])
+    address = urls.get("Repository")
+    return here.version, f'pip install "d1 @ git+{address}"' if address else by_hand
 
 
 def has_card(folder: Path) -> bool:

@@ -93,7 +93,7 @@ def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: 
     for name, (old, new) in changed.items():
         logger.warning("From step %d on, --%s is %s (before: %s).", past.step, name, new, old)
     changes = [*past.changes, *([{"step": past.step, **changed}] if changed else [])]
-    record = {"settings": settings, "changes": changes} | run_record()
+    record = {"settings": settings, "changes": changes, "resumed_at": past.step} | run_record()
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / RECORD, json.dumps(record, indent=1, default=str) + "\n")
 

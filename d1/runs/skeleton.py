@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import is_tensorboard_available
 
 from d1.runs.checkpoints import check_checkpoint, checkpoint_to_resume, finish, is_finished
 from d1.runs.console import log_to_console, log_without_account, train_with_console
@@ -60,6 +61,9 @@ def run(stage: Stage) -> Any:
     check_processes(training.world_size)
     if training.push_to_hub:  # Trainer would upload from a folder that is renamed meanwhile
         raise ValueError(f"--push_to_hub: upload the finished run instead, with `hf upload NAME {folder}`")
+
+    if "tensorboard" in (training.report_to or ()) and not is_tensorboard_available():
+        raise ValueError('--report_to tensorboard: it is not installed; pip install "tensorboard==2.21.*"')
 
     checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
     past = history(checkpoint)

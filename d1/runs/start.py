@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from d1.models import load_model
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.convert import merge
+from d1.runs.preflight import check_start
 from d1.runs.training_settings import TrainingSettings
 
 # Settings that Transformers' `TrainingArguments` know by the same name
@@ -39,6 +40,7 @@ def check_device(args: TrainingSettings) -> None:
 
 def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
     """The Trainer's arguments for the settings; `more` are those of the stage."""
+    check_start(args.model_name)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     return TrainingArguments(
         output_dir=str(Path(args.output_dir) / args.job_name),
@@ -52,7 +54,7 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
         save_strategy="steps",
         save_total_limit=2,
         logging_nan_inf_filter=False,  # it would wait for the device to find losses that end the run anyway
-        report_to="none" if args.debugging else "wandb",
+        report_to="none" if args.debugging else args.report_to,
         ddp_find_unused_parameters=False,
         # Without a GPU, Accelerate gives DeepSpeed no backend, and every process would run alone.
         ddp_backend="gloo" if deepspeed and not on_gpu() else None,

@@ -17,6 +17,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from d1.__main__ import main, make_parser
+from d1.commands.fit import with_recipe
 from d1.models.fit import CARDS, total_and_active
 from d1.models.kinds import native_config
 from d1.rl.train import make_parser as rl_parser
@@ -168,6 +169,7 @@ def test_the_head_names_the_memory_that_fit_computes_for_the_recipe(
         check_script(command)
     assert recipe.launch.training_script_args == ["--config", f"recipes/{recipe.path.name}"]
     args, expected = make_parser().parse_args(shlex.split(recipe.fit)[3:]), expected_fit(recipe)
+    args = with_recipe(args)
     assert {name: getattr(args, name) for name in expected} == expected
     monkeypatch.chdir(models)
     main(args)

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
 
 from d1.__main__ import main, make_parser
-from d1.commands.fit import of_method
+from d1.commands.fit import of_method, with_recipe
 from d1.models import prepare
 from d1.models.adapters import lora_targets
 from d1.models.fit import (
@@ -28,8 +28,10 @@ from d1.models.fit import (
 from d1.models.head import body_and_head, target_logps
 from d1.models.kinds import KINDS, native_config
 from d1.models.two_streams import two_stream_states
+from d1.rl.train import make_parser as rl_parser
 from d1.sampling import generate
 from d1.scoring import Views, score
+from tests.commands import ROOT
 from tests.d1.released import config_of
 
 TINY: dict[str, Any] = dict(vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=6)
@@ -246,12 +248,32 @@ def test_the_command_prints_the_table(kind_dirs, capsys):
     assert "141 GB" in capsys.readouterr().out
 
 
+def test_rl_is_computed_for_its_recipe_and_says_so(tmp_path, capsys):
+    LLADA.save_pretrained(tmp_path)
+    short = ["fit", "--model_path", str(tmp_path), "--stage", "rl", "--gpus", "8", "--zero", "2"]
+    main(make_parser().parse_args(short))
+    head, _, table = capsys.readouterr().out.partition("\n\n")
+    assert {"batch 6", "length 456", "load_in_4bit True", "lora_targets all-linear"} < {*head.split(", ")}
+    words = ["--config", str(ROOT / "diffu-grpo" / "slurm_scripts" / "train.yaml"), "--output_dir", "x"]
+    settings, model = rl_parser().parse_args_and_config([*words, "--use_cpu", "true", "--bf16", "false"])
+    whole = f"--batch {settings.per_device_train_batch_size} --method {settings.method} --lora_r {model.lora_r}".split()
+    whole += ["--length", str(settings.max_prompt_length + settings.max_completion_length), "--load_in_4bit"]
+    whole += [
+        "--lora_targets",
+        *model.lora_target_modules,
+        "--steps_per_generation",
+        str(settings.steps_per_generation),
+    ]
+    main(make_parser().parse_args([*short, *whole]))
+    assert capsys.readouterr().out.partition("\n\n")[2] == table
+
+
 def test_a_method_says_what_is_stored_of_its_views_and_whether_there_is_a_reference(tmp_path, capsys):
     def found(*words, block_size=None):
         args = make_parser().parse_args(["fit", "--model_path", "m", "--stage", "rl", *words])
-        return of_method(args, block_size)
+        return of_method(with_recipe(args), block_size)
 
-    canvas = ("--length", "40", "--max_completion_length", "32", "--diffusion_steps", "16")
+    canvas = ("--length", "40", "--max_completion_length", "32", "--diffusion_steps", "16", "--gpus", "16")
     token = 40 + 32 * 4  # noise, weights; old and reference log-probs are as large as weights
     assert found("--beta", "0.04", *canvas) == {
         "beta": 0.04,

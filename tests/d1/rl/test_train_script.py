@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     [
         ({"dataset": "game24"}, "unknown task 'game24': use one of gsm8k, math, countdown, sudoku"),
         ({"model_path": None}, "--model_path is missing"),
-        ({"model_path": "no/model"}, "it is not a folder here, nor a model on the hub or in its cache"),
+        ({"model_path": "no/model"}, "no/model is no folder here and is not in the hub's cache"),
         ({"model_path": "../SFT/runs/none/merged"}, "there is no model folder ../SFT/runs/none/merged"),
         ({"model_path": "no/such/model"}, "there is no model folder no/such/model"),
         ({"data_file": "no_such.csv"}, "no data file no_such.csv"),
@@ -523,3 +524,23 @@ def test_the_help_lists_every_group_of_flags():
     )
     for flag in ("--task", "--p_mask_prompt", "--diffusion_steps", "--use_peft", "--load_in_4bit", "--num_iterations"):
         assert flag in done.stdout
+    assert "--adam_beta2" not in done.stdout
+
+
+def test_d1s_flags_come_first_and_all_others_behind_help_all(capsys):
+    parser = diffu_grpo_train.make_parser()
+    with pytest.raises(SystemExit):
+        parser.parse_args_and_config(["--help_all"])
+    everything, short = capsys.readouterr().out, parser.format_help()
+    own = [f"  --{name}" for name in DiffuGRPOConfig.__annotations__]
+    assert [flag for flag in own if flag not in short] == []
+    assert max(short.index(f"{flag} ") for flag in own) < short.index("  --output_dir ")
+    shown = {*re.findall(r"^  (--\w+)", everything, re.MULTILINE)}
+    assert {f"--{one.name}" for config in (DiffuGRPOConfig, ModelConfig) for one in fields(config) if one.init} < shown
+    assert len(short) < len(everything) / 3
+
+
+@pytest.mark.parametrize("flag", ["--output_di", "--learning"])
+def test_abbreviated_flags_are_refused(flag):
+    with pytest.raises(ValueError, match=rf"there is no such setting: {flag} 1 \(--help_all lists them\)"):
+        diffu_grpo_train.make_parser().parse_args_and_config(["--output_dir", "x", flag, "1"])

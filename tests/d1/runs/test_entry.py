@@ -110,6 +110,21 @@ def test_a_users_mistake_is_one_line(name: str, flags: list[str], problem: str, 
 
 
 @pytest.mark.parametrize(
+    ("name", "flags", "problem"),
+    [
+        ("SFT/sft_train.py", ["--report_to", "mail"], "--report_to: invalid choice: 'mail'"),
+        ("SFT/sft_train.py", ["--batch", "3"], "unrecognized arguments: --batch 3"),
+        ("eval/eval.py", ["--model_p", "x", "--dataset", "sudoku"], "required: --model_path"),
+        ("d1/__main__.py", ["fit", "--model_path", "x", "--stage", "rl", "--bat", "3"], "arguments: --bat 3"),
+    ],
+)
+def test_flags_are_never_guessed(name: str, flags: list[str], problem: str) -> None:
+    done = script(name, *flags)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, problem in line) == (2, True), line
+
+
+@pytest.mark.parametrize(
     ("raised", "line"),
     [
         ("ValueError('no\\n such task')", "name: no such task"),
@@ -257,7 +272,7 @@ def test_sft_reads_its_flags_from_a_yaml_and_the_command_line_wins(tmp_path: Pat
     ("text", "problem"),
     [
         ("nonsense: 3", "there is no such setting: nonsense "),
-        ("batch: 3", "there is no such setting: batch "),  # an abbreviation, which a command line may have
+        ("batch: 3", "there is no such setting: batch "),  # an abbreviation
         ("config: a.yaml", "there is no such setting: config "),
         ("model_name: m\nmodel_path: n", "model_name and model_path are one setting: keep one"),
         ("packing: 1", "packing must be true or false, got 1"),

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from huggingface_hub import ModelCard
 
@@ -64,6 +65,68 @@ def test_the_card_of_a_run_on_programs_says_how_they_were_judged(tmp_path) -> No
     assert "answers judged by" not in tables(write_card(run_of(tmp_path / "other", RL | {"paper": PAPER})).read_text())
 
 
+EVALUATIONS = {
+    "sft": (
+        [{"eval_loss": loss, "step": 4 * step} for step, loss in enumerate([0.4, 0.5, 0.6, None])],
+        "loss 0.5 at step 4",
+    ),
+    "rl": ([{"eval_reward": 1.5, "eval_rewards/accuracy/mean": 0.25, "step": 4}], "accuracy 25.0% at step 4"),
+    "none": ([{"loss": 0.1, "reward": 0.9, "rewards/accuracy/mean": 1.0, "step": 8}], "not measured"),
+}
+
+
+@pytest.mark.parametrize(("logs", "result"), EVALUATIONS.values(), ids=EVALUATIONS)
+def test_a_card_has_the_held_out_result_and_no_noisy_batch(tmp_path, logs, result) -> None:
+    folder = run_of(tmp_path / "run", SFT)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
+    assert tables(write_card(folder).read_text())["held-out result"] == [result]
+
+
+@pytest.mark.parametrize(
+    ("more", "hardware", "duration"),
+    [
+        ({"gpus": ["H100"] * 4}, "4 x H100 per machine; processes: 8", "1:01:02 (hours:minutes:seconds)"),
+        (
+            {"gpus": [], "resumed_at": 40},
+            "EPYC, 2 cores per machine; processes: 8",
+            "1:01:02 (hours:minutes:seconds), from step 40 on",
+        ),
+    ],
+)
+def test_a_card_has_hardware_duration_and_licence(tmp_path, more, hardware, duration) -> None:
+    folder = run_of(tmp_path / "run", SFT)
+    record = {"settings": SFT, "processes": 8, "cpu": {"model": "EPYC", "cores": 2}, **more}
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "metrics.jsonl").write_text('{"train_runtime": 3662.4, "step": 9}\n')
+    rows = tables(write_card(folder).read_text())
+    assert (rows["hardware"], rows["duration"]) == ([hardware], [duration])
+    assert "that of GSAI-ML/LLaDA-8B-Instruct and the data; of the library: Apache-2.0" in rows["licence"][0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "pip", "line"),
+    [
+        ("", None, "pip install -e .  # in a copy of the library's repository"),
+        ("Project-URL: Repository, https://here.org/d1\n", None, 'pip install "d1 @ git+https://here.org/d1"'),
+        (
+            "",
+            {"url": "https://here.org/d1", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            'pip install "d1 @ git+https://here.org/d1@abc"',
+        ),
+    ],
+)
+def test_a_card_says_how_to_install_the_library(tmp_path, monkeypatch, metadata, pip, line) -> None:
+    info = tmp_path / "site" / "d1-7.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: d1\nVersion: 7.0\n{metadata}")
+    if pip:
+        (info / "direct_url.json").write_text(json.dumps(pip))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    text = write_card(run_of(tmp_path / "run", SFT)).read_text()
+    assert "With the library d1 7.0, an independent rewrite of the code of [d1]" in text
+    assert f"```bash\n{line}\n```" in text
+
+
 def test_what_a_card_says_of_loading_works(tmp_path, monkeypatch) -> None:
     folder = run_of(tmp_path / "my-model", SFT)
     text = write_card(folder).read_text()
@@ -72,7 +135,7 @@ def test_what_a_card_says_of_loading_works(tmp_path, monkeypatch) -> None:
     exec(compile(loading, "README.md", "exec"), names := {})
     ids = torch.arange(8, 20)[None]
     assert names["model"](ids).logits.shape == (1, 12, len(names["tokenizer"]))
-    (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    _, commands = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     check_script(commands, ROOT)
 
 

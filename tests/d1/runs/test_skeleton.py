@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from d1.rl.train import main as rl_main
 from d1.rl.train import make_parser as rl_parser
@@ -57,6 +58,19 @@ def two_steps(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(run.stage)
     run(folder, "--lr_scheduler_type", "linear", max_steps=2)
     return folder
+
+
+def test_numbers_go_to_tensorboard_if_installed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.flags = [flag for flag in run.flags if flag != "--debugging"]
+    run(tmp_path, "--report_to", "tensorboard", max_steps=1)
+    (folder,) = (tmp_path / "runs").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    (loss,) = events.Scalars("train/loss")
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert loss.value == pytest.approx(first["loss"], rel=1e-6)
+    monkeypatch.setattr("d1.runs.skeleton.is_tensorboard_available", lambda: False)
+    with pytest.raises(ValueError, match="--report_to tensorboard: it is not installed; pip install"):
+        run(tmp_path / "no", "--report_to", "tensorboard")
 
 
 def truncated(content: bytes) -> bytes:
