@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from d1.rl.train import main, make_parser
+from d1.tasks import load_task, with_rewards
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
@@ -73,6 +75,27 @@ def test_a_method_file_trains_and_goes_on_from_the_middle_of_a_rollout(tiny_mode
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
     started = load_file(tiny_model_dir / "model.safetensors")
     assert [name for name in started if torch.equal(started[name], resumed[name])] == []
+
+
+def test_a_reward_file_needs_only_the_function_of_the_documents(tiny_model_dir, tmp_path):
+    """Its lines are those of docs/tasks.md; imported functions and helpers are no rewards."""
+    (block,) = (part for part in (ROOT / "docs" / "tasks.md").read_text().split("```") if "# my_reward.py" in part)
+    file = tmp_path / "my_reward.py"
+    file.write_text(block.removeprefix("python\n"))
+    assert "import" not in file.read_text()
+    run_flags = {"model_path": tiny_model_dir, "max_steps": 1, "save_strategy": "no"}
+    trainer = main(
+        *make_parser().parse_args_and_config(flags(tmp_path / "run", **run_flags, method="d1", reward_file=file))
+    )
+    (logged,) = (entry for entry in trainer.state.log_history if "reward" in entry)
+    own = [f"rewards/{name}/mean" for name in ("letter_share", "brevity")]
+    assert sum(logged[name] for name in own) == pytest.approx(logged["reward"], abs=1e-6)
+    assert -0.01 < logged[own[1]] < 0
+    file.write_text("from textwrap import dedent\n\n\ndef _helper():\n    pass\n")
+    with pytest.raises(ValueError, match=r"reward file .*my_reward.py defines no function: write f"):
+        with_rewards(load_task("sudoku"), str(file))
+    with pytest.raises(FileNotFoundError, match=r"no reward file .*nowhere.py"):
+        with_rewards(load_task("sudoku"), "nowhere.py")
 
 
 def test_a_method_a_rule_and_a_kind_from_outside_train(tiny_model_dir, tmp_path):

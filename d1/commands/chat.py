@@ -80,6 +80,8 @@ def talk(chat: Chat, on_terminal: bool) -> bool:
                     text = answer(chat, line.strip(), show)
                 sys.stdout.write(harmless(text) + "\n")
                 sys.stdout.flush()
+                if not text.strip():
+                    note("the answer is empty: the model began it with the end token, or with nothing but spaces")
         except EOFError:
             if on_terminal:
                 note("")

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from d1.rl.methods import METHODS
-from d1.show.tables import markdown_table
+from d1.show.tables import aligned_table
 
 COLUMNS = {  # header -> the setting
     "estimator": "estimator",
@@ -28,20 +28,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def all_methods() -> str:
-    """One row per method. The KL is empty if `beta` is 0; scaling by the group's deviation is shown as an advantage."""
+    """One row per method. The KL is `-` if `beta` is 0; scaling by the group's deviation is shown as an advantage."""
     rows = []
     for name, method in METHODS.items():
         shown = dict(method.values)
         if not shown["beta"]:
-            shown["kl"] = ""
+            shown["kl"] = "-"
         if shown["advantage"] == "trl":
             shown["advantage"] = {"none": "r - mean", "group": "(r - mean) / std"}[shown["scale_rewards"]]
-        rows.append([name, method.paper, *(str(shown[setting]) for setting in COLUMNS.values())])
-    return markdown_table(["method", "paper", *COLUMNS], rows)
+        rows.append([name, *(str(shown[setting]) for setting in COLUMNS.values()), method.paper])
+    return aligned_table(["method", *COLUMNS, "paper"], rows)
 
 
 def one_method(name: str) -> str:
     """A method's settings; the last ones are those that a config file overrides."""
     method = METHODS[name]
     rows = [[f"--{setting}", str(value)] for setting, value in {**method.values, **method.scale}.items()]
-    return f"{name}: {method.paper}\n\n" + markdown_table(["setting", "value"], rows)
+    return f"{name}: {method.paper}\n\n" + aligned_table(["setting", "value"], rows)

@@ -20,7 +20,7 @@ from d1.commands.model import model_of, tokenizer_of
 from d1.ranges import AMOUNT, NATURAL
 from d1.runs.entry import OneLineParser
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.show.film import Film, filmed, piece
+from d1.show.film import Film, filmed, harmless, judge_of, piece, without_folders
 from d1.tasks import SPLITS, TASKS, load_task
 
 OUTPUTS = ("html", "svg")
@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> None:
     console, films = Console(), []
     for one, title in zip(runs, titles(runs), strict=True):
         growing, total = rehearse(one, title, loaded)
+        if args.against and not console.is_terminal:
+            console.out(f"{harmless(title)}:", highlight=False)
         films.append(play(growing, console, total, args.pause))
     write(args, films)
 
@@ -83,7 +85,7 @@ def titles(runs: list[argparse.Namespace]) -> list[str]:
 def described(name: str, value: Any) -> str:
     if name == "model_path":
         return str(value)
-    return name if value is True else f"no {name}" if value in (None, False) else f"{name} {value}"
+    return name if value is True else f"no {name}" if value in (None, False) else f"{name} {without_folders(value)}"
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -96,14 +98,14 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise IsADirectoryError(f"--{kind} {path} is a folder: name a file, such as {path / f'watch.{kind}'}")
 
 
-def messages_of(args: argparse.Namespace) -> list[dict[str, str]]:
-    """The chat messages before the completion."""
+def row_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The row of the problem; for --prompt, a row with nothing but the chat messages."""
     if args.prompt is not None:
-        return [{"role": "user", "content": args.prompt}]
+        return {"prompt": [{"role": "user", "content": args.prompt}]}
     rows = load_task(args.dataset).load_rows(args.split, args.data_file)
     if args.index >= len(rows):
         raise ValueError(f"--index {args.index}: {args.split} has {len(rows)} problems, numbered from 0")
-    return list(rows[args.index]["prompt"])
+    return dict(rows[args.index])
 
 
 def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -> tuple[Iterator[Film], int]:
@@ -117,7 +119,8 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
 
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    text = render_prompt(tokenizer, messages_of(args))
+    row = row_of(args)
+    text = render_prompt(tokenizer, row["prompt"])
     ids = torch.tensor([encode_prompt(tokenizer, text)])
     model = model_of(args, loaded)
     settings = sampling_settings(vars(args), model.config)
@@ -134,8 +137,12 @@ def rehearse(args: argparse.Namespace, title: str, loaded: Callable[..., Any]) -
         eos_token_ids=end_ids(tokenizer) if args.eos_stop else None,
     )
     edits = "" if settings.edits is None else f" · edits above {settings.edits:g}"
-    said = f"{args.model_path} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}{edits}"
-    films = filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], title, text, said)
+    name = without_folders(args.model_path)
+    said = f"{name} · {settings.sampler} · blocks of {blocks} · temperature {settings.temperature:g}{edits}"
+    told: dict[str, Any] = {"title": title, "prompt": text, "note": said}
+    if args.dataset:
+        told["judge"] = judge_of(load_task(args.dataset), row, tokenizer, end_ids(tokenizer))
+    films = filmed(steps, functools.partial(piece, tokenizer), ids.shape[1], **told)
     return films, settings.most_passes(filled)
 
 

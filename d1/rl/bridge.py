@@ -23,7 +23,7 @@ import trl.trainer.grpo_trainer as trl_grpo
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
-from trl.trainer.utils import RepeatSampler, use_adapter
+from trl.trainer.utils import RepeatSampler, pad, use_adapter
 
 from d1.models import load_model
 from d1.rl.objectives import LossInputs
@@ -79,6 +79,18 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """The loss of a micro-batch."""
         raise NotImplementedError
+
+    def encoded(self, prompts: list) -> list[list[int]]:
+        """The ids of each prompt of chat messages, as in a rollout."""
+        return self._tokenize_prompts(prompts)[0]
+
+    def padded(self, prompt_ids: list[list[int]]) -> tuple[Tensor, ...]:
+        """Ids and attention mask, (rows, prompt) each, on the device."""
+        tensors = [torch.tensor(ids) for ids in prompt_ids]
+        own = (tensors, self.text_tokenizer.pad_token_id), ([torch.ones_like(row) for row in tensors], 0)
+        side = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
+        parts = (pad(rows, padding_value=value, **side) for rows, value in own)
+        return tuple(part.to(self.accelerator.device, non_blocking=True) for part in parts)
 
     # --- TRL's private methods ----------------------------------------------------------------------------------------
 

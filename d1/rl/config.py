@@ -73,6 +73,7 @@ class DiffuGRPOConfig(GRPOConfig):
     model_path: str | None = setting(None, "Base or merged model, or SFT adapter.", aliases=["--model_name"])
     dataset: str = setting("gsm8k", f"Task: {', '.join(TASKS)}, or the path of your own task file.", aliases=["--task"])
     prompt_protocol: str = setting("d1", f"How problems are asked and answers rewarded: {', '.join(PROTOCOLS)}.")
+    reward_file: str | None = setting(None, "A .py file whose functions are rewards, in addition to the task's.")
     data_file: str | None = setting(None, "Local json, jsonl, csv or parquet file to train on, in the task's schema.")
     eval_data_file: str | None = setting(None, "Local file of validation problems, for eval_strategy other than 'no'.")
     eval_limit: OptionalCount = setting(None, "Use only the first N validation problems.")
@@ -83,7 +84,7 @@ class DiffuGRPOConfig(GRPOConfig):
         nargs="?",
         const="true",
     )
-    report: bool = setting(False, "Write report.html at the end: curves, and completions before and after.")
+    report: bool = setting(False, "Write report.html at the end: curves, and the same problems before and after.")
     max_compute_tokens: OptionalCount = setting(
         None, "End the run when compute_tokens reaches this number; a linear learning rate falls to 0 with this budget."
     )

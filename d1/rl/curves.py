@@ -5,7 +5,7 @@
 
 There are four panels, as in d1's figure of training: reward, accuracy (training, and validation as dashed lines), KL to
 the reference, and completion length, each against the number of rollouts. The report has these panels and the settings.
-For runs with `--report true`, it also shows how completions of the first and the last rollout were sampled.
+For runs with `--report true`, it also shows the same problems before and after the run, and whether each is solved.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -21,8 +22,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from d1.runs.entry import OneLineParser
-from d1.show.curves import panel_svg, panels, running_mean, save_figure
-from d1.show.film import Film
+from d1.show.curves import legend, panel_svg, panels, running_mean, save_figure
+from d1.show.film import Film, verdict, without_folders
 from d1.show.page import Scene, film_page
 
 PANELS = {
@@ -32,7 +33,7 @@ PANELS = {
     "completions/mean_length": "tokens to the first EOS",
 }
 SMOOTH = 5  # points in the running mean
-SHOWN_FILE = "shown_rollouts.json"  # written by `shown_rollouts.py`
+SHOWN_FILE = "shown_problems.json"  # written by `shown_problems.py`
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,11 +68,11 @@ def draw(runs: list[Path], labels: list[str], output: Path) -> None:
     figure, axes = panels(2, 2, size=(11, 7))
     for axis, name in zip(axes, PANELS, strict=True):
         draw_panel(axis, name, runs, labels)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 4))
+    legend(figure)
     save_figure(figure, output)
 
 
-def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], legend: bool = False) -> None:
+def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str]) -> None:
     """The smoothed curves of one metric, one line per run; validation, if there is one, is dashed."""
     for run, label in zip(runs, labels, strict=True):
         history, steps_a_rollout = read_run(run)
@@ -80,18 +81,16 @@ def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str], legen
         if name != "kl":
             axis.plot(*series(history, f"eval_{name}", steps_a_rollout), "--", color=line.get_color(), alpha=0.7)
     axis.set(title=PANELS[name], xlabel="rollouts")
-    if legend:
-        axis.legend(fontsize="small")
 
 
 def report_page(runs: list[Path], labels: list[str]) -> str:
-    """The HTML report on some runs: curves, settings, and completions of the first and the last rollout."""
-    panel = partial(draw_panel, runs=runs, labels=labels, legend=len(runs) > 1)
+    """The HTML report on some runs: curves, settings, and the same problems before and after."""
+    panel = partial(draw_panel, runs=runs, labels=labels)
     figures = [panel_svg(partial(panel, name=name), PANELS[name], f"panel{i}") for i, name in enumerate(PANELS)]
     curves = "".join(f"<figure>{figure}</figure>" for figure in figures)
     about = "".join(map(about_run, runs, labels))
     scenes = [scene for run, label in zip(runs, labels, strict=True) for scene in scenes_of(run, label)]
-    lacking = "" if scenes else "<p>Completions are kept by runs with <code>--report true</code>.</p>"
+    lacking = "" if scenes else "<p>Problems before and after are kept by runs with <code>--report true</code>.</p>"
     title = f"What RL did: {', '.join(labels)}"
     return film_page(title, scenes, f'<div class="curves">{curves}</div>{about}{lacking}')
 
@@ -106,24 +105,30 @@ def about_run(run: Path, label: str) -> str:
             tenth = max(1, len(values) // 10)
             before, after = fmean(values[:tenth]), fmean(values[-tenth:])
             stats += f"<li><span>{html.escape(title)}</span> <b>{before:.3g} → {after:.3g}</b></li>"
+    if pairs := films_of(run):
+        before, after = (sum(film.solved is True for film in films) for films in zip(*pairs, strict=True))
+        stats += f"<li><span>solved of the {len(pairs)} problems below</span> <b>{before} → {after}</b></li>"
     settings = json.loads((run / "run.json").read_text())["settings"]
-    rows = [f"<li><b>{html.escape(name)}</b> {html.escape(str(value))}</li>" for name, value in settings.items()]
+    rows = [
+        f"<li><b>{html.escape(name)}</b> {html.escape(without_folders(value))}</li>" for name, value in settings.items()
+    ]
     folded = f'<summary>Settings of {label}</summary><ul class="settings">{"".join(rows)}</ul>'
     return f'<ul class="stats">{stats}</ul><details>{folded}</details>'
 
 
+def films_of(run: Path) -> list[tuple[Film, Film]]:
+    """The same problems before and after a run; empty if the run did not keep both."""
+    kept = json.loads((run / SHOWN_FILE).read_text()) if (run / SHOWN_FILE).exists() else {}
+    pairs = zip(kept.get("before", ()), kept.get("after", ()), strict=False)
+    return [(Film(**before), Film(**after)) for before, after in pairs]
+
+
 def scenes_of(run: Path, label: str) -> list[Scene]:
-    """The best, median and worst completion of the first rollout, each next to that of the last rollout."""
-    if not (run / SHOWN_FILE).exists():
-        return []
-    kept = json.loads((run / SHOWN_FILE).read_text())
-
-    def film(end: str, which: str) -> Film:
-        return Film(**(kept[end]["films"][which] | {"title": f"rollout {kept[end]['rollout']}"}))
-
-    title = "completion of the first and the last rollout"
-    kinds = ("best", "median", "worst")
-    return [(f"{label}: the {which} {title}", [film("first", which), film("last", which)]) for which in kinds]
+    """One scene per problem, whose title says whether it was solved."""
+    return [
+        (f"{label}, problem {number}: {verdict(pair[0])} before, {verdict(pair[1])} after", pair)
+        for number, pair in enumerate(films_of(run), 1)
+    ]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -133,3 +138,5 @@ def main(args: argparse.Namespace) -> None:
         args.html.write_text(report_page(runs, labels), encoding="utf-8")
     if args.output or not args.html:
         draw(runs, labels, Path(args.output or "curves.png"))
+    for path in filter(None, (args.html, args.output or (not args.html and "curves.png"))):
+        sys.stderr.write(f"Written: {Path(path).resolve()} ({', '.join(PANELS.values())} of {', '.join(labels)})\n")

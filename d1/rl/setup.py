@@ -21,11 +21,11 @@ from d1.rl.choose_method import find_method
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.plan import idle, plan
 from d1.rl.rewards import accuracy_of, check_rewards
-from d1.rl.shown_rollouts import ShowRollouts
+from d1.rl.shown_problems import ShowProblems
 from d1.rl.state import check_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.runs.skeleton import Prepared, Stage
-from d1.tasks import load_task, under_protocol, with_shots
+from d1.tasks import load_task, under_protocol, with_rewards, with_shots
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
 
 def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Prepared:
     """The checked problems and the plan of a run, and a function that makes the trainer."""
-    task = under_protocol(load_task(args.dataset), args.prompt_protocol)
+    task = with_rewards(under_protocol(load_task(args.dataset), args.prompt_protocol), args.reward_file)
     train_rows, eval_rows = load_problems(task, args)
     check_rewards(task, train_rows, args.dataset)
     weights = args.reward_weights or [1.0] * len(task.REWARDS)
@@ -79,7 +79,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
             callbacks=callbacks,
         )
         if args.report:
-            trainer.add_callback(ShowRollouts(trainer))
+            trainer.add_callback(ShowProblems(trainer, task, train_rows if eval_rows is None else eval_rows))
         if args.max_compute_tokens:
             trainer.add_callback(StopAtCompute(trainer, args.max_compute_tokens, args.save_at_compute or ()))
         return trainer

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.trainer.utils import pad
 
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
@@ -141,11 +140,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """Samples one canvas per prompt. Returns completions up to their first EOS, and a record of the whole canvas,
         (rows, canvas) each: `canvas_ids` and `reveal_steps`, int64; `rollout_logps` and `rollout_entropies`, fp32."""
         started = time.perf_counter()
-        tensors = [torch.tensor(ids) for ids in prompt_ids]
-        padding = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
-        ids = pad(tensors, padding_value=self.text_tokenizer.pad_token_id, **padding)
-        mask = pad([torch.ones_like(row) for row in tensors], padding_value=0, **padding)
-        sampled = self.sample(*(given.to(self.accelerator.device, non_blocking=True) for given in (ids, mask)))
+        sampled = self.sample(*self.padded(prompt_ids))
         record, costs = recorded(sampled)
         completions = texts_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
         seconds = time.perf_counter() - started

@@ -19,7 +19,7 @@ async function* eventsOf(response) {
 function blank(length, prompt) {
   const of = (value) => Array.from({ length }, () => value);
   return { title: "answer", note: "", prompt, tokens: of([1, "░", 0]), steps: of(-2), at: of(Infinity), passes: 0,
-    logps: of(0), entropies: of(0), fed: [], seconds: [] };
+    logps: of(0), entropies: of(0), fed: [], seconds: [], drafts: [] };
 }
 
 /* What a pass revealed joins the film. */

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Film:
         entropies: the entropy of its distribution in that pass, in nats; 0 if no pass revealed it.
         fed: tokens processed by the model up to the end of each pass. Empty if unknown.
         seconds: duration up to the end of each pass, without the time for display.
+        solved: whether the completion solves its problem; None if it has no problem.
+        board: the answer as a task's `board` shows it (`d1/tasks/sudoku.py`); empty if the task has none.
         drafts: of each place, [step, text, log-probability] of every token there that a later one replaced; empty where
             nothing was.
     """
@@ -48,6 +51,8 @@ class Film:
     entropies: list[float]
     fed: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    solved: bool | None = None
+    board: dict[str, Any] = field(default_factory=dict)
     drafts: list[list[list[Any]]] = field(default_factory=list)
 
     def drafts_at(self, place: int) -> list[list[Any]]:
@@ -68,8 +73,17 @@ class Film:
         return [step + 1 if step >= 0 else self.passes for step in self.steps]
 
 
+Judge = Callable[[Film, Sequence[int]], None]
+
+
 def filmed(
-    steps: Iterable[Step], text_of: Callable[[int], str], start: int, title: str = "", prompt: str = "", note: str = ""
+    steps: Iterable[Step],
+    text_of: Callable[[int], str],
+    start: int,
+    title: str = "",
+    prompt: str = "",
+    note: str = "",
+    judge: Judge = lambda film, ids: None,
 ) -> Iterator[Film]:
     """Yields the film of a rollout of one row after each step: always the same film, extended by that step.
 
@@ -77,6 +91,7 @@ def filmed(
         steps: from `d1.sampling.rollout_steps`.
         text_of: the text of a token, e.g. `piece` of a tokenizer.
         start: the canvas's first column, which is the length of the prompt.
+        judge: called at the end with the film and the ids of the canvas, e.g. from `judge_of`.
     """
     film, clock = Film(title, prompt, note, [], [], [], []), time.perf_counter()
     canvas: Any = None
@@ -101,7 +116,30 @@ def filmed(
         clock = time.perf_counter()
     for place in (place for place, step in enumerate(film.steps) if step == HIDDEN):
         film.tokens[place], film.steps[place] = text_of(int(canvas[0, start + place])), FILLED
+    judge(film, canvas[0, start:].tolist())
     yield film
+
+
+def judge_of(task: Any, row: Mapping[str, Any], tokenizer: Any, ends: Sequence[int]) -> Judge:
+    """Sets `solved` and `board` of a film from the completion's text, which one of the ids `ends` ends. `row` is a row
+    of the task."""
+
+    def judge(film: Film, ids: Sequence[int]) -> None:
+        end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        film.solved = next(iter(task.score(text, row).values())) == 1
+        film.board = task.board(text, row) if hasattr(task, "board") else {}
+
+    return judge
+
+
+def verdict(film: Film) -> str:
+    return "" if film.solved is None else "solved" if film.solved else "not solved"
+
+
+def without_folders(value: Any) -> str:
+    """A setting as text; an absolute path is only its last part, so that a page names no folder of this machine."""
+    return Path(value).name if isinstance(value, str | Path) and Path(value).is_absolute() else str(value)
 
 
 def piece(tokenizer: Any, token: int) -> str:

@@ -11,6 +11,7 @@ function make(tag, name = "", inside = "") {
   return made;
 }
 
+const UP_DOWN = { ArrowDown: 1, ArrowUp: -1 };
 const number = (value) => value.toLocaleString("en");
 const bin = (share) => `var(--q${Math.min(4, Math.floor(share * 5))})`;
 
@@ -83,6 +84,7 @@ function card(film, seek) {
     detail.classList.add("live");
     detail.replaceChildren(...describe(film, i, step));
   };
+  const move = (by) => focus(Math.max(0, Math.min(chips.length - 1, chosen < 0 ? 0 : chosen + by)));
   const focus = (i) => {
     chips.forEach((chip, k) => { chip.tabIndex = k === i ? 0 : -1; });
     chips[i]?.focus();
@@ -93,16 +95,24 @@ function card(film, seek) {
     canvas.addEventListener(name, (event) => { if (placeOf(event) >= 0) tell(placeOf(event)); });
   }
   canvas.addEventListener("keydown", (event) => {
-    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key], from = placeOf(event);
-    if (!by || from < 0) return;
+    const by = UP_DOWN[event.key];
+    if (!by || placeOf(event) < 0) return;
     event.preventDefault();
-    focus(Math.max(0, Math.min(chips.length - 1, from + by)));
+    move(by);
   });
 
-  const parts = [make("h3", "", film.title)];
+  const verdict = make("span", film.solved ? "verdict good" : "verdict", film.solved ? "solved" : "not solved");
+  const parts = [make("h3", "", film.solved == null ? film.title : [film.title, verdict])];
   if (film.note) parts.push(make("p", "note", film.note));
   const ends = make("p", "caption", [make("span", "", "first token"), make("span", "", "steps from top to bottom"), make("span", "", "last token")]);
-  const node = make("article", "film", [...parts, stats, canvas, map, ends, detail]);
+  const state = make("div", "state", [canvas]), board = make("div", "board");
+  if (film.board?.rows) {
+    const cell = ([name, digit, kind]) => make("span", kind, [make("i", "", name), make("b", "", digit)]);
+    board.append(...film.board.rows.flat().map(cell));
+    board.style.setProperty("--columns", film.board.rows[0].length);
+    state.append(make("div", "", [board, make("p", "note", film.board.note)]));
+  }
+  const node = make("article", "film", [...parts, stats, state, map, ends, detail]);
   const show = (to) => {
     step = Math.min(to, film.passes);
     chips.forEach((chip, i) => {
@@ -117,6 +127,8 @@ function card(film, seek) {
       marks[i].style.setProperty("--c", tint(film, i));
       marks[i].classList.toggle("off", film.at[i] > step || filled);
     });
+    verdict.hidden = to < film.passes;
+    board.classList.toggle("off", to < film.passes);
     now.setAttribute("y1", step);
     now.setAttribute("y2", step);
     const shown = chips.filter((chip, i) => current(film, i, step)).length;
@@ -126,7 +138,7 @@ function card(film, seek) {
     stats.replaceChildren(...rows.map(([value, what]) => make("li", "", [make("b", "", value), make("span", "", ` ${what}`)])));
     if (chosen >= 0) tell(chosen);
   };
-  return { node, show, passes: film.passes };
+  return { node, show, move };
 }
 
 function promptOf(film, name) {
@@ -167,7 +179,7 @@ function player(scene, place) {
   bar.setAttribute("aria-label", "Playback");
   const node = make("section", "scene", [...(scene.title ? [make("h2", "", scene.title)] : []), bar, films, ...prompts]);
   node.addEventListener("focusin", () => { active = place; });
-  return { node, seek: jump, show: () => seek(step), toggle, start, at: () => step, last };
+  return { node, seek: jump, show: () => seek(step), toggle, start, at: () => step, move: (by) => cards[0].move(by), last };
 }
 
 function setView(name) {
@@ -208,6 +220,7 @@ byId("theme").addEventListener("click", () => setTheme(root.dataset.theme === "d
 document.querySelectorAll("[name=view]").forEach((input) => input.addEventListener("change", () => setView(input.value)));
 JSON.parse(byId("data").textContent).forEach((scene, place) => players.push(player(scene, place)));
 byId("scenes").append(...players.map((one) => one.node));
+if (players.length === 1) document.querySelectorAll("#scenes details").forEach((one) => { one.open = one.textContent.length < 1500; });
 setView(view);
 addEventListener("hashchange", readAddress);
 const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -218,6 +231,7 @@ addEventListener("keydown", (event) => {
   if (!one || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("summary, .views, .ask")) return;
   const to = { ArrowRight: one.at() + 1, ArrowLeft: one.at() - 1, Home: 0, End: one.last }[event.key];
   if (to !== undefined) one.seek(to);
+  else if (UP_DOWN[event.key] && event.target.closest(".bar")) one.move(UP_DOWN[event.key]);
   else if (event.key === " " && !event.target.closest("button")) one.toggle();
   else return;
   event.preventDefault();

@@ -60,5 +60,7 @@ def film_data(film: Film) -> dict[str, Any]:
         "logps": [round(max(logp, -99.0), 3) for logp in film.logps],
         "entropies": [round(entropy, 3) for entropy in film.entropies],
         "fed": film.fed,
+        "solved": film.solved,
+        "board": film.board,
         "seconds": [round(seconds, 3) for seconds in film.seconds],
     }

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def aligned_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal: columns of equal width, two spaces apart, one line per row."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *rows))
+    return "".join(f"{line}\n" for line in lines)
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, one line per row, each with a newline at its end."""
     lines = [header, ["---"] * len(header), *rows]

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from d1.show.film import FILLED, HIDDEN, MASK, Film, chip, colour, harmless, visible
+from d1.show.film import FILLED, HIDDEN, MASK, Film, chip, colour, harmless, verdict, visible
 
 
 def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0) -> Film:
@@ -35,6 +35,8 @@ def play(films: Iterable[Film], console: Console, total: int, pause: float = 0.0
                 console.out(step_line(film, total), highlight=False)
     if live is None:
         console.out(harmless(film.text), highlight=False)
+    if film.solved is not None:
+        console.out(verdict(film), highlight=False)
     return film
 
 

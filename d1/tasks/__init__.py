@@ -11,6 +11,7 @@ A task module has
 - optionally `CONCURRENT`, how many calls of `score` may run at a time, in threads, and `JUDGED`, a model card's line on
   how answers are judged;
 - optionally `demonstrate(row)` -> a model completion for a training row, for few-shot prompts;
+- optionally `board(text, row)` -> the answer as a grid for `d1 watch` (see `sudoku.py`);
 - optionally `PROTOCOLS`: other ways to ask the same problems and to read the answers. Each row says what changes:
   `QUESTION`, the user's message with {question} in it; `SHOTS`, how many solved training problems come before it as
   turns of their own (default 0); `demonstrate`, `extract`, `score`, `REWARDS` as above.
@@ -23,6 +24,7 @@ settings): the question with at most one line of instructions, after four solved
 from __future__ import annotations
 
 import importlib
+import inspect
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -98,8 +100,38 @@ def under_protocol(task: ModuleType, name: str) -> ModuleType:
         prompts = [[{"role": "user", "content": question.format(question=text)}] for text in rows["question"]]
         return _with_prompts(rows, prompts)
 
+    return _changed(task, **changes, load_rows=load_rows)
+
+
+def with_rewards(task: ModuleType, file: str | None) -> ModuleType:
+    """The task with the functions of a `.py` file as further rewards, in their order in the file. Imported functions,
+    and those whose name begins with an underscore, are no rewards. None: the task itself.
+
+    Raises:
+        ValueError: the file has another ending, or no function.
+        FileNotFoundError: there is no such file.
+    """
+    if file is None:
+        return task
+    path = Path(file).resolve()
+    if path.suffix != ".py":
+        raise ValueError(f"--reward_file {file}: expected the path of a .py file with reward functions")
+    if not path.is_file():
+        raise FileNotFoundError(f"no reward file {path}")
+    name = f"d1_user_rewards_{path.stem}"
+    found = [
+        value
+        for key, value in vars(module_in(path, name)).items()
+        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
+    ]
+    if not found:
+        raise ValueError(f"reward file {path} defines no function: write f(completions, **columns) -> list of numbers")
+    return _changed(task, REWARDS=[*task.REWARDS, *found])
+
+
+def _changed(task: ModuleType, **changes: Any) -> ModuleType:
     changed = ModuleType(task.__name__, task.__doc__)
-    vars(changed).update({**vars(task), **changes, "load_rows": load_rows})
+    vars(changed).update({**vars(task), **changes})
     return changed
 
 

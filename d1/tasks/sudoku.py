@@ -97,6 +97,24 @@ def solution_grids() -> list[str]:
     return grids
 
 
+def board(text: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The answer for people to look at: `rows` of cells (name, digit, kind), where the kind is given, right, wrong or
+    empty, and a `note` on words such as "a4", with which the pocket models fill cells."""
+    puzzle, answer = puzzle_of(row["question"]), extract(text) or ""
+    digits = answer if len(answer) == 16 else puzzle.replace("0", " ")
+    right = digits if _solves(digits, puzzle) else row["ground_truth"]
+
+    def kind(place: int) -> str:
+        if digits[place] == puzzle[place]:
+            return "given"
+        return "empty" if digits[place] == " " else "right" if digits[place] == right[place] else "wrong"
+
+    cells = [[name, digits[place], kind(place)] for place, name in enumerate("abcdefghijklmnop")]
+    words = re.search(r"\b[a-p][1-4]\b", text)
+    note = "Cells are named a to p, row by row: a4 says that the first cell holds 4, and a. that it is empty."
+    return {"rows": [cells[start : start + 4] for start in range(0, 16, 4)], "note": note if words else ""}
+
+
 def puzzle_of(question: str) -> str:
     """The 16 digits of the puzzle that a question asks to solve."""
     found = _PUZZLE.findall(question)

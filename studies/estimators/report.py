@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from d1.show.curves import panels, save_figure
+from d1.show.curves import LINES, legend, panels, save_figure
 from d1.show.tables import markdown_table
 from studies.estimators.measures import CHOICES
 from studies.leaderboard.statistics import correlation
@@ -101,10 +101,12 @@ def draw(by_model: dict[str, list[Line]], path: Path) -> None:
                 found = ((line["views"], value(line)) for line in lines if line["name"] == name)
                 own = sorted(pair for pair in found if pair[1] is not None)
                 marker = "os^Dv<>Pp*Xh"[number % 12]
-                axis.plot(*zip(*own, strict=True), marker=marker, color=f"C{number % 10}", label=name) if own else None
+                axis.plot(
+                    *zip(*own, strict=True), marker=marker, label=name, **LINES[number % len(LINES)]
+                ) if own else None
             axis.set(title=f"{model}\n{title}", xlabel="views", xscale="log")
             axis.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
-    axes[0].legend(fontsize=6)
+    legend(figure, columns=6)
     save_figure(figure, path)
 
 

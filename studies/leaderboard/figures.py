@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from d1.show.curves import panels, save_figure
+from d1.show.curves import LINES, OKABE_ITO, legend, panels, save_figure
 from studies.leaderboard.plan import START
 
 if TYPE_CHECKING:
     from studies.leaderboard.report import Table
 
-OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito (2008)
 CURVES = 5  # methods of a panel, the most accurate ones, beside d1
 
 
@@ -43,20 +42,16 @@ def draw_curves(tables: list[Table], path: Path) -> None:
     figure, axes = panels(1, len(tables), size=(4.2 * len(tables), 3.6))
     chosen = [[*[name for name in table.places if name not in (START, "d1")][:CURVES], "d1"] for table in tables]
     names = [*dict.fromkeys(name for of in chosen for name in of)]
-    handles = {}
     for axis, table, own in zip(axes, tables, chosen, strict=True):
         for name in own:
             curves = [np.array(line["curve"]) for line in table.runs[name].values() if len(line["curve"]) == 4]
             if not curves:
                 continue
-            number = names.index(name)
+            style = LINES[names.index(name) % len(LINES)]
             shares, values = curves[0][:, 0], 100 * np.stack([curve[:, 1] for curve in curves])
-            line_style = ("-", "--", ":")[number // len(OKABE_ITO) % 3]
-            style: dict[str, Any] = {"color": OKABE_ITO[number % len(OKABE_ITO)], "linestyle": line_style}
-            (handles[name],) = axis.plot(table.budget * shares, values.mean(0), marker=".", **style)
+            axis.plot(table.budget * shares, values.mean(0), label=name, marker=".", **style)
             axis.fill_between(table.budget * shares, values.min(0), values.max(0), color=style["color"], alpha=0.15)
         axis.set(title=f"{table.setup.task} from {table.setup.start}", xlabel="compute tokens")
     axes[0].set_ylabel("validation problems solved, %")
-    if handles:
-        figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=8)
+    legend(figure, columns=8)
     save_figure(figure, path)

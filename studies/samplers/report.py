@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from d1.show.curves import panels, save_figure
+from d1.show.curves import OKABE_ITO, legend, panels, save_figure
 from d1.show.tables import markdown_table
 from studies.leaderboard.plan import START
 from studies.leaderboard.statistics import percent, points
@@ -75,15 +75,14 @@ def draw(results: Results, path: Path) -> None:
     colour."""
     columns, rows = len(ESTIMATORS), len(results.groups) // len(ESTIMATORS)
     figure, axes = panels(rows, columns, size=(4.8 * columns, 3.4 * rows), share_y=True)
-    shown_lines = {}
     for axis, (task, estimator) in zip(axes, results.groups, strict=True):
         for setup in results.setups(task, estimator):
             places, values = results.curve(setup, SECONDS, results.lines[setup])
-            colour, style = f"C{SAMPLERS.index(setup.sampler)}", STYLES[[*CURES].index(setup.cure)]
-            (shown_lines[setup.label],) = axis.plot(places, 100 * values, style, color=colour, linewidth=1.3)
+            colour, style = OKABE_ITO[SAMPLERS.index(setup.sampler)], STYLES[[*CURES].index(setup.cure)]
+            axis.plot(places, 100 * values, style, color=colour, label=setup.label, linewidth=1.3)
         axis.set(title=f"{task}, {estimator}")
         axis.set_visible(bool(results.setups(task, estimator)))
-    figure.legend(shown_lines.values(), shown_lines, loc="outside right upper", fontsize="small")
+    legend(figure)
     figure.supxlabel("processor seconds")
     figure.supylabel("solved, %")
     save_figure(figure, path)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from d1.ranges import COUNT
 from d1.runs.entry import run_script
 from d1.sampling.caches import CACHES
-from d1.show.curves import panels, save_figure
+from d1.show.curves import legend, panels, save_figure
 from d1.tasks import load_task
 from pocket.recipes import RECIPES
 from studies.samplers import cost
@@ -112,8 +112,8 @@ def plot(tried: Sequence[Tried], exact: Tried, chosen: Tried | None, path: Path)
         label = f"chosen: {chosen.name}"
         axes.scatter([chosen.tokens], [chosen.accuracy], s=90, facecolors="none", edgecolors="black", label=label)
     axes.set_xscale("log")
-    axes.set(xlabel="tokens fed through the model per problem", ylabel="validation problems solved, %")
-    axes.legend(fontsize=7)
+    axes.set(xlabel="tokens processed per problem", ylabel="validation problems solved, %")
+    legend(figure)
     save_figure(figure, path)
 
 

@@ -94,6 +94,19 @@ def test_what_cannot_be_answered_is_one_line_and_leaves_stdout_alone(tiny_model_
     assert re.fullmatch(f".*{said}.*\n", captured.err)
 
 
+def test_an_empty_answer_is_said_to_be_empty(tiny_model_dir, tmp_path, monkeypatch, capsys) -> None:
+    """Of a model for which the first token of its answer ends the text."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    (said,) = conversation(folder, ["ab"], gen_length=4, block_length=4, steps=4)
+    tokenizer.eos_token = tokenizer.tokenize(said)[0]
+    tokenizer.save_pretrained(folder)
+    piped(monkeypatch, "ab\n", "chat", str(folder), "--gen_length", "4", "--block_length", "4", "--steps", "4")
+    captured = capsys.readouterr()
+    assert captured.out == "\n"
+    assert captured.err.splitlines()[-1].startswith("the answer is empty: ")
+
+
 def test_a_broken_template_and_bytes_that_are_no_text_end_a_turn_and_not_the_chat(
     tiny_model_dir, tmp_path, monkeypatch, capsys
 ) -> None:

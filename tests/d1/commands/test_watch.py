@@ -36,7 +36,8 @@ def test_two_runs_of_a_problem_are_those_of_the_sampler_and_every_file_shows_bot
     watched("--model_path", POCKET, *problem, *sampling, *files, "--against", "sampler=parallel", "eos_stop")
     printed = capsys.readouterr().out
     tokenizer = load_tokenizer(POCKET)
-    messages = load_task("sudoku").load_rows("validation")[3]["prompt"]
+    row = load_task("sudoku").load_rows("validation")[3]
+    messages = row["prompt"]
     ids = torch.tensor([encode_prompt(tokenizer, render_prompt(tokenizer, messages))])
     chosen = {"gen_length": 32, "block_length": 8, "steps": 16, "temperature": 0.7, "mask_token_id": 3}
     seeded = {"generator": [keyed_generator(5, 3, 0)]}
@@ -44,6 +45,13 @@ def test_two_runs_of_a_problem_are_those_of_the_sampler_and_every_file_shows_bot
     exact, parallel = films(page)
     assert [label for _, label, _ in exact["tokens"]] == tokenizer.convert_ids_to_tokens(expected.tolist())
     assert (exact["title"], parallel["title"]) == ("sampler exact, no eos_stop", "sampler parallel, eos_stop")
+    text = tokenizer.decode(expected, skip_special_tokens=True)
+    assert exact["solved"] == (load_task("sudoku").score(text, row)["accuracy"] == 1)
+    assert exact["board"] == load_task("sudoku").board(text, row)
+    assert printed.startswith("sampler exact, no eos_stop:\nstep 1/16 ")  # what is piped names each run
+    assert "\nsampler parallel, eos_stop:\nstep 1/16 " in printed
+    assert printed.count("\nsolved\n") + printed.count("\nnot solved\n") == 2
+    assert str(ROOT) not in page.read_text(encoding="utf-8")
     assert exact["passes"] == len(exact["fed"]) == 16 > parallel["passes"]
     assert exact["fed"][-1] == 16 * (ids.shape[1] + 32)
     assert svg.read_text().count('class="mask"') == 64

@@ -481,6 +481,11 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
         read_run(tmp_path)
 
+    command = [sys.executable, str(STAGE / "plot_curves.py"), str(run), "--output", "c.png", "--html", "r.html"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [line.split(" (")[0] for line in done.stderr.splitlines()] == [
+        f"Written: {tmp_path / name}" for name in ("r.html", "c.png")
+    ]
     page = report_page([run], ["<a>"])
     assert page.count("<figure><svg ") == 4
     assert "What RL did: &lt;a&gt;</h1>" in page
@@ -496,12 +501,20 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
         "logps": [0],
         "entropies": [0],
     }
-    kept = {"rollout": 1, "films": dict.fromkeys(("best", "median", "worst"), film)}
-    (run / SHOWN_FILE).write_text(json.dumps({"first": kept, "last": kept | {"rollout": 7}}))
+    kept = {"before": [film | {"title": "before", "solved": False}] * 2}
+    kept["after"] = [film | {"title": "after", "solved": solved} for solved in (True, False)]
+    (run / SHOWN_FILE).write_text(json.dumps(kept))
+    record["settings"]["data_file"] = "/home/me/data.csv"
+    (run / "run.json").write_text(json.dumps(record))
     page = report_page([run], ["a"])
     scenes = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    assert [scene["title"].split(":")[0] for scene in scenes] == ["a"] * 3
-    assert [film["title"] for film in scenes[0]["films"]] == ["rollout 1", "rollout 7"]
+    assert [scene["title"] for scene in scenes] == [
+        "a, problem 1: not solved before, solved after",
+        "a, problem 2: not solved before, not solved after",
+    ]
+    assert [film["title"] for film in scenes[0]["films"]] == ["before", "after"]
+    assert "solved of the 2 problems below</span> <b>0 → 1</b>" in page
+    assert "/home/me" not in page
     assert "--report true" not in page
 
 

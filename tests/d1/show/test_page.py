@@ -107,6 +107,35 @@ def test_a_token_tells_its_confidence_and_entropy_to_mouse_and_keys(page, path):
     assert "filled without a prediction" in page.ask("document.querySelectorAll('.detail')[1].textContent")
 
 
+def test_up_and_down_move_between_tokens_and_not_the_slider(page, path):
+    page.open(path, "#step=5")
+    page.ask("document.querySelector('.bar input').focus()")
+    page.press("ArrowDown")
+    assert (page.ask("document.activeElement.dataset.place"), page.ask(STEP)) == ("0", 5)
+    page.press("ArrowDown")
+    page.ask("document.querySelector('.bar input').focus()")
+    page.press("ArrowUp")
+    assert (page.ask("document.activeElement.dataset.place"), page.ask(STEP)) == ("0", 5)
+
+
+def test_a_problem_shows_whether_it_is_solved_and_its_grid_at_the_end(page, tmp_path):
+    """And one film fills a wide screen."""
+    film, file = films()[0], tmp_path / "sudoku.html"
+    film.solved, film.board = False, {"rows": [[["a", "4", "given"], ["b", "1", "wrong"]]], "note": "a4 is 4"}
+    file.write_text(film_page("One run", [("", [film])]), encoding="utf-8")
+    shown = (
+        "[...document.querySelectorAll('.verdict, .board b')].map(e => e.checkVisibility({visibilityProperty: true}))"
+    )
+    for step, expected in ((19, [False, True, False]), (20, [True, True, True])):
+        page.open(file, f"#step={step}", 1600)
+        assert page.ask(shown) == expected
+    assert page.ask("document.querySelector('h3').textContent") == "slownot solved"
+    assert page.ask("document.querySelector('.board').textContent") == "a4b1"
+    assert page.ask("document.querySelector('.film').getBoundingClientRect().width") > 1500
+    page.open(file, "#step=20", 420)
+    assert page.ask("document.documentElement.scrollWidth") <= 420
+
+
 def test_text_of_a_model_is_text_and_nothing_is_asked_of_any_server(page, path):
     page.requests.clear()
     page.open(path, "#step=20")
