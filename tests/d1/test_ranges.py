@@ -22,6 +22,8 @@ from trl import ModelConfig, TrlParser
 from d1 import __main__ as tools
 from d1.eval import evaluate, harness
 from d1.eval import run as evaluation
+from d1.preference import train as preference_train
+from d1.preference.config import PreferenceConfig
 from d1.ranges import COUNT, NATURAL, NUMBER, SHARE, Range, check_ranges, ranges_of
 from d1.rl import curves
 from d1.rl import train as diffu_grpo_train
@@ -131,8 +133,9 @@ class Command:
     def numbers(self) -> list[str]:
         """All flags in the help that read 7 as a number."""
         text = io.StringIO()
+        every = "--help_all" if isinstance(self.parser, TrlParser) else "--help"
         with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
-            self.parser.parse_args([*self.required, "--help"])
+            self.parser.parse_args([*self.required, every])
         names = sorted({*re.findall(r"--([a-z]\w*)", text.getvalue())} - {"config"})  # which names a file
         return [name for name in names if type(self.parsed(name, "7")) in (int, float)]
 
@@ -163,6 +166,8 @@ def tool(name: str) -> Command:
 def commands() -> dict[str, Command]:
     found = {name: tool(name) for name in tools.COMMANDS}
     found["sft"] = Command(sft_train.make_parser(), BARE, sft_train.main, ranges_of(SFTConfig))
+    preference_ranges = ranges_of(PreferenceConfig)
+    found["prefer"] = Command(preference_train.make_parser(), BARE, preference_train.main, preference_ranges)
     rl_ranges = INHERITED | ranges_of(DiffuGRPOConfig)
     found["rl"] = Command(diffu_grpo_train.make_parser(), RL, lambda both: diffu_grpo_train.main(*both), rl_ranges)
     for name, module, required in (
