@@ -65,14 +65,14 @@ def plan(args: DiffuGRPOConfig, num_prompts: int, block_size: int | None = None)
     views = most_views(args, block_size)
     return {
         "processes": args.world_size,
-        "prompts an optimizer step": completions / int(args.num_generations or 1),
-        "completions an optimizer step": completions,
-        "completions a rollout": rollout,
+        "prompts per optimizer step": completions / int(args.num_generations or 1),
+        "completions per optimizer step": completions,
+        "completions per rollout": rollout,
         "optimizer steps": steps,
         "rollouts": rollouts,
-        "updates on each rollout (mu)": args.num_iterations,
-        "views of a row in an update, at most": views,
-        **{f"passes of a row, at most: {what}": count for what, count in passes(args, views).items()},
+        "updates per rollout (mu)": args.num_iterations,
+        "views per completion and update (maximum)": views,
+        **{f"passes per completion (maximum): {what}": count for what, count in passes(args, views).items()},
     }
 
 

@@ -59,7 +59,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
     longest = max(check_prompts(rows, tokenizer, args) for rows in (train_rows, eval_rows) if rows is not None)
     numbers = plan(args, len(train_rows), check_config(longest, args))
     if args.should_save:
-        logger.info("Plan: %s", "; ".join(f"{name}: {value:g}" for name, value in numbers.items()))
+        logger.info("Plan:%s", "".join(f"\n  {value:>8g}  {name}" for name, value in numbers.items()))
         if useless := [f"{name} {getattr(args, name)}" for name in idle(args) if getattr(args, name) is not None]:
             logger.info(
                 "Idle, because each rollout has one optimizer step and every ratio is 1: %s", ", ".join(useless)

@@ -185,7 +185,7 @@ class SamplingSettings:
         return 1 if self.edits is None else max(2, self.block_length + self.post_steps)
 
     def most_passes(self, filled: int | None = None) -> int:
-        """Forward passes of a row, at most; `filled` as for `schedule`."""
+        """Maximum number of forward passes per completion; `filled` as for `schedule`."""
         return sum(len(block) + self.post_steps for block in self.schedule(filled))
 
     @property

@@ -35,13 +35,13 @@ def test_the_plan_counts_what_d1_does(tmp_path):
     batch = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 16, "num_train_epochs": 1}
     args = DiffuGRPOConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **batch)
     numbers = plan(args, num_prompts=160)
-    assert numbers["completions an optimizer step"] == 96
-    assert numbers["prompts an optimizer step"] == 16
-    assert numbers["completions a rollout"] == 96
+    assert numbers["completions per optimizer step"] == 96
+    assert numbers["prompts per optimizer step"] == 16
+    assert numbers["completions per rollout"] == 96
     assert numbers["rollouts"] == 10
     assert numbers["optimizer steps"] == 120
-    assert numbers["views of a row in an update, at most"] == 1
-    assert {name.partition(": ")[2]: count for name, count in numbers.items() if name.startswith("passes")} == {
+    assert numbers["views per completion and update (maximum)"] == 1
+    assert {name.partition(": ")[2]: count for name, count in numbers.items() if name.startswith("passes per")} == {
         "sampling": 128,
         "old log-probs": 12,
         "reference log-probs": 12,
