@@ -124,7 +124,7 @@ def test_a_run_says_at_its_start_which_of_its_settings_are_idle(tiny_model_dir, 
     caplog.set_level("INFO", "d1.rl.setup")
     prepare(args, ModelConfig(), None)
     lines = [record.getMessage() for record in caplog.records if record.name == "d1.rl.setup"]
-    assert sum(line.startswith("Plan: ") for line in lines) == 1
+    assert sum(line.startswith("Plan:") for line in lines) == 1
     assert [
         line.partition("because each rollout has one optimizer step and ")[2] for line in lines if "Idle" in line
     ] == ([said] if said else [])
