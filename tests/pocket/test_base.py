@@ -3,6 +3,7 @@ traces."""
 
 import csv
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -198,8 +199,13 @@ def test_base_is_small_bidirectional_and_loads_exactly(name):
     assert blocks is None or torch.equal(first_token(last + 1), first_token())
 
 
-@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", BASES)
+def card_cases():
+    """Each base at both lengths; the second is slow, and so is judging 512 programs."""
+    for name, at in itertools.product(BASES, (0, 1)):
+        yield pytest.param(name, at, marks=pytest.mark.slow if at or BASES[name].task == "programs" else ())
+
+
+@pytest.mark.parametrize(("name", "at"), card_cases())
 def test_base_solves_what_its_card_says(name, at):
     base, recipe = ROOT / "pocket" / name, BASES[name]
     skip_without_sandbox(recipe.task)

@@ -69,13 +69,13 @@ def test_the_report_has_the_table_the_curves_and_the_seconds(miniature):
 
 def test_the_report_links_pages_that_play(miniature):
     report = (miniature / "report.md").read_text()
-    scenes = {"watch.html": 1, "grpo/report.html": 3, "sft_grpo/report.html": 3, "shuffled/report.html": 3}
+    scenes = {"watch.html": 1, "grpo/report.html": 8, "sft_grpo/report.html": 8, "shuffled/report.html": 8}
     for name, count in scenes.items():
         assert f"]({name})" in report
         data = re.search(r'id="data">(.*?)</script>', (miniature / name).read_text(encoding="utf-8"), re.DOTALL)
         found = json.loads(data[1])
         assert [len(scene["films"]) for scene in found] == [2] * count
-    assert [film["title"] for film in found[0]["films"]] == ["rollout 1", "rollout 2"]  # 8 steps, mu = 4
+    assert [film["title"] for film in found[0]["films"]] == ["before", "after"]
     assert "](watch.svg)" in report
     assert (miniature / "watch.svg").read_text().count('class="mask"') == 64
 

@@ -90,10 +90,11 @@ def test_sealed_problems_are_those_of_the_protocol_and_in_no_other_split(task, t
 
 
 def test_one_module_alone_reads_sealed_problems_and_one_their_outcomes():
-    studies = {path.name: path.read_text() for path in (ROOT / "studies").rglob("*.py")}
+    studies = {str(path.relative_to(BOARD.parent)): path.read_text() for path in BOARD.parent.rglob("*.py")}
     mentions = {name for name, text in studies.items() if "sealed" in text.lower()}
-    assert mentions == {"figures.py", "one_run.py", "plan.py", "report.py", "results.py"}
-    assert {name for name, text in studies.items() if "final_table=True" in text} == {"report.py"}
+    own = ("figures", "one_run", "plan", "report", "results")
+    assert mentions == {f"leaderboard/{name}.py" for name in own}
+    assert [name for name, text in studies.items() if "final_table=True" in text] == ["leaderboard/report.py"]
     assert "SEALED" not in (BOARD / "plan.py").read_text() + (BOARD / "results.py").read_text()
     assert '"sealed"' not in (BOARD / "plan.py").read_text()
     fields = [line.strip() for line in (BOARD / "results.py").read_text().splitlines() if '"sealed"' in line]

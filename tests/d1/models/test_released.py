@@ -245,7 +245,7 @@ def test_illada_is_a_llada_with_fewer_key_heads_and_a_tied_head(tmp_path, llada_
         ("lladamoe", {"num_experts": None}, "lacks num_experts"),
         ("llada2_moe", {"use_bias": True}, "use_bias"),
         ("llada2_moe", {"num_shared_experts": 0}, "no shared expert"),
-        ("llada2_moe", {"edit_threshold": 0.9}, "edit_threshold 0.9: its model edits .* Without this field the model"),
+        ("llada2_moe", {"edit_threshold": 0.9}, "edit_threshold 0.9: its model edits .* Without this field it loads"),
         ("llada2_moe", {"enable_insertion": True}, "enable_insertion True: its model inserts .* with or without this"),
         ("llada2_moe", {"delete_token_id": 156930}, "delete_token_id 156930: .* deletes .* with or without this field"),
         ("llada2_moe", {"split_token_id": 156931}, "split_token_id 156931: its model inserts .* with or without this"),

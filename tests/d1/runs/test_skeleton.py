@@ -115,7 +115,8 @@ def test_a_checkpoint_that_lacks_or_damaged_a_file_is_refused_by_its_name(
         file = file.with_name("model.safetensors") if file.name == weights else file
     else:
         file.write_bytes(damage(file.read_bytes()))
-    monkeypatch.setattr(f"d1.{run.stage}.setup.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    loads = {"sft": "d1.runs.start", "rl": "d1.rl.setup"}[run.stage]
+    monkeypatch.setattr(f"{loads}.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     earlier = folder / "checkpoint-1"
     with pytest.raises(ValueError, match=rf"{file} {problem}.*; continue from .* --resume {earlier}$"):
         run(folder, "--resume")

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -417,14 +418,17 @@ def test_without_bubblewrap_the_message_says_how_to_install_it(monkeypatch: pyte
         working_python.__wrapped__()
 
 
-def test_a_bubblewrap_that_fails_is_quoted_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
-    for path in (broken, *list(broken.parents)[:3]):
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(SandboxError, match=r"uid map: Permission denied\. allow bubblewrap to make user namespaces"):
-        working_python.__wrapped__()
+def test_a_bubblewrap_that_fails_is_quoted_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # the sandbox's user can read all parents of this one
+        Path(folder).chmod(0o755)
+        broken = Path(folder) / "bwrap"
+        broken.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
+        broken.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+        with pytest.raises(
+            SandboxError, match=r"uid map: Permission denied\. allow bubblewrap to make user namespaces"
+        ):
+            working_python.__wrapped__()
 
 
 @pytest.mark.parametrize(("name", "value"), [("seconds", 0), ("memory", 8), ("processes", 1.5), ("files", 0)])

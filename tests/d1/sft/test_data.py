@@ -274,7 +274,7 @@ def test_template_and_function_problems_name_the_row() -> None:
 
 
 def test_unknown_columns_are_refused() -> None:
-    with pytest.raises(ValueError, match="the data has the columns answer, text; understood are"):
+    with pytest.raises(ValueError, match="the data has the columns answer, text; supported are"):
         prepare([{"text": "a", "answer": "b"}])
 
 

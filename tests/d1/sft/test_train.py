@@ -110,7 +110,7 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     training += ["--grad_accum_steps", "1", "--logging_steps", "5"]
     whole, killed, home = tmp_path / "whole", tmp_path / "killed", tmp_path / "home"
     home.mkdir()
-    environment: dict[str, Any] = {"WANDB_MODE": None, "WANDB_API_KEY": None, "HOME": str(home)}
+    environment: dict[str, Any] = {"WANDB_MODE": None, "WANDB_DIR": None, "WANDB_API_KEY": None, "HOME": str(home)}
     finish(start(ALONE, [*flags, *training], whole, **environment), whole)
     assert list((whole / "job/wandb").glob("offline-run-*"))
     names = {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"}
