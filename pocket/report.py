@@ -209,7 +209,7 @@ def differences_table(jobs: Sequence[Job]) -> str:
         cells += [f"{mean.value:+.1f} [{mean.low:+.1f}, {mean.high:+.1f}]", f"{max(r['p_value'] for r in results):.1g}"]
         rows.append([f"{b} - {a}", str(length), *cells, f"{apart}/{len(results)}"])
     header = [f"{name_of(jobs[0])}: paired difference, points", "length", *(job.folder.name for job in jobs)]
-    return markdown_table([*header, "mean [95% interval]", "largest p", "intervals apart"], rows)
+    return markdown_table([*header, "mean [95% interval]", "largest p", "separated intervals"], rows)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -129,13 +129,13 @@ def arms_table(arms: dict[str, Runs]) -> str:
         row += [points(paired(scores(exact), own)) if name != "exact" and exact else ""]
         by_own = solved_by_own(runs[seed] for seed in seeds)
         row += ["" if by_own is None else f"{100 * by_own:.1f}"]
-        fed = [log["sampling/forward_tokens"] for seed in seeds for log in runs[seed]["logs"]]
-        row += [f"{fmean(fed):.0f}", f"{spent(runs, seeds, 'step'):.0f}"]
+        processed = [log["sampling/forward_tokens"] for seed in seeds for log in runs[seed]["logs"]]
+        row += [f"{fmean(processed):.0f}", f"{spent(runs, seeds, 'step'):.0f}"]
         for of, scale, digits in ((SECONDS, 1, 1), (TOKENS, 1e6, 2)):
             here = spent(runs, seeds, of)
             row += [f"{here / scale:.{digits}f}", f"{spent(exact, seeds, of) / here:.2f}" if exact else ""]
         rows.append(row)
-    header = ["arm", "seeds", "solved, %", "less exact's", "by its own", "fed", "updates"]
+    header = ["arm", "seeds", "solved, %", "difference to exact", "own sampler, %", "per completion", "updates"]
     header += ["seconds", "fewer", "tokens, M", "fewer"]
     return markdown_table(header, rows)
 
@@ -172,9 +172,9 @@ judge use blocks of 8. Fast arms are `cached+parallel` with threshold 0.95, name
 
 {reading}
 
-- less exact's: difference to the exact arm, paired by seeds and problems, with 95% intervals over both.
-- by its own: percent that the last model solves, greedy, with the sampler of its own rollouts.
-- fed: tokens processed by the transformer per completion in a rollout.
+- difference to exact: difference to the exact arm, paired by seeds and problems, with 95% intervals over both.
+- own sampler: percent that the last model solves, greedy, with the sampler of its own rollouts.
+- per completion: tokens processed by the transformer per completion of a rollout.
 - tokens: all tokens processed by the transformer, including rollouts; backward passes count twice, as in
   [the leaderboard](leaderboard.md).
 - fewer: the exact arm's seconds, or tokens, divided by the row's.

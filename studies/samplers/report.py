@@ -40,8 +40,8 @@ def outcomes_table(results: Results, setups: Sequence[Setup]) -> str:
                 f"{shown(less_s)}, {shown(less_t)}" if less_s is not None else "",
             ]
         )
-    header = ["sampler", "seeds", "final", "by its own", "less start's", "less exact's", "diverged"]
-    header += ["to 95%", "to 100%", "cut by"]
+    header = ["sampler", "seeds", "final", "own sampler, %", "difference to start", "difference to exact", "diverged"]
+    header += ["to 95%", "to 100%", "reduction"]
     return markdown_table(header, rows)
 
 
@@ -49,7 +49,7 @@ def inside_table(results: Results, setups: Sequence[Setup]) -> str:
     """First and last logs of metrics that could show an unstable run."""
     names = {
         "sampled, %": ("rewards/accuracy/mean", 100.0, 0),
-        "tokens fed": ("sampling/forward_tokens", 1.0, 0),
+        "tokens processed": ("sampling/forward_tokens", 1.0, 0),
         "mismatch, mean": ("sampling/logp_difference_mean", 1.0, 3),
         "mismatch, abs": ("sampling/logp_difference_abs", 1.0, 3),
         "largest p / p sampled": ("sampling/ratio_max", 1.0, 1),
@@ -155,14 +155,14 @@ levels were chosen on validation problems by `studies/samplers/search.py`.
 
 - final: percent solved at the end, with 95% intervals over seeds and problems; differences are paired by both. The
   seeds' variance of differences to exact is estimated from all rows of a table together.
-- by its own: percent that the last model solves, greedy, with the sampler of its own rollouts.
+- own sampler: percent that the last model solves, greedy, with the sampler of its own rollouts.
 - diverged: runs whose loss or weights were no longer finite; "below the start" if the final accuracy is below the
   start's by more than the interval.
 - to 95%, to 100%: processor seconds, and millions of tokens processed by the transformer (backward passes count twice),
   at which the mean curve first reaches that share of the final accuracy of the exact sampler with the same estimator; 0
   if SFT has it already. The first crossing of a noisy curve comes too early, for all samplers alike.
-- cut by: seconds and tokens that the exact sampler needs for its own final accuracy, divided by those of the row. The
-  goal is {goal}.
+- reduction: seconds and tokens that the exact sampler needs for its own final accuracy, divided by those of the row.
+  The goal is {goal}.
 - Training metrics are "first to last", each a mean of three rollouts. sampled: accuracy of the rollouts, with the run's
   own sampler; mismatch: recorded log-probabilities of the sampler minus those of the trained policy, in nats per token;
   entropy: of the policy on scored tokens; KL: to SFT's policy; largest ratio: of new to old probabilities in an update.

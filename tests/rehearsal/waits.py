@@ -54,7 +54,7 @@ SFT = [
 RL = [
     *SAMPLING,
     *SCORING,
-    Wait("d1/rl/budget.py total_compute", 1, "log", "tokens fed through the body, for the log"),
+    Wait("d1/rl/budget.py total_compute", 1, "log", "tokens processed, for the log"),
     Wait("d1/rl/record.py recorded", 1, "rollout", "passes, for the log"),
     Wait("d1/rl/updates.py texts_of", 1, "rollout", "the completions"),
     Wait("d1/runs/trainer.py RunTrainer.require_finite", 1, "batch", "a loss that is not finite"),
