@@ -20,8 +20,8 @@ HOME = "README.md"
 LINK = re.compile(r"\]\(([^)\s#]+)")
 AS_TEXT = (".py", ".yaml", ".sh", ".csv", ".jsonl")  # a browser would download these, or run them
 ROWS = ("LossInputs", "Objective", "Penalty", "Advantage")
-ROOMS = ("models", "sampling", "scoring", "masking", "tasks", "sft", "rl", "rl.rows", "eval")
-CONFIGS = {"sft": "SFTConfig", "rl": "DiffuGRPOConfig"}
+ROOMS = ("models", "sampling", "scoring", "masking", "tasks", "sft", "rl", "rl.rows", "preference", "eval")
+CONFIGS = {"sft": "SFTConfig", "rl": "DiffuGRPOConfig", "preference": "PreferenceConfig"}
 
 
 def reference(room: str) -> str:
