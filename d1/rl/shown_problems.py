@@ -7,7 +7,6 @@ the report takes the same steps as one without it.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from d1.models.tokenizer import end_ids
 from d1.rl.curves import SHOWN_FILE
 from d1.rl.record import recorded
 from d1.rl.updates import evaluating
+from d1.runs.output_dir import write_atomically
 from d1.show.film import Film, judge_of, piece
 
 PROBLEMS = 8  # shown: the first ones
@@ -52,9 +52,7 @@ class ShowProblems(TrainerCallback):
         path = Path(self.trainer.args.output_dir) / SHOWN_FILE
         if self.trainer.accelerator.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(kept | {when: [asdict(film) for film in films]}))
-            os.replace(partial, path)
+            write_atomically(path, json.dumps(kept | {when: [asdict(film) for film in films]}))
 
     def films(self, when: str) -> list[Film]:
         """One film per problem, sampled as in an evaluation during training."""

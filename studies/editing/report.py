@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from d1.runs.entry import OneLineParser, run_script
+from d1.show.tables import markdown_table
 from studies.editing.run import BASES, DATA, SAMPLERS
 from studies.json_lines import read_lines
 from studies.samplers.cost import with_margin
@@ -68,7 +69,7 @@ def table(task: str, lines: list[dict[str, Any]]) -> str:
     }
     by_name = {key: runs for key, runs in by_name.items() if runs}
     unedited = [runs for runs in by_name.values() if "edits" not in runs[0]]
-    rows = [HEAD, ["---"] * len(HEAD)]
+    rows = []
     for (name, noise), runs in by_name.items():
         solved = mean([100 * run["solved"].count("1") / len(run["solved"]) for run in runs])
         cost = [f"{statistics.fmean(run['passes'] for run in runs):.2f}"]
@@ -80,7 +81,7 @@ def table(task: str, lines: list[dict[str, Any]]) -> str:
         rows.append([name, noise, solved, *cost, *edits])
     seeds = len({line["seed"] for line in own})
     title = f"## {task}, {seeds} seeds, {len(own[0]['samplers'][next(iter(SAMPLERS))]['solved'])} problems\n\n"
-    return title + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return title + markdown_table(HEAD, rows)
 
 
 def make_parser() -> argparse.ArgumentParser:

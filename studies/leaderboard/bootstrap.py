@@ -14,19 +14,11 @@ from typing import NamedTuple
 import networkx
 import numpy as np
 
-from studies.leaderboard.statistics import holm
+from studies.leaderboard.statistics import Interval, holm
 
 DRAWS = 10_000
 AT_ONCE = 250  # draws: what fits in the processor's cache matters more than their number
 LEVEL = 0.05
-
-
-class Interval(NamedTuple):
-    """A value, a share or a difference of shares, with its 95% percentile interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 def resampled_means(scores: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:

@@ -19,11 +19,11 @@ from d1.rl.methods import METHODS
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
-from studies.leaderboard.bootstrap import Interval, Order, interval, not_worse, order, p_value, resampled_means
+from studies.leaderboard.bootstrap import Order, interval, not_worse, order, p_value, resampled_means
 from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.plan import CANDIDATES, FULL, START, Protocol, Run, Setup
 from studies.leaderboard.results import DATA, Line, read_results
-from studies.leaderboard.statistics import holm
+from studies.leaderboard.statistics import Interval, holm, percent, points
 from studies.pages import reading
 
 PAGE = ROOT / "docs" / "leaderboard.md"
@@ -96,12 +96,6 @@ def table_of(setup: Setup, budget: int, runs: dict[str, dict[int, Line]], protoc
     return Table(setup, budget, runs, in_order, compared)
 
 
-def percent(one: Interval, sign: str = "") -> str:
-    """Of shares: "71.2 [68.0, 74.4]"; of differences with the sign "+"."""
-    value, low, high = (f"{100 * part:{sign}.1f}" for part in one)
-    return f"{value} [{low}, {high}]"
-
-
 def places_table(table: Table) -> str:
     """What the final table says of a setup and budget; methods that share a letter are not separated."""
     rows = []
@@ -117,7 +111,7 @@ def places_table(table: Table) -> str:
                 percent(place.solved),
                 (f"{first}" if first == last else f"{first} to {last}") if ranked else "",
                 letters,
-                "" if name == REFERENCE else percent(place.less, "+"),
+                "" if name == REFERENCE else points(place.less),
                 "" if name in (REFERENCE, START) else "yes" if place.not_worse else "no",
                 "" if own is None else f"{100 * own:.1f}",
             ]
@@ -167,7 +161,7 @@ def wins_table(tables: list[Table], protocol: Protocol) -> str:
             gain = interval(scores[0].mean() - scores[1].mean(), ours - theirs)
             compared.append((candidate, table.setup.label, other, gain, p_value(ours - theirs)))
     adjusted = holm([p for *_, p in compared])
-    rows = [[*names, percent(gain, "+"), f"{p:.2g}"] for (*names, gain, _), p in zip(compared, adjusted, strict=True)]
+    rows = [[*names, points(gain), f"{p:.2g}"] for (*names, gain, _), p in zip(compared, adjusted, strict=True)]
     return markdown_table(["candidate", "setup", "against", "difference", "Holm's p"], rows) if rows else ""
 
 

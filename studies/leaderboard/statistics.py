@@ -17,6 +17,14 @@ from scipy.stats import spearmanr
 from pocket.uncertainty import Mean, Square
 
 
+class Interval(NamedTuple):
+    """A share, or a difference of shares, with its 95% percentile interval."""
+
+    value: float
+    low: float
+    high: float
+
+
 def table(scores: Mapping[int, np.ndarray]) -> np.ndarray:
     """(seeds, problems), by seed."""
     return np.stack([scores[seed] for seed in sorted(scores)])
@@ -68,12 +76,12 @@ def correlation(a: Mapping[str, float], b: Mapping[str, float], fewest: int = 5)
     return "" if found is None else f"{found.value:+.2f} (p {found.p:.2g})"
 
 
-def percent(mean: Mean) -> str:
+def percent(mean: Mean | Interval) -> str:
     """A mean of shares in percent: "71.2 [68.0, 74.4]"."""
     low, high = max(0.0, mean.low), min(1.0, mean.high)
     return f"{100 * mean.value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def points(mean: Mean) -> str:
+def points(mean: Mean | Interval) -> str:
     """A mean of differences of shares in points: "+3.1 [-0.2, +6.4]"."""
     return f"{100 * mean.value:+.1f} [{100 * mean.low:+.1f}, {100 * mean.high:+.1f}]"
