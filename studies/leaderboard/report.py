@@ -173,7 +173,7 @@ def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
         cells = [
             f"{one.learning_rate:g}, {one.num_iterations}: {100 * one.accuracy:.1f}" if one else "" for one in found
         ]
-        rows.append([method, f"{METHODS[method].values.get('learning_rate', '')}", *cells])
+        rows.append([method, str(METHODS[method].scale.get("learning_rate", "")), *cells])
     return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups)], rows)
 
 

@@ -114,6 +114,7 @@ def test_a_page_from_lines_alone(tmp_path):
         assert found["d1"][5] == ""
     assert "3e-04" not in text
     assert "0.0003, 1: " in text
+    assert "| d1 | 3e-06 | " in text  # its authors' rate
     assert page.with_suffix(".png").stat().st_size > 10_000
     before = page.read_bytes(), page.with_suffix(".png").read_bytes()
     write(tmp_path / "data", page, SMALL)
