@@ -7,30 +7,26 @@ scored on a canvas of fixed length, as in RL: the tokens after its EOS are hidde
 
 from __future__ import annotations
 
-import inspect
-import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, Features, List, Value
-from datasets.fingerprint import Hasher
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl import extract_prompt
 
 from d1.masking import keyed_generator
-from d1.models import conversation
 from d1.models.conversation import as_messages, prompt_and_answer, tokenize, whole_turns
-from d1.runs.rows import usable_rows
+from d1.runs.rows import tokenised, usable_rows
+from d1.runs.sampler import IGNORED as IGNORED
 from d1.runs.sampler import Slot
 from d1.scoring import Estimator, Randomness, SampledRows, ViewSettings
 from d1.scoring.rollouts import blocks_of
 
-IGNORED = -100  # the label of an empty slot, which Trainer does not count
 VIEWS = 5  # the second part of the key of the views' random numbers
-ROWS_PER_PROCESS = 500  # fewer are not worth another process
 FEATURES = Features(
     {
         "prompt_ids": List(Value("int32")),
@@ -73,16 +69,7 @@ def token_rows(
         )
     options = {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
     options |= {"max_completion_length": max_completion_length, "paired": pairs}
-    processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
-    rows = data.map(
-        tokenize_row,
-        fn_kwargs=options,
-        features=FEATURES,
-        remove_columns=data.column_names,
-        num_proc=processes if processes > 1 else None,
-        new_fingerprint=Hasher.hash([data._fingerprint, options, inspect.getsource(conversation), SOURCE]),
-        desc="Tokenising",
-    )
+    rows = tokenised(data, tokenize_row, sys.modules[__name__], options, FEATURES, num_proc)
     rows = rows.select(usable_rows(rows["status"], rows["problem"], bad_rows))
     if pairs and not paired:
         rows = unpaired(rows)
@@ -134,9 +121,6 @@ def tokenize_row(
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return none | {"problem": f"{kind}{error}"}
     return {"prompt_ids": prompts[0], "completions": completions, "label": label, "status": "ok", "problem": ""}
-
-
-SOURCE = inspect.getsource(tokenize_row)  # `datasets` caches by it: an edited one is computed anew
 
 
 def sign_of(label: Any) -> int:

@@ -16,34 +16,18 @@ from d1.preference.config import PreferenceConfig
 from d1.preference.data import PreferenceCollator, PreferenceDataset, token_rows
 from d1.preference.methods import METHODS
 from d1.preference.trainer import PreferenceTrainer
-from d1.runs.record import OnResume, whole
 from d1.runs.rows import load_rows
 from d1.runs.skeleton import Stage
-from d1.runs.start import check_device, conclude, prepare_model, trainer_arguments
+from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
 from d1.scoring import ESTIMATORS, ViewSettings
 
 logger = logging.getLogger(__name__)
 
-ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # which each may change
-ON_RESUME = OnResume(
-    fixed=dict.fromkeys(
-        (
-            # The rows, their order, and the views
-            *("train_data", "plain_chat_template", "bad_rows", "max_prompt_length", "max_completion_length", "seed"),
-            *("estimator", "num_views", "spread", "antithetic", ROWS_PER_STEP),
-            # The loss and the reference
-            *("method", "beta"),
-            # The weights in the checkpoint
-            *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
-            # The state of its optimizer and scheduler, which a new value would not reach
-            *("weight_decay", "adam_beta2", "lr_scheduler_type"),
-        ),
-        whole,
-    ),
-    free=(
-        *("output_dir", "job_name", "debugging", "report_to", "resume", "num_proc", "logging_steps", "save_steps"),
-        *("gradient_checkpointing", "merge_at_end", "views_at_once"),
-    ),
+ON_RESUME = on_resume(
+    *("max_prompt_length", "max_completion_length", "estimator", "num_views", "spread", "antithetic"),  # rows and views
+    *("method", "beta"),  # the loss and the reference
+    "adam_beta2",
+    free=("save_steps", "views_at_once"),
 )
 
 
@@ -51,10 +35,9 @@ def stage(args: PreferenceConfig) -> Stage:
     """Preference training as the skeleton of a run takes it."""
     check_device(args)
     training = trainer_arguments(args, save_steps=args.save_steps, adam_beta2=args.adam_beta2, eval_strategy="no")
-    rows = args.batch_size * args.grad_accum_steps * training.world_size
     return Stage(
         training=training,
-        settings=lambda: {**vars(args), ROWS_PER_STEP: rows},
+        settings=lambda: settings_of_run(args, training),
         on_resume=ON_RESUME,
         prepare=lambda: ({"paper": METHODS[args.method].paper}, prepare(args, training)),
         conclude=lambda: conclude(args),

@@ -73,8 +73,7 @@ class PreferenceTrainer(RunTrainer, Trainer):
         require_prepared(model)
         if reference is None and not hasattr(model, "peft_config"):
             raise ValueError("without a LoRA adapter to turn off, preference training needs a reference model")
-        if self.args.n_gpu > 1:
-            raise ValueError("one process trains on one GPU: use `accelerate launch`, or set CUDA_VISIBLE_DEVICES")
+        self.require_one_gpu()
         disable_dropout_in_model(model)  # or both models would not compute the same function at the start
         self.reference_model = reference if reference is None else self.prepared(reference)
         self.count_labels_of_step(shifted=False)
@@ -91,10 +90,7 @@ class PreferenceTrainer(RunTrainer, Trainer):
         return self.accelerator.prepare_model(reference.eval(), evaluation_mode=True)
 
     def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
-        args = self.args
-        multiple = args.per_device_train_batch_size * args.world_size
-        size, epoch = multiple * args.gradient_accumulation_steps, lambda: int(self.state.epoch or 0)
-        return GlobalBatchSampler([0] * len(dataset), size, multiple, args.seed, epoch)
+        return self.global_batches([0] * len(dataset))
 
     # --- Bounds -------------------------------------------------------------------------------------------------------
 

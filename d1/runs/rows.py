@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_disk
+from datasets.fingerprint import Hasher
 
+from d1.models import conversation
 from d1.tasks.data import read_file
 
 logger = logging.getLogger(__name__)
 
 FILES = (".json", ".jsonl", ".parquet", ".csv")
+ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
 LISTED = 5  # bad rows named in full
 
 
@@ -40,6 +47,29 @@ def load_rows(train_data: str) -> Dataset:
     if not len(rows):
         raise ValueError(f"--train_data {train_data} has no rows")
     return rows
+
+
+def tokenised(
+    data: Dataset,
+    tokenize_row: Callable[..., dict[str, Any]],
+    source: ModuleType,
+    options: dict[str, Any],
+    features: Features,
+    num_proc: int | None,
+) -> Dataset:
+    """The rows as `tokenize_row(row, **options)`, of the module `source`, gives them: with the columns `features`."""
+    processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
+    # `datasets` caches by the name of an imported function; the modules' texts make an edited one run again.
+    sources = [inspect.getsource(module) for module in (source, conversation)]
+    return data.map(
+        tokenize_row,
+        fn_kwargs=options,
+        features=features,
+        remove_columns=data.column_names,
+        num_proc=processes if processes > 1 else None,
+        new_fingerprint=Hasher.hash([data._fingerprint, options, *sources]),
+        desc="Tokenising",
+    )
 
 
 def usable_rows(status: Sequence[str], problems: Sequence[str], bad_rows: str) -> list[int]:

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 
 from d1.masking import keyed_generator
 
+IGNORED = -100  # the label of what is not trained on, which Trainer does not count
 ORDER = 2  # the second part of the key of the rows' order; another value would change it
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from d1.models import load_model
 from d1.models.adapters import lora_targets, merge_adapter
 from d1.models.convert import merge
 from d1.runs.preflight import check_start
+from d1.runs.record import OnResume, whole
 from d1.runs.training_settings import TrainingSettings
 
 # Settings that Transformers' `TrainingArguments` know by the same name
@@ -22,6 +24,28 @@ SAME_IN_TRAINER = (
     *("max_steps", "learning_rate", "weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed"),
     *("logging_steps",),
 )
+ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
+FIXED = (  # on a resume; each stage adds its own
+    *("train_data", "plain_chat_template", "bad_rows", "seed", ROWS_PER_STEP),
+    # The weights in the checkpoint
+    *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
+    # The state of its optimizer and scheduler, where a new value would have no effect
+    *("weight_decay", "lr_scheduler_type"),
+)
+FREE = (
+    *("output_dir", "job_name", "debugging", "report_to", "resume", "num_proc", "logging_steps"),
+    *("gradient_checkpointing", "merge_at_end"),
+)
+
+
+def on_resume(*fixed: str, free: Sequence[str] = ()) -> OnResume:
+    """What may change on a resume: `fixed` and `free` are the settings of one stage alone."""
+    return OnResume(dict.fromkeys((*FIXED, *fixed), whole), (*FREE, *free))
+
+
+def settings_of_run(args: TrainingSettings, training: TrainingArguments) -> dict[str, Any]:
+    """All settings, and the rows per optimizer step."""
+    return {**vars(args), ROWS_PER_STEP: args.batch_size * args.grad_accum_steps * training.world_size}
 
 
 def on_gpu() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from d1.runs.checkpoints import staged_checkpoint
+from d1.runs.sampler import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
 
 
@@ -27,6 +28,18 @@ class RunTrainer(TrainerHooks):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.add_callback(LoadExtra(self))
+
+    def require_one_gpu(self) -> None:
+        """Refuse (ValueError) a process that would split its batches over several GPUs."""
+        if self.args.n_gpu > 1:
+            raise ValueError("one process trains on one GPU: use `accelerate launch`, or set CUDA_VISIBLE_DEVICES")
+
+    def global_batches(self, lengths: Sequence[int], fill: bool = False) -> GlobalBatchSampler:
+        """The order of rows with these `lengths`, for the batch size of this run."""
+        args = self.args
+        multiple = args.per_device_train_batch_size * args.world_size
+        size, epoch = multiple * args.gradient_accumulation_steps, lambda: int(self.state.epoch or 0)
+        return GlobalBatchSampler(lengths, size, multiple, args.seed, epoch, fill)
 
     def save_extra(self, folder: Path) -> None:
         """Add files to the checkpoint `folder`, on every process."""

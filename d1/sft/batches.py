@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import DefaultDataCollator, PreTrainedTokenizerBase
 
 from d1.masking import draw_noise, keyed_generator
+from d1.runs.sampler import IGNORED as IGNORED
 from d1.runs.sampler import GlobalBatchSampler as GlobalBatchSampler
 from d1.runs.sampler import Slot
 from d1.sft.editing import EditNoise
 
 # The second part of a random generator's key: the purpose of its numbers. Other values would change every draw.
 TRAIN_NOISE, EVAL_NOISE, EVAL_TIMES = 0, 1, 4  # 2 is that of the order, in `d1.runs.sampler`
-IGNORED = -100  # the label of a token that is not trained on
 
 
 class dLLMSFTDataset(torch.utils.data.Dataset):

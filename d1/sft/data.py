@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import os
 import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from d1.models import conversation
 from d1.runs.rows import load_rows as load_rows
-from d1.runs.rows import usable_rows
+from d1.runs.rows import tokenised, usable_rows
 from d1.sft import conversations
 from d1.sft.conversations import FEATURES, S1K, Row, tokenize_row
-
-SOURCES = (conversations, conversation)
-ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
 
 
 def load_function(spec: str) -> Callable[[Row], Any]:
@@ -83,17 +76,7 @@ def preprocess_dataset(
         "function": function,
         "template": template,
     }
-    processes = min(num_proc or os.cpu_count() or 1, len(data) // ROWS_PER_PROCESS)
-    rows = data.map(
-        tokenize_row,
-        fn_kwargs=options,
-        features=FEATURES,
-        remove_columns=data.column_names,
-        num_proc=processes if processes > 1 else None,
-        # `datasets` caches by the name of an imported function; the module's text makes an edited one run again.
-        new_fingerprint=Hasher.hash([data._fingerprint, options, *map(inspect.getsource, SOURCES)]),
-        desc="Tokenising",
-    )
+    rows = tokenised(data, tokenize_row, conversations, options, FEATURES, num_proc)
     usable = usable_rows(rows["status"], rows["problem"], bad_rows)
     rows = rows.remove_columns("problem").select(usable).shuffle(seed=seed)
     held_out = math.ceil(len(rows) * test_split)

@@ -13,37 +13,19 @@ from d1.models import load_tokenizer
 from d1.models.adapters import adapter_chain
 from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
-from d1.runs.record import OnResume, whole
 from d1.runs.skeleton import Stage
-from d1.runs.start import check_device, conclude, prepare_model, trainer_arguments
+from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
 from d1.runs.start import on_gpu as on_gpu
 from d1.sft.config import EDIT_SETTINGS, SFTConfig
 from d1.sft.data import load_function, load_rows, preprocess_dataset
 from d1.sft.editing import EditNoise
 from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 
-ROWS_PER_STEP = "batch_size x grad_accum_steps x world_size"  # each factor may change if the product stays
-
 SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
 
-ON_RESUME = OnResume(
-    fixed=dict.fromkeys(
-        (
-            # The rows, their order, and the noise
-            *("train_data", "template", "data_function", "plain_chat_template"),
-            *("overlong", "bad_rows", "max_length", "eos_padding", "test_split", "eval_draws", "seed", ROWS_PER_STEP),
-            *("edit_noise", *EDIT_SETTINGS),
-            # The weights in the checkpoint
-            *("model_name", "full_finetuning", "lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
-            # The state of its optimizer and scheduler, where a new value would have no effect
-            *("weight_decay", "lr_scheduler_type"),
-        ),
-        whole,
-    ),
-    free=(
-        *("output_dir", "job_name", "debugging", "report_to", "resume", "num_proc", "logging_steps"),
-        *("gradient_checkpointing", "merge_at_end"),
-    ),
+ON_RESUME = on_resume(
+    *("template", "data_function", "overlong", "max_length", "eos_padding", "test_split", "eval_draws"),  # the rows
+    *("edit_noise", *EDIT_SETTINGS),
 )
 
 
@@ -51,10 +33,9 @@ def stage(args: SFTConfig) -> Stage:
     """SFT as a `Stage` for `d1.runs.skeleton.run`."""
     check_device(args)
     training = training_arguments(args)
-    rows = args.batch_size * args.grad_accum_steps * training.world_size
     return Stage(
         training=training,
-        settings=lambda: {**vars(args), ROWS_PER_STEP: rows},
+        settings=lambda: settings_of_run(args, training),
         on_resume=ON_RESUME,
         prepare=lambda: ({}, prepare(args, training)),
         conclude=lambda: finish(args),

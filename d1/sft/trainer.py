@@ -25,7 +25,7 @@ from d1.models.kinds import block_size
 from d1.models.packing import take_packed_rows
 from d1.models.two_streams import packed_two_stream_states, two_stream_states
 from d1.runs.trainer import RunTrainer
-from d1.sft.batches import IGNORED, GlobalBatchSampler, by_row, row_numbers
+from d1.sft.batches import IGNORED, by_row, row_numbers
 from d1.sft.batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
 from d1.sft.editing import drafted
@@ -70,21 +70,12 @@ class dLLMTrainer(RunTrainer, Trainer):
             )
         if getattr(self.data_collator, "packed", False):
             take_packed_rows(model)
-        if self.args.n_gpu > 1:
-            raise ValueError("one process trains on one GPU: use `accelerate launch`, or set CUDA_VISIBLE_DEVICES")
+        self.require_one_gpu()
         self.count_labels_of_step(shifted=False)
         self.start_counting()
 
     def train_sampler(self, dataset: Any) -> Sampler:
-        multiple = self.args.per_device_train_batch_size * self.args.world_size
-        return GlobalBatchSampler(
-            dataset.lengths,
-            multiple * self.args.gradient_accumulation_steps,
-            multiple,
-            self.args.seed,
-            lambda: int(self.state.epoch or 0),
-            fill=dataset.eos_padding == "batch",
-        )
+        return self.global_batches(dataset.lengths, fill=dataset.eos_padding == "batch")
 
     def row_losses(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """(rows,) sums of cross-entropy / t' over each row's hidden tokens, with `EditNoise` also over visible ones."""
