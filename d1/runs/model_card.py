@@ -58,23 +58,29 @@ def write_card(folder: Path) -> Path:
     record: dict[str, Any] = json.loads((folder / "run.json").read_text())
     settings = record["settings"]
     name, rl, adapter = local_name(folder), "dataset" in settings, (folder / "adapter_config.json").is_file()
+    distilled = "keep" in settings
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
     method = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
     if settings.get("edit_noise"):
         method += f", and visible tokens to correct (--edit_noise {settings['edit_noise']})"
     if "method" in settings:
         method = f"method {local_name(settings['method'])}: {settings.get('paper', '')}"
-        method = f"diffu-GRPO, {method}" if rl else f"preferences, {method}, {bounds(settings)}"
+        made = (
+            f"distillation, {method}, {traces(settings)}" if distilled else f"preferences, {method}, {bounds(settings)}"
+        )
+        method = f"diffu-GRPO, {method}" if rl else made
     linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", method)
+    stage = "distillation" if distilled else "preference" if "method" in settings else "sft"
+    stage = "diffu-grpo" if rl else stage
     metadata = ModelCardData(
         base_model=base if on_hub(base) else None,
         datasets=[data] if not rl and on_hub(data) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["d1", "masked-diffusion", "diffu-grpo" if rl else "preference" if "method" in settings else "sft"],
+        tags=["d1", "masked-diffusion", stage],
     )
     made_of = [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]
-    if rl and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
+    if (rl or distilled) and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
         made_of.append(["answers judged by", judged])
     made_of += [["held-out result", held_out(folder)], *machine(folder, record)]
     made_of.append(["licence", f"of the weights: that of {local_name(base)} and the data; of the library: Apache-2.0"])
@@ -97,6 +103,12 @@ def bounds(settings: Mapping[str, Any]) -> str:
     """How a preference run weighed and estimated its ratios."""
     draws = f"{settings['num_views']} draws of {settings['estimator']}{' and their opposites' * settings['antithetic']}"
     return f"beta {settings['beta']}, {draws}"
+
+
+def traces(settings: Mapping[str, Any]) -> str:
+    """What a distillation was trained on."""
+    kept = "of right answers" if settings["keep"] == "right" else "of all answers"
+    return f"traces of {settings['diffusion_steps']} steps on {settings['max_completion_length']} tokens, {kept}"
 
 
 def history(folder: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,158 @@
+"""Distil pocket models after SFT and RL, and sample with every model and sampler: a line per model in data/*.jsonl.
+
+    OMP_NUM_THREADS=1 python -m studies.distill.run --search    # learning rates, on validation problems
+    OMP_NUM_THREADS=1 python -m studies.distill.run             # what is missing of two tasks and three seeds
+
+`--tasks` shares the work between processes. README.md has the protocol; `report.py` makes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d1.distill.train import main as distil
+from d1.distill.train import make_parser as distil_parser
+from d1.models import load_model, load_tokenizer
+from d1.ranges import SEED
+from d1.runs.entry import OneLineParser, run_script
+from d1.sampling import eos_cut
+from d1.tasks import load_task
+from pocket.recipes import RECIPES, ROOT
+from studies.distill.points import aup, best_rate
+from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
+from studies.json_lines import append_line, read_lines
+from studies.samplers.cost import prompts_of, sample, solved, work_of
+from studies.samplers.fresh import FRESH
+
+logger = logging.getLogger(__name__)
+
+DATA = Path(__file__).resolve().parent / "data"
+LENGTH, VALIDATION, TEST = 32, 256, 500
+UNDISTILLED = "undistilled"
+STEPS = {"dparallel": 128, "t3d": 256, "d-opsd": 60}  # optimizer steps
+RATES = {"dparallel": (3e-4, 1e-3), "t3d": (1e-4, 3e-4), "d-opsd": (1e-4, 3e-4)}
+OWN = {
+    "dparallel": ("--block_length", LENGTH),
+    "t3d": ("--block_length", LENGTH, "--warmup_steps", 0),
+    "d-opsd": ("--block_length", 8),
+}
+EXACT = "exact"
+RULES = (
+    *(("threshold", 0.5), ("threshold", 0.7), ("threshold", 0.9)),
+    *(("factor", 2.0), ("entropy", 0.5), ("entropy", 1.75)),
+)
+
+
+def parallel(rule: str, level: float, block: int, steps: int = LENGTH) -> dict[str, Any]:
+    return {"sampler": "parallel", "reveal": rule, "reveal_level": level, "block": block, "steps": steps}
+
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    EXACT: {"block": 8, "steps": LENGTH // 2},
+    **{f"{rule} {level:g}, one block": parallel(rule, level, LENGTH) for rule, level in RULES},
+    **{f"threshold {level:g}, blocks of 8": parallel("threshold", level, 8) for level in (0.7, 0.9)},
+    **{f"at most {steps}, one block": parallel("threshold", 0.9, LENGTH, steps) for steps in (1, 2, 3)},
+}
+
+
+def distilled(start: Path, task: str, seed: int, method: str, rate: float, folder: Path) -> Path:
+    """The folder of a distilled model."""
+    flags: list[object] = [
+        "--config",
+        ROOT / "distill" / "pocket.yaml",
+        "--method",
+        method,
+        "--train_data",
+        RECIPES[task].task,
+    ]
+    flags += ["--model_name", start, "--num_prompts", 1024, "--max_prompt_length", RECIPES[task].prompt_tokens]
+    flags += ["--max_steps", STEPS[method], "--num_epochs", 1000, "--learning_rate", rate, "--seed", seed]
+    flags += [
+        "--output_dir",
+        folder,
+        "--job_name",
+        f"{method}-{rate:g}",
+        "--save_steps",
+        100_000,
+        "--views_at_once",
+        LENGTH,
+    ]
+    shutil.rmtree(folder / f"{method}-{rate:g}", ignore_errors=True)  # of a run that was killed
+    distil(distil_parser().parse_args([*map(str, flags), *map(str, OWN[method])]))
+    return folder / job
+
+
+def measured(folder: Path, task: str, split: str) -> dict[str, dict[str, Any]]:
+    """For each sampler: whether each problem was solved, as a text of 0 and 1, and, per problem, forward passes, tokens
+    of the completion up to its EOS, and tokens that the model computed."""
+    torch.set_grad_enabled(False)
+    model, tokenizer = load_model(str(folder)).eval(), load_tokenizer(str(folder))
+    rows = load_task(RECIPES[task].task).load_rows("validation") if split == "validation" else FRESH[task](TEST, 0)
+    rows = rows.select(range(VALIDATION)) if split == "validation" else rows
+    prompts, found = prompts_of(rows, tokenizer, model.device), {}
+    for name, options in SAMPLERS.items():
+        parts, width = sample(model, tokenizer, prompts, LENGTH, 128, **options), prompts.shape[1]
+        own = sum(int(eos_cut(part.ids[:, width:], [tokenizer.eos_token_id]).sum()) for part in parts)
+        passes, computed = work_of(parts)
+        right = solved(parts, tokenizer, width, rows, task)
+        found[name] = {"solved": "".join(str(int(one)) for one in right), "passes": round(passes, 4)}
+        found[name] |= {"tokens": round(own / len(rows), 4), "computed": round(computed, 2)}
+    torch.set_grad_enabled(True)
+    return found
+
+
+def missing(file: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    keys = [{name: one[name] for name in ("task", "seed", "method", "rate")} for one in read_lines(file)]
+    return [line for line in lines if line not in keys]
+
+
+def search(tasks: list[str], output: Path) -> None:
+    """Both rates of each method with seed 0, on validation problems."""
+    runs = [
+        {"task": task, "seed": SEEDS[0], "method": method, "rate": rate}
+        for task, method in product(tasks, STEPS)
+        for rate in RATES[method]
+    ]
+    for run in missing(DATA / "search.jsonl", runs):
+        start = teacher(run["task"], run["seed"], output)
+        folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
+        line = {**run, "samplers": measured(folder, run["task"], "validation")}
+        append_line(DATA / "search.jsonl", line)
+        logger.info("%s: AUP %.1f", run, aup(line["samplers"]))
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.search:
+        return search(args.tasks, Path(args.output_dir))
+    rates = best_rate(read_lines(DATA / "search.jsonl"))
+    for seed, task in product(args.seeds, args.tasks):
+        methods = [UNDISTILLED, *(method for method in STEPS if (task, method) in rates)]
+        runs = [{"task": task, "seed": seed, "method": name, "rate": rates.get((task, name))} for name in methods]
+        for run in missing(DATA / "runs.jsonl", runs):
+            start = folder = teacher(task, seed, args.output_dir)
+            if run["rate"]:
+                folder = distilled(start, task, seed, run["method"], run["rate"], start.parent)
+            splits = {split: measured(folder, task, split) for split in ("validation", "test")}
+            append_line(DATA / "runs.jsonl", {**run, **splits})
+            logger.info("%s: AUP %.1f", run, aup(splits["test"]))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--search", action="store_true", help="the learning rates")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=SEED, default=list(SEEDS))
+    parser.add_argument("--output_dir", default=OUTPUT, help="of the models (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run_script("studies.distill.run", lambda: main(make_parser().parse_args()))
