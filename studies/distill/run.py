@@ -64,27 +64,12 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 def distilled(start: Path, task: str, seed: int, method: str, rate: float, folder: Path) -> Path:
     """The folder of a distilled model."""
-    flags: list[object] = [
-        "--config",
-        ROOT / "distill" / "pocket.yaml",
-        "--method",
-        method,
-        "--train_data",
-        RECIPES[task].task,
-    ]
-    flags += ["--model_name", start, "--num_prompts", 1024, "--max_prompt_length", RECIPES[task].prompt_tokens]
+    recipe, job = RECIPES[task], f"{method}-{rate:g}"
+    flags: list[object] = ["--config", ROOT / "distill" / "pocket.yaml", "--method", method, "--model_name", start]
+    flags += ["--train_data", recipe.task, "--num_prompts", 1024, "--max_prompt_length", recipe.prompt_tokens]
     flags += ["--max_steps", STEPS[method], "--num_epochs", 1000, "--learning_rate", rate, "--seed", seed]
-    flags += [
-        "--output_dir",
-        folder,
-        "--job_name",
-        f"{method}-{rate:g}",
-        "--save_steps",
-        100_000,
-        "--views_at_once",
-        LENGTH,
-    ]
-    shutil.rmtree(folder / f"{method}-{rate:g}", ignore_errors=True)  # of a run that was killed
+    flags += ["--output_dir", folder, "--job_name", job, "--save_steps", 100_000, "--views_at_once", LENGTH]
+    shutil.rmtree(folder / job, ignore_errors=True)  # of a run that was killed
     distil(distil_parser().parse_args([*map(str, flags), *map(str, OWN[method])]))
     return folder / job
 
