@@ -40,11 +40,11 @@ def aup(samplers: Mapping[str, Any], highest: float | None = None) -> float:
 def best_rate(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
     """(task, method) -> the learning rate with the highest AUP."""
     best: dict[tuple[str, str], float] = {}
-    for task in {line["task"] for line in lines}:
-        own = [line for line in lines if line["task"] == task]
+    for task, method in {(line["task"], line["method"]) for line in lines}:
+        own = [line for line in lines if (line["task"], line["method"]) == (task, method)]
         highest = max(y for line in own for _, y in points(line["samplers"]))
         for line in sorted(own, key=lambda line: aup(line["samplers"], highest)):
-            best[task, line["method"]] = line["rate"]
+            best[task, method] = line["rate"]
     return best
 
 

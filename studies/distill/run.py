@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m studies.distill.run --search    # learning rates, on validation problems
     OMP_NUM_THREADS=1 python -m studies.distill.run             # what is missing of two tasks and three seeds
 
-`--tasks` shares the work between processes. README.md has the protocol; `report.py` makes the tables.
+`--tasks`, `--methods` and `--seeds` share the work between processes. README.md has the protocol; `report.py` makes the tables.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ DATA = Path(__file__).resolve().parent / "data"
 LENGTH, VALIDATION, TEST = 32, 256, 500
 UNDISTILLED = "undistilled"
 STEPS = {"dparallel": 128, "t3d": 256, "d-opsd": 60}  # optimizer steps
+METHODS = (UNDISTILLED, *STEPS)
 RATES = {"dparallel": (3e-4, 1e-3), "t3d": (1e-4, 3e-4), "d-opsd": (1e-4, 3e-4)}
 OWN = {
     "dparallel": ("--block_length", LENGTH),
@@ -66,9 +67,10 @@ def distilled(start: Path, task: str, seed: int, method: str, rate: float, folde
     """The folder of a distilled model."""
     recipe, job = RECIPES[task], f"{method}-{rate:g}"
     flags: list[object] = ["--config", ROOT / "distill" / "pocket.yaml", "--method", method, "--model_name", start]
-    flags += ["--train_data", recipe.task, "--num_prompts", 1024, "--max_prompt_length", recipe.prompt_tokens]
+    flags += ["--train_data", recipe.task, "--num_prompts", 512, "--max_prompt_length", recipe.prompt_tokens]
     flags += ["--max_steps", STEPS[method], "--num_epochs", 1000, "--learning_rate", rate, "--seed", seed]
     flags += ["--output_dir", folder, "--job_name", job, "--save_steps", 100_000, "--views_at_once", LENGTH]
+    flags += ["--batch_size", 32]
     shutil.rmtree(folder / job, ignore_errors=True)  # of a run that was killed
     distil(distil_parser().parse_args([*map(str, flags), *map(str, OWN[method])]))
     return folder / job
@@ -98,15 +100,15 @@ def missing(file: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if line not in keys]
 
 
-def search(tasks: list[str], output: Path) -> None:
+def search(args: argparse.Namespace) -> None:
     """Both rates of each method with seed 0, on validation problems."""
     runs = [
         {"task": task, "seed": SEEDS[0], "method": method, "rate": rate}
-        for task, method in product(tasks, STEPS)
-        for rate in RATES[method]
+        for task, method in product(args.tasks, args.methods)
+        for rate in RATES.get(method, ())
     ]
     for run in missing(DATA / "search.jsonl", runs):
-        start = teacher(run["task"], run["seed"], output)
+        start = teacher(run["task"], run["seed"], args.output_dir)
         folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
         line = {**run, "samplers": measured(folder, run["task"], "validation")}
         append_line(DATA / "search.jsonl", line)
@@ -115,23 +117,27 @@ def search(tasks: list[str], output: Path) -> None:
 
 def main(args: argparse.Namespace) -> None:
     if args.search:
-        return search(args.tasks, Path(args.output_dir))
+        return search(args)
     rates = best_rate(read_lines(DATA / "search.jsonl"))
-    for seed, task in product(args.seeds, args.tasks):
-        methods = [UNDISTILLED, *(method for method in STEPS if (task, method) in rates)]
-        runs = [{"task": task, "seed": seed, "method": name, "rate": rates.get((task, name))} for name in methods]
-        for run in missing(DATA / "runs.jsonl", runs):
-            start = folder = teacher(task, seed, args.output_dir)
-            if run["rate"]:
-                folder = distilled(start, task, seed, run["method"], run["rate"], start.parent)
-            splits = {split: measured(folder, task, split) for split in ("validation", "test")}
-            append_line(DATA / "runs.jsonl", {**run, **splits})
-            logger.info("%s: AUP %.1f", run, aup(splits["test"]))
+    runs = [
+        {"task": task, "seed": seed, "method": method, "rate": rates.get((task, method))}
+        for seed, task, method in product(args.seeds, args.tasks, args.methods)
+        if method == UNDISTILLED or (task, method) in rates
+    ]
+    for run in missing(DATA / "runs.jsonl", runs):
+        task, seed = run["task"], run["seed"]
+        start = folder = teacher(task, seed, args.output_dir)
+        if run["rate"]:
+            folder = distilled(start, task, seed, run["method"], run["rate"], start.parent)
+        splits = {split: measured(folder, task, split) for split in ("validation", "test")}
+        append_line(DATA / "runs.jsonl", {**run, **splits})
+        logger.info("%s: AUP %.1f", run, aup(splits["test"]))
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--search", action="store_true", help="the learning rates")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=SEED, default=list(SEEDS))
     parser.add_argument("--output_dir", default=OUTPUT, help="of the models (default: %(default)s)")

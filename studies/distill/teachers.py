@@ -8,6 +8,7 @@ A few minutes per model on one core; a killed command continues. `studies.distil
 from __future__ import annotations
 
 import argparse
+import fcntl
 from itertools import product
 from pathlib import Path
 
@@ -27,7 +28,10 @@ def teacher(task: str, seed: int, output_dir: str | Path = OUTPUT) -> Path:
     """The folder of the model after SFT and diffu-GRPO; trained first if it is missing."""
     folder = Path(output_dir).resolve() / task / f"seed{seed}"
     phases = [phase for phase in phases_of(folder, seed, False, task) if phase.name in ("sft", "sft_grpo")]
-    run_phases(phases, folder, jobs=1, console=Console())
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run_phases(phases, folder, jobs=1, console=Console())
     return folder / "sft_grpo"
 
 
