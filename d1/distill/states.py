@@ -111,11 +111,11 @@ def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: 
     sizes = torch.zeros_like(traces.blocks).scatter_add(1, traces.blocks, scored.long()).gather(1, traces.blocks)
     hidden = scored & (ranks < (sizes * share).long())
     levels = torch.where(hidden, ranks // settings.path_tokens, -1)
-    weights = torch.zeros(levels.shape)
-    for level in range(int(levels.max()) + 1):
-        within = hidden & (levels <= level)
+    last, weights = levels.amax(-1, keepdim=True), torch.zeros(levels.shape)
+    for level in range(int(last.max()) + 1):
+        within = hidden & (levels <= level) & (level <= last)
         weights += within / within.sum(-1, keepdim=True).clamp(min=1)
-    weights = weights / (levels.amax(-1, keepdim=True) + 1).clamp(min=1)
+    weights = weights / (last + 1).clamp(min=1)
     places = hidden.unsqueeze(1)
     return States(traces.filled, places | ~scored.unsqueeze(1), places, weights.unsqueeze(1), places.sum(-1))
 

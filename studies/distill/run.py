@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python -m studies.distill.run --search    # learning rates, on validation problems
     OMP_NUM_THREADS=1 python -m studies.distill.run             # what is missing of two tasks and three seeds
 
-`--tasks`, `--methods` and `--seeds` share the work between processes. README.md has the protocol; `report.py` makes the tables.
+`--tasks`, `--methods` and `--seeds` share the work between processes. README.md has the protocol; `report.py` makes the
+tables.
 """
 
 from __future__ import annotations

@@ -153,4 +153,4 @@ def test_logits_are_those_of_each_state_alone(block: int | None) -> None:
         none = replace(seen, places=torch.zeros_like(places))
         (nothing,), free = read_places(model, none, lambda logits: (logits,), mask_token_id=MASK)
     assert (len(nothing), int(free)) == (0, 0)
-    assert PROMPT + CANVAS == ids.shape[1]
+    assert ids.shape[1] == PROMPT + CANVAS

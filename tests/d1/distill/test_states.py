@@ -68,9 +68,10 @@ def test_a_trace_hides_what_was_revealed_first_and_weighs_it_by_levels(power: fl
                 order = sorted(own, key=lambda k: (int(TRACES.steps[row, k]), k))
                 count = int(found.places[row, 0, own].sum())
                 sizes.add(count / max(size, 1))
-                assert sorted(order[:count]) == found.places[row, 0].nonzero().flatten()[
-                    BLOCKS[found.places[row, 0]] == block
-                ].tolist()
+                assert (
+                    sorted(order[:count])
+                    == found.places[row, 0].nonzero().flatten()[BLOCKS[found.places[row, 0]] == block].tolist()
+                )
                 by_block.append(order[:count])
             longest = max(map(len, by_block))
             levels = [[k for own in by_block for k in own[: at + tokens]] for at in range(0, longest, tokens)]
@@ -118,7 +119,7 @@ def test_steps_are_the_samplers_own_canvases(block: int | None) -> None:
             assert len({*blocks[row][found.places[row, state]].tolist()}) == 1
             seen += 1
         assert not found.places[row, int(whole.passes[row]) :].any()
-    assert seen > 12
+    assert seen > 10
 
 
 def test_parts_share_a_traces_steps_and_hints_show_later_blocks() -> None:
