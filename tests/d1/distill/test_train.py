@@ -24,7 +24,7 @@ from d1.models import load_model
 from tests.commands import ROOT
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
-# Any text is an answer, and about half of them are right.
+# Any text is an answer, and about two thirds of them are right.
 TASK = """
 from datasets import Dataset
 def load_rows(split, data_file=None):
@@ -32,7 +32,7 @@ def load_rows(split, data_file=None):
 def extract(text):
     return text
 def score(text, row):
-    return {"accuracy": float(len(text) % 2)}
+    return {"accuracy": float(sum(map(ord, text)) % 3 > 0)}
 REWARDS = [lambda completions, **columns: [0.0 for _ in completions]]
 """
 SPLIT = {"dparallel": 0, "t3d": 0, "d-opsd": 2}
@@ -88,7 +88,7 @@ def start(command: list[str], flags: list[str], folder: Path, **environment: str
 
 @pytest.mark.parametrize("method", METHODS)
 def test_accumulation_and_states_per_pass_change_nothing(method: str, flags: list[str], tmp_path: Path) -> None:
-    """Steps of 4 rows, the last one short. T3D's first ratios are 0. A reference takes the model's place and leaves it."""
+    """Steps of 4 rows, the last one short. T3D's first ratios are 0. A reference takes a model's place for a while."""
     shared = [*flags, "--method", method, *(["--num_iterations", "2"] if SPLIT[method] else [])]
     run(shared, tmp_path / "one", "--batch_size", 4, "--grad_accum_steps", 1, "--views_at_once", 8)
     trainer = run(shared, tmp_path / "parts", "--batch_size", 1, "--grad_accum_steps", 4)
@@ -216,7 +216,7 @@ def test_bad_prompts_are_an_error_or_counted(
     with pytest.raises(ValueError, match="--keep right needs a task"):
         run([*flags, "--train_data", str(file), "--bad_rows", "skip"], tmp_path / "judge")
     never = tmp_path / "never.py"
-    never.write_text(TASK.replace("len(text) % 2", "0"))
+    never.write_text(TASK.replace("% 3 > 0", "* 0"))
     with pytest.raises(ValueError, match="no completion of 11 prompts is right"):
         run([*flags, "--train_data", str(never)], tmp_path / "wrong")
 
