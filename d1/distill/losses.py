@@ -41,27 +41,27 @@ class Compared:
     target: tuple[Tensor, ...] = ()
 
 
-# --- Targets: (logits, own ids, settings) -> columns -----------------------------------------------------------------
+# --- Targets: (settings, logits, own ids) -> columns -----------------------------------------------------------------
 
 
-def own(logits: Tensor, ids: Tensor, settings: Any) -> tuple[Tensor, ...]:
+def own(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     """Whether the own token is the most likely one."""
     return (logits.argmax(-1) == ids,)
 
 
-def rival(logits: Tensor, ids: Tensor, settings: Any) -> tuple[Tensor, ...]:
+def rival(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     """The own token's log-probability, the most likely token, and its log-probability."""
     best = logits.argmax(-1)
     return token_logps(logits, ids), best, token_logps(logits, best)
 
 
-def best(logits: Tensor, ids: Tensor, settings: Any) -> tuple[Tensor, ...]:
+def best(settings: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     """The largest logit; the most likely tokens (n, k) and their log-probabilities among themselves."""
     top, tokens = logits.topk(min(settings.teacher_top_k, logits.shape[-1]), dim=-1)
     return top[:, 0], tokens, top.log_softmax(-1)
 
 
-Target = Callable[[Tensor, Tensor, Any], tuple[Tensor, ...]]
+Target = Callable[[Any, Tensor, Tensor], tuple[Tensor, ...]]
 TARGETS: dict[str, Target] = {"own": own, "rival": rival, "best": best}
 
 

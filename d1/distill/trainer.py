@@ -156,7 +156,7 @@ class DistillTrainer(RunTrainer, Trainer):
         with torch.no_grad(), self.teacher() as model:
             noise = states.noise if states.teacher_noise is None else states.teacher_noise
             shown = replace(seen, noise=noise.to(seen.ids.device))
-            target = partial(TARGETS[self.method.target], settings=self.settings)
+            target = partial(TARGETS[self.method.target], self.settings)
             columns, compute = self.read(model, shown, target, (places.ids,))
         self.compute += compute
         return {"labels": labels, "seen": seen, "places": replace(places, target=columns), "rows": rows}
@@ -184,8 +184,10 @@ class DistillTrainer(RunTrainer, Trainer):
         ids = torch.cat([prompts, states.ids], dim=1)
         visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
         row, state, place = places.nonzero().unbind(1)
-        columns = (row, state, states.ids[row, place], states.weights[row, state, place], states.picks[row, state])
-        compared = Compared(*(column.to(device, non_blocking=True) for column in columns), rows=len(rows))
+        columns = {"row": row, "state": state, "ids": states.ids[row, place], "picks": states.picks[row, state]}
+        columns |= {"weights": states.weights[row, state, place]}
+        there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
+        compared = Compared(**there, rows=len(rows))
         return Seen(ids.to(device), visible.to(device), states.noise.to(device), places), compared
 
     @contextlib.contextmanager

@@ -37,14 +37,14 @@ def aup(samplers: Mapping[str, Any], highest: float | None = None) -> float:
     return area(found, max(y for _, y in found) if highest is None else highest)
 
 
-def best_rate(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    """(task, method) -> the learning rate with the highest AUP."""
-    best: dict[tuple[str, str], float] = {}
-    for task, method in {(line["task"], line["method"]) for line in lines}:
-        own = [line for line in lines if (line["task"], line["method"]) == (task, method)]
-        highest = max(y for line in own for _, y in points(line["samplers"]))
-        for line in sorted(own, key=lambda line: aup(line["samplers"], highest)):
-            best[task, method] = line["rate"]
+def best_rate(lines: Sequence[Mapping[str, Any]], rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """method -> of its learning rates the one with the highest AUP; only for methods whose `rates` were all tried."""
+    best = {}
+    for method, tried in rates.items():
+        own = {line["rate"]: line["samplers"] for line in lines if line["method"] == method}
+        if {*own} == {*tried}:
+            highest = max(y for samplers in own.values() for _, y in points(samplers))
+            best[method] = max(own, key=lambda rate: aup(own[rate], highest))
     return best
 
 

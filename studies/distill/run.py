@@ -10,8 +10,11 @@ tables.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import logging
 import shutil
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from d1.runs.entry import OneLineParser, run_script
 from d1.sampling import eos_cut
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
-from studies.distill.points import aup, best_rate
+from studies.distill.points import best_rate
 from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
 from studies.json_lines import append_line, read_lines
 from studies.samplers.cost import prompts_of, sample, solved, work_of
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 DATA = Path(__file__).resolve().parent / "data"
 LENGTH, VALIDATION, TEST = 32, 256, 500
+Run = dict[str, Any]
 UNDISTILLED = "undistilled"
 STEPS = {"dparallel": 128, "t3d": 256, "d-opsd": 60}  # optimizer steps
 METHODS = (UNDISTILLED, *STEPS)
@@ -96,43 +100,44 @@ def measured(folder: Path, task: str, split: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def missing(file: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    keys = [{name: one[name] for name in ("task", "seed", "method", "rate")} for one in read_lines(file)]
-    return [line for line in lines if line not in keys]
-
-
-def search(args: argparse.Namespace) -> None:
-    """Both rates of each method with seed 0, on validation problems."""
-    runs = [
-        {"task": task, "seed": SEEDS[0], "method": method, "rate": rate}
-        for task, method in product(args.tasks, args.methods)
-        for rate in RATES.get(method, ())
-    ]
-    for run in missing(DATA / "search.jsonl", runs):
-        start = teacher(run["task"], run["seed"], args.output_dir)
-        folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
-        line = {**run, "samplers": measured(folder, run["task"], "validation")}
-        append_line(DATA / "search.jsonl", line)
-        logger.info("%s: AUP %.1f", run, aup(line["samplers"]))
+def complete(file: Path, runs: list[Run], output: Path, line: Callable[[Run], dict[str, Any]]) -> None:
+    """Appends the lines of the runs that `file` does not have. Other processes may do the same: each run has a lock."""
+    for run in runs:
+        lock = output / "locks" / "-".join(map(str, (file.stem, *run.values())))
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("a") as claim, contextlib.suppress(BlockingIOError):
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if run not in [{name: one[name] for name in run} for one in read_lines(file)]:
+                append_line(file, {**run, **line(run)})
+                logger.info("done: %s", run)
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.search:
-        return search(args)
-    rates = best_rate(read_lines(DATA / "search.jsonl"))
-    runs = [
-        {"task": task, "seed": seed, "method": method, "rate": rates.get((task, method))}
-        for seed, task, method in product(args.seeds, args.tasks, args.methods)
-        if method == UNDISTILLED or (task, method) in rates
-    ]
-    for run in missing(DATA / "runs.jsonl", runs):
+    output, found = Path(args.output_dir), DATA / "search.jsonl"
+    rates = best_rate(read_lines(found), RATES)
+
+    def searched(run: Run) -> dict[str, Any]:
+        start = teacher(run["task"], run["seed"], output)
+        folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
+        return {"samplers": measured(folder, run["task"], "validation")}
+
+    def judged(run: Run) -> dict[str, Any]:
         task, seed = run["task"], run["seed"]
-        start = folder = teacher(task, seed, args.output_dir)
+        start = folder = teacher(task, seed, output)
         if run["rate"]:
             folder = distilled(start, task, seed, run["method"], run["rate"], start.parent)
-        splits = {split: measured(folder, task, split) for split in ("validation", "test")}
-        append_line(DATA / "runs.jsonl", {**run, **splits})
-        logger.info("%s: AUP %.1f", run, aup(splits["test"]))
+        return {split: measured(folder, task, split) for split in ("validation", "test")}
+
+    if args.search:
+        grid = [(method, rate) for method in args.methods for rate in RATES.get(method, ())]
+        runs = [{"task": TASKS[0], "seed": SEEDS[0], "method": method, "rate": rate} for method, rate in grid]
+        return complete(found, runs, output, searched)
+    runs = [
+        {"task": task, "seed": seed, "method": method, "rate": rates.get(method)}
+        for seed, task, method in product(args.seeds, args.tasks, args.methods)
+        if method == UNDISTILLED or method in rates
+    ]
+    complete(DATA / "runs.jsonl", runs, output, judged)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -26,12 +26,12 @@ def test_aup_is_the_weighed_area_under_the_points() -> None:
 
 
 def test_rates_are_chosen_by_area_and_samplers_by_passes() -> None:
-    line = {"task": "sudoku", "method": "t3d"}
     lines = [
-        line | {"rate": 1e-4, "samplers": {"a": sampler(80, 10), "b": sampler(79, 5)}},
-        line | {"rate": 3e-4, "samplers": {"a": sampler(80, 10), "b": sampler(79, 2)}},
+        {"method": "t3d", "rate": 1e-4, "samplers": {"a": sampler(80, 10), "b": sampler(79, 5)}},
+        {"method": "t3d", "rate": 3e-4, "samplers": {"a": sampler(80, 10), "b": sampler(79, 2)}},
     ]
-    assert best_rate(lines) == {("sudoku", "t3d"): 3e-4}
+    assert best_rate(lines, {"t3d": (1e-4, 3e-4), "d-opsd": (1e-4,)}) == {"t3d": 3e-4}
+    assert best_rate(lines[:1], {"t3d": (1e-4, 3e-4)}) == {}
     seeds = [{"validation": {"a": sampler(80, 10), "b": sampler(78, 5), "c": sampler(60, 1)}}] * 2
     assert chosen(seeds, 79.0) == "a"
     assert chosen(seeds, 78.0) == "b"

@@ -47,7 +47,7 @@ def compared(which: list[int], method: str) -> Compared:
     picks = torch.tensor([PICKS[AT[i][:2]] for i in which], dtype=torch.long)
     places = Compared(row, state, IDS[which], WEIGHTS[which], picks, ROWS)
     logits = STUDENT if METHODS[method].teacher == "itself" else TEACHER
-    return replace(places, target=TARGETS[METHODS[method].target](logits[which], IDS[which], SETTINGS))
+    return replace(places, target=TARGETS[METHODS[method].target](SETTINGS, logits[which], IDS[which]))
 
 
 def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
