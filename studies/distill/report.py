@@ -84,8 +84,8 @@ def verdict(task: str, judged: Mapping[str, Any]) -> str:
     missed, passes, method, name, fewer, difference = min(found, key=lambda one: one[:2])
     takes = f"{passes:.2f} passes, {before / passes:.2f} times fewer than the best undistilled sampler"
     return (
-        f"{task.capitalize()}: {method} ({name}) takes {takes} ({slow}, {before:.2f}), at {in_points(difference)} points "
-        f"of accuracy, and computes {fewer:.1f} times fewer tokens than the exact sampler. The goal is "
+        f"{task.capitalize()}: {method} ({name}) takes {takes} ({slow}, {before:.2f}), at {in_points(difference)} "
+        f"points of accuracy, and computes {fewer:.1f} times fewer tokens than the exact sampler. The goal is "
         f"{'not reached' if missed else 'reached'}.\n"
     )
 
