@@ -15,9 +15,19 @@ from d1.runs.checkpoints import reading
 from d1.runs.trainer import own_part
 
 
+def trained_weights(model: Any) -> dict[str, Any]:
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
 def trained_parts(model: Any) -> dict[str, Tensor]:
     """The trained weights, by name; of split ones this process's part."""
-    return {name: own_part(weight).detach() for name, weight in model.named_parameters() if weight.requires_grad}
+    return {name: own_part(weight).detach() for name, weight in trained_weights(model).items()}
+
+
+def forget_whole(weight: Any) -> None:
+    """Make ZeRO-3 (DeepSpeed 0.19), which keeps small weights whole, put them together from their parts again."""
+    if hasattr(weight, "ds_status") and weight.ds_status.name == "AVAILABLE":
+        weight.partition()
 
 
 class Reference:
@@ -42,6 +52,8 @@ class Reference:
             own = part.clone()
             part.copy_(self.weights[name])
             self.weights[name] = own
+        for weight in trained_weights(self.model).values():
+            forget_whole(weight)
 
     def is_split(self) -> bool:
         """Whether each process holds only a part."""
