@@ -1,7 +1,6 @@
 """Distil pocket models after SFT and RL, and sample with every model and sampler: a line per model in data/*.jsonl.
 
-    OMP_NUM_THREADS=1 python -m studies.distill.run --search    # learning rates, on validation problems
-    OMP_NUM_THREADS=1 python -m studies.distill.run             # what is missing of two tasks and three seeds
+    OMP_NUM_THREADS=1 python -m studies.distill.run    # what is missing of two tasks and three seeds
 
 `--tasks`, `--methods` and `--seeds` share the work between processes. README.md has the protocol; `report.py` makes the
 tables.
@@ -29,7 +28,6 @@ from d1.runs.entry import OneLineParser, run_script
 from d1.sampling import eos_cut
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
-from studies.distill.points import best_rate
 from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
 from studies.json_lines import append_line, read_lines
 from studies.samplers.cost import prompts_of, sample, solved, work_of
@@ -41,9 +39,9 @@ DATA = Path(__file__).resolve().parent / "data"
 LENGTH, VALIDATION, TEST = 32, 256, 500
 Run = dict[str, Any]
 UNDISTILLED = "undistilled"
-STEPS = {"dparallel": 128, "t3d": 256, "d-opsd": 60}  # optimizer steps
+STEPS = {"dparallel": 128, "d-opsd": 60, "t3d": 256}  # optimizer steps
 METHODS = (UNDISTILLED, *STEPS)
-RATES = {"dparallel": (3e-4, 1e-3), "t3d": (1e-4, 3e-4), "d-opsd": (1e-4, 3e-4)}
+RATES = {"dparallel": 3e-4, "t3d": 3e-4, "d-opsd": 1e-4}
 OWN = {
     "dparallel": ("--block_length", LENGTH),
     "t3d": ("--block_length", LENGTH, "--warmup_steps", 0),
@@ -76,6 +74,8 @@ def distilled(start: Path, task: str, seed: int, method: str, rate: float, folde
     flags += ["--max_steps", STEPS[method], "--num_epochs", 1000, "--learning_rate", rate, "--seed", seed]
     flags += ["--output_dir", folder, "--job_name", job, "--save_steps", 100_000, "--views_at_once", LENGTH]
     flags += ["--batch_size", 32]
+    if (folder / job / "README.md").exists():  # the card, which is written last
+        return folder / job
     shutil.rmtree(folder / job, ignore_errors=True)  # of a run that was killed
     distil(distil_parser().parse_args([*map(str, flags), *map(str, OWN[method])]))
     return folder / job
@@ -113,36 +113,23 @@ def complete(file: Path, runs: list[Run], output: Path, line: Callable[[Run], di
 
 
 def main(args: argparse.Namespace) -> None:
-    output, found = Path(args.output_dir), DATA / "search.jsonl"
-    rates = best_rate(read_lines(found), RATES)
-
-    def searched(run: Run) -> dict[str, Any]:
-        start = teacher(run["task"], run["seed"], output)
-        folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
-        return {"samplers": measured(folder, run["task"], "validation")}
+    output = Path(args.output_dir)
 
     def judged(run: Run) -> dict[str, Any]:
-        task, seed = run["task"], run["seed"]
-        start = folder = teacher(task, seed, output)
+        start = folder = teacher(run["task"], run["seed"], output)
         if run["rate"]:
-            folder = distilled(start, task, seed, run["method"], run["rate"], start.parent)
-        return {split: measured(folder, task, split) for split in ("validation", "test")}
+            folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
+        return {split: measured(folder, run["task"], split) for split in ("validation", "test")}
 
-    if args.search:
-        grid = [(method, rate) for method in args.methods for rate in RATES.get(method, ())]
-        runs = [{"task": TASKS[0], "seed": SEEDS[0], "method": method, "rate": rate} for method, rate in grid]
-        return complete(found, runs, output, searched)
     runs = [
-        {"task": task, "seed": seed, "method": method, "rate": rates.get(method)}
+        {"task": task, "seed": seed, "method": method, "rate": RATES.get(method)}
         for seed, task, method in product(args.seeds, args.tasks, args.methods)
-        if method == UNDISTILLED or method in rates
     ]
     complete(DATA / "runs.jsonl", runs, output, judged)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--search", action="store_true", help="the learning rates")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=SEED, default=list(SEEDS))
