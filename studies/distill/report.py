@@ -21,7 +21,7 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.distill.points import aup, chosen, mean_over, points
 from studies.distill.run import DATA, EXACT, METHODS, UNDISTILLED
-from studies.distill.teachers import TASKS
+from studies.distill.teachers import SEEDS, TASKS
 from studies.json_lines import read_lines
 from studies.leaderboard.statistics import percent
 from studies.leaderboard.statistics import points as in_points
@@ -129,6 +129,10 @@ def main(args: argparse.Namespace) -> None:
         "fewer",
     ]
     result = markdown_table(head, rows) + "\n" + "\n".join(verdicts)
+    models = len(TASKS) * len(SEEDS) * len(METHODS)
+    if len(lines) < models:
+        result += f"\nThis table is incomplete: {len(lines)} of {models} models are measured. "
+        result += "`python -m studies.distill.run` continues.\n"
     replace_below(ROOT / "docs" / "distill.md", result)
     replace_below(Path(__file__).with_name("README.md"), "\n".join(frontiers))
 
