@@ -162,6 +162,17 @@ def same_mean(method):
     return {"loss_type": "grpo"} if METHODS[method].values["loss_type"] == "bnpo" else {}
 
 
+def of_each_part():
+    """Methods that together have every estimator, advantage, rule of scored tokens and way to use views in updates."""
+    seen, found = set(), []
+    for name, method in METHODS.items():
+        parts = {(part, method.values[part]) for part in ("estimator", "advantage", "scored_tokens", "split_views")}
+        if not parts <= seen or method.values["objective"] == "stable_drl":  # whose loss compares all rows
+            found.append(name)
+        seen |= parts
+    return found
+
+
 def weights(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
 

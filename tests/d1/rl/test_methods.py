@@ -1,12 +1,8 @@
 """Properties of every published method, on a real trainer with a tiny model; each test's name states one."""
 
-import gc
 import math
-import os
-import subprocess
-import sys
+import signal
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +16,8 @@ from d1.rl.objectives import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.updates import draw_updates, sampled_rows, views_of
 from d1.scoring import ESTIMATORS, Randomness, Views
+from tests import forks
+from tests.d1.rl.kill_methods import train_and_die
 from tests.tiny_grpo import (
     PER_MICRO_BATCH,
     TWO_BATCHES_A_STEP,
@@ -28,11 +26,11 @@ from tests.tiny_grpo import (
     is_even,
     logged,
     make_method,
+    of_each_part,
     same_mean,
     weights,
 )
 
-ROOT = Path(__file__).parents[3]
 ESTIMATOR = {name: ESTIMATORS[METHODS[name].values["estimator"]] for name in METHODS}
 OBJECTIVE = {name: OBJECTIVES[METHODS[name].values["objective"]] for name in METHODS}
 SCORED = {name: METHODS[name].values["scored_tokens"] for name in METHODS}
@@ -48,16 +46,6 @@ MODELS = [("tiny_model_dir", name) for name in METHODS] + [("tiny_block_dir", na
 
 every_method = pytest.mark.parametrize("method", METHODS)
 every_method_and_attention = pytest.mark.parametrize(("folder", "method"), MODELS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection():
-    """Accelerate collects garbage at the start of each run, over all libraries' objects: a third of a tiny run's
-    time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def first_rollout(model_dir, folder, method, **changes):
@@ -339,27 +327,17 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
     )
 
 
-@pytest.fixture(scope="module")
-def killed_runs(tiny_model_dir, tmp_path_factory):
-    """A folder with a run of each method, killed in mid-cycle."""
-    folder = tmp_path_factory.mktemp("killed")
-    script = Path(__file__).with_name("kill_methods.py")
-    command = [sys.executable, str(script), str(tiny_model_dir), str(folder), *METHODS]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
-
-
-@every_method
-def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path, killed_runs, method):
-    assert not (killed_runs / method / "checkpoint-2").exists()
+@pytest.mark.parametrize("method", of_each_part())
+def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path, method):
+    killed = tmp_path / "killed"
+    started = forks.start(train_and_die, tiny_model_dir, killed, method, log=tmp_path / "log", folder=tmp_path)
+    forks.finish(started, tmp_path / "log", status=-signal.SIGKILL)
+    assert not (killed / "checkpoint-2").exists()
     whole, resumed = (
-        make_method(tiny_model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path, killed_runs / method)
+        make_method(tiny_model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path / "whole", killed)
     )
     whole.train()
-    resumed.train(resume_from_checkpoint=str(killed_runs / method / "checkpoint-1"))
+    resumed.train(resume_from_checkpoint=str(killed / "checkpoint-1"))
     expected = weights(whole.model)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
     assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
