@@ -7,10 +7,6 @@ from d1.masking import keyed_generator
 from tests.rehearsal.device import DEVICE, Misplaced, Waits, rehearsal
 
 
-def drawn(values, device):
-    return torch.rand(3, generator=keyed_generator(0, device=device), device=values.device)
-
-
 def indexed(values):
     values[values > 1] = values[:2].clone()
 
@@ -21,8 +17,10 @@ MISPLACED = {
     "joined with the CPU": lambda values: torch.cat([values, torch.zeros(3)]),
     "filled in place from the CPU": lambda values: values.mul_(torch.ones(3)),
     "indexes a CPU tensor": lambda values: torch.zeros(3)[values.long()],
-    "drawn with the CPU's generator": lambda values: drawn(values, "cpu"),
-    "drawn with the device's generator": lambda values: drawn(values, values.device),
+    "drawn with the CPU's generator": lambda values: torch.rand(3, generator=keyed_generator(0), device=values.device),
+    "drawn with the device's generator": lambda values: torch.rand(
+        3, generator=keyed_generator(0, device=values.device)
+    ),
 }
 WAITING = {
     "items in a loop": lambda values: values[0].item() + values[1].item() + values[2].item(),

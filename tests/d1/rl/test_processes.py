@@ -1,5 +1,6 @@
 """diffu-GRPO as users start it: one and two real processes, killed and resumed."""
 
+import glob
 import json
 import os
 import shutil
@@ -62,11 +63,12 @@ def on(launcher):
 
 def launch(words, launcher):
     """The words as a command of Accelerate's launcher, in two processes."""
-    cpu = str(launcher == "ddp").lower()
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(STAGE.parent)}
+    variables["ACCELERATE_USE_CPU"] = str(launcher == "ddp").lower()
     done = subprocess.run(
         [*LAUNCH, CONFIGS[launcher], *words],
         cwd=STAGE,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": cpu},
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=900,
@@ -109,14 +111,14 @@ def sampling(folder):
     return (folder / "run.json").exists()  # before the model is loaded; the first reward takes a second
 
 
+def saving(folder):
+    """The first checkpoint is half written: with weights, but it does not have its name."""
+    return glob.glob(f"{folder}/.saving/**/*.safetensors", recursive=True)  # whatever disappears in the meantime
+
+
 def updating(folder):
     """In the middle of a cycle: a checkpoint's step is not a multiple of three."""
     return (folder / "checkpoint-10").exists()
-
-
-def saving(folder):
-    """A checkpoint is half written: with weights, but it does not have its name."""
-    return any((folder / ".saving").rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("launcher", ["alone", pytest.param("ddp", marks=pytest.mark.slow)])
@@ -124,7 +126,7 @@ def test_a_run_killed_in_each_phase_resumes_bit_for_bit(tiny_model_dir, alone, t
     whole, killed = alone, tmp_path / "killed"
     if launcher != "alone":
         run(tiny_model_dir, whole := tmp_path / "whole", launcher=launcher)
-    for reached in (sampling, updating, saving):
+    for reached in (sampling, saving, updating):
         options = {"launcher": launcher, "LETTERS_SECONDS": "1" if reached is sampling else "0.05"}
         started = start(tiny_model_dir, killed, "--resume_from_checkpoint", "true", **options)
         while not reached(killed):
