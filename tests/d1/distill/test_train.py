@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +18,10 @@ from d1.distill import METHODS
 from d1.distill.reference import Reference, trained_parts
 from d1.distill.train import main, make_parser
 from d1.models import load_model
+from tests import forks
 from tests.commands import ROOT
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
+HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
 # Any text is an answer, and about two thirds of them are right.
 TASK = """
 from datasets import Dataset
@@ -74,16 +72,10 @@ def logged(folder: Path, name: str) -> list[float]:
     return [line[name] for line in lines if name in line]
 
 
-def start(command: list[str], flags: list[str], folder: Path, **environment: str) -> subprocess.Popen[bytes]:
-    folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [*command, *flags, "--output_dir", str(folder), "--job_name", "job"],
-        cwd=ROOT / "distill",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-        stdout=(folder / "log").open("ab"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+def start(flags: list[str], folder: Path, processes: int = 1, **environment: str) -> list[BaseProcess]:
+    words = [*flags, "--output_dir", str(folder), "--job_name", "job"]
+    place: dict[str, Any] = {"log": folder / "log", "folder": ROOT / "distill", "processes": processes}
+    return forks.start(forks.script, "distill_train.py", *words, **place, **environment)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -123,11 +115,9 @@ def test_a_reference_that_follows_every_step_stays_equal(flags: list[str], tmp_p
 def test_two_processes_give_the_run_of_one(method: str, flags: list[str], tmp_path: Path) -> None:
     """They share the sampling of the traces, and the counts that the loss divides by are those of both."""
     shared, two = [*flags, "--method", method, "--num_prompts", "9"], tmp_path / "two"
-    launch = [*LAUNCH, "--config_file", "../launch/ddp.yaml", "distill_train.py"]
-    half = ["--batch_size", "1", "--grad_accum_steps", "2"]
-    process = start(launch, [*shared, *half], two, ACCELERATE_USE_CPU="true")
+    both = start([*shared, *HALF], two, 2, ACCELERATE_USE_CPU="true")
     run(shared, tmp_path / "one", "--batch_size", 4, "--grad_accum_steps", 1)
-    assert process.wait(900) == 0, (two / "log").read_text()[-4000:]
+    forks.finish(both, two / "log")
     settings = json.loads((two / "job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, "MULTI_CPU")
     for name in ("loss", "grad_norm", "compute_tokens"):
@@ -141,15 +131,14 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
     shared = [*flags, "--method", "d-opsd", "--num_iterations", "2", "--save_steps", "2", "--num_epochs", "2"]
     shared += ["--batch_size", "4", "--grad_accum_steps", "1"]
     killed = tmp_path / "killed"
-    process = start([sys.executable, "distill_train.py"], shared, killed)
+    (process,) = start(shared, killed)
     run(shared, tmp_path / "whole")
     deadline = time.monotonic() + 900
     while not (killed / "job/checkpoint-6").exists():
-        assert process.poll() is None, (killed / "log").read_text()[-4000:]
+        assert process.is_alive(), (killed / "log").read_text()[-4000:]
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    forks.kill([process])
     for later in killed.glob("job/checkpoint-*"):
         if later.name not in ("checkpoint-4", "checkpoint-6"):
             shutil.rmtree(later)
@@ -166,19 +155,13 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "how"), [(2, []), (3, []), (3, ["--full_finetuning"])])
 def test_zero_gives_the_run_of_one_process(zero: int, how: list[str], flags: list[str], tmp_path: Path) -> None:
-    config = (ROOT / "launch/zero3.yaml").read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'")
-    (tmp_path / "zero.yaml").write_text(config.replace("zero_stage: 3", f"zero_stage: {zero}"))
-    shared = [*flags, *how, "--method", "d-opsd", "--num_iterations", "2"]
+    shared, two = [*flags, *how, "--method", "d-opsd", "--num_iterations", "2"], tmp_path / "two"
     run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], tmp_path / "one")
-    two = [*LAUNCH, "--config_file", str(tmp_path / "zero.yaml"), "distill_train.py"]
-    both = start(
-        two, [*shared, "--batch_size", "1", "--grad_accum_steps", "2"], tmp_path / "two", CUDA_VISIBLE_DEVICES=""
-    )
-    assert both.wait(900) == 0, (tmp_path / "two/log").read_text()[-4000:]
-    settings = json.loads((tmp_path / "two/job/run.json").read_text())["settings"]
+    forks.finish(start([*shared, *HALF], two, 2, **forks.deepspeed(zero)), two / "log")
+    settings = json.loads((two / "job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, "DEEPSPEED")
     for name in ("loss", "kl", "right", "compute_tokens"):
-        assert logged(tmp_path / "two", name) == pytest.approx(logged(tmp_path / "one", name), rel=5e-3, abs=1e-5)
+        assert logged(two, name) == pytest.approx(logged(tmp_path / "one", name), rel=5e-3, abs=1e-5)
 
 
 def test_traces_are_sampled_once_and_the_card_says_how(
