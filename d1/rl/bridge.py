@@ -2,8 +2,8 @@
 
 `CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods reduced to three that a subclass defines: `rollout`,
 `after_rollout`, `loss`. The parts can be deleted one by one when TRL offers
-- sampling with a user's function that keeps TRL's tokenising, rewards and logging (`rollout_func` is given prompts as
-  text, and replaces tokenising too);
+- sampling with a function that keeps TRL's tokenising, rewards and logging (`rollout_func`, of users' engines, is
+  given prompts as text, and replaces tokenising too);
 - log-probabilities as an argument of its loss;
 - a reference model as an argument of its constructor;
 - a RepeatSampler that does not return to the first epoch's order after a resume.

@@ -29,6 +29,7 @@ from d1.rl.objectives import OBJECTIVES, sequence_log_ratios
 from d1.rl.penalties import PENALTIES
 from d1.rl.record import recorded, sampled_logps
 from d1.rl.rewards import guarded
+from d1.rl.rollout_func import check_rollout_func, user_rollout
 from d1.rl.scored import SCORED, score_more
 from d1.rl.servers import server_of
 from d1.rl.state import load_rollout, save_rollout
@@ -67,7 +68,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
         task_name: the task's name in the error message when a reward raises an error.
 
-    The remaining arguments are TRL's. Tools, environments and `rollout_func` are refused.
+        rollout_func: TRL's `f(prompts, trainer)`, which samples instead of the trainer (`d1/rl/rollout_func.py`).
+
+    The remaining arguments are TRL's. Tools and environments are refused.
     """
 
     args: DiffuGRPOConfig
@@ -80,9 +83,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         train_dataset: Any,
         processing_class: Any,
         task_name: str = "",
+        rollout_func: Callable[[list, Any], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in ("tools", "rollout_func", "environment_factory"):
+        for name in ("tools", "environment_factory"):
             if kwargs.get(name):
                 raise ValueError(f"{name} is not supported: diffusion rollouts are sampled as one canvas")
         self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
@@ -90,6 +94,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         require_prepared(model)
         self.sampling = args.sampling_settings(model.config)
+        if rollout_func is not None:
+            check_rollout_func(args)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with reference_from(model if args.needs_reference else None):
             super().__init__(
@@ -98,6 +104,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
+                rollout_func=rollout_func and partial(user_rollout, rollout_func),
                 **kwargs,
             )
         if not args.has_trls_kl:
@@ -143,11 +150,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         sampled = self.sample(*self.padded(prompt_ids))
         record, costs = recorded(sampled)
         completions = texts_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
-        seconds = time.perf_counter() - started
-        tokens = record["canvas_ids"].numel() * self.accelerator.num_processes
-        for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": tokens / seconds, **costs}.items():
-            self.log_metric(name, value)
+        self.log_rollout(started, record["canvas_ids"].numel(), costs)
         return completions, record
+
+    def log_rollout(self, started: float, tokens: int, costs: dict[str, float]) -> None:
+        seconds = time.perf_counter() - started
+        speed = tokens * self.accelerator.num_processes / seconds
+        for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
+            self.log_metric(name, value)
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
@@ -250,7 +260,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.require_finite(loss.detach(), lambda: rows_to_blame(batch, inputs.logps.detach(), decode))
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
-        if self.update == 0:
+        if self.update == 0 and "rollout_logps" in batch:
             logps = sampled_logps(batch, ESTIMATORS[args.estimator].replays_writes)
             metrics |= sampling_gap(logps, inputs, self.accelerator.gather, args.sampling_weight_cap)
         for name, value in metrics.items():
