@@ -24,6 +24,7 @@ from torch import Tensor
 from d1.models.kinds import block_size
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
+from d1.rl.record import log_rollout
 from d1.rl.scored import SCORED
 from d1.rl.updates import Batch, texts_of
 from d1.scoring import ESTIMATORS
@@ -81,7 +82,7 @@ def user_rollout(function: Callable[[list, Any], dict[str, Any]], prompts: list,
     record = record_of(given, trainer)
     completions = texts_of(record["canvas_ids"], trainer.eos_token_ids)
     trainer.record = {name: column.to(trainer.accelerator.device) for name, column in record.items()}
-    trainer.log_rollout(started, record["canvas_ids"].numel(), {})
+    log_rollout(trainer, started, record["canvas_ids"].numel(), {})
     others = {name: value for name, value in returned.items() if name not in (*TOKENS, *RECORD, "env_mask")}
     return {"prompt_ids": given["prompt_ids"], "completion_ids": completions, "logprobs": None} | others
 

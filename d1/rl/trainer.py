@@ -20,14 +20,16 @@ from torch import Tensor
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.models.kinds import block_size
-from d1.rl.bridge import CanvasGRPOTrainer, reference_from, rollout_buffer
+from d1.rl.ahead import ahead_of
+from d1.rl.bridge import CanvasGRPOTrainer, reference_from
 from d1.rl.budget import total_compute
 from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
+from d1.rl.group_ratios import compare_rows
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
-from d1.rl.objectives import OBJECTIVES, sequence_log_ratios
+from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
-from d1.rl.record import recorded, sampled_logps
+from d1.rl.record import log_rollout, recorded, sampled_logps, view_logps_as_sampled
 from d1.rl.rewards import guarded
 from d1.rl.rollout_func import check_rollout_func, user_rollout
 from d1.rl.scored import SCORED, score_more
@@ -87,9 +89,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         rollout_func: Callable[[list, Any], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in ("tools", "environment_factory"):
-            if kwargs.get(name):
-                raise ValueError(f"{name} is not supported: diffusion rollouts are sampled as one canvas")
+        if refused := [name for name in ("tools", "environment_factory") if kwargs.get(name)]:
+            raise ValueError(f"{refused[0]} is not supported: diffusion rollouts are sampled as one canvas")
         self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
         if self.mask_token_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
@@ -115,6 +116,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.servers = servers_of(self)
+        self.ahead = ahead_of(self)
         self.ending = Ending(self)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
 
@@ -127,14 +129,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The current inner update, 0 to mu - 1. An evaluation uses only the first."""
         return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
 
-    def key(self, purpose: str) -> tuple[int, int, int]:
-        """(seed, stream, optimizer step) of a rollout: the same for every split over processes and micro-batches."""
+    def key(self, purpose: str, micro_step: int | None = None) -> tuple[int, int, int]:
+        """(seed, stream, optimizer step) of the rollout at a micro-step (default: this one): the same for every split
+        over processes and micro-batches."""
         args, stream = self.args, STREAMS[purpose, self.mode]
         if self.mode == "eval":
             return args.seed, stream, self.evaluation_rollouts
-        step, micro_batch = divmod(self.micro_step, args.gradient_accumulation_steps)
+        now = self.micro_step if micro_step is None else micro_step
+        step, micro_batch = divmod(now, args.gradient_accumulation_steps)
         # With short cycles one step has several rollouts: each further rollout has its own streams.
-        number = micro_batch // (args.steps_per_generation * self.num_iterations)
+        number = micro_batch // self.micro_steps_per_rollout
         return args.seed, stream + number * len(STREAMS), step
 
     def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
@@ -152,28 +156,28 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         sampled = self.sample(*self.padded(prompt_ids))
         record, costs = recorded(sampled)
         completions = texts_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
-        self.log_rollout(started, record["canvas_ids"].numel(), costs)
+        log_rollout(self, started, record["canvas_ids"].numel(), costs)
         return completions, record
 
-    def log_rollout(self, started: float, tokens: int, costs: dict[str, float]) -> None:
-        seconds = time.perf_counter() - started
-        speed = tokens * self.accelerator.num_processes / seconds
-        for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
-            self.log_metric(name, value)
-
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
-        """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
+        """The rollout of prompts (rows, prompt), without gradients or dropout."""
+        taken = self.ahead.take if self.ahead is not None and self.mode == "train" else self.sample_now
+        sampled = taken(ids, mask)
+        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
+        return sampled
+
+    def sample_now(self, ids: Tensor, mask: Tensor) -> Rollout:
+        """`sample` with the policy's own weights, `rollout_batch_size` rows at a time."""
+        if self.ahead is not None:
+            self.ahead.finish()
         key, generators = self.key("rollout"), self.generators("rollout", len(ids))  # before the model leaves this mode
         ends = self.eos_token_ids if self.eos_stop else None
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             if self.servers is not None:
-                sampled = self.servers.rollout(model, self.state.global_step, ids, mask, key, self.sampling, ends)
-            else:
-                options = {"settings": self.sampling, "mask_token_id": self.mask_token_id, "eos_token_ids": ends}
-                sample = partial(rollout, model, **options)
-                sampled = in_parts(sample, ids, mask, generators, self.args.rollout_batch_size or len(ids))
-        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
-        return sampled
+                return self.servers.rollout(model, self.state.global_step, ids, mask, key, self.sampling, ends)
+            options = {"settings": self.sampling, "mask_token_id": self.mask_token_id, "eos_token_ids": ends}
+            sample = partial(rollout, model, **options)
+            return in_parts(sample, ids, mask, generators, self.args.rollout_batch_size or len(ids))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation uses the same random numbers, so that they are comparable
@@ -220,10 +224,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started, args = time.perf_counter(), self.args
         size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
         score_one = partial(self.scores, size=size)
-        # Equal views have equal scores.
-        only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)
+        only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)  # then they score alike
         with self.without_checkpointing():
-            if args.needs_old_logps:
+            if args.old_as_sampled:
+                batch["old_view_logps"] = view_logps_as_sampled(batch)
+            elif args.needs_old_logps:
                 batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
             if args.needs_reference:
                 with self.reference() as model:
@@ -243,7 +248,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The loss under the views, old and reference log-probs of the current inner update."""
         training, args, objective = self.mode == "train", self.args, OBJECTIVES[self.args.objective]
         if training and objective.over_group and self.micro_step % args.steps_per_generation == 0:
-            self.compare_rows(model)
+            compare_rows(self, model)
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
         given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, block_size(self.model.config)
@@ -270,23 +275,6 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss
-
-    def compare_rows(self, model: Any) -> None:
-        """Adds `log_ratios`, those of all rows of each row's prompt, to a rollout's micro-batches at the start of an
-        update. The rows were shuffled, and a group may be spread over several processes."""
-        update = self.update
-
-        def ratios(batch: Batch) -> Tensor:
-            if update == 0:  # the policy is still the one that sampled
-                return torch.zeros_like(batch["advantages"])
-            return sequence_log_ratios(loss_inputs(batch, self.scores(model, batch, views_of(batch, update)), update))
-
-        with self.without_checkpointing(), evaluating(model):
-            everyone = self.accelerator.gather(torch.cat([ratios(batch) for batch in rollout_buffer(self)]))
-        order = self.accelerator.gather(torch.cat([batch["group"] for batch in rollout_buffer(self)])).argsort()
-        groups = everyone[order].view(-1, self.num_generations)
-        for batch in rollout_buffer(self):
-            batch["log_ratios"] = groups[batch["group"]]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self.ending.guard():

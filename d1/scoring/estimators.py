@@ -63,6 +63,8 @@ class Estimator:
             exponents.
         reads: which of `reveal_steps`, `logps` and `entropies` of `SampledRows` the views depend on: a rollout that
             lacks one of these is refused.
+        as_sampled: whether each token is scored once, in the state in which it was revealed, so that the record of the
+            rollout has its log-probability.
         views_per_draw: how many views, n apart if there are n draws, estimate the log-probability of the whole
             completion without the other views; 0: only all views together do.
         settings: which of `num_views`, `antithetic`, ... it reads; to set another one is an error. None: unknown.
@@ -77,6 +79,7 @@ class Estimator:
     clean_prompt: bool = False
     partial: Asked = never
     reads: Read = nothing
+    as_sampled: Asked = never
     views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
     settings: tuple[str, ...] | None = None
 
@@ -145,6 +148,7 @@ ESTIMATORS: dict[str, Estimator] = {
         clean_prompt=True,
         partial=draws_some,
         reads=steps_and_entropies,
+        as_sampled=lambda settings: settings.segment_steps in (None, 1),
         settings=("num_views", "segment_steps", "draw_steps", "mean_step"),
     ),
     "segments": Estimator(
@@ -165,6 +169,11 @@ ESTIMATORS: dict[str, Estimator] = {
         settings=("num_views",),
     ),
     "left_to_right": Estimator(
-        replay.draw_text, lambda settings: settings.gen_length, draws=never, clean_prompt=True, settings=()
+        replay.draw_text,
+        lambda settings: settings.gen_length,
+        draws=never,
+        clean_prompt=True,
+        as_sampled=lambda settings: settings.block_length == 1,
+        settings=(),
     ),
 }
