@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from copy import deepcopy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from d1.models import load_model
 from d1.rl.bridge import rollout_buffer
@@ -15,6 +19,7 @@ from d1.rl.servers import NoServer
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.updates import evaluating, views_of
 from d1.sampling import rollout
+from tests.commands import ROOT
 from tests.d1.serve.serving import serving
 from tests.tiny_grpo import by_letter, clockless, is_even, logged, make_method, weights
 
@@ -175,3 +180,30 @@ def test_what_no_weight_corrects_is_refused(tmp_path, changes, said):
     where = {"rollout_mode": "server", "rollout_server_base_url": ["http://127.0.0.1:1"], "rollout_staleness": 1}
     with pytest.raises(ValueError, match=said):
         DiffuGRPOConfig(**{"output_dir": str(tmp_path), "use_cpu": True, "num_generations": 4} | where | changes)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_rollouts_of_the_first(tmp_path):
+    """`d1 rl` under torchrun: the trained weights are those of one process with all rows, up to rounding."""
+    base, rows = ROOT / "pocket" / "base", ROOT / "dataset" / "sudoku_train.csv"
+    flags = f"--model_path {base} --dataset sudoku --data_file {rows} --block_length 8 --max_completion_length 32 "
+    flags += "--num_generations 4 --num_iterations 2 --max_steps 6 --learning_rate 1e-2 --optim sgd --loss_type grpo "
+    flags += "--diffusion_steps 16 --use_cpu true --bf16 false --report_to none --rollout_staleness 1 "
+    flags += "--sampling_weight_cap 2 --lr_scheduler_type constant --rollout_mode server --rollout_server_base_url "
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    with serving(base, batch_size=64, weights_dir=tmp_path) as served:
+        for processes in (1, 2):
+            words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+            words += ["--master_port", str(29750 + processes), "-m", "d1", "rl", *flags.split(), served.url]
+            words += [
+                "--per_device_train_batch_size",
+                str(8 // processes),
+                "--output_dir",
+                str(tmp_path / f"{processes}"),
+            ]
+            subprocess.run(words, env=environment, cwd=tmp_path, check=True, timeout=300)
+    one, two = (load_file(tmp_path / str(processes) / "model.safetensors") for processes in (1, 2))
+    start = load_file(base / "model.safetensors")
+    assert max((one[name] - start[name]).abs().max() for name in one) > 1e-4
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=2e-6)
