@@ -18,7 +18,7 @@ def compare_rows(trainer: Any, model: Any) -> None:
     update, batches = trainer.update, rollout_buffer(trainer)
 
     def ratios(batch: Batch) -> Tensor:
-        if update == 0:  # the policy is still the one that sampled
+        if update == 0 and not trainer.args.old_as_sampled:  # the policy is still the one of the old log-probs
             return torch.zeros_like(batch["advantages"])
         scores = trainer.scores(model, batch, views_of(batch, update))
         return sequence_log_ratios(loss_inputs(batch, scores, update))

@@ -100,9 +100,9 @@ def test_old_log_probs_and_weights_are_those_of_the_policy_that_sampled(tiny_mod
     """Replay: the record's log-probs are the ones that the weights of a rollout ago give, and the weights of now give
     others. With a cap they are the divisor of the weights instead, and old ones are scored now."""
     with serving(tiny_model_dir, batch_size=64, weights_dir=tmp_path) as served:
-        for cap in (None, 1.2):
+        for method, cap in (("cj-grpo", None), ("just-grpo", None), ("cj-grpo", 1.2)):
             options = stale(served, 1, sampling_weight_cap=cap, max_steps=4, num_iterations=2)
-            trainer = make_method(tiny_model_dir, tmp_path / "run", "cj-grpo", Kept, **options)
+            trainer = make_method(tiny_model_dir, tmp_path / "run", method, Kept, **options)
             trainer.train()
             (_, before), (batch, now) = trainer.seen
             model = load_model(tiny_model_dir).eval()
