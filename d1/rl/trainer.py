@@ -115,9 +115,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].behind_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
-        self.servers = servers_of(self)
+        self.servers, self.ending = servers_of(self), Ending(self)
         self.ahead = ahead_of(self)
-        self.ending = Ending(self)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
 
     @property
@@ -175,17 +174,17 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             if self.servers is not None:
                 return self.servers.rollout(model, self.state.global_step, ids, mask, key, self.sampling, ends)
-            options = {"settings": self.sampling, "mask_token_id": self.mask_token_id, "eos_token_ids": ends}
-            sample = partial(rollout, model, **options)
+            tokens = {"mask_token_id": self.mask_token_id, "eos_token_ids": ends}
+            sample = partial(rollout, model, settings=self.sampling, **tokens)
             return in_parts(sample, ids, mask, generators, self.args.rollout_batch_size or len(ids))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation uses the same random numbers, so that they are comparable
-        compute = self.compute
+        compute = self.compute  # counts training only
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
-            self.compute = compute  # counts training only
+            self.compute = compute
 
     # --- Views and their scores ---------------------------------------------------------------------------------------
 
