@@ -12,7 +12,7 @@ from d1.rl.objectives import sequence_log_ratios
 from d1.rl.updates import Batch, evaluating, loss_inputs, views_of
 
 
-def compare_rows(trainer: Any, model: Any) -> None:
+def compare_groups(trainer: Any, model: Any) -> None:
     """Adds `log_ratios`, those of all rows of each row's prompt, to a rollout's micro-batches at the start of an
     update. The rows were shuffled, and a group may be spread over several processes."""
     update, batches = trainer.update, rollout_buffer(trainer)

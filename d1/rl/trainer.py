@@ -25,7 +25,7 @@ from d1.rl.bridge import CanvasGRPOTrainer, reference_from
 from d1.rl.budget import total_compute
 from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.group_ratios import compare_rows
+from d1.rl.group_ratios import compare_groups
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
@@ -247,7 +247,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The loss under the views, old and reference log-probs of the current inner update."""
         training, args, objective = self.mode == "train", self.args, OBJECTIVES[self.args.objective]
         if training and objective.over_group and self.micro_step % args.steps_per_generation == 0:
-            compare_rows(self, model)
+            self.compare_rows(model)
         scores = self.scores(model, batch, views_of(batch, self.update), with_entropies=True)
         micro_batches = self.accelerator.num_processes * (args.steps_per_generation if training else 1)
         given = args.reads_old_logps, args.sampling_weight_cap, args.views_per_draw, block_size(self.model.config)
@@ -274,6 +274,8 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss
+
+    compare_rows = compare_groups
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self.ending.guard():
