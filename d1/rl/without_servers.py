@@ -34,13 +34,10 @@ class Ending(TrainerCallback):
         self.batches, self.counters = rollout_buffer(trainer), copy.deepcopy(trl_counters(trainer))
         settings = trainer.args
         updates = settings.steps_per_generation * settings.num_iterations
-        short = updates < settings.gradient_accumulation_steps  # else a rollout begins with the step
-        self.losses = trainer.loss_sums() if short else None
-        self.random = (
-            random.getstate(),
-            numpy.random.get_state(),
-            torch.get_rng_state(),
-        )  # TRL shuffles a rollout's rows
+        inside = updates % settings.gradient_accumulation_steps != 0  # rollouts begin in the middle of a step
+        self.losses = trainer.loss_sums() if inside else None
+        # TRL shuffles a rollout's rows.
+        self.random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
