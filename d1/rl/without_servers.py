@@ -67,6 +67,7 @@ class Ending(TrainerCallback):
         restore_trl(trainer, self.batches, self.counters)
         if self.losses is not None:
             trainer.set_loss_sums(self.losses)
-        states, setters = self.random, (random.setstate, numpy.random.set_state, torch.set_rng_state)
-        for restore, state in zip(setters, states, strict=True):
-            restore(state)
+        own, numpys, torchs = self.random
+        random.setstate(own)
+        numpy.random.set_state(numpys)
+        torch.set_rng_state(torchs)
