@@ -47,7 +47,9 @@ class Ahead:
     def __init__(self, trainer: Any, staleness: int) -> None:
         self.trainer, self.staleness = trainer, staleness
         output_dir = Path(str(trainer.args.output_dir))
-        self.folders = [WeightsFolder(output_dir, f"-{slot}") for slot in range(staleness + 1)]
+        # A run that has lost its servers is saved as of the start of its step, which may have had several rollouts.
+        of_a_step = -(-trainer.args.gradient_accumulation_steps // trainer.micro_steps_per_rollout)
+        self.folders = [WeightsFolder(output_dir, f"-{slot}") for slot in range(staleness + of_a_step)]
         self.kept: dict[int, tuple[int, Path]] = {}
         self.asked: dict[int, Asked] = {}
         self.thread = ThreadPoolExecutor(1)
