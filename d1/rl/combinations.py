@@ -109,7 +109,7 @@ def contradictions(s: Any) -> Iterator[str]:
     urls = s.rollout_server_base_url or ()
     if len({*urls}) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
         yield f"--rollout_server_base_url takes addresses http://HOST:PORT, each once: {' '.join(urls)}"
-    if s.rollout_mode == "server" and s.world_size > 1 and s.rollout_server_timeout >= s.ddp_timeout:
+    if s.rollout_mode == "server" and s.rollout_server_timeout >= s.ddp_timeout:
         yield (
             f"--rollout_server_timeout {s.rollout_server_timeout:g}: processes wait for each other for --ddp_timeout "
             f"{s.ddp_timeout} seconds, so it must be smaller"
