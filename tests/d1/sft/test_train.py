@@ -155,8 +155,9 @@ def assert_two_processes(folder: Path, kind: str) -> None:
 
 
 def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: list[str], tmp_path: Path) -> None:
-    """Steps and rates equal those of the same batches unpacked, with visible noise. Runs are resumed in the middle of an epoch, also with
-    one process in place of two if the steps keep their rows. Batches of 4 do not divide the 18 evaluation draws."""
+    """Steps and rates equal those of the same batches unpacked, with visible noise. Runs are resumed in the middle of
+    an epoch, also with one process in place of two if the steps keep their rows. Batches of 4 do not divide the 18
+    evaluation draws."""
     step = ["--learning_rate", "1e-3", "--grad_accum_steps", "2", "--logging_steps", "1", "--eos_padding", "1"]
     step += ["--eval_steps", "3", "--lora_dropout", "0", "--debugging", "--max_steps", "5"]
     step += ["--test_split", "0.13", "--eval_draws", "3", "--edit_noise", "uniform", "--edit_share", "0.5"]
