@@ -1,4 +1,4 @@
-"""The tables of README.md, from data/runs.jsonl.
+"""The tables of README.md, from the files in data/.
 
     python -m studies.editing.report
 
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
-from studies.editing.run import BASES, DATA, SAMPLERS
+from studies.editing import search
+from studies.editing.run import BASES, DATA
 from studies.json_lines import read_lines
 from studies.samplers.cost import with_margin
 
+FIRST = DATA.with_name("first.jsonl")
 MARKER = "<!-- made by python -m studies.editing.report -->\n"
 HEAD = [
     "sampler",
@@ -48,23 +51,52 @@ def changed(runs: list[dict[str, Any]], before: str, after: str) -> str:
     return f"{100 * pairs.count((before, after)) / len(pairs):.1f}"
 
 
-def against(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) -> str:
-    """Points above the best unedited setting of any model that takes no more passes, with its 95% interval."""
+def gains(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) -> list[float]:
+    """Per problem, what runs solve more than the best unedited setting of any model that takes no more passes; empty if
+    none is as fast."""
     passes = statistics.fmean(run["passes"] for run in runs)
     cheaper = [other for other in unedited if statistics.fmean(run["passes"] for run in other) <= passes]
     if not cheaper:
-        return "none is as fast"
+        return []
     best = outcomes(max(cheaper, key=lambda other: statistics.fmean(outcomes(other))))
-    gain, margin = with_margin([a - b for a, b in zip(outcomes(runs), best, strict=True)])
-    return f"{gain:+.1f} ± {margin:.1f}"
+    return [a - b for a, b in zip(outcomes(runs), best, strict=True)]
 
 
-def table(task: str, lines: list[dict[str, Any]]) -> str:
+def against(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) -> str:
+    """The mean of `gains` in points, with its 95% interval."""
+    found = gains(runs, unedited)
+    return "{:+.1f} ± {:.1f}".format(*with_margin(found)) if found else "none is as fast"
+
+
+def searched(lines: list[dict[str, Any]]) -> str:
+    """The table of the search: mean gains of each candidate's settings with edits, in points, by threshold."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        by_name.setdefault(line["noise"], {})[line["task"]] = line["samplers"]
+    masks, rows = by_name.pop("masks", {}), []
+    for name, found in by_name.items():
+        row = [name]
+        for threshold, task in product(search.THRESHOLDS, BASES):
+            if task not in found or task not in masks:
+                row.append("")
+                continue
+            unedited = [[of[level]] for of in (masks[task], found[task]) for level in search.PLAIN]
+            edited = [key for key, options in search.EDITING.items() if options["edit_threshold"] == threshold]
+            row.append(
+                f"{100 * statistics.fmean(x for key in edited for x in gains([found[task][key]], unedited)):+.1f}"
+            )
+        rows.append(row)
+    head = ["noise, share", *(f"{task}, above {threshold}" for threshold, task in product(search.THRESHOLDS, BASES))]
+    return "## Search\n\n" + markdown_table(head, rows)
+
+
+def table(title: str, task: str, lines: list[dict[str, Any]]) -> str:
     own = [line for line in lines if line["task"] == task]
     noises = list(dict.fromkeys(line["noise"] for line in own))
+    samplers = list(dict.fromkeys(name for line in own for name in line["samplers"]))
     by_name = {
         (name, noise): [line["samplers"][name] for line in own if line["noise"] == noise and name in line["samplers"]]
-        for name in SAMPLERS
+        for name in samplers
         for noise in noises
     }
     by_name = {key: runs for key, runs in by_name.items() if runs}
@@ -80,8 +112,8 @@ def table(task: str, lines: list[dict[str, Any]]) -> str:
             edits = [f"{count:.2f}", changed(runs, "0", "1"), changed(runs, "1", "0"), against(runs, unedited)]
         rows.append([name, noise, solved, *cost, *edits])
     seeds = len({line["seed"] for line in own})
-    title = f"## {task}, {seeds} seeds, {len(own[0]['samplers'][next(iter(SAMPLERS))]['solved'])} problems\n\n"
-    return title + markdown_table(HEAD, rows)
+    problems = len(own[0]["samplers"][samplers[0]]["solved"])
+    return f"## {title}: {task}, {seeds} seeds, {problems} problems\n\n" + markdown_table(HEAD, rows)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -89,10 +121,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    path, lines = Path(__file__).with_name("README.md"), read_lines(DATA)
-    opening = path.read_text().partition(MARKER)[0]
-    tables = [table(task, lines) for task in BASES if any(line["task"] == task for line in lines)]
-    path.write_text(opening + MARKER + "\n" + "\n".join(tables))
+    path = Path(__file__).with_name("README.md")
+    tables = [searched(read_lines(search.DATA))]
+    for title, file in (("Run", DATA), ("First run", FIRST)):
+        lines = read_lines(file)
+        tables += [table(title, task, lines) for task in BASES if any(line["task"] == task for line in lines)]
+    path.write_text(path.read_text().partition(MARKER)[0] + MARKER + "\n" + "\n".join(tables))
 
 
 if __name__ == "__main__":
