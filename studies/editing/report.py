@@ -16,6 +16,7 @@ from typing import Any
 from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
 from studies.editing import search
+from studies.editing.frontier import gains
 from studies.editing.run import BASES, DATA
 from studies.json_lines import read_lines
 from studies.samplers.cost import with_margin
@@ -40,26 +41,10 @@ def mean(values: list[float]) -> str:
     return f"{statistics.fmean(values):.1f}{spread}"
 
 
-def outcomes(runs: list[dict[str, Any]]) -> list[float]:
-    """The share of seeds that solve each problem."""
-    return [statistics.fmean(map(int, column)) for column in zip(*(run["solved"] for run in runs), strict=True)]
-
-
 def changed(runs: list[dict[str, Any]], before: str, after: str) -> str:
     """Per 100 completions, those whose drafts had one outcome and whose text has the other; all seeds together."""
     pairs = [pair for run in runs for pair in zip(run["drafts"], run["solved"], strict=True)]
     return f"{100 * pairs.count((before, after)) / len(pairs):.1f}"
-
-
-def gains(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) -> list[float]:
-    """Per problem, what runs solve more than the best unedited setting of any model that takes no more passes; empty if
-    none is as fast."""
-    passes = statistics.fmean(run["passes"] for run in runs)
-    cheaper = [other for other in unedited if statistics.fmean(run["passes"] for run in other) <= passes]
-    if not cheaper:
-        return []
-    best = outcomes(max(cheaper, key=lambda other: statistics.fmean(outcomes(other))))
-    return [a - b for a, b in zip(outcomes(runs), best, strict=True)]
 
 
 def against(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) -> str:
@@ -69,24 +54,13 @@ def against(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) ->
 
 
 def searched(lines: list[dict[str, Any]]) -> str:
-    """The table of the search: mean gains of each candidate's settings with edits, in points, by threshold."""
-    by_name: dict[str, dict[str, Any]] = {}
-    for line in lines:
-        by_name.setdefault(line["noise"], {})[line["task"]] = line["samplers"]
-    masks, rows = by_name.pop("masks", {}), []
-    for name, found in by_name.items():
-        row = [name]
-        for threshold, task in product(search.THRESHOLDS, BASES):
-            if task not in found or task not in masks:
-                row.append("")
-                continue
-            unedited = [[of[level]] for of in (masks[task], found[task]) for level in search.PLAIN]
-            edited = [key for key, options in search.EDITING.items() if options["edit_threshold"] == threshold]
-            row.append(
-                f"{100 * statistics.fmean(x for key in edited for x in gains([found[task][key]], unedited)):+.1f}"
-            )
-        rows.append(row)
-    head = ["noise, share", *(f"{task}, above {threshold}" for threshold, task in product(search.THRESHOLDS, BASES))]
+    """The table of the search: mean gains of each candidate, in points."""
+    heads, rows = [*product(search.THRESHOLDS, BASES)], []
+    for name in search.CANDIDATES:
+        found = {at: search.points(lines, name, *at) for at in heads}
+        if any(found.values()):
+            rows.append([name, *("" if not of else f"{statistics.fmean(of):+.1f}" for of in found.values())])
+    head = ["noise, share", *(f"{task}, above {threshold}" for threshold, task in heads)]
     return "## Search\n\n" + markdown_table(head, rows)
 
 

@@ -1,11 +1,12 @@
-"""What editing gives a pocket block model: accuracy against tokens per pass, with editing and without.
+"""What editing gives a pocket model: accuracy against tokens per pass, with editing and without.
 
-    OMP_NUM_THREADS=1 python -m studies.editing.run
+    OMP_NUM_THREADS=1 python -m studies.editing.run $(python -m studies.editing.search)
 
-For each task and seed, SFT of a block-causal model with masks alone and with each kind of visible noise, on the same
-rows for as many steps; then greedy completions of problems that no training saw, under each sampler of `SAMPLERS`, over
-the exact cache. A line per trained model goes to data/runs.jsonl, and one that is there is not made again. `python -m
-studies.editing.report` makes the tables of README.md. The noise and the threshold were chosen by `search.py`.
+For each task and seed, SFT with masks alone and with each kind of visible noise, on the same rows for as many steps;
+then greedy completions of problems that no training saw, under each sampler of `samplers`. Sudoku is done by a
+block-causal model, over its exact cache; arithmetic by one with full attention. A line per trained model goes to
+data/runs.jsonl, and one that is there is not made again. `python -m studies.editing.report` makes the tables of
+README.md.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from d1.models import load_model, load_tokenizer
-from d1.ranges import COUNT, SEED
+from d1.ranges import BELOW_ONE, COUNT, POSITIVE, SEED, SHARE
 from d1.runs.entry import OneLineParser, run_script
 from d1.sft import SFTConfig
 from d1.sft.train import main as sft
@@ -31,9 +32,10 @@ from studies.samplers.fresh import FRESH
 
 DATA = Path(__file__).parent / "data" / "runs.jsonl"
 BASES = {"sudoku": "block_base", "arithmetic": "arithmetic_base"}  # in pocket/
-BLOCK, LENGTH = 16, 32  # tokens
+BLOCKS = {"sudoku": 16, "arithmetic": None}  # tokens; None: full attention, the whole canvas is one block
+LENGTH = 32
 ROWS, ROWS_SEED = 4000, 7
-NOISES: dict[str, dict[str, Any]] = {  # shares and weights are the defaults, which `search.py` chose
+NOISES: dict[str, dict[str, Any]] = {
     "masks": {},
     "draft": {"edit_noise": "draft"},
     "uniform": {"edit_noise": "uniform"},
@@ -41,13 +43,17 @@ NOISES: dict[str, dict[str, Any]] = {  # shares and weights are the defaults, wh
 }
 LEVELS = (0.3, 0.5, 0.7, 0.9)  # of the rule threshold, with and without edits
 BUDGETS = (0, 1)  # max_post_steps: edits only beside masks, and one pass over each full block
-THRESHOLD = 0.5
 PRESETS = ("quality", "speed")  # LLaDA2.1's
-SAMPLERS: dict[str, dict[str, Any]] = {f"{level}": {"reveal_level": level} for level in LEVELS} | {
-    f"{level}, edits, {budget}": {"reveal_level": level, "edit_threshold": THRESHOLD, "max_post_steps": budget}
-    for level, budget in product(LEVELS, BUDGETS)
-}
-SAMPLERS |= {name: {"editing": name} for name in PRESETS}
+
+
+def samplers(threshold: float) -> dict[str, dict[str, Any]]:
+    """Name -> options of `sample`; edits have a probability above `threshold`."""
+    plain = {f"{level}": {"reveal_level": level} for level in LEVELS}
+    editing = {
+        f"{level}, edits, {budget}": {"reveal_level": level, "edit_threshold": threshold, "max_post_steps": budget}
+        for level, budget in product(LEVELS, BUDGETS)
+    }
+    return plain | editing | {name: {"editing": name} for name in PRESETS}
 
 
 def edits(options: dict[str, Any]) -> bool:
@@ -55,19 +61,19 @@ def edits(options: dict[str, Any]) -> bool:
 
 
 def block_model(task: str, folder: Path) -> Path:
-    """The task's base with blocks of `BLOCK` tokens, written to `folder`."""
+    """The task's base with its `BLOCKS`, written to `folder`."""
     path = folder / f"{task}-base"
     if not path.exists():
         base = str(ROOT / "pocket" / BASES[task])
-        model = load_model(base)
-        model.config.block_size = BLOCK
+        model: Any = load_model(base)
+        model.config.block_size = BLOCKS[task]
         model.save_pretrained(path)
         load_tokenizer(base).save_pretrained(path)
     return path
 
 
 def right_rows(task: str, folder: Path) -> Path:
-    """A file of training problems with right answers only."""
+    """The file of training problems with right answers only."""
     path, recipe = folder / f"{task}-{ROWS}.jsonl", RECIPES[task]
     if not path.exists():
         draw = recipe.traces.problems(ROOT / "dataset" / recipe.training_file)
@@ -120,7 +126,8 @@ def measured(folder: Path, task: str, rows: Any, samplers: dict[str, dict[str, A
     width, end, score = prompts.shape[1], tokenizer.eos_token_id, load_task(RECIPES[task].task).score
     found = {}
     for name, options in samplers.items():
-        parts = sample(model, tokenizer, prompts, LENGTH, 128, block=BLOCK, steps=LENGTH, sampler="parallel", **options)
+        settings = {"block": BLOCKS[task] or LENGTH, "steps": LENGTH, "sampler": "parallel", **options}
+        parts = sample(model, tokenizer, prompts, LENGTH, 128, **settings)
         tokens = [int((row[width:] != end).sum()) + 1 for part in parts for row in part.ids]
         found[name] = {
             "solved": as_text(solved(parts, tokenizer, width, rows, task)),
@@ -130,7 +137,7 @@ def measured(folder: Path, task: str, rows: Any, samplers: dict[str, dict[str, A
         }
         if edits(options):
             found[name] |= {"edits": sum(int(part.edits.sum()) for part in parts) / len(rows)}
-            firsts = [tokenizer.decode(ids) for part in parts for ids in part.first_ids[:, width:].tolist()]
+            firsts = [str(tokenizer.decode(ids)) for part in parts for ids in part.first_ids[:, width:].tolist()]
             texts = [text.split(tokenizer.eos_token)[0] for text in firsts]
             outcomes = [score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)]
             found[name]["drafts"] = as_text(outcomes)
@@ -148,19 +155,24 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", nargs="+", choices=BASES, default=list(BASES))
     parser.add_argument("--seeds", nargs="+", type=SEED, default=[0, 1, 2])
     parser.add_argument("--noises", nargs="+", choices=NOISES, default=list(NOISES))
+    parser.add_argument("--edit_share", type=SHARE, default=0.1, help="of the noise (default: %(default)s)")
+    parser.add_argument("--edit_weight", type=POSITIVE, default=1.0, help="of the noise (default: %(default)s)")
+    parser.add_argument("--edit_threshold", type=BELOW_ONE, default=0.5, help="of the samplers (default: %(default)s)")
     parser.add_argument("--output_dir", default="runs/editing", help="of the trained models (default: %(default)s)")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     there = {(line["task"], line["seed"], line["noise"]) for line in read_lines(DATA)}
-    for seed, task, noise in product(args.seeds, args.tasks, args.noises):
-        if (task, seed, noise) in there:
+    chosen = {name: getattr(args, name) for name in ("edit_share", "edit_weight")}
+    for seed, task, name in product(args.seeds, args.tasks, args.noises):
+        if (task, seed, name) in there:
             continue
-        samplers = {name: of for name, of in SAMPLERS.items() if noise != "masks" or not edits(of)}
-        model, rows = trained(task, seed, NOISES[noise], args), FRESH[task](args.problems, 0)
-        found = measured(model, task, rows, samplers)
-        append_line(DATA, {"task": task, "seed": seed, "noise": noise, "epochs": args.epochs, "samplers": found})
+        noise = NOISES[name] | (chosen if NOISES[name] else {})
+        options = {key: of for key, of in samplers(args.edit_threshold).items() if noise or not edits(of)}
+        found = measured(trained(task, seed, noise, args), task, FRESH[task](args.problems, 0), options)
+        line = {"task": task, "seed": seed, "noise": name, "epochs": args.epochs, "threshold": args.edit_threshold}
+        append_line(DATA, line | {"settings": noise, "samplers": found})
 
 
 if __name__ == "__main__":

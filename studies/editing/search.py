@@ -2,13 +2,15 @@
 
     OMP_NUM_THREADS=1 python -m studies.editing.search
 
-A line per candidate and task goes to data/search.jsonl, and one that is there is not made again. The protocol is in
-README.md; the table is made by `python -m studies.editing.report`.
+A line per candidate and task goes to data/search.jsonl, and one that is there is not made again. Prints the choice as
+flags of `run.py`. The protocol is in README.md; the table is made by `python -m studies.editing.report`.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from d1.ranges import COUNT
 from d1.runs.entry import OneLineParser, run_script
 from d1.tasks import load_task
 from pocket.recipes import RECIPES
+from studies.editing.frontier import gains
 from studies.editing.run import BASES, measured, trained
 from studies.json_lines import append_line, read_lines
 
@@ -49,6 +52,28 @@ EDITING: dict[str, dict[str, Any]] = {
 }
 
 
+def points(lines: list[dict[str, Any]], name: str, threshold: float, task: str) -> list[float]:
+    """What the settings of a candidate with edits above `threshold` solve more than the unedited frontier, in points;
+    empty without its line or that of masks alone."""
+    found = {line["noise"]: line["samplers"] for line in lines if line["task"] == task}
+    if name == "masks" or not {name, "masks"} <= found.keys():
+        return []
+    unedited = [[found[model][level]] for model in ("masks", name) for level in PLAIN]
+    edited = [setting for setting, options in EDITING.items() if options["edit_threshold"] == threshold]
+    return [100 * statistics.fmean(gains([found[name][setting]], unedited)) for setting in edited]
+
+
+def chosen(lines: list[dict[str, Any]]) -> tuple[str, float]:
+    """The candidate with the highest mean of `points`, and the better of its thresholds."""
+    scores = {
+        (name, threshold): statistics.fmean(x for task in BASES for x in points(lines, name, threshold, task))
+        for name, threshold in product(CANDIDATES, THRESHOLDS)
+        if name != "masks"
+    }
+    best = max(CANDIDATES.keys() - {"masks"}, key=lambda name: sum(scores[name, above] for above in THRESHOLDS))
+    return best, max(THRESHOLDS, key=lambda above: scores[best, above])
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=COUNT, default=256, help="per task (default: %(default)s)")
@@ -66,6 +91,10 @@ def main(args: argparse.Namespace) -> None:
         rows = rows.select(range(min(args.problems, len(rows))))
         found = measured(trained(task, SEED, noise, args), task, rows, PLAIN | (EDITING if noise else {}))
         append_line(DATA, {"task": task, "seed": SEED, "noise": name, "epochs": args.epochs, "samplers": found})
+    name, threshold = chosen(read_lines(DATA))
+    flags = {name: value for name, value in CANDIDATES[name].items() if name != "edit_noise"}
+    sys.stdout.write(" ".join(f"--{name} {value}" for name, value in (flags | {"edit_threshold": threshold}).items()))
+    sys.stdout.write("\n")
 
 
 if __name__ == "__main__":
