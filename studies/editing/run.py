@@ -1,12 +1,12 @@
 """What editing gives a pocket model: accuracy against tokens per pass, with editing and without.
 
-    OMP_NUM_THREADS=1 python -m studies.editing.run $(python -m studies.editing.search)
+    OMP_NUM_THREADS=1 python -m studies.editing.run ...
 
-For each task and seed, SFT with masks alone and with each kind of visible noise, on the same rows for as many steps;
-then greedy completions of problems that no training saw, under each sampler of `samplers`. Sudoku is done by a
-block-causal model, over its exact cache; arithmetic by one with full attention. A line per trained model goes to
-data/runs.jsonl, and one that is there is not made again. `python -m studies.editing.report` makes the tables of
-README.md.
+"..." are the flags that `search.py` prints. For each task and seed, SFT with masks alone and with each kind of visible
+noise, on the same rows for as many steps; then greedy completions of problems that no training saw, under each sampler
+of `samplers`. Sudoku is done by a block-causal model, over its exact cache; arithmetic by one with full attention. A
+line per trained model goes to data/runs.jsonl, and one that is there is not made again. `python -m
+studies.editing.report` makes the tables of README.md.
 """
 
 from __future__ import annotations
