@@ -135,7 +135,7 @@ def contradictions(s: Any) -> Iterator[str]:
         known = ", ".join(objective.loss_types)
         yield f"the objective {s.objective} has no loss_type {s.loss_type}: use one of {known}"
     if s.beta and not estimator.linear:
-        yield f"the estimator {s.estimator} gives bounds, of which no KL can be computed: set --beta 0"
+        yield f"the estimator {s.estimator} gives bounds, and no KL can be computed from bounds: set --beta 0"
     if adds_kl and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
         yield f"the penalty {s.kl} is averaged by loss_type, and {s.loss_type} is not one of {', '.join(MEANS)}"
     if s.use_bias_correction_kl and not s.has_trls_kl:
