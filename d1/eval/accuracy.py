@@ -111,8 +111,10 @@ def detail_of(setup: GeneratedSetup, task: ModuleType | None, problem: Generated
     try:
         if task is not None:
             scored, first = strict_detail(problem.text[-MAX_TEXT:], task, asked), problem.first_text
-            before = {} if first is None else strict_detail(first[-MAX_TEXT:], task, asked)
-            return asked | scored | ({"before_edits": before["accuracy"]} if before else {})
+            if first is not None:
+                before = scored if first == problem.text else strict_detail(first[-MAX_TEXT:], task, asked)
+                scored["before_edits"] = before["accuracy"]
+            return asked | scored
         from d1.eval.published_scoring import score_published  # imports datasets, which --help does not need
 
         right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
@@ -147,8 +149,7 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
         share = math.fsum(detail["right"] for detail in details) / sum(detail["total"] for detail in details)
     else:
         share = fmean(detail["accuracy"] for detail in details)
-        names = details[0]["metrics"]
-        row.metrics = {name: 100 * fmean(detail["metrics"][name] for detail in details) for name in names}
+        row.metrics = {name: 100 * fmean(one["metrics"][name] for one in details) for name in details[0]["metrics"]}
         gains = [one["accuracy"] - one["before_edits"] for one in details if "before_edits" in one]
         for name, sign in (("corrected by edits", 1), ("spoiled by edits", -1)) if gains else ():
             row.metrics[name] = 100 * fmean(sign * gain > 0 for gain in gains)
