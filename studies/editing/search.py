@@ -64,14 +64,15 @@ def points(lines: list[dict[str, Any]], name: str, threshold: float, task: str) 
 
 
 def chosen(lines: list[dict[str, Any]]) -> tuple[str, float]:
-    """The candidate with the highest mean of `points`, and the better of its thresholds."""
-    scores = {
-        (name, threshold): statistics.fmean(x for task in BASES for x in points(lines, name, threshold, task))
-        for name, threshold in product(CANDIDATES, THRESHOLDS)
-        if name != "masks"
-    }
-    best = max(CANDIDATES.keys() - {"masks"}, key=lambda name: sum(scores[name, above] for above in THRESHOLDS))
-    return best, max(THRESHOLDS, key=lambda above: scores[best, above])
+    """The candidate with the highest mean of `points`, of those that were tried on all tasks, and the better of its
+    thresholds."""
+    scores: dict[str, dict[float, float]] = {}
+    for name, threshold in product(CANDIDATES, THRESHOLDS):
+        found = [points(lines, name, threshold, task) for task in BASES]
+        if all(found):
+            scores.setdefault(name, {})[threshold] = statistics.fmean(x for of in found for x in of)
+    best = max(scores, key=lambda name: sum(scores[name].values()))
+    return best, max(THRESHOLDS, key=scores[best].__getitem__)
 
 
 def make_parser() -> argparse.ArgumentParser:
