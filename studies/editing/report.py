@@ -61,7 +61,7 @@ def searched(lines: list[dict[str, Any]]) -> str:
         if any(found.values()):
             rows.append([name, *("" if not of else f"{statistics.fmean(of):+.1f}" for of in found.values())])
     head = ["noise, share", *(f"{task}, above {threshold}" for threshold, task in heads)]
-    return "## Search\n\n" + markdown_table(head, rows)
+    return "## Search\n\n" + markdown_table(head, rows) if rows else ""
 
 
 def table(title: str, task: str, lines: list[dict[str, Any]]) -> str:
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
     for title, file in (("Run", DATA), ("First run", FIRST)):
         lines = read_lines(file)
         tables += [table(title, task, lines) for task in BASES if any(line["task"] == task for line in lines)]
-    path.write_text(path.read_text().partition(MARKER)[0] + MARKER + "\n" + "\n".join(tables))
+    path.write_text(path.read_text().partition(MARKER)[0] + MARKER + "\n" + "\n".join(filter(None, tables)))
 
 
 if __name__ == "__main__":
