@@ -60,7 +60,7 @@ class RunTrainer(TrainerHooks):
         check_weights(self.model, self.state.global_step)
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            save_learnt(self.model, output_dir or self.args.output_dir)
+            save_learnt(self.model, str(output_dir or self.args.output_dir))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_loss" in logs:
