@@ -41,14 +41,15 @@ NOISES: dict[str, dict[str, Any]] = {
     "uniform": {"edit_noise": "uniform"},
     "draft, 2 turns": {"edit_noise": "draft", "edit_turns": 2},
 }
-LEVELS = (0.3, 0.5, 0.7, 0.9)  # of the rule threshold, with and without edits
+LEVELS = (0.3, 0.5, 0.7, 0.9)  # of the rule threshold, with edits
+FRONTIER = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # without; a coarse frontier would flatter edits
 BUDGETS = (0, 1)  # max_post_steps: edits only beside masks, and one pass over each full block
 PRESETS = ("quality", "speed")  # LLaDA2.1's
 
 
 def samplers(threshold: float) -> dict[str, dict[str, Any]]:
     """Name -> options of `sample`; edits have a probability above `threshold`."""
-    plain = {f"{level}": {"reveal_level": level} for level in LEVELS}
+    plain = {f"{level}": {"reveal_level": level} for level in FRONTIER}
     editing = {
         f"{level}, edits, {budget}": {"reveal_level": level, "edit_threshold": threshold, "max_post_steps": budget}
         for level, budget in product(LEVELS, BUDGETS)
