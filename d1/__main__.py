@@ -3,6 +3,7 @@
 python -m d1 sft --model_name X --train_data FILE   # masked supervised fine-tuning
 python -m d1 rl --model_path X --dataset sudoku     # diffu-GRPO, and the other methods
 python -m d1 prefer --model_name X --train_data FILE   # VRPO and ELBO-KTO: pairs or labels
+python -m d1 distill --model_name X --train_data TASK   # dParallel, T3D, d-OPSD: fewer sampling steps
 python -m d1 eval --model_path X --dataset sudoku   # completions of a task's problems, and their accuracy
 python -m d1 parse results/                         # the accuracies of generation files
 """
@@ -23,6 +24,7 @@ STAGES = {  # name -> its module, which has `cli(prog, arguments)`; imported onl
     "sft": "d1.sft.train",
     "rl": "d1.rl.train",
     "prefer": "d1.preference.train",
+    "distill": "d1.distill.train",
     "eval": "d1.eval.run",
     "parse": "d1.eval.accuracy",
 }

@@ -20,8 +20,8 @@ HOME = "README.md"
 LINK = re.compile(r"\]\(([^)\s#]+)")
 AS_TEXT = (".py", ".yaml", ".sh", ".csv", ".jsonl")  # a browser would download these, or run them
 ROWS = ("LossInputs", "Objective", "Penalty", "Advantage")
-ROOMS = ("models", "sampling", "scoring", "masking", "tasks", "sft", "rl", "rl.rows", "preference", "eval")
-CONFIGS = {"sft": "SFTConfig", "rl": "DiffuGRPOConfig", "preference": "PreferenceConfig"}
+ROOMS = ("models", "sampling", "scoring", "masking", "tasks", "sft", "rl", "rl.rows", "preference", "distill", "eval")
+CONFIGS = {"sft": "SFTConfig", "rl": "DiffuGRPOConfig", "preference": "PreferenceConfig", "distill": "DistillConfig"}
 
 
 def reference(room: str) -> str:

@@ -25,7 +25,7 @@ LAYERS = (
     ("sampling", "scoring"),
     ("runs",),
     ("serve",),
-    ("sft", "rl", "preference", "eval"),
+    ("sft", "rl", "preference", "distill", "eval"),
     ("commands",),
     ("__main__",),
 )
@@ -133,7 +133,7 @@ def test_shell_scripts_and_configs_launch_what_exists_with_flags_it_knows(path):
         assert re.search(r"^(set -e|exec )", path.read_text(), re.MULTILINE)
         check_script(f"bash {path.name}" + " ../runs/grpo" * (path.name == "eval_checkpoints.sh"), path.parent)
     elif "distributed_type" not in path.read_text():  # Accelerate's are in tests/launch
-        scripts = {"preference": "prefer_train.py --train_data f"}
+        scripts = {"preference": "prefer_train.py --train_data f", "distill": "distill_train.py --train_data f"}
         script = scripts.get(path.parent.name, "diffu_grpo_train.py --dataset sudoku")
         folder = ROOT / (path.parent.name if path.parent.name in scripts else "diffu-grpo")
         check_script(f"python {script} --config {path} --model_path m", folder)

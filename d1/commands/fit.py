@@ -8,6 +8,7 @@ import sys
 from itertools import chain
 from typing import Any
 
+from d1.distill.methods import METHODS as DISTILLATIONS
 from d1.ranges import AMOUNT, BELOW_ONE, COUNT, NATURAL
 from d1.rl.methods import METHODS
 from d1.sampling.flags import DTYPES
@@ -17,8 +18,10 @@ PER_STAGE: dict[
     str, dict[str, Any]
 ] = {  # what is computed unless flags say otherwise: d1's recipes, and the largest evaluation of run_eval.sh
     "sft": {"batch": 1, "length": 4096, "lora_targets": ["attention"]},
-    "rl": {"batch": 6, "length": 456, "lora_targets": ["all-linear"]},  # 200 of the prompt and 256 of the completion
+    # 200 of the prompt and 256 of the completion
+    "rl": {"batch": 6, "length": 456, "lora_targets": ["all-linear"], "method": "d1"},
     "prefer": {"batch": 2, "length": 4096, "lora_targets": ["attention"]},
+    "distill": {"batch": 1, "length": 456, "lora_targets": ["all-linear"], "method": "dparallel"},
     "eval": {"batch": 8, "length": 712},
 }
 OWN = {  # flags that only these stages read
@@ -33,12 +36,13 @@ OWN = {  # flags that only these stages read
     ),
     "sft": ("edit_turns",),
     "prefer": ("num_views", "max_completion_length"),
+    "distill": ("method", "views_at_once", "max_completion_length", "diffusion_steps"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_path", "--model_name", required=True, help="only its config.json is read")
-    parser.add_argument("--stage", choices=["sft", "rl", "prefer", "eval"], required=True)
+    parser.add_argument("--stage", choices=["sft", "rl", "prefer", "distill", "eval"], required=True)
     rows = "rows per GPU, of prefer completions, two per pair (default: the stage's recipe)"
     parser.add_argument("--batch", type=COUNT, help=rows)
     parser.add_argument(
@@ -56,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gradient_checkpointing", action="store_true")
     turns = "SFT: passes per batch, whose activations are all kept (default: %(default)s)"
     parser.add_argument("--edit_turns", type=COUNT, default=1, help=turns)
-    rl = parser.add_argument_group("RL, with the names and values of training")
-    rl.add_argument("--method", choices=list(METHODS), default="d1", help="(default: %(default)s)")
+    rl = parser.add_argument_group("RL and distill, with the names and values of training")
+    rl.add_argument("--method", choices=[*METHODS, *DISTILLATIONS], help="of the stage (default: d1, dparallel)")
     rl.add_argument(
         "--beta", type=AMOUNT, help="above 0, full training keeps a reference model (default: the method's)"
     )
@@ -84,6 +88,18 @@ def of_preference(args: argparse.Namespace) -> dict[str, Any]:
     canvas = min(args.max_completion_length, args.length)
     stored = args.num_views * (args.length + 4 * canvas)
     return {"beta": 1.0, "views": args.num_views, "canvas": canvas, "stored": stored}
+
+
+def of_distillation(args: argparse.Namespace) -> dict[str, Any]:
+    """What `FitSettings` is told of a distillation: its states; whether it copies the trained weights (`beta` above 0);
+    and its stored bytes: what the states hide, and for each compared place 36 bytes and the target's columns."""
+    method, canvas = DISTILLATIONS[args.method], min(args.max_completion_length, args.length)
+    steps = -(-args.diffusion_steps // method.values.get("num_iterations", 1))
+    views = {"halves": 2, "trace": 1, "steps": steps}[method.states]
+    places = {"halves": args.block_length, "trace": canvas, "steps": args.block_length * steps}[method.states]
+    target = {"own": 1, "rival": 16, "best": 4 + 12 * method.values.get("teacher_top_k", 0)}[method.target]
+    stored = 16 * args.length + 2 * views * canvas + places * (36 + target)
+    return {"beta": float(method.teacher == "reference"), "views": views, "canvas": canvas, "stored": stored}
 
 
 def of_method(args: argparse.Namespace, block_size: int | None) -> dict[str, Any]:
@@ -127,10 +143,14 @@ def run(args: argparse.Namespace) -> None:
     fields = {name: value for name, value in given.items() if name in FitSettings.__annotations__}
     base, _ = adapter_chain(args.model_path, None)
     config, _ = native_config(base)
+    known = DISTILLATIONS if args.stage == "distill" else METHODS
+    if args.method is not None and args.method not in known:
+        raise ValueError(f"--method {args.method} is none of --stage {args.stage}: use one of {', '.join(known)}")
     stages = {
         "sft": lambda: {"views": args.edit_turns, "views_at_once": args.edit_turns},
         "rl": lambda: of_method(args, block_size(config)),
         "prefer": lambda: of_preference(args),
+        "distill": lambda: of_distillation(args),
     }
     settings = FitSettings(**{**fields, **stages.get(args.stage, dict)()})
     shown = {**vars(args), "beta": settings.beta}

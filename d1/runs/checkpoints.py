@@ -26,7 +26,7 @@ STATE = "trainer_state.json"
 ONLY_TO_RESUME = (
     *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
     *("global_step*", "latest", "zero_to_fp32.py", "pytorch_model_fsdp*"),
-    *("rollout_rank*", "reference.safetensors", "loss_sums.json"),
+    *("rollout_rank*", "reference*.safetensors", "loss_sums.json"),
 )
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")

@@ -20,6 +20,8 @@ from d1.show.tables import markdown_table
 from d1.tasks import TASKS, load_task
 
 OPENING = "A masked diffusion language model, post-trained with d1."
+# A stage's tag -> a setting by which it is known: the first of these that a run has.
+STAGES = {"diffu-grpo": "dataset", "distillation": "keep", "preference": "method", "sft": "model_name"}
 CARD = """---
 {metadata}
 ---
@@ -57,24 +59,31 @@ def write_card(folder: Path) -> Path:
     """Write the README.md of a run's folder, replacing an existing one; returns its path."""
     record: dict[str, Any] = json.loads((folder / "run.json").read_text())
     settings = record["settings"]
-    name, rl, adapter = local_name(folder), "dataset" in settings, (folder / "adapter_config.json").is_file()
+    name, adapter = local_name(folder), (folder / "adapter_config.json").is_file()
+    stage = next(stage for stage, setting in STAGES.items() if setting in settings)
+    rl, distilled = stage == "diffu-grpo", stage == "distillation"
     base, data = str(settings["model_path" if rl else "model_name"]), settings["dataset" if rl else "train_data"]
     method = "masked SFT with LLaDA's loss, arXiv 2502.09992, algorithm 2"
     if settings.get("edit_noise"):
         method += f", and visible tokens to correct (--edit_noise {settings['edit_noise']})"
     if "method" in settings:
         method = f"method {local_name(settings['method'])}: {settings.get('paper', '')}"
-        method = f"diffu-GRPO, {method}" if rl else f"preferences, {method}, {bounds(settings)}"
+        if rl:
+            method = f"diffu-GRPO, {method}"
+        elif distilled:
+            method = f"distillation, {method}, {traces(settings)}"
+        else:
+            method = f"preferences, {method}, {bounds(settings)}"
     linked = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", method)
     metadata = ModelCardData(
         base_model=base if on_hub(base) else None,
         datasets=[data] if not rl and on_hub(data) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["d1", "masked-diffusion", "diffu-grpo" if rl else "preference" if "method" in settings else "sft"],
+        tags=["d1", "masked-diffusion", stage],
     )
     made_of = [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]
-    if rl and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
+    if (rl or distilled) and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
         made_of.append(["answers judged by", judged])
     made_of += [["held-out result", held_out(folder)], *machine(folder, record)]
     made_of.append(["licence", f"weights: as {local_name(base)} and the data; library: Apache-2.0"])
@@ -97,6 +106,12 @@ def bounds(settings: Mapping[str, Any]) -> str:
     """How a preference run weighed and estimated its ratios."""
     draws = f"{settings['num_views']} draws of {settings['estimator']}{' and their opposites' * settings['antithetic']}"
     return f"beta {settings['beta']}, {draws}"
+
+
+def traces(settings: Mapping[str, Any]) -> str:
+    """What a distillation was trained on."""
+    kept = "of right answers" if settings["keep"] == "right" else "of all answers"
+    return f"traces of {settings['diffusion_steps']} steps on {settings['max_completion_length']} tokens, {kept}"
 
 
 def history(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What SFT and preference training make of the settings they share: the model, the Trainer's arguments, the merge."""
+"""What SFT, preference training and distillation make of the settings they share: model, Trainer's arguments, merge."""
 
 from __future__ import annotations
 

@@ -92,15 +92,19 @@ class LoadExtra(TrainerCallback):
             self.trainer.load_extra(folder)
 
 
+def own_part(weight: Any) -> Any:
+    """The part of a weight that this process holds, if weights are split over processes; else the weight itself."""
+    part = getattr(weight, "ds_tensor", weight)  # DeepSpeed's ZeRO-3
+    return part.to_local() if hasattr(part, "to_local") else part  # FSDP2
+
+
 def check_weights(model: Any, step: int) -> None:
     """Refuse (FloatingPointError) trained weights that are not finite, before they are saved.
 
     If weights are split over processes, each process checks its own part.
     """
     for name, weight in model.named_parameters():
-        part = getattr(weight, "ds_tensor", weight)  # DeepSpeed's ZeRO-3
-        part = part.to_local() if hasattr(part, "to_local") else part  # FSDP2
-        if weight.requires_grad and not torch.isfinite(part).all():
+        if weight.requires_grad and not torch.isfinite(own_part(weight)).all():
             raise FloatingPointError(
                 f"the weights are no longer finite after step {step} (the first is {name}), so they are not saved. "
                 "Lower the learning rate and start again from the last checkpoint."

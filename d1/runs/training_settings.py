@@ -1,4 +1,4 @@
-"""The settings that SFT and preference training share. Needs no torch."""
+"""The settings that SFT, preference training and distillation share. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from d1.runs.settings import check_settings, setting
 
 @dataclass
 class TrainingSettings:
-    """Flags of both stages; each adds its own. Defaults are d1's (arXiv 2504.12216, appendix).
+    """Flags of these stages; each adds its own. Defaults are d1's (arXiv 2504.12216, appendix).
 
     Raises:
         ValueError: a setting is out of range, or contradicts another.

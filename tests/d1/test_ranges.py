@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from trl import ModelConfig, TrlParser
 
 from d1 import __main__ as tools
+from d1.distill import DistillConfig
+from d1.distill import train as distill_train
 from d1.eval import evaluate, harness
 from d1.eval import run as evaluation
 from d1.preference import train as preference_train
@@ -168,6 +170,7 @@ def commands() -> dict[str, Command]:
     found["sft"] = Command(sft_train.make_parser(), BARE, sft_train.main, ranges_of(SFTConfig))
     preference_ranges = ranges_of(PreferenceConfig)
     found["prefer"] = Command(preference_train.make_parser(), BARE, preference_train.main, preference_ranges)
+    found["distill"] = Command(distill_train.make_parser(), BARE, distill_train.main, ranges_of(DistillConfig))
     rl_ranges = INHERITED | ranges_of(DiffuGRPOConfig)
     found["rl"] = Command(diffu_grpo_train.make_parser(), RL, lambda both: diffu_grpo_train.main(*both), rl_ranges)
     for name, module, required in (

@@ -1,0 +1,94 @@
+"""Settings of distillation: the flags of `d1 distill`. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from d1.distill.methods import METHODS
+from d1.ranges import AMOUNT, COUNT, NATURAL, POSITIVE, SHARE, Range
+from d1.runs.settings import setting
+from d1.runs.training_settings import TrainingSettings
+
+OptionalAmount = Annotated[float | None, AMOUNT | None]
+OptionalCount = Annotated[int | None, COUNT | None]
+READ_BY_SOME = {name for method in METHODS.values() for name in method.values}
+
+
+@dataclass
+class DistillConfig(TrainingSettings):
+    """Arguments of `d1.distill.train.main`. A setting that is None becomes the method's value.
+
+    Raises:
+        ValueError: a setting is out of range, contradicts another, or would be ignored.
+    """
+
+    method: str = setting("dparallel", f"one of {', '.join(METHODS)}", choices=tuple(METHODS))
+    train_data: str = setting(
+        "", "prompts: a task, by name or its .py file; or a hub name or local file with a column prompt"
+    )
+    data_file: str | None = setting(None, "of a task: its training rows, instead of its own")
+    num_prompts: OptionalCount = setting(None, "use only this number of prompts, drawn by the seed (default: all)")
+    job_name: str = setting("distill")
+    num_epochs: Annotated[float, POSITIVE] = setting(1)
+    grad_accum_steps: Annotated[int, COUNT] = setting(8)
+    save_steps: Annotated[int, COUNT] = setting(100, "optimizer steps between checkpoints")
+
+    # The traces
+    max_prompt_length: Annotated[int, COUNT] = setting(1024, "tokens of a prompt; rows with a longer one are bad rows")
+    max_completion_length: Annotated[int, COUNT] = setting(256, "tokens of the canvas")
+    diffusion_steps: Annotated[int, COUNT] = setting(128, "steps of the sampler per canvas, at most")
+    block_length: OptionalCount = setting(None, "of the sampler (default: the model's own, else 32)")
+    temperature: OptionalAmount = setting(None, "of the sampler; 0 is greedy")
+    keep: str | None = setting(None, "traces to train on; right needs a task", choices=("right", "all"))
+    tries: OptionalCount = setting(None, "completions of a prompt, at most, until one is right")
+    sampling_batch_size: Annotated[int, COUNT] = setting(64, "prompts sampled at once; of d-opsd: the micro-batch")
+
+    # The states
+    tail: Annotated[int | None, NATURAL | -1 | None] = setting(
+        None, "dparallel, t3d: tokens after the first EOS that are trained to be EOS; -1: all of the canvas"
+    )
+    share_power: OptionalAmount = setting(None, "t3d: a share r of each block is hidden with probability ~ r^power")
+    hints: Annotated[float | None, SHARE | None] = setting(None, "d-opsd: share of later blocks shown to the teacher")
+
+    # The loss
+    entropy_weight: OptionalAmount = setting(None, "dparallel")
+    entropy_temperature: Annotated[float | None, POSITIVE | None] = setting(None, "dparallel")
+    beta: Annotated[float | None, POSITIVE | None] = setting(None, "t3d: weight of the log-ratios")
+    rival_weight: OptionalAmount = setting(None, "t3d: of the term that lowers the reference's own predictions")
+    path_weight: OptionalAmount = setting(None, "t3d: of the cross-entropy by trace level")
+    path_tokens: OptionalCount = setting(None, "t3d: tokens of a block per trace level")
+    reference_steps: Annotated[int | None, NATURAL | None] = setting(
+        None, "t3d, d-opsd: the reference becomes the current model every so many steps; 0: never"
+    )
+    teacher_top_k: OptionalCount = setting(None, "d-opsd: the teacher's most likely tokens that are compared")
+    clip: Annotated[float | None, POSITIVE | None] = setting(None, "d-opsd: upper bound of each token's term of the KL")
+    num_iterations: OptionalCount = setting(None, "d-opsd: optimizer steps per rollout, each on its part of the states")
+    views_at_once: Annotated[int, COUNT] = setting(1, "states of a row per forward pass; more take more memory")
+
+    # The optimizer
+    learning_rate: OptionalAmount = setting(None, "peak learning rate")
+    weight_decay: OptionalAmount = setting(None)
+    adam_beta2: Annotated[float | None, Range(0, 1, open_high=True) | None] = setting(None)
+    lr_scheduler_type: str | None = setting(None)
+    warmup_steps: OptionalAmount = setting(None, "steps, or a share of all if below 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        values = METHODS[self.method].values
+        for name in sorted(READ_BY_SOME - {*values}):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name} would be ignored by the method {self.method}: leave it out")
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if not self.train_data:
+            raise ValueError("--train_data is missing: a task, or a file with a column prompt")
+        if self.tries != 1 and not (self.temperature and self.keep == "right"):
+            raise ValueError(f"--tries {self.tries} needs --keep right and a --temperature above 0")
+        for name in ("save_steps", "max_steps"):
+            value, cycle = getattr(self, name), self.num_iterations or 1
+            if value > 0 and value % cycle:
+                raise ValueError(
+                    f"--{name} {value} must be a multiple of --num_iterations {cycle}: a checkpoint holds no rollout"
+                )

@@ -1,0 +1,82 @@
+"""The distillation methods, as rows: in which states, towards which target, by which divergence. Needs no torch.
+
+A trace is a completion with the step in which the sampler revealed each token. All methods train on traces of the model
+itself: of the model before the training, or of the model that is being trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of `METHODS`.
+
+    Attributes:
+        states: which parts of a trace are hidden; a name in `STATES` (`d1/distill/states.py`).
+        target: what the model is compared with at hidden places; a name in `TARGETS` (`d1/distill/losses.py`).
+        divergence: a name in `DIVERGENCES` (`d1/distill/losses.py`).
+        teacher: which model gives the target: the trained one, or the reference (`reference_steps`).
+        paper: where it is from.
+        values: settings of `DistillConfig` where the user gives none. A setting that no row but others names is an
+            error for this row, because it would be ignored.
+        on_policy: traces are sampled during the training; otherwise once, before it.
+        looks_ahead: the teacher sees tokens of later blocks, which a block-causal model cannot.
+    """
+
+    states: str
+    target: str
+    divergence: str
+    teacher: Literal["itself", "reference"]
+    paper: str
+    values: Mapping[str, Any]
+    on_policy: bool = False
+    looks_ahead: bool = False
+
+
+METHODS = {
+    "dparallel": Method(
+        states="halves",
+        target="own",
+        divergence="certainty",
+        teacher="itself",
+        paper="dParallel, arXiv 2509.26488",
+        values={
+            **{"keep": "right", "tries": 1, "temperature": 0.0, "tail": -1},
+            **{"entropy_weight": 2.0, "entropy_temperature": 0.5},
+            **{"learning_rate": 2e-5, "weight_decay": 0.01, "adam_beta2": 0.999, "lr_scheduler_type": "constant"},
+            **{"warmup_steps": 0},
+        },
+    ),
+    "t3d": Method(
+        states="trace",
+        target="rival",
+        divergence="discriminator",
+        teacher="reference",
+        paper="T3D, arXiv 2602.12262",
+        values={
+            **{"keep": "all", "tries": 1, "temperature": 0.0, "tail": 2, "share_power": 8.0, "reference_steps": 10},
+            **{"beta": 0.1, "rival_weight": 0.5, "path_weight": 0.2, "path_tokens": 4},
+            **{"learning_rate": 1e-5, "weight_decay": 0.01, "adam_beta2": 0.999, "lr_scheduler_type": "cosine"},
+            **{"warmup_steps": 20},
+        },
+    ),
+    "d-opsd": Method(
+        states="steps",
+        target="best",
+        divergence="reverse_kl",
+        teacher="reference",
+        paper="d-OPSD, arXiv 2606.18195",
+        values={
+            **{"keep": "right", "tries": 8, "temperature": 0.9, "hints": 0.25, "reference_steps": 0},
+            **{"teacher_top_k": 20, "clip": 0.05, "num_iterations": 4},
+            **{"learning_rate": 5e-6, "weight_decay": 0.1, "adam_beta2": 0.99, "lr_scheduler_type": "constant"},
+            **{"warmup_steps": 0},
+        },
+        on_policy=True,
+        looks_ahead=True,
+    ),
+}

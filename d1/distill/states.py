@@ -1,0 +1,158 @@
+"""The states of a trace in which a student is compared with its target: the rows of `STATES`.
+
+A new one is a function of `Traces`, one generator per row and the settings, and a line of the table. It draws from a
+row's own generator, so that a row's states depend neither on its batch nor on the number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from d1.masking import draw_mask, noise_level
+from d1.sampling import SamplingSettings, eos_cut
+
+SHARES = (1.0, 0.75, 0.5, 0.25)  # of a block that T3D hides
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Completions as they were sampled, on the host.
+
+    Attributes:
+        ids: (rows, canvas).
+        steps: (rows, canvas), the row's forward pass, from 0, that revealed each token; -1 after the EOS stop.
+        blocks: (rows, canvas), the number of each token's block, from 0.
+        right: (rows,) bool, whether the row is trained on.
+        eos_token_id: ends a completion.
+    """
+
+    ids: Tensor
+    steps: Tensor
+    blocks: Tensor
+    right: Tensor
+    eos_token_id: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """(rows, 1) tokens up to and including the first EOS."""
+        return eos_cut(self.ids, [self.eos_token_id]).sum(-1, keepdim=True)
+
+    def up_to(self, tail: int) -> Tensor:
+        """(rows, canvas) bool: a completion and `tail` places after it; -1: all places."""
+        places = torch.arange(self.ids.shape[1])
+        return (places < self.lengths + tail) | torch.tensor(tail < 0)
+
+    @property
+    def filled(self) -> Tensor:
+        """(rows, canvas) ids, with EOS at all places after the first EOS."""
+        return self.ids.masked_fill(~eos_cut(self.ids, [self.eos_token_id]), self.eos_token_id)
+
+
+@dataclass(frozen=True)
+class States:
+    """In which states a batch is compared, and where. All on the host.
+
+    Attributes:
+        ids: (rows, canvas) the tokens of the text, and the own tokens to compare with.
+        noise: (rows, states, canvas) bool, what each state hides.
+        places: (rows, states, canvas) bool, hidden places where student and target are compared.
+        weights: (rows, states, canvas) of a place, where the divergence reads weights.
+        picks: (rows, states) how many of a state's places count, where the divergence chooses among them.
+        teacher_noise: what the teacher's states hide; None: the same.
+    """
+
+    ids: Tensor
+    noise: Tensor
+    places: Tensor
+    weights: Tensor
+    picks: Tensor
+    teacher_noise: Tensor | None = None
+
+
+def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], size: int | None) -> Tensor:
+    """(rows, canvas) the number of each place's block, from 0; `size` is the block size of a block-causal model."""
+
+    def row(filled: int | None) -> Tensor:
+        lengths = torch.tensor([sum(block) for block in settings.schedule(filled)])
+        return torch.arange(len(lengths)).repeat_interleave(lengths)
+
+    return torch.stack([row(None if size is None else length % size) for length in prompt_lengths])
+
+
+def halves(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
+    """dParallel: earlier blocks are shown and later ones hidden. Of one block, drawn uniformly, the first state hides
+    each token with probability 1/2 and the second state hides the others."""
+    scored, found = traces.up_to(settings.tail), []
+    for blocks, own, generator in zip(traces.blocks, scored, generators, strict=True):
+        last = int(blocks[own].max())
+        block = int(torch.randint(last + 1, (), generator=generator))
+        half = draw_mask(blocks == block, noise_level(torch.tensor(0.5)), generator)
+        found.append(torch.stack([half, (blocks == block) & ~half]))
+    inside = torch.stack(found)
+    chosen = torch.where(inside.any(1), traces.blocks, -1).amax(-1, keepdim=True)
+    places = inside & scored.unsqueeze(1)
+    noise = inside | ((traces.blocks > chosen) | ~scored).unsqueeze(1)
+    return States(traces.filled, noise, places, places.float(), places.sum(-1))
+
+
+def trace(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
+    """T3D: the share r of each block that the sampler revealed first is hidden, r in `SHARES` with probability
+    proportional to r^power. The weights are those of the cross-entropy by trace level: level s holds the first
+    (s + 1) x `path_tokens` tokens of each block, and the loss is the mean over the levels of the means over tokens."""
+    scored, chances = traces.up_to(settings.tail), torch.tensor(SHARES) ** settings.share_power
+    drawn = [int(torch.multinomial(chances, 1, generator=generator)) for generator in generators]
+    share = torch.tensor(SHARES)[drawn].unsqueeze(-1)
+    ranks = ranks_in_blocks(traces.blocks, traces.steps, scored)
+    sizes = torch.zeros_like(traces.blocks).scatter_add(1, traces.blocks, scored.long()).gather(1, traces.blocks)
+    hidden = scored & (ranks < (sizes * share).long())
+    levels = torch.where(hidden, ranks // settings.path_tokens, -1)
+    last, weights = levels.amax(-1, keepdim=True), torch.zeros(levels.shape)
+    for level in range(int(last.max()) + 1):
+        within = hidden & (levels <= level) & (level <= last)
+        weights += within / within.sum(-1, keepdim=True).clamp(min=1)
+    weights = weights / (last + 1).clamp(min=1)
+    places = hidden.unsqueeze(1)
+    return States(traces.filled, places | ~scored.unsqueeze(1), places, weights.unsqueeze(1), places.sum(-1))
+
+
+def ranks_in_blocks(blocks: Tensor, steps: Tensor, among: Tensor) -> Tensor:
+    """(rows, canvas) the rank of a place, from 0, among those of its block by the step that revealed it (in a step,
+    from left to right; places that no step revealed come last). Places that are not `among` come after all others."""
+    canvas = blocks.shape[1]
+    late = torch.where(steps < 0, steps.amax() + 1, steps) + (steps.amax() + 2) * ~among
+    order = late * canvas + torch.arange(canvas)
+    before = (blocks.unsqueeze(2) == blocks.unsqueeze(1)) & (order.unsqueeze(1) < order.unsqueeze(2))
+    return before.sum(-1)
+
+
+def steps(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
+    """d-OPSD: the sampler's own states, of which each of `num_iterations` parts of a trace has as many. As many places
+    of the current block count as the sampler revealed there. The teacher also sees a share of the later blocks."""
+    taken = traces.steps.amax(-1) + 1
+    first, end = taken * part // settings.num_iterations, taken * (part + 1) // settings.num_iterations
+    number = first.unsqueeze(1) + torch.arange(max(1, int((end - first).max())))
+    real = (number < end.unsqueeze(1)).unsqueeze(-1)
+    shown, at = traces.steps.unsqueeze(1), number.unsqueeze(-1)
+    noise, now = (shown >= at) | (shown < 0), (shown == at) & real
+    blocks = traces.blocks.unsqueeze(1)
+    current = torch.where(now, blocks, -1).amax(-1, keepdim=True)
+    places = noise & (blocks == current) & real
+    hints = torch.zeros_like(noise)
+    contents = traces.lengths.squeeze(1) - (traces.ids == traces.eos_token_id).any(-1).long()  # without the EOS
+    for row, generator in enumerate(generators):
+        for state in range(noise.shape[1]):
+            later = (traces.blocks[row] > current[row, state]).nonzero().squeeze(1)
+            if real[row, state] and len(later) and later[0] < contents[row]:
+                some = torch.randperm(len(later), generator=generator)[: int(len(later) * settings.hints)]
+                hints[row, state, later[some]] = True
+    weights = places.float() / (end - first).clamp(min=1).view(-1, 1, 1)
+    return States(traces.ids, noise, places, weights, now.sum(-1), noise & ~hints)
+
+
+Draw = Callable[..., States]
+STATES: dict[str, Draw] = {"halves": halves, "trace": trace, "steps": steps}

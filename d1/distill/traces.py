@@ -1,0 +1,197 @@
+"""Prompts, and the traces that a model samples for them: which token was revealed in which step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from d1.distill.states import Traces, blocks_of_canvas
+from d1.masking import keyed_generator
+from d1.models.conversation import as_messages
+from d1.models.kinds import block_size
+from d1.models.tokenizer import encode_prompt, render_prompt
+from d1.runs.checkpoints import reading
+from d1.runs.rows import load_rows, usable_rows
+from d1.sampling import SamplingSettings, eos_cut, rollout
+from d1.tasks import TASKS, load_task
+
+Judge = Callable[[str, int], bool]  # (text of a completion, number of its prompt) -> whether it is right
+TRACES = 6  # the second part of the key of the traces' random numbers
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Attributes: ids of each prompt, and a judge of completions; None: the data cannot judge them."""
+
+    ids: list[list[int]]
+    judge: Judge | None
+
+
+def load_prompts(
+    train_data: str,
+    data_file: str | None,
+    tokenizer: Any,
+    *,
+    max_prompt_length: int,
+    count: int | None,
+    seed: int,
+    bad_rows: str = "error",
+) -> Prompts:
+    """The training prompts of a task, or those of a file's column `prompt`: text or chat messages.
+
+    Args:
+        count: at most so many of the usable rows, drawn by the seed.
+
+    Raises:
+        ValueError: there is no column prompt; bad rows, unless they are skipped and counted; or nothing is left.
+    """
+    task = load_task(train_data) if train_data in TASKS or train_data.endswith(".py") else None
+    if data_file is not None and task is None:
+        raise ValueError(f"--data_file is for a task, and --train_data {train_data} is none")
+    rows: Dataset = load_rows(train_data) if task is None else task.load_rows("train", data_file)
+    if "prompt" not in rows.column_names:
+        raise ValueError(f"the rows of {train_data} have no column prompt, only {', '.join(rows.column_names)}")
+    ids, problems = [], []
+    for row in rows.select_columns(["prompt"]):
+        found, problem = prompt_ids(row, tokenizer, max_prompt_length)
+        ids.append(found)
+        problems.append(problem)
+    usable = usable_rows(["bad" if problem else "ok" for problem in problems], problems, bad_rows)
+    if count is not None and count < len(usable):
+        usable = sorted(random.Random(seed).sample(usable, count))
+    kept = rows.select(usable)
+
+    def judge(text: str, number: int) -> bool:
+        assert task is not None
+        return bool(next(iter(task.score(text, kept[number]).values())) == 1)
+
+    return Prompts([ids[row] for row in usable], judge if task else None)
+
+
+def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[int], str]:
+    """The ids of a row's prompt, and what is wrong with it."""
+    try:
+        ids = encode_prompt(tokenizer, render_prompt(tokenizer, as_messages(row, "prompt", "user")))
+        if len(ids) > longest:
+            raise ValueError(f"the prompt has {len(ids)} tokens, more than --max_prompt_length")
+        if tokenizer.mask_token_id in ids:
+            raise ValueError(f"the mask token {tokenizer.mask_token} is in the prompt")
+    except Exception as error:  # a chat template may raise anything; the row is what is wrong
+        return [], f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{error}"
+    return ids, ""
+
+
+def padded(prompts: Sequence[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask, (rows, prompt) each, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+@dataclass(frozen=True)
+class TraceSampler:
+    """Samples traces with the library's exact sampler.
+
+    Attributes:
+        tries: completions of a prompt, at most, until `judge` calls one right; without a judge, the first is kept.
+    """
+
+    prompts: Prompts
+    settings: SamplingSettings
+    tokenizer: Any
+    tries: int
+    judge: Judge | None
+
+    @torch.no_grad()
+    def sample(self, model: Any, numbers: Sequence[int], keys: Sequence[tuple[int, ...]]) -> tuple[Traces, Tensor, int]:
+        """Traces of these prompts, on the host.
+
+        Args:
+            keys: of each row's random numbers, which depend on nothing else.
+
+        Returns:
+            The traces; (rows,) tries of each row; and the tokens processed, as `Rollout.forward_tokens`.
+        """
+        training = model.training
+        model.eval()
+        end, prompts, compute = self.tokenizer.eos_token_id, [self.prompts.ids[number] for number in numbers], 0
+        canvas = torch.zeros(2, len(numbers), self.settings.gen_length, dtype=torch.long)
+        right, tries = torch.zeros(len(numbers)).bool(), torch.zeros(len(numbers), dtype=torch.long)
+        for attempt in range(self.tries):
+            left = (~right).nonzero().squeeze(1)
+            if not len(left):
+                break
+            ids, mask = padded([prompts[row] for row in left], self.tokenizer.pad_token_id)
+            sampled = rollout(
+                model,
+                ids.to(model.device),
+                mask.to(model.device),
+                self.settings,
+                mask_token_id=self.tokenizer.mask_token_id,
+                generator=[keyed_generator(*keys[row], attempt, device=model.device) for row in left],
+                eos_token_ids=[end],
+            )
+            compute += int(sampled.forward_tokens.sum())
+            canvas[:, left] = torch.stack([sampled.ids[:, ids.shape[1] :], sampled.reveal_steps]).cpu()
+            right[left], tries[left] = self.are_right(canvas[0, left], [numbers[row] for row in left]), attempt + 1
+        model.train(training)
+        lengths = [len(prompt) for prompt in prompts]
+        blocks = blocks_of_canvas(self.settings, lengths, block_size(model.config))
+        return Traces(canvas[0], canvas[1], blocks, right, end), tries, compute
+
+    def are_right(self, completions: Tensor, numbers: Sequence[int]) -> Tensor:
+        """(rows,) bool."""
+        if self.judge is None:
+            return torch.ones(len(completions)).bool()
+        kept = eos_cut(completions, [self.tokenizer.eos_token_id], including=False)
+        texts = [
+            self.tokenizer.decode(row[own], skip_special_tokens=True)
+            for row, own in zip(completions, kept, strict=True)
+        ]
+        return torch.tensor([self.judge(text, number) for text, number in zip(texts, numbers, strict=True)])
+
+
+def sample_once(
+    sampler: TraceSampler, model: Any, folder: Path, seed: int, batch: int, process: int, processes: int
+) -> None:
+    """Sample a trace of every prompt into files of `folder`, one per `batch` prompts, shared among processes. Files
+    that are there stay, so a killed run continues."""
+    folder.mkdir(parents=True, exist_ok=True)
+    firsts = range(0, len(sampler.prompts.ids), batch)[process::processes]
+    for first in tqdm(firsts, desc="Sampling traces", disable=process > 0):
+        path = folder / f"{first:08d}.safetensors"
+        if path.exists():
+            continue
+        numbers = range(len(sampler.prompts.ids))[first : first + batch]
+        traces, tries, compute = sampler.sample(model, numbers, [(seed, TRACES, number) for number in numbers])
+        columns = {"ids": traces.ids, "steps": traces.steps, "blocks": traces.blocks, "right": traces.right}
+        staging = path.with_suffix(".part")
+        save_file(columns | {"tries": tries, "compute": torch.tensor(compute)}, staging)
+        staging.replace(path)
+
+
+def read_traces(folder: Path, eos_token_id: int) -> tuple[Traces, int]:
+    """The traces of all files of `folder`, in the order of the prompts, and the tokens that sampling processed."""
+    parts = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with reading(path):
+            parts.append(load_file(path))
+    columns = {name: torch.cat([part[name] for part in parts]) for name in ("ids", "steps", "blocks", "right")}
+    return Traces(**columns, eos_token_id=eos_token_id), sum(int(part["compute"]) for part in parts)
+
+
+def fingerprint(values: dict[str, Any]) -> str:
+    """A name for the traces that these settings give."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

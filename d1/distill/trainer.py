@@ -1,0 +1,270 @@
+"""Distillation from traces, on Transformers' Trainer.
+
+Before an optimizer step, all of its micro-batches are prepared: traces (sampled now, if the method is on-policy), their
+states and the teacher's target in them, without gradients; and the counts that the loss divides by, over all
+micro-batches and processes. Then each micro-batch adds its part of the loss. So neither accumulation nor the number of
+processes changes a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+from trl.models.utils import unwrap_model_for_generation
+from trl.trainer.utils import disable_dropout_in_model
+
+from d1.distill.config import DistillConfig
+from d1.distill.losses import DIVERGENCES, TARGETS, Compared
+from d1.distill.methods import METHODS
+from d1.distill.passes import Seen, read_places
+from d1.distill.reference import Reference
+from d1.distill.states import STATES, States, Traces
+from d1.distill.traces import TRACES, TraceSampler, padded
+from d1.masking import keyed_generator
+from d1.models.attention import require_prepared
+from d1.models.head import run_inside
+from d1.runs.sampler import IGNORED, GlobalBatchSampler, Slot
+from d1.runs.trainer import RunTrainer
+
+SUMS = "distill_sums.json"  # in a checkpoint: what is logged next, and the losses so far
+STATE_DRAWS = 7  # the second part of the key of the states' random numbers
+
+
+class RepeatedBatches(GlobalBatchSampler):
+    """Each global batch several times: all optimizer steps of a rollout. The last batch is filled with empty slots."""
+
+    times: int = 1
+
+    def __len__(self) -> int:
+        return super().__len__() * self.times
+
+    def __iter__(self) -> Iterator[Slot]:
+        slots = list(super().__iter__())
+        for first in range(0, len(slots), self.batch_size):
+            yield from slots[first : first + self.batch_size] * self.times
+
+
+class TraceDataset(torch.utils.data.Dataset):
+    """An item is a `Slot`: the trainer looks its prompt and trace up."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, slot: Slot) -> dict[str, Any]:
+        return {"slot": slot, "label": IGNORED if slot.row < 0 else 1}
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """The `slots`, and `labels` (rows,), which Trainer counts."""
+    return {"slots": [item["slot"] for item in items], "labels": torch.tensor([item["label"] for item in items])}
+
+
+class DistillTrainer(RunTrainer, Trainer):
+    """Trainer with a row of `METHODS`.
+
+    Args:
+        settings: of the run.
+        sampler: of traces, and the prompts.
+        rows: the numbers of the prompts that are trained on, in the order of `train_dataset`.
+        traces: of these rows; None for an on-policy method.
+        compute: tokens that sampling these traces processed.
+        **kwargs: Trainer's; `train_dataset` is a `TraceDataset`, `data_collator` is `collate`.
+
+    Raises:
+        ValueError: the model was not prepared.
+        FloatingPointError: from `train`, a loss that is not finite; names the file with its rows.
+    """
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the counts of the whole step
+
+    def __init__(
+        self,
+        settings: DistillConfig,
+        sampler: TraceSampler,
+        rows: list[int],
+        traces: Traces | None,
+        compute: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.settings, self.sampler, self.rows, self.traces = settings, sampler, rows, traces
+        self.method = METHODS[settings.method]
+        self.divergence = DIVERGENCES[self.method.divergence]
+        require_prepared(self.model)
+        self.require_one_gpu()
+        disable_dropout_in_model(self.model)
+        self.count_labels_of_step(shifted=False)
+        self.reference: Reference | None = None
+        self.rollouts: list[Traces] = []  # of the micro-batches of this cycle of `num_iterations` steps
+        self.totals: Tensor = torch.zeros(())
+        self.sums: dict[str, Tensor] = {}
+        share = float(self.args.process_index == 0)
+        self.compute = torch.tensor(compute * share, dtype=torch.float64, device=self.args.device)
+
+    @property
+    def cycle(self) -> int:
+        """Optimizer steps per rollout."""
+        return self.settings.num_iterations or 1
+
+    def train_sampler(self, dataset: Any) -> GlobalBatchSampler:
+        own = self.global_batches([0] * len(dataset))
+        if self.cycle == 1:
+            return own
+        repeated = RepeatedBatches(**{**vars(own), "multiple": own.batch_size})
+        repeated.times = self.cycle
+        return repeated
+
+    # --- A step's traces, states and targets --------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+        """The prepared micro-batches of an optimizer step, and its number of rows over all processes."""
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        step = self.state.global_step
+        if self.method.on_policy and step % self.cycle == 0:
+            self.rollouts = []
+        if self.method.teacher == "reference":
+            every = self.settings.reference_steps
+            if self.reference is None or (every and step % every == 0):
+                self.reference = Reference(self.model)
+        found = [self.prepared(batch, number) for number, batch in enumerate(batches)]
+        if found:
+            self.totals = self.accelerator.reduce(sum(self.divergence.totals(one["places"]) for one in found), "sum")
+        return found, count
+
+    def prepared(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
+        """A micro-batch with its states and the teacher's target."""
+        slots, labels = batch["slots"], batch["labels"]
+        rows = [self.rows[max(slot.row, 0)] for slot in slots]
+        part = self.state.global_step % self.cycle
+        keys = [(self.settings.seed, STATE_DRAWS, slot.epoch, row, part) for slot, row in zip(slots, rows, strict=True)]
+        traces = self.traces_of(slots, rows, number)
+        states = STATES[self.method.states](traces, [keyed_generator(*key) for key in keys], self.settings, part)
+        trained = (traces.right & (labels.cpu() != IGNORED)).view(-1, 1, 1)
+        seen, places = self.placed(states, states.places & trained, rows)
+        with torch.no_grad(), self.teacher() as model:
+            noise = states.noise if states.teacher_noise is None else states.teacher_noise
+            shown = replace(seen, noise=noise.to(seen.ids.device))
+            target = partial(TARGETS[self.method.target], self.settings)
+            columns, compute = self.read(model, shown, target, (places.ids,))
+        self.compute += compute
+        return {"labels": labels, "seen": seen, "places": replace(places, target=columns), "rows": rows}
+
+    def traces_of(self, slots: list[Slot], rows: list[int], number: int) -> Traces:
+        """Of a micro-batch: those sampled before the training, or now, at the first step of a cycle."""
+        if self.traces is not None:
+            at = torch.tensor([max(slot.row, 0) for slot in slots])
+            columns = {name: getattr(self.traces, name)[at] for name in ("ids", "steps", "blocks", "right")}
+            return replace(self.traces, **columns)
+        if number == len(self.rollouts):
+            step = self.state.global_step // self.cycle
+            keys = [(self.settings.seed, TRACES, step, row) for row in rows]
+            with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
+                traces, tries, compute = self.sampler.sample(model, rows, keys)
+            self.compute += compute
+            self.add({"right": traces.right, "tries": tries})
+            self.rollouts.append(traces)
+        return self.rollouts[number]
+
+    def placed(self, states: States, places: Tensor, rows: list[int]) -> tuple[Seen, Compared]:
+        """What a pass needs on the device, and the places in the order in which passes read them."""
+        device = self.args.device
+        prompts, visible = padded([self.sampler.prompts.ids[row] for row in rows], self.sampler.tokenizer.pad_token_id)
+        ids = torch.cat([prompts, states.ids], dim=1)
+        visible = torch.cat([visible, torch.ones_like(states.ids)], dim=1)
+        row, state, place = places.nonzero().unbind(1)
+        columns = {"row": row, "state": state, "ids": states.ids[row, place], "picks": states.picks[row, state]}
+        columns |= {"weights": states.weights[row, state, place]}
+        there: dict[str, Any] = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
+        compared = Compared(**there, rows=len(rows))
+        return Seen(ids.to(device), visible.to(device), states.noise.to(device), places), compared
+
+    @contextlib.contextmanager
+    def teacher(self) -> Iterator[Any]:
+        """The model that gives the target."""
+        with contextlib.ExitStack() as stack:
+            if self.method.teacher == "reference":
+                assert self.reference is not None
+                stack.enter_context(self.reference.in_place())
+            yield self.model
+
+    def read(self, model: Any, seen: Seen, read: Any, columns: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+        options = {"mask_token_id": self.sampler.tokenizer.mask_token_id, "states_at_once": self.settings.views_at_once}
+        compute = partial(read_places, seen=seen, read=read, columns=columns, **options)
+        with self.compute_loss_context_manager():
+            return run_inside(model, compute)
+
+    # --- Loss ---------------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The batch's part of the step's loss, times the number of processes, over which gradients are averaged."""
+        places: Compared = inputs["places"]
+        read = partial(self.divergence.read, self.settings)
+        columns, compute = self.read(model, inputs["seen"], read, (places.ids, *places.target))
+        self.compute += compute.detach()
+        loss, logged = self.divergence.loss(places, columns, self.totals, num_items_in_batch, self.settings)
+        loss = loss * self.accelerator.num_processes
+        self.require_finite(loss.detach(), lambda: self.rows_to_blame(inputs))
+        self.add({name: values.detach() for name, values in logged.items()})
+        return (loss, {}) if return_outputs else loss
+
+    def rows_to_blame(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        texts = self.sampler.tokenizer.batch_decode(inputs["seen"].ids)
+        return [{"prompt": row, "text": text} for row, text in zip(inputs["rows"], texts, strict=True)]
+
+    # --- What is logged and saved -------------------------------------------------------------------------------------
+
+    def add(self, values: dict[str, Tensor]) -> None:
+        """Adds values, whose mean is logged next."""
+        for name, each in values.items():
+            pair = torch.stack([each.double().sum(), torch.tensor(each.numel(), device=each.device).double()]).cpu()
+            self.sums[name] = self.sums.get(name, torch.zeros(2, dtype=torch.float64)) + pair
+
+    def total_sums(self) -> dict[str, list[float]]:
+        """`sums` and the compute so far, of all processes. Every process has to call this."""
+        everything = {**self.sums, "compute": torch.stack([self.compute.cpu()] * 2)}
+        table = torch.stack(list(everything.values())).to(self.args.device)
+        return dict(zip(everything, self.accelerator.reduce(table, "sum").tolist(), strict=True))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self.sums:  # a training log, which every process reaches
+            sums = self.total_sums()
+            logs["compute_tokens"] = sums.pop("compute")[0]
+            logs |= {name: total / max(count, 1) for name, (total, count) in sums.items()}
+            self.sums = {}
+        super().log(logs, start_time)
+
+    def save_extra(self, folder: Path) -> None:
+        state = {"sums": self.total_sums(), "losses": self.loss_sums()}
+        if self.args.should_save:
+            (folder / SUMS).write_text(json.dumps(state))
+        if self.reference is not None:
+            self.reference.save(folder, self.args.process_index)
+
+    def load_extra(self, folder: Path) -> None:
+        state = json.loads((folder / SUMS).read_text())
+        self.set_loss_sums(state["losses"])
+        share = float(self.args.process_index == 0)  # the first process has what all had counted
+        sums = {name: torch.tensor(pair, dtype=torch.float64) * share for name, pair in state["sums"].items()}
+        self.compute = sums.pop("compute")[0].to(self.args.device)
+        self.sums = sums
+        if self.method.teacher == "reference":
+            self.reference = Reference(self.model)
+            self.reference.load(folder, self.args.process_index)

@@ -1,0 +1,146 @@
+"""The tables of docs/distill.md and README.md, from data/runs.jsonl.
+
+    python -m studies.distill.report
+
+Writes what is below the marker in both files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from d1.runs.entry import OneLineParser, run_script
+from d1.show.tables import markdown_table
+from pocket.recipes import ROOT
+from pocket.uncertainty import mean_of
+from studies.distill.points import aup, chosen, mean_over, points
+from studies.distill.run import DATA, EXACT, METHODS, UNDISTILLED
+from studies.distill.teachers import SEEDS, TASKS
+from studies.json_lines import read_lines
+from studies.leaderboard.statistics import percent
+from studies.leaderboard.statistics import points as in_points
+
+MARKER = "<!-- made by python -m studies.distill.report -->\n"
+MARGIN = 1.0  # points of accuracy below the undistilled exact sampler
+Line = Mapping[str, Any]
+
+
+def outcomes(lines: Sequence[Line], name: str) -> np.ndarray:
+    """(seeds, problems), 1 where a problem is solved."""
+    return np.array([[float(one) for one in line["test"][name]["solved"]] for line in lines])
+
+
+def cost(lines: Sequence[Line], name: str) -> tuple[float, float, float]:
+    """Passes, tokens per pass, and computed tokens, per problem."""
+    passes, tokens, computed = (mean_over(lines, "test", name, value) for value in ("passes", "tokens", "computed"))
+    return passes, tokens / passes, computed
+
+
+def summary(task: str, lines: Sequence[Line]) -> tuple[list[list[str]], str]:
+    """The rows of the table for one task, and a sentence about the goal."""
+    by_method = {method: [line for line in lines if line["method"] == method] for method in METHODS}
+    by_method = {method: found for method, found in by_method.items() if found}
+    start = by_method[UNDISTILLED]
+    highest = max(y for line in lines for _, y in points(line["test"]))
+    exact = cost(start, EXACT)
+    rows, judged = [], {}
+    for method, found in [("exact", start), *by_method.items()]:
+        seeds = [line["seed"] for line in found]
+        beside = [line for line in start if line["seed"] in seeds]
+        least = mean_over(beside, "validation", EXACT, "accuracy") - MARGIN
+        name = EXACT if method == "exact" else chosen(found, least)
+        passes, per_pass, computed = cost(found, name)
+        own = outcomes(found, name)
+        difference = own - outcomes(beside, EXACT)
+        gain = "" if method == "exact" else in_points(mean_of(difference))
+        areas = [aup(line["test"], highest) for line in found]
+        spread = f" ± {statistics.stdev(areas):.0f}" if len(areas) > 1 else ""
+        area = "" if method == "exact" else f"{statistics.fmean(areas):.0f}{spread}"
+        shown = "undistilled" if method == "exact" else method
+        cells = [percent(mean_of(own)), gain, f"{passes:.2f}", f"{per_pass:.1f}", f"{exact[2] / computed:.1f}"]
+        rows.append([task, shown, str(len(seeds)), area, name, *cells])
+        judged[method] = (found, beside, name, passes, exact[2] / computed)
+    return rows, verdict(task, judged)
+
+
+def verdict(task: str, judged: Mapping[str, Any]) -> str:
+    """Whether a distilled model reached the goal: of those that did, or else of all, the one with the fewest passes."""
+    _, _, slow, before, _ = judged[UNDISTILLED]
+    found = []
+    for method in METHODS[1:]:
+        if method in judged:
+            own, beside, name, passes, fewer = judged[method]
+            difference = mean_of(outcomes(own, name) - outcomes(beside, slow))
+            reached = passes <= before / 2 and difference.value >= -MARGIN / 100 and fewer >= 10
+            found.append((not reached, passes, method, name, fewer, difference))
+    if not found:
+        return ""
+    missed, passes, method, name, fewer, difference = min(found, key=lambda one: one[:2])
+    takes = f"{passes:.2f} passes, {before / passes:.2f} times fewer than the best undistilled sampler"
+    return (
+        f"{task.capitalize()}: {method} ({name}) takes {takes} ({slow}, {before:.2f}), at {in_points(difference)} "
+        f"points of accuracy, and computes {fewer:.1f} times fewer tokens than the exact sampler. The goal is "
+        f"{'not reached' if missed else 'reached'}.\n"
+    )
+
+
+def frontier(task: str, lines: Sequence[Line]) -> str:
+    """Every sampler of every model, the mean of the seeds on test problems."""
+    rows = []
+    for method in METHODS:
+        found = [line for line in lines if line["method"] == method]
+        for name in found[0]["test"] if found else ():
+            passes, per_pass, computed = cost(found, name)
+            solved = mean_over(found, "test", name, "accuracy")
+            rows.append([method, name, f"{solved:.1f}", f"{passes:.2f}", f"{per_pass:.1f}", f"{computed:.0f}"])
+    head = ["model", "sampler", "solved, %", "passes", "tokens per pass", "computed tokens"]
+    return f"## {task}, every sampler\n\n{markdown_table(head, rows)}"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    return OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def main(args: argparse.Namespace) -> None:
+    lines, rows, verdicts, frontiers = read_lines(DATA / "runs.jsonl"), [], [], []
+    for task in TASKS:
+        own = sorted((line for line in lines if line["task"] == task), key=lambda line: line["seed"])
+        if any(line["method"] == UNDISTILLED for line in own):
+            table, sentence = summary(task, own)
+            rows += table
+            verdicts.append(sentence)
+            frontiers.append(frontier(task, own))
+    head = [
+        "task",
+        "model",
+        "seeds",
+        "AUP",
+        "sampler",
+        "solved, % [95%]",
+        "minus exact [95%]",
+        "passes",
+        "TPF",
+        "fewer",
+    ]
+    result = markdown_table(head, rows) + "\n" + "\n".join(verdicts)
+    models = len(TASKS) * len(SEEDS) * len(METHODS)
+    if len(lines) < models:
+        result += f"\nThis table is incomplete: {len(lines)} of {models} models are measured. "
+        result += "`python -m studies.distill.run` continues.\n"
+    replace_below(ROOT / "docs" / "distill.md", result)
+    replace_below(Path(__file__).with_name("README.md"), "\n".join(frontiers))
+
+
+def replace_below(path: Path, text: str) -> None:
+    opening = path.read_text().partition(MARKER)[0]
+    path.write_text(opening + MARKER + "\n" + text)
+
+
+if __name__ == "__main__":
+    run_script("studies.distill.report", lambda: main(make_parser().parse_args()))

@@ -1,0 +1,142 @@
+"""Distil pocket models after SFT and RL, and sample with every model and sampler: a line per model in data/*.jsonl.
+
+    OMP_NUM_THREADS=1 python -m studies.distill.run    # what is missing of two tasks and three seeds
+
+`--tasks`, `--methods` and `--seeds` share the work between processes. README.md has the protocol; `report.py` makes the
+tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import shutil
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d1.distill.train import main as distil
+from d1.distill.train import make_parser as distil_parser
+from d1.models import load_model, load_tokenizer
+from d1.ranges import SEED
+from d1.runs.entry import OneLineParser, run_script
+from d1.sampling import eos_cut
+from d1.tasks import load_task
+from pocket.recipes import RECIPES, ROOT
+from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
+from studies.json_lines import append_line, read_lines
+from studies.samplers.cost import prompts_of, sample, solved, work_of
+from studies.samplers.fresh import FRESH
+
+logger = logging.getLogger(__name__)
+
+DATA = Path(__file__).resolve().parent / "data"
+LENGTH, VALIDATION, TEST = 32, 256, 500
+Run = dict[str, Any]
+UNDISTILLED = "undistilled"
+STEPS = {"dparallel": 128, "d-opsd": 60, "t3d": 256}  # optimizer steps
+METHODS = (UNDISTILLED, *STEPS)
+RATES = {"dparallel": 3e-4, "t3d": 3e-4, "d-opsd": 1e-4}
+OWN = {
+    "dparallel": ("--block_length", LENGTH),
+    "t3d": ("--block_length", LENGTH, "--warmup_steps", 0),
+    "d-opsd": ("--block_length", 8),
+}
+EXACT = "exact"
+RULES = (
+    *(("threshold", 0.5), ("threshold", 0.7), ("threshold", 0.9)),
+    *(("factor", 2.0), ("entropy", 0.5), ("entropy", 1.75)),
+)
+
+
+def parallel(rule: str, level: float, block: int, steps: int = LENGTH) -> dict[str, Any]:
+    return {"sampler": "parallel", "reveal": rule, "reveal_level": level, "block": block, "steps": steps}
+
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    EXACT: {"block": 8, "steps": LENGTH // 2},
+    **{f"{rule} {level:g}, one block": parallel(rule, level, LENGTH) for rule, level in RULES},
+    **{f"threshold {level:g}, blocks of 8": parallel("threshold", level, 8) for level in (0.7, 0.9)},
+    **{f"at most {steps}, one block": parallel("threshold", 0.9, LENGTH, steps) for steps in (1, 2, 3)},
+}
+
+
+def distilled(start: Path, task: str, seed: int, method: str, rate: float, folder: Path) -> Path:
+    """The folder of a distilled model."""
+    recipe, job = RECIPES[task], f"{method}-{rate:g}"
+    flags: list[object] = ["--config", ROOT / "distill" / "pocket.yaml", "--method", method, "--model_name", start]
+    flags += ["--train_data", recipe.task, "--num_prompts", 512, "--max_prompt_length", recipe.prompt_tokens]
+    flags += ["--max_steps", STEPS[method], "--num_epochs", 1000, "--learning_rate", rate, "--seed", seed]
+    flags += ["--output_dir", folder, "--job_name", job, "--save_steps", 100_000, "--views_at_once", LENGTH]
+    flags += ["--batch_size", 32]
+    if (folder / job / "README.md").exists():  # the card, which is written last
+        return folder / job
+    shutil.rmtree(folder / job, ignore_errors=True)  # of a run that was killed
+    distil(distil_parser().parse_args([*map(str, flags), *map(str, OWN[method])]))
+    return folder / job
+
+
+def measured(folder: Path, task: str, split: str) -> dict[str, dict[str, Any]]:
+    """For each sampler: whether each problem was solved, as a text of 0 and 1, and, per problem, forward passes, tokens
+    of the completion up to its EOS, and tokens that the model computed."""
+    torch.set_grad_enabled(False)
+    model, tokenizer = load_model(str(folder)).eval(), load_tokenizer(str(folder))
+    rows = load_task(RECIPES[task].task).load_rows("validation") if split == "validation" else FRESH[task](TEST, 0)
+    rows = rows.select(range(VALIDATION)) if split == "validation" else rows
+    prompts, found = prompts_of(rows, tokenizer, model.device), {}
+    for name, options in SAMPLERS.items():
+        parts, width = sample(model, tokenizer, prompts, LENGTH, 128, **options), prompts.shape[1]
+        own = sum(int(eos_cut(part.ids[:, width:], [tokenizer.eos_token_id]).sum()) for part in parts)
+        passes, computed = work_of(parts)
+        right = solved(parts, tokenizer, width, rows, task)
+        found[name] = {"solved": "".join(str(int(one)) for one in right), "passes": round(passes, 4)}
+        found[name] |= {"tokens": round(own / len(rows), 4), "computed": round(computed, 2)}
+    torch.set_grad_enabled(True)
+    return found
+
+
+def complete(file: Path, runs: list[Run], output: Path, line: Callable[[Run], dict[str, Any]]) -> None:
+    """Appends the lines of the runs that `file` does not have. Other processes may do the same: each run has a lock."""
+    for run in runs:
+        lock = output / "locks" / "-".join(map(str, (file.stem, *run.values())))
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("a") as claim, contextlib.suppress(BlockingIOError):
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if run not in [{name: one[name] for name in run} for one in read_lines(file)]:
+                append_line(file, {**run, **line(run)})
+                logger.info("done: %s", run)
+
+
+def main(args: argparse.Namespace) -> None:
+    output = Path(args.output_dir)
+
+    def judged(run: Run) -> dict[str, Any]:
+        start = folder = teacher(run["task"], run["seed"], output)
+        if run["rate"]:
+            folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
+        return {split: measured(folder, run["task"], split) for split in ("validation", "test")}
+
+    runs = [
+        {"task": task, "seed": seed, "method": method, "rate": RATES.get(method)}
+        for seed, task, method in product(args.seeds, args.tasks, args.methods)
+    ]
+    complete(DATA / "runs.jsonl", runs, output, judged)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=SEED, default=list(SEEDS))
+    parser.add_argument("--output_dir", default=OUTPUT, help="of the models (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run_script("studies.distill.run", lambda: main(make_parser().parse_args()))

@@ -1,0 +1,156 @@
+"""Losses and gradients against the papers' formulas, written out place by place; and logits read state by state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d1.distill.losses import DIVERGENCES, TARGETS, Compared
+from d1.distill.methods import METHODS
+from d1.distill.passes import Seen, read_places
+from tests.d1.scoring.enumeration import CANVAS, MASK, PROMPT, SAMPLED, VISIBLE, canvas_logits, tiny
+
+SETTINGS = SimpleNamespace(
+    entropy_weight=2.0,
+    entropy_temperature=0.5,
+    beta=0.7,
+    rival_weight=0.5,
+    path_weight=0.2,
+    teacher_top_k=3,
+    clip=0.05,
+)
+ROWS, STATES, VOCABULARY = 3, 2, 7
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# Row 1 has places in one state only, row 2 none.
+AT = [(0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 2), (1, 1, 0), (1, 1, 1), (1, 1, 3)]
+PICKS = {(0, 0): 2, (0, 1): 1, (1, 1): 2}
+STUDENT, TEACHER = random(8, VOCABULARY, seed=1), random(8, VOCABULARY, seed=2)
+IDS = torch.tensor([0, 3, 3, 1, 2, 6, 5, 0])
+IDS[::3] = STUDENT[::3].argmax(-1)
+WEIGHTS = random(8, seed=3).abs()
+
+
+def compared(which: list[int], method: str) -> Compared:
+    row, state = torch.tensor([AT[i][:2] for i in which], dtype=torch.long).view(-1, 2).unbind(1)
+    picks = torch.tensor([PICKS[AT[i][:2]] for i in which], dtype=torch.long)
+    places = Compared(row, state, IDS[which], WEIGHTS[which], picks, ROWS)
+    logits = STUDENT if METHODS[method].teacher == "itself" else TEACHER
+    return replace(places, target=TARGETS[METHODS[method].target](SETTINGS, logits[which], IDS[which]))
+
+
+def loss_of(method: str, parts: list[list[int]], logits: Tensor) -> Tensor:
+    """The sum of the parts' losses."""
+    divergence = DIVERGENCES[METHODS[method].divergence]
+    batches = [compared(which, method) for which in parts]
+    totals = torch.stack([divergence.totals(batch) for batch in batches]).sum(0)
+    losses = []
+    for which, batch in zip(parts, batches, strict=True):
+        read = divergence.read(SETTINGS, logits[which], batch.ids, *batch.target)
+        losses.append(divergence.loss(batch, read, totals, ROWS, SETTINGS)[0])
+    return torch.stack(losses).sum()
+
+
+def by_hand(method: str, logits: Tensor) -> Tensor:
+    logps, reference = logits.log_softmax(-1), TEACHER.log_softmax(-1)
+    total = logits.sum() * 0
+    if method == "dparallel":
+        for state in range(STATES):
+            own = [i for i, at in enumerate(AT) if at[1] == state]
+            total = total - sum(logps[i, IDS[i]] for i in own) / len(own)
+            sharp = (logits / 0.5).log_softmax(-1)
+            right = [i for i in own if int(STUDENT[i].argmax()) == int(IDS[i])]
+            entropies = [-(sharp[i].exp() * sharp[i]).sum() for i in right]
+            total = total + 2.0 * sum(entropies) / len(right)
+    if method == "t3d":
+        for row in (0, 1):
+            own = [i for i, at in enumerate(AT) if at[0] == row]
+            rivals = {i: int(TEACHER[i].argmax()) for i in own}
+            ratio = sum(logps[i, IDS[i]] - reference[i, IDS[i]] for i in own) / len(own)
+            other = sum(logps[i, rivals[i]] - reference[i, rivals[i]] for i in own) / len(own)
+            total = total - torch.log(1 / (1 + torch.exp(-0.7 * ratio)))
+            total = total - 0.5 * torch.log(1 - 1 / (1 + torch.exp(-0.7 * other)))
+            total = total - 0.2 * sum(WEIGHTS[i] * logps[i, IDS[i]] for i in own)
+        total = total / ROWS
+    if method == "d-opsd":
+        for (row, state), picks in PICKS.items():
+            own = [i for i, at in enumerate(AT) if at[:2] == (row, state)]
+            own.sort(key=lambda i: -float(TEACHER[i].max()))
+            for i in own[:picks]:
+                top = TEACHER[i].topk(3).indices
+                student, teacher = logits[i][top].log_softmax(-1), TEACHER[i][top].log_softmax(-1)
+                terms = F.kl_div(teacher, student, reduction="none", log_target=True)
+                total = total + WEIGHTS[i] * terms.clamp(max=0.05).sum()
+        total = total / ROWS
+    return total
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_loss_is_the_papers_formula_however_the_step_is_split(method: str) -> None:
+    logits = STUDENT.clone().requires_grad_()
+    expected = by_hand(method, logits)
+    slope = torch.autograd.grad(expected, logits)[0]
+    assert slope.abs().sum() > 0.1
+    for parts in ([[*range(8)]], [[0, 1, 2, 3, 4], [5, 6, 7]], [[0, 1, 2, 3, 4], [], [5, 6, 7]]):
+        found = loss_of(method, parts, logits)
+        torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
+        torch.testing.assert_close(torch.autograd.grad(found, logits)[0], slope, atol=1e-7, rtol=1e-6)
+
+
+def test_equal_models_are_the_start_of_every_divergence() -> None:
+    """T3D: ratios of 0, and so (1 + w) log 2 per row. d-OPSD: 0, with gradient 0."""
+    logits = TEACHER.clone().requires_grad_()
+    path = -0.2 * (WEIGHTS * logits.log_softmax(-1).gather(-1, IDS.unsqueeze(-1)).squeeze(-1)).sum() / ROWS
+    start = loss_of("t3d", [[*range(8)]], logits) - path
+    assert start.item() == pytest.approx(2 * 1.5 * math.log(2) / ROWS, abs=1e-9)
+    nothing = loss_of("d-opsd", [[*range(8)]], logits)
+    assert nothing.item() == pytest.approx(0, abs=1e-12)
+    assert torch.autograd.grad(nothing, logits)[0].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("block", [None, 2])
+def test_logits_are_those_of_each_state_alone(block: int | None) -> None:
+    """Values and gradients, with one state or several per pass; places come row after row, state after state."""
+    model: Any = tiny(2, block=block)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(4, 3, CANVAS, generator=generator) < 0.6
+    places = noise & (torch.rand(4, 3, CANVAS, generator=generator) < 0.6)
+    places[1, 2] = places[3] = False
+    ids = torch.cat([SAMPLED.prompt_ids, SAMPLED.completion_ids], dim=1)
+    visible = torch.cat([VISIBLE, torch.ones_like(SAMPLED.completion_ids)], dim=1)
+    seen = Seen(ids, visible, noise, places)
+    expected = []
+    for row, state, place in places.nonzero().tolist():
+        clean = ids[row][visible[row].bool()]
+        hidden = torch.cat([torch.zeros(len(clean) - CANVAS).bool(), noise[row, state]])
+        expected.append(canvas_logits(model, clean, hidden, CANVAS)[place])
+    columns = (torch.arange(int(places.sum())),)
+    wanted, mix = torch.stack(expected), random(int(places.sum()), 5, seed=4)
+    weights = list(model.parameters())
+    slopes = torch.autograd.grad((wanted * mix).sum(), weights)
+    for at_once in (1, 3):
+        options: dict[str, Any] = {"mask_token_id": MASK, "states_at_once": at_once}
+        (found, numbers), compute = read_places(model, seen, lambda *read: read, columns, **options)
+        assert torch.equal(numbers, columns[0])
+        torch.testing.assert_close(found, wanted)
+        for slope, other in zip(torch.autograd.grad((found * mix).sum(), weights), slopes, strict=True):
+            torch.testing.assert_close(slope, other, atol=1e-6, rtol=1e-5)
+        read = places.any(-1).sum(1)
+        noised = visible[:, -(CANVAS + block - 1) :] if block else visible[:, :0]
+        assert int(compute) == 3 * int((read * (visible.sum(1) + noised.sum(1))).sum())
+    with torch.no_grad():
+        none = replace(seen, places=torch.zeros_like(places))
+        (nothing,), free = read_places(model, none, lambda logits: (logits,), mask_token_id=MASK)
+    assert (len(nothing), int(free)) == (0, 0)
+    assert ids.shape[1] == PROMPT + CANVAS

@@ -1,0 +1,236 @@
+"""Whole runs: traces, references, accumulation, real processes, kill and resume, what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d1.__main__ import STAGES
+from d1.distill import METHODS
+from d1.distill.reference import Reference, trained_parts
+from d1.distill.train import main, make_parser
+from d1.models import load_model
+from tests import forks
+from tests.commands import ROOT
+
+HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
+# Any text is an answer, and about two thirds of them are right.
+TASK = """
+from datasets import Dataset
+def load_rows(split, data_file=None):
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+{i}="}]} for i in range(11)])
+def extract(text):
+    return text
+def score(text, row):
+    return {"accuracy": float(sum(map(ord, text)) % 3 > 0)}
+REWARDS = [lambda completions, **columns: [0.0 for _ in completions]]
+"""
+SPLIT = {"dparallel": 0, "t3d": 0, "d-opsd": 2}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("task") / "odd.py"
+    path.write_text(TASK)
+    return path
+
+
+@pytest.fixture(scope="module")
+def flags(task: Path, tiny_model_dir: Path) -> list[str]:
+    """Flags of every run here; traces of blocks of 4, two tokens per step."""
+    own = ["--model_name", str(tiny_model_dir), "--train_data", str(task), "--max_completion_length", "8"]
+    own += ["--diffusion_steps", "4", "--block_length", "4", "--max_prompt_length", "16", "--lora_r", "4"]
+    own += [
+        "--debugging",
+        "--num_epochs",
+        "1",
+        "--learning_rate",
+        "1e-3",
+        "--warmup_steps",
+        "0",
+        "--logging_steps",
+        "1",
+    ]
+    return [*own, "--sampling_batch_size", "4"]
+
+
+def run(flags: list[str], folder: Path, *more: object) -> Any:
+    words = [*flags, "--output_dir", folder, "--job_name", "job", *more]
+    return main(make_parser().parse_args([*map(str, words)]))
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "job/metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def start(flags: list[str], folder: Path, processes: int = 1, **environment: str) -> list[BaseProcess]:
+    words = [*flags, "--output_dir", str(folder), "--job_name", "job"]
+    place: dict[str, Any] = {"log": folder / "log", "folder": ROOT / "distill", "processes": processes}
+    return forks.start(forks.script, "distill_train.py", *words, **place, **environment)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_accumulation_and_states_per_pass_change_nothing(method: str, flags: list[str], tmp_path: Path) -> None:
+    """Steps of 4 rows, the last one short. T3D's first ratios are 0. A reference takes a model's place for a while."""
+    shared = [*flags, "--method", method, *(["--num_iterations", "2"] if SPLIT[method] else [])]
+    run(shared, tmp_path / "one", "--batch_size", 4, "--grad_accum_steps", 1, "--views_at_once", 8)
+    trainer = run(shared, tmp_path / "parts", "--batch_size", 1, "--grad_accum_steps", 4)
+    for name in ("loss", "grad_norm", "compute_tokens"):
+        assert len(logged(tmp_path / "one", name)) >= 2
+        found, expected = logged(tmp_path / "parts", name), logged(tmp_path / "one", name)
+        assert found == pytest.approx(expected, rel=2e-3, abs=1e-5), name
+    if method == "t3d":
+        assert logged(tmp_path / "one", "ratios/own")[0] == pytest.approx(0, abs=1e-6)
+        assert abs(logged(tmp_path / "one", "ratios/own")[-1]) > 1e-4
+    if method == "d-opsd":
+        assert max(logged(tmp_path / "one", "tries")) > 1
+    own = {name: part.clone() for name, part in trained_parts(trainer.model).items()}
+    reference = Reference(trainer.model)
+    with torch.no_grad():
+        for part in trained_parts(trainer.model).values():
+            part.add_(1.0)
+    with reference.in_place():
+        assert all(torch.equal(part, own[name]) for name, part in trained_parts(trainer.model).items())
+    assert all(torch.equal(part, own[name] + 1) for name, part in trained_parts(trainer.model).items())
+
+
+def test_a_reference_that_follows_every_step_stays_equal(flags: list[str], tmp_path: Path) -> None:
+    how = ["--method", "t3d", "--batch_size", "4", "--grad_accum_steps", "1", "--full_finetuning"]
+    run([*flags, *how], tmp_path / "follows", "--reference_steps", 1)
+    assert max(map(abs, logged(tmp_path / "follows", "ratios/own"))) < 1e-6
+    run([*flags, *how], tmp_path / "stays", "--reference_steps", 0)
+    assert abs(logged(tmp_path / "stays", "ratios/own")[-1]) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["dparallel", *(pytest.param(m, marks=pytest.mark.slow) for m in ("t3d", "d-opsd"))])
+def test_two_processes_give_the_run_of_one(method: str, flags: list[str], tmp_path: Path) -> None:
+    """They share the sampling of the traces, and the counts that the loss divides by are those of both."""
+    shared, two = [*flags, "--method", method, "--num_prompts", "9"], tmp_path / "two"
+    both = start([*shared, *HALF], two, 2, ACCELERATE_USE_CPU="true")
+    run(shared, tmp_path / "one", "--batch_size", 4, "--grad_accum_steps", 1)
+    forks.finish(both, two / "log")
+    settings = json.loads((two / "job/run.json").read_text())["settings"]
+    assert (settings["world_size"], settings["distributed_type"]) == (2, "MULTI_CPU")
+    for name in ("loss", "grad_norm", "compute_tokens"):
+        assert len(logged(tmp_path / "one", name)) >= 2
+        assert logged(two, name) == pytest.approx(logged(tmp_path / "one", name), rel=2e-3, abs=1e-5), name
+
+
+def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) -> None:
+    """d-OPSD, which samples while it trains and keeps a reference; SIGKILL between two checkpoints: all numbers and
+    weights are equal to the bit."""
+    shared = [*flags, "--method", "d-opsd", "--num_iterations", "2", "--save_steps", "2", "--num_epochs", "2"]
+    shared += ["--batch_size", "4", "--grad_accum_steps", "1"]
+    killed = tmp_path / "killed"
+    (process,) = start(shared, killed)
+    run(shared, tmp_path / "whole")
+    deadline = time.monotonic() + 900
+    while not (killed / "job/checkpoint-6").exists():
+        assert process.is_alive(), (killed / "log").read_text()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    forks.kill([process])
+    for later in killed.glob("job/checkpoint-*"):
+        if later.name not in ("checkpoint-4", "checkpoint-6"):
+            shutil.rmtree(later)
+    assert (killed / "job/checkpoint-6/reference.safetensors").exists()
+    run([*shared, "--resume"], killed)
+    for name in ("loss", "grad_norm", "kl", "right", "compute_tokens", "train_loss"):
+        assert logged(killed, name) == logged(tmp_path / "whole", name), name
+    expected, found = (load_model(str(folder / "job")).state_dict() for folder in (tmp_path / "whole", killed))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(ValueError, match=r"another run, of clip 0.05 \(now 0.1\)"):
+        run([*shared, "--resume", "--clip", "0.1"], killed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "how"), [(2, []), (3, []), (3, ["--full_finetuning"])])
+def test_zero_gives_the_run_of_one_process(zero: int, how: list[str], flags: list[str], tmp_path: Path) -> None:
+    shared, two = [*flags, *how, "--method", "d-opsd", "--num_iterations", "2"], tmp_path / "two"
+    run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], tmp_path / "one")
+    forks.finish(start([*shared, *HALF], two, 2, **forks.deepspeed(zero)), two / "log")
+    settings = json.loads((two / "job/run.json").read_text())["settings"]
+    assert (settings["world_size"], settings["distributed_type"]) == (2, "DEEPSPEED")
+    for name in ("loss", "kl", "right", "compute_tokens"):
+        assert logged(two, name) == pytest.approx(logged(tmp_path / "one", name), rel=5e-3, abs=1e-5)
+
+
+def test_traces_are_sampled_once_and_the_card_says_how(
+    flags: list[str], tiny_block_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block-causal model; a trace file that a kill left out is sampled again, the others stay."""
+    caplog.set_level(logging.INFO)
+    how = [*flags, "--model_name", str(tiny_block_dir), "--max_steps", "2", "--merge_at_end", "--num_prompts", "9"]
+    trainer = run(how, tmp_path, "--tries", 1)
+    (traces,) = (tmp_path / "job/traces").iterdir()
+    files = sorted(traces.iterdir())
+    assert [file.name[:8] for file in files] == ["00000000", "00000004", "00000008"]
+    assert "9 prompts" in caplog.text
+    assert f"left out because none was right: {9 - len(trainer.rows)}" in caplog.text
+    assert 0 < len(trainer.rows) < 9
+    assert load_model(str(tmp_path / "job/merged")).config.block_size == 4
+    card = (tmp_path / "job/README.md").read_text()
+    assert "distillation, method dparallel: dParallel, [arXiv 2509.26488]" in card
+    assert "traces of 4 steps on 8 tokens, of right answers" in card
+    assert "- distillation" in card
+    before = [file.read_bytes() for file in files]
+    files[1].unlink()
+    shutil.copytree(tmp_path / "job/traces", tmp_path / "again/job/traces")
+    stamps = [file.stat().st_mtime_ns for file in sorted((tmp_path / "again/job/traces" / traces.name).iterdir())]
+    again = run(how, tmp_path / "again", "--tries", 1)
+    files = sorted((tmp_path / "again/job/traces" / traces.name).iterdir())
+    assert [file.read_bytes() for file in files] == before
+    assert [file.stat().st_mtime_ns for file in files][::2] == stamps
+    assert again.rows == trainer.rows
+
+
+def test_bad_prompts_are_an_error_or_counted(
+    flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of prompts cannot judge, so it is for --keep all; a prompt that fills the canvas is a bad row."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1+1=", "<mask>", "1" * 40)))
+    own = [*flags, "--train_data", str(file), "--method", "t3d", "--max_steps", "1"]
+    with pytest.raises(ValueError, match=r"(?s)2 of 3 rows cannot .*row 1: the mask token.*row 2: the prompt has 43 "):
+        run(own, tmp_path / "error")
+    run(own, tmp_path / "skip", "--bad_rows", "skip")
+    assert "skipped 2 of 3 rows" in caplog.text
+    with pytest.raises(ValueError, match="--keep right needs a task"):
+        run([*flags, "--train_data", str(file), "--bad_rows", "skip"], tmp_path / "judge")
+    never = tmp_path / "never.py"
+    never.write_text(TASK.replace("% 3 > 0", "* 0"))
+    with pytest.raises(ValueError, match="no completion of 11 prompts is right"):
+        run([*flags, "--train_data", str(never)], tmp_path / "wrong")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--beta", "0.1"], "--beta would be ignored by the method dparallel"),
+        (["--entropy_temperature", "0"], "--entropy_temperature 0.0 "),
+        (["--tail", "-2"], "--tail -2 "),
+        (["--tries", "4"], "--tries 4 needs --keep right and a --temperature above 0"),
+        (["--method", "d-opsd", "--save_steps", "6"], "--save_steps 6 must be a multiple of --num_iterations 4"),
+        (["--method", "d-opsd", "--model_name", "BLOCKS"], "which a block-causal model cannot see"),
+        (["--train_data", ""], "--train_data is missing"),
+        (["--train_data", "no_such_task"], "neither a local file nor a data set"),
+        (["--diffusion_steps", "1"], "2 blocks need between 2 and 8 steps, got 1"),
+        (["--max_completion_length", "600", "--diffusion_steps", "300"], "512 positions: lower --max_prompt_length"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    flags: list[str], tiny_block_dir: Path, tmp_path: Path, more: list[str], problem: str
+) -> None:
+    with pytest.raises((ValueError, OSError), match=problem):
+        run(flags, tmp_path, *[str(tiny_block_dir) if word == "BLOCKS" else word for word in more])
+    assert not list(tmp_path.iterdir())
+    assert STAGES["distill"] == "d1.distill.train"

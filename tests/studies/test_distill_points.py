@@ -1,0 +1,32 @@
+"""AUP by hand, and the choice of samplers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from studies.distill.points import area, aup, chosen
+
+
+def sampler(right: int, passes: float, tokens: float = 20.0) -> dict[str, Any]:
+    return {"solved": "1" * right + "0" * (100 - right), "passes": passes, "tokens": tokens}
+
+
+def test_aup_is_the_weighed_area_under_the_points() -> None:
+    """One point: its rectangle. Equal accuracies: the area up to the fastest. A worse point counts less, and not at all
+    more than 5 points below the slowest one."""
+    assert area([(2.0, 80.0)], 80.0) == 160.0
+    assert area([(4.0, 80.0), (2.0, 80.0)], 80.0) == pytest.approx(320.0)
+    weight = math.exp(-3 * (1 - 76 / 80))
+    assert area([(2.0, 80.0), (4.0, 76.0)], 80.0) == pytest.approx(160 + 2 * (80 + 76 * weight) / 2)
+    assert area([(2.0, 80.0), (4.0, 74.9)], 80.0) == 160.0
+    assert aup({"slow": sampler(80, 10), "fast": sampler(80, 5)}) == pytest.approx(320.0)
+
+
+def test_samplers_are_chosen_by_passes() -> None:
+    seeds = [{"validation": {"a": sampler(80, 10), "b": sampler(78, 5), "c": sampler(60, 1)}}] * 2
+    assert chosen(seeds, 79.0) == "a"
+    assert chosen(seeds, 78.0) == "b"
+    assert chosen(seeds, 90.0) == "a"
