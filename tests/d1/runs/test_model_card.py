@@ -100,7 +100,7 @@ def test_a_card_has_hardware_duration_and_licence(tmp_path, more, hardware, dura
     (folder / "metrics.jsonl").write_text('{"train_runtime": 3662.4, "step": 9}\n')
     rows = tables(write_card(folder).read_text())
     assert (rows["hardware"], rows["duration"]) == ([hardware], [duration])
-    assert "that of GSAI-ML/LLaDA-8B-Instruct and the data; of the library: Apache-2.0" in rows["licence"][0]
+    assert "weights: as GSAI-ML/LLaDA-8B-Instruct and the data; library: Apache-2.0" in rows["licence"][0]
 
 
 @pytest.mark.parametrize(
