@@ -23,6 +23,7 @@ from d1.ranges import COUNT, POSITIVE, Range, check_ranges, ranges_of
 
 INSIDE = Path(__file__).with_name("inside.py")
 NOBODY = 65534
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--")
 SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")  # next to /usr: links into it, or folders on older systems
 PARTS = ("user", "pid", "net", "ipc", "uts")  # the namespaces
 WORKERS = os.cpu_count() or 1  # programs judged at a time
@@ -114,15 +115,17 @@ def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> tuple[
     """Runs a program and its tests in two sandboxes; returns the cases that passed, and what the second one printed to
     stderr."""
     words = command(python, limits)
-    options: dict[str, Any] = {"cwd": "/"}
     if os.geteuid() == 0:  # the kernel limits no processes of root
-        options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        words = [
+            *AS_NOBODY,
+            *words,
+        ]  # Popen's `user` would copy this process first, which takes longer the larger it is
     orders = json.dumps({"program": program, "setup": tests.setup, "names": tests.names, "source": tests.source})
     calls, replies = os.pipe(), os.pipe()  # each (to read, to write)
     started: list[subprocess.Popen[bytes]] = []
 
     def start(more: Sequence[int], **streams: Any) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([*words, *map(str, more)], pass_fds=more, **streams, **options))
+        started.append(subprocess.Popen([*words, *map(str, more)], pass_fds=more, **streams, cwd="/"))
         return started[-1]
 
     try:
@@ -152,6 +155,8 @@ def working_python() -> str:
     """
     if not shutil.which("bwrap"):
         raise SandboxError(f"programs run in bubblewrap only, and there is no `bwrap` here: {INSTALL}")
+    if os.geteuid() == 0 and not shutil.which("setpriv"):
+        raise SandboxError("programs do not run as root, and there is no `setpriv` here: install util-linux")
     said = ""
     for python in dict.fromkeys((os.path.realpath(sys.executable), os.path.realpath("/usr/bin/python3"))):
         if not Path(python).is_file():

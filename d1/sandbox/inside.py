@@ -13,8 +13,10 @@ import operator
 import os
 import resource
 import sys
-from types import ModuleType
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING: to import typing takes as long as to start the interpreter
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 MIB = 1 << 20
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -100,7 +102,7 @@ def answer(limits: dict[str, Any]) -> None:
     """Runs the program, then answers calls until the pipe ends."""
     calls, replies = own_pipes()
     limit(limits)
-    module = sys.modules["solution"] = ModuleType("solution")
+    module = sys.modules["solution"] = type(sys)("solution")
     objects: list[Any] = [module]
 
     def keep(value: Any) -> int:
