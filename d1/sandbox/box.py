@@ -8,7 +8,6 @@ limits on processes need Linux 5.14, which counts them per user namespace.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from d1.ranges import COUNT, POSITIVE, Range, check_ranges, ranges_of
+from d1.sandbox.inside import pack
 
 INSIDE = Path(__file__).with_name("inside.py")
 NOBODY = 65534
@@ -51,7 +51,7 @@ class Limits:
         memory: MiB of each process.
         processes: processes and threads of one sandbox, two of which are bubblewrap's and the program itself.
         files: MiB of all files in `/tmp`.
-        reply: MiB of what a function returns, as JSON.
+        reply: MiB of what a function returns, as text.
     """
 
     seconds: Annotated[float, POSITIVE] = 10.0
@@ -108,7 +108,7 @@ def command(python: str, limits: Limits) -> list[str]:
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dev", "/dev", "--dir", "/home"]
     words += ["--size", str(limits.files << 20), "--tmpfs", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
     words += ["--chdir", "/tmp", "--die-with-parent", "--new-session", "--clearenv", "--"]
-    return [*words, python, "-I", "-S", "-B", "-c", INSIDE.read_text(), json.dumps(asdict(limits))]
+    return [*words, python, "-I", "-S", "-B", "-c", INSIDE.read_text(), pack(asdict(limits), None)]
 
 
 def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> tuple[frozenset[int], str]:
@@ -120,7 +120,7 @@ def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> tuple[
             *AS_NOBODY,
             *words,
         ]  # Popen's `user` would copy this process first, which takes longer the larger it is
-    orders = json.dumps({"program": program, "setup": tests.setup, "names": tests.names, "source": tests.source})
+    orders = pack({"program": program, **vars(tests)}, None)
     calls, replies = os.pipe(), os.pipe()  # each (to read, to write)
     started: list[subprocess.Popen[bytes]] = []
 

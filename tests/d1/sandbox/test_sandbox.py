@@ -1,7 +1,6 @@
 """Programs that attack the sandbox or its judge: none passes a test that it does not earn, none does harm."""
 
 import argparse
-import json
 import os
 import socket
 import tempfile
@@ -22,7 +21,7 @@ from tests.sandbox import skip_without_sandbox
 skip_without_sandbox()
 
 LIMITS = Limits(seconds=3.0625, cpu_seconds=1, memory=256, processes=6, files=4)
-MARK = '"seconds": 3.0625'  # in the command line of every process of these sandboxes
+MARK = (3.0625).hex()  # in the command line of every process of these sandboxes
 
 
 def cases(*checks: str, names: tuple[str, ...] = ("f",)) -> Cases:
@@ -393,7 +392,7 @@ def typed(value: Any) -> Any:
 @settings(max_examples=50, deadline=None)
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
-    assert typed(unpack(json.loads(json.dumps(pack(value, None))), None)) == typed(value)
+    assert typed(unpack(pack(value, None), None)) == typed(value)
 
 
 # ---- without a sandbox
