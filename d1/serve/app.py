@@ -15,7 +15,7 @@ from d1.serve.engine import Engine
 from d1.serve.reading import RowsStopped, completed, streamed
 from d1.serve.requests import Chat, Completion, Generate, Pause, Server, Update
 from d1.serve.rows import QueueFull
-from d1.serve.weights import loaded, weights_below
+from d1.serve.weights import weights_below
 from d1.show.page import film_page
 
 OPEN = ("/", "/health")  # without the API key
@@ -96,7 +96,7 @@ def make_app(server: Server) -> Any:
         block = getattr(config, "block_size", None)
         facts = {"model_path": server.name, "weight_version": engine.version, "model_type": config.model_type}
         facts |= {"architectures": config.architectures, "block_size": block, "mask_token_id": engine.mask_token_id}
-        return facts | {"weights_dir": None if server.weights_dir is None else str(server.weights_dir.resolve())}
+        return facts | {"weights_dir": [str(folder.resolve()) for folder in server.weights_dir]}
 
     @app.post("/generate")
     async def generate(body: Generate, request: Request) -> Any:
@@ -117,10 +117,13 @@ def make_app(server: Server) -> Any:
             folder = weights_below(server.weights_dir, body.model_path)
             if body.abort_all_requests:
                 engine.stop_all("aborted by an update of the weights")
-            update = engine.replace_model(partial(loaded, folder), body.weight_version or str(folder))
+            assert server.loader is not None
+            load = partial(server.loader.load, folder)
+            update = engine.replace_model(load, body.weight_version or str(folder))
             await asyncio.wrap_future(update)
         except Exception as error:
-            return JSONResponse({"success": False, "message": one_line(error)}, 400)
+            status = 429 if isinstance(error, QueueFull) else 400
+            return JSONResponse({"success": False, "message": one_line(error)}, status)
         return {"success": True, "message": f"the weights are those of {folder}"}
 
     @app.post("/pause_generation")

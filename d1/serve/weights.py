@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,22 @@ from d1.models.kinds import native_config
 from d1.models.load import load_model
 
 
-def weights_below(root: Path | None, path: str) -> Path:
-    """The folder of weights that a request names. Raises ValueError unless it and all of its files lie below `root`."""
-    if root is None:
+def weights_below(roots: Sequence[Path], path: str) -> Path:
+    """The folder of weights that a request names; a relative name is looked for in each of `roots`.
+
+    Raises:
+        ValueError: it does not lie below one of `roots` with all of its files.
+    """
+    if not roots:
         raise ValueError("this server loads no weights: start it with --weights_dir FOLDER")
-    top = root.resolve()
-    folder = (top / path).resolve()
-    if not folder.is_relative_to(top) or not all(file.resolve().is_relative_to(top) for file in folder.rglob("*")):
-        raise ValueError(f"{path} does not lie below the folder that --weights_dir named")
+    for top in [root.resolve() for root in roots]:
+        folder = (top / path).resolve()
+        if folder.is_relative_to(top) and folder.is_dir():
+            break
+    else:
+        raise ValueError(f"{path} is no folder below one that --weights_dir named")
+    if not all(file.resolve().is_relative_to(top) for file in folder.rglob("*")):
+        raise ValueError(f"{path} holds links to files that do not lie below {top}")
     if not [*folder.glob("*.safetensors")]:
         raise ValueError(f"{path} holds no weights in safetensors")
     for index in folder.glob("*.index.json"):
@@ -31,14 +41,29 @@ def weights_below(root: Path | None, path: str) -> Path:
     return folder
 
 
+@dataclass
+class Loader:
+    """Loads new weights. An adapter comes on top of the model that the server was started from, which `start` loads."""
+
+    start: Callable[[], Any]
+    replaced: bool = False  # whether other weights than that model's are in use
+
+    def load(self, folder: Path, model: Any) -> Any:
+        """`loaded`; or the model that the server was started from with the adapter in `folder`."""
+        if not (folder / "adapter_config.json").exists():
+            new, self.replaced = loaded(folder, model), True
+            return new
+        new = with_adapter(self.start() if self.replaced else model, str(folder))
+        self.replaced = False
+        return new
+
+
 def loaded(folder: Path, model: Any) -> Any:
-    """The model in `folder`, on the CPU, loaded as `model` was; or `model` with the adapter there in place of its own.
+    """The model in `folder`, on the CPU, loaded as `model` was.
 
     Raises:
-        ValueError: the tokenizer and the settings that go with `model` do not fit it, or the adapter does not.
+        ValueError: the tokenizer and the settings that go with `model` do not fit it.
     """
-    if (folder / "adapter_config.json").exists():
-        return with_adapter(model, str(folder))
     other, _ = native_config(str(folder))
     for name in ("model_type", "vocab_size", "block_size"):
         if getattr(other, name, None) != getattr(model.config, name, None):
