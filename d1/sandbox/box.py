@@ -46,7 +46,7 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: by the clock, for the program with all its tests.
+        seconds: by the clock, for the program with all its tests; see `seconds_now`.
         cpu_seconds: processor time of each process.
         memory: MiB of each process.
         processes: processes and threads of one sandbox, two of which are bubblewrap's and the program itself.
@@ -135,7 +135,7 @@ def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> tuple[
         for end in (*calls, *replies):
             os.close(end)
         try:
-            said, errors = judge.communicate(orders.encode() + b"\n", limits.seconds)
+            said, errors = judge.communicate(orders.encode() + b"\n", seconds_now(limits))
         except subprocess.TimeoutExpired:
             judge.kill()
             said, errors = judge.communicate()
@@ -144,6 +144,11 @@ def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> tuple[
             process.kill()
             process.wait()
     return frozenset(map(int, said.split())), errors.decode(errors="replace").strip()
+
+
+def seconds_now(limits: Limits) -> float:
+    """`limits.seconds`, times the load of each core above 1, at most 10: a right program may wait for a core."""
+    return limits.seconds * min(max(os.getloadavg()[0] / WORKERS, 1.0), 10.0)
 
 
 @functools.cache
