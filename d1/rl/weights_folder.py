@@ -20,21 +20,27 @@ class WeightsFolder:
         path: the folder; None until the first version is written.
     """
 
-    def __init__(self, output_dir: Path) -> None:
-        self.output_dir, self.path = output_dir.resolve(), Path()
+    def __init__(self, output_dir: Path, part: str = "") -> None:
+        """`part` ends the name, of one of several folders of a run."""
+        self.output_dir, self.path, self.part = output_dir.resolve(), Path(), part
 
-    def write(self, model: Any, version: str, folders: Sequence[Sequence[str] | None]) -> None:
-        """Replaces what is there by the weights of `model`, or its adapter. `folders` are those that each server reads,
-        None for a server that reads all."""
+    def write(
+        self, model: Any, version: str, folders: Sequence[Sequence[str] | None], copy: Path | None = None
+    ) -> None:
+        """Replaces what is there by the weights of `model`, or its adapter, or by those of its kind in the folder
+        `copy`. `folders` are those that each server reads, None for a server that reads all."""
         if self.path == Path():
             weights = [weight for weight in model.parameters() if weight.requires_grad or not is_adapted(model)]
             size = sum(weight.numel() * weight.element_size() for weight in weights)
             # The name is a function of the run, so that a resume removes what a killed run left.
-            name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12]
+            name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12] + self.part
             self.path = place(self.output_dir, folders, size) / name
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700)  # fails if it is someone else's
-        model.save_pretrained(self.path / version)
+        if copy is None:
+            model.save_pretrained(self.path / version)
+        else:
+            shutil.copytree(copy, self.path / version)
 
     def remove(self) -> None:
         """Removes what this process wrote."""

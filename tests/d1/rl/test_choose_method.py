@@ -239,6 +239,11 @@ def test_method_without_a_name_is_one_line(capsys):
 SPG = {"method": "spg"}
 REFUSED = [
     ({"rollout_mode": "server"}, "--rollout_mode server needs --rollout_server_base_url URL"),
+    ({"rollout_mode": "server", "rollout_server_base_url": ["localhost:30000"]}, "takes addresses http://HOST:PORT"),
+    (
+        {"rollout_mode": "server", "rollout_server_base_url": ["http://a:1"], "rollout_server_timeout": 7200},
+        "--rollout_server_timeout 7200: processes wait for each other for --ddp_timeout",
+    ),
     (
         {"method": "espo", "estimator": "replay", "num_views": 2},
         "a ratio of whole completions needs all of their tokens",
