@@ -32,8 +32,9 @@ PASS_AT = (1, 2, 5, 10, 20, 50, 100)
 
 @dataclass
 class Row:
-    """One setup's results. `accuracy`, its 95% interval and `metrics` are in percent; `tokens` (generated before the
-    end) and `forward_passes` are means per completion; `pass_at` has the estimate and the interval of each pass@k."""
+    """One setup's results. `accuracy`, its 95% interval and `metrics` (also the shares of completions that edits made
+    better and worse) are in percent; `tokens` (generated before the end), `forward_passes` and `edits` are means per
+    completion; `pass_at` has the estimate and the interval of each pass@k."""
 
     setup: str
     task: str
@@ -48,6 +49,7 @@ class Row:
     expected: int | None = None
     tokens: float | None = None
     forward_passes: float | None = None
+    edits: float | None = None
     pass_at: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     duplicates: int = 0
     missing_ranks: list[int] = field(default_factory=list)
@@ -108,7 +110,11 @@ def detail_of(setup: GeneratedSetup, task: ModuleType | None, problem: Generated
     asked = {"question": problem.question, "ground_truth": problem.ground_truth}
     try:
         if task is not None:
-            return asked | strict_detail(problem.text[-MAX_TEXT:], task, asked)
+            scored, first = strict_detail(problem.text[-MAX_TEXT:], task, asked), problem.first_text
+            if first is not None:
+                before = scored if first == problem.text else strict_detail(first[-MAX_TEXT:], task, asked)
+                scored["before_edits"] = before["accuracy"]
+            return asked | scored
         from d1.eval.published_scoring import score_published  # imports datasets, which --help does not need
 
         right, total = score_published(setup.task, problem.raw[-MAX_TEXT:], asked)
@@ -143,8 +149,10 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
         share = math.fsum(detail["right"] for detail in details) / sum(detail["total"] for detail in details)
     else:
         share = fmean(detail["accuracy"] for detail in details)
-        names = details[0]["metrics"]
-        row.metrics = {name: 100 * fmean(detail["metrics"][name] for detail in details) for name in names}
+        row.metrics = {name: 100 * fmean(one["metrics"][name] for one in details) for name in details[0]["metrics"]}
+        gains = [one["accuracy"] - one["before_edits"] for one in details if "before_edits" in one]
+        for name, sign in (("corrected by edits", 1), ("spoiled by edits", -1)) if gains else ():
+            row.metrics[name] = 100 * fmean(sign * gain > 0 for gain in gains)
     row.accuracy = 100 * share
     by_problem: dict[str, list[float]] = {}
     for problem, detail in zip(problems, details, strict=True):
@@ -156,7 +164,7 @@ def summarise(row: Row, setup: GeneratedSetup, details: list[dict[str, Any]], pr
             value = fmean(pass_at_k(len(one), one.count(1.0), k) for one in by_problem.values())
             low, high = wilson_interval(value, len(by_problem))
             row.pass_at[f"pass@{k}"] = (100 * value, 100 * low, 100 * high)
-    for name in ("tokens", "forward_passes"):
+    for name in ("tokens", "forward_passes", "edits"):
         counts = [count for problem in setup.problems if (count := getattr(problem, name)) is not None]
         setattr(row, name, fmean(counts) if counts else None)
 

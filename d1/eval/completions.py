@@ -135,9 +135,9 @@ def generate_rows(
     """Each prompt's number and journal entry, as soon as its row ends; the next prompt is taken when there is room.
 
     Entries use the names of the generation files: texts, `tokens` generated before the end, `forward_passes`,
-    `forward_tokens` (tokens processed in these passes), `edits` of a sampler that edits, and `seconds`: the time since
-    the last rows ended, divided by the number of rows that ended together, so that the sum over all rows is the total
-    time.
+    `forward_tokens` (tokens processed in these passes), and `seconds`: the time since the last rows ended, divided by
+    the number of rows that ended together, so that the sum over all rows is the total time. A sampler that edits adds
+    `edits` and `first_text`, the text of the tokens that were written first.
     """
     asked: dict[int, Prompt] = {}
 
@@ -156,11 +156,13 @@ def generate_rows(
     )
     began = time.perf_counter()
     for numbers, sampled in stream:
-        output = sampled.ids[:, -args.gen_length :]
-        lengths = eos_cut(output, ends, including=False).sum(1).tolist()
+        output, first = sampled.ids[:, -args.gen_length :], sampled.first_ids[:, -args.gen_length :]
+        lengths, first_lengths = (eos_cut(ids, ends, including=False).sum(1).tolist() for ids in (output, first))
         seconds, began = (time.perf_counter() - began) / len(numbers), time.perf_counter()
         counts = sampled.passes.tolist(), sampled.forward_tokens.tolist(), sampled.edits.tolist()
-        for number, row, length, passes, fed, edits in zip(numbers, output.tolist(), lengths, *counts, strict=True):
+        drafts = zip(first.tolist(), first_lengths, strict=True)
+        columns = (numbers, output.tolist(), lengths, *counts, drafts)
+        for number, row, length, passes, fed, edits, (draft, kept) in zip(*columns, strict=True):
             entry = {
                 "index": asked.pop(number).key,
                 "generations": tokenizer.decode(row),
@@ -172,4 +174,5 @@ def generate_rows(
             }
             if sampled.writes is not None:
                 entry["edits"] = edits
+                entry["first_text"] = tokenizer.decode(draft[:kept], skip_special_tokens=True)
             yield number, entry

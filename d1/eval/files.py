@@ -3,8 +3,8 @@
 A file is `{task}_{model}_{gen_length}_{steps}_{rank}_generations.json` and holds
 `{"generations": [{"question", "prompt_input", "generations", "ground_truth"}], ...}`. Our files add to each item
 `text`, `tokens` (generated before the end), `forward_passes`, `forward_tokens` (processed in these passes) and, of a
-sampler that edits, `edits` (tokens that replaced others), and to the file `task`, `expected_problems` and
-`prompt_protocol`.
+sampler that edits, `edits` (tokens that replaced others) and `first_text` (the text without them), and to the file
+`task`, `expected_problems` and `prompt_protocol`.
 Errors in a file or an item are recorded, and the rest is read.
 """
 
@@ -42,6 +42,8 @@ class GeneratedProblem:
     text: str
     tokens: int | None
     forward_passes: int | None
+    edits: int | None = None
+    first_text: str | None = None  # of a sampler that edits: what it had written without its edits
 
 
 @dataclass
@@ -155,10 +157,14 @@ def read_problem(where: str, item: Any) -> GeneratedProblem:
     for name in ("generations", "question", "text"):
         if not isinstance(item.get(name), str):
             raise TypeError(f'"{name}" must be text, got {type(item.get(name)).__name__}')
-    counts = [item.get(name) for name in ("tokens", "forward_passes")]
+    tokens, passes, edits = counts = [item.get(name) for name in ("tokens", "forward_passes", "edits")]
+    first = item.get("first_text")
     if not all(isinstance(count, int | None) for count in counts):
-        raise TypeError(f'"tokens" and "forward_passes" must be whole numbers, got {counts}')
+        raise TypeError(f'"tokens", "forward_passes" and "edits" must be whole numbers, got {counts}')
+    if not isinstance(first, str | None):
+        raise TypeError(f'"first_text" must be text, got {type(first).__name__}')
     truth, index = item.get("ground_truth"), item.get("index")
     problem = json.dumps(index if isinstance(index, int) else [item["question"], truth])
     key = f"{problem}.{item['sample']}" if isinstance(item.get("sample"), int) else problem
-    return GeneratedProblem(where, key, problem, item["question"], truth, item["generations"], item["text"], *counts)
+    asked, raw, text = item["question"], item["generations"], item["text"]
+    return GeneratedProblem(where, key, problem, asked, truth, raw, text, tokens, passes, edits, first)

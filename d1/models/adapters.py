@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,15 +12,16 @@ from typing import Any
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
-from transformers.utils import find_adapter_config_file
+from transformers.utils import cached_file, find_adapter_config_file
 
 from d1.models.formats.released import rename
-from d1.models.kinds import KINDS, kind_of
+from d1.models.kinds import KINDS, kind_of, learnt_fields
 
 logger = logging.getLogger(__name__)
 
 HUB_SECONDS = 5.0  # to wait for the hub's answer
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
+LEARNT_FILE = "learnt.json"  # `learnt_fields` of an adapter, whose folder has no config.json
 
 
 def lora_targets(model: Any, asked: str | Iterable[str]) -> list[str]:
@@ -118,7 +120,22 @@ def add_adapter(model: PreTrainedModel, folder: str) -> PeftModel:
         raise ValueError(
             f"adapter {folder} does not fit the model: missing {missing}, unexpected {list(result.unexpected_keys)}"
         )
+    load_learnt(model, folder)
     return peft
+
+
+def save_learnt(model: Any, folder: str | Path) -> None:
+    """Write what the model of an adapter learnt next to it; nothing for a model whose own config is saved."""
+    if isinstance(model, PeftModel) and (fields := learnt_fields(model.config)):
+        (Path(folder) / LEARNT_FILE).write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def load_learnt(model: Any, folder: str) -> None:
+    """Put what `save_learnt` wrote into the model's config."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if path := cached_file(folder, LEARNT_FILE, **quiet):
+        for name, value in learnt_fields(json.loads(Path(path).read_text())).items():
+            setattr(model.config, name, value)
 
 
 def native_name(name: str, model_type: str) -> str:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import check_attention
-from d1.models.kinds import KINDS, is_encoder, released_kind
+from d1.models.kinds import KINDS, is_encoder, learnt_fields, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
@@ -107,7 +107,7 @@ def released_config(model: Any, kind: str, source: str) -> dict[str, Any]:
     row = KINDS[kind]
     if row.release is None:
         raise ValueError(f"{kind!r} is not a released format: its weights and config are Transformers' own")
-    config = row.release(model.config)
+    config = row.release(model.config) | learnt_fields(model.config)
     if released_kind(config) != kind:
         raise ValueError(f"{source} was released as {released_kind(config)!r}, not as {kind!r}: name that format")
     config["dtype" if "dtype" in config else "torch_dtype"] = str(model.dtype).removeprefix("torch.")

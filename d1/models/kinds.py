@@ -128,6 +128,7 @@ KINDS: dict[str, Kind] = {
 ABOUT_FILES = ("model_type", "architectures", "auto_map", "transformers_version")
 # The author's choices for one machine; `load_model` has an argument for them.
 ABOUT_KERNELS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+LEARNT = ("edit_noise",)  # what training adds to a config, whatever the format
 
 
 def kind_of(config: Any) -> Kind:
@@ -162,6 +163,12 @@ def released_kind(raw: Mapping[str, Any]) -> str:
     """The name of the row for a `config.json`; LLaDA-MoE was also published with the `model_type` of LLaDA."""
     moe = raw.get("model_type") == "llada" and any("MoE" in name for name in raw.get("architectures") or ())
     return "lladamoe" if moe else raw.get("model_type", "")
+
+
+def learnt_fields(config: Any) -> dict[str, Any]:
+    """The fields of a config, or of a `config.json`, that training wrote."""
+    fields = config if isinstance(config, dict) else vars(config)
+    return {name: fields[name] for name in LEARNT if fields.get(name) is not None}
 
 
 def experts(config: Any) -> int:
@@ -214,8 +221,8 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
         raise FileNotFoundError(f"{path} has no config.json: it is not a model folder")
     model_type = released_kind(raw)
     check_kind(model_type, path)
-    kind = KINDS[model_type]
-    fields = kind.fields({name: value for name, value in raw.items() if name not in ABOUT_KERNELS})
+    kind, learnt = KINDS[model_type], learnt_fields(raw)
+    fields = kind.fields({name: value for name, value in raw.items() if name not in (*ABOUT_KERNELS, *learnt)})
     if kind.becomes:
         fields = {name: value for name, value in fields.items() if name not in ABOUT_FILES}
     if kind.shift:
@@ -226,7 +233,7 @@ def native_config(path: str) -> tuple[PreTrainedConfig, Kind]:
         fields["block_size"] = fields.get("block_size") or kind.block_size
     if kind.release is as_released:
         fields["released"] = raw
-    config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(fields)
+    config: PreTrainedConfig = CONFIG_MAPPING[kind.becomes or model_type].from_dict(fields | learnt)
     if kind.attention not in ("full", attention_name(config)) and not hasattr(config, "attention_pattern"):
         config.attention_pattern = kind.attention
     attend_both_ways(config, path)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from d1.models.adapters import save_learnt
 from d1.runs.checkpoints import staged_checkpoint
 from d1.runs.sampler import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
@@ -58,6 +59,8 @@ class RunTrainer(TrainerHooks):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         check_weights(self.model, self.state.global_step)
         super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            save_learnt(self.model, str(output_dir or self.args.output_dir))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_loss" in logs:

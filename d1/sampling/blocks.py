@@ -77,9 +77,9 @@ def tokens_inside(config: Any, attention_mask: Tensor, block_length: int) -> lis
 @cache
 def warn_of_edits(name: str) -> None:
     logger.warning(
-        "%s: nothing in its config says that it learnt to correct visible tokens: SFT with --edit_noise writes that, "
-        "and LLaDA2.1 learnt it, but its config does not say so. Edits by a model that was trained on masks alone "
-        "spoil more than they correct",
+        "%s: nothing in its config says that it learnt to correct visible tokens: SFT with --edit_noise writes that "
+        "(for an adapter, into learnt.json), and LLaDA2.1 learnt it, but its config does not say so. Edits by a "
+        "model that was trained on masks alone spoil more than they correct",
         name,
     )
 

@@ -83,6 +83,15 @@ class Rollout:
         return (self.writes.steps[..., 1:] >= 0).sum((1, 2))
 
     @property
+    def first_ids(self) -> Tensor:
+        """(rows, prompt + gen_length) `ids` with the token that was written first at each place, before all edits."""
+        if self.writes is None:
+            return self.ids
+        start = self.ids.shape[1] - self.logps.shape[1]
+        own = torch.where(self.writes.steps[..., 0] < 0, self.ids[:, start:], self.writes.ids[..., 0])
+        return torch.cat([self.ids[:, :start], own], dim=1)
+
+    @property
     def most_writes(self) -> Tensor:
         """(rows,) how often the place that was written most often was."""
         return torch.ones_like(self.passes) if self.writes is None else (self.writes.steps >= 0).sum(-1).amax(-1)

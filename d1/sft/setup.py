@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments, set_seed
@@ -38,7 +36,7 @@ def stage(args: SFTConfig) -> Stage:
         settings=lambda: settings_of_run(args, training),
         on_resume=ON_RESUME,
         prepare=lambda: ({}, prepare(args, training)),
-        conclude=lambda: finish(args),
+        conclude=lambda: conclude(args),
     )
 
 
@@ -55,7 +53,7 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTr
         options: dict[str, Any] = {"complementary": args.complementary_masks, "packed": args.packing}
         options["edits"] = EditNoise.of(args)
         if args.edit_noise is not None:
-            model.config.edit_noise = args.edit_noise  # in its config.json: samplers then edit without a warning
+            model.config.edit_noise = args.edit_noise  # saved with it: samplers then edit without a warning
         collator = dLLMDataCollator(tokenizer, block_size=block_size(model.config), **options)
         return dLLMTrainer(
             model=model,
@@ -67,14 +65,6 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTr
         )
 
     return start
-
-
-def finish(args: SFTConfig) -> None:
-    """Merges the adapter of a finished run, if `merge_at_end` is set; the config then says if it learnt to edit."""
-    conclude(args)
-    if args.merge_at_end and args.edit_noise is not None:
-        path = Path(args.output_dir) / args.job_name / "merged" / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"edit_noise": args.edit_noise}, indent=2) + "\n")
 
 
 def training_arguments(args: SFTConfig) -> TrainingArguments:

@@ -1,4 +1,4 @@
-"""The tables of README.md, from data/runs.jsonl.
+"""The tables of README.md, from the files in data/.
 
     python -m studies.editing.report
 
@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
-from studies.editing.run import BASES, DATA, SAMPLERS
+from studies.editing import search
+from studies.editing.frontier import gains
+from studies.editing.run import BASES, DATA
 from studies.json_lines import read_lines
 from studies.samplers.cost import with_margin
 
+FIRST = DATA.with_name("first.jsonl")
 MARKER = "<!-- made by python -m studies.editing.report -->\n"
 HEAD = [
     "sampler",
@@ -37,11 +41,6 @@ def mean(values: list[float]) -> str:
     return f"{statistics.fmean(values):.1f}{spread}"
 
 
-def outcomes(runs: list[dict[str, Any]]) -> list[float]:
-    """The share of seeds that solve each problem."""
-    return [statistics.fmean(map(int, column)) for column in zip(*(run["solved"] for run in runs), strict=True)]
-
-
 def changed(runs: list[dict[str, Any]], before: str, after: str) -> str:
     """Per 100 completions, those whose drafts had one outcome and whose text has the other; all seeds together."""
     pairs = [pair for run in runs for pair in zip(run["drafts"], run["solved"], strict=True)]
@@ -49,22 +48,29 @@ def changed(runs: list[dict[str, Any]], before: str, after: str) -> str:
 
 
 def against(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) -> str:
-    """Points above the best unedited setting of any model that takes no more passes, with its 95% interval."""
-    passes = statistics.fmean(run["passes"] for run in runs)
-    cheaper = [other for other in unedited if statistics.fmean(run["passes"] for run in other) <= passes]
-    if not cheaper:
-        return "none is as fast"
-    best = outcomes(max(cheaper, key=lambda other: statistics.fmean(outcomes(other))))
-    gain, margin = with_margin([a - b for a, b in zip(outcomes(runs), best, strict=True)])
-    return f"{gain:+.1f} ± {margin:.1f}"
+    """The mean of `gains` in points, with its 95% interval."""
+    found = gains(runs, unedited)
+    return "{:+.1f} ± {:.1f}".format(*with_margin(found)) if found else "none is as fast"
 
 
-def table(task: str, lines: list[dict[str, Any]]) -> str:
+def searched(lines: list[dict[str, Any]]) -> str:
+    """The table of the search: mean gains of each candidate, in points."""
+    heads, rows = [*product(search.THRESHOLDS, BASES)], []
+    for name in search.CANDIDATES:
+        found = {at: search.points(lines, name, *at) for at in heads}
+        if any(found.values()):
+            rows.append([name, *("" if not of else f"{statistics.fmean(of):+.1f}" for of in found.values())])
+    head = ["noise, share", *(f"{task}, above {threshold}" for threshold, task in heads)]
+    return "## Search\n\n" + markdown_table(head, rows) if rows else ""
+
+
+def table(title: str, task: str, lines: list[dict[str, Any]]) -> str:
     own = [line for line in lines if line["task"] == task]
     noises = list(dict.fromkeys(line["noise"] for line in own))
+    samplers = list(dict.fromkeys(name for line in own for name in line["samplers"]))
     by_name = {
         (name, noise): [line["samplers"][name] for line in own if line["noise"] == noise and name in line["samplers"]]
-        for name in SAMPLERS
+        for name in samplers
         for noise in noises
     }
     by_name = {key: runs for key, runs in by_name.items() if runs}
@@ -80,8 +86,8 @@ def table(task: str, lines: list[dict[str, Any]]) -> str:
             edits = [f"{count:.2f}", changed(runs, "0", "1"), changed(runs, "1", "0"), against(runs, unedited)]
         rows.append([name, noise, solved, *cost, *edits])
     seeds = len({line["seed"] for line in own})
-    title = f"## {task}, {seeds} seeds, {len(own[0]['samplers'][next(iter(SAMPLERS))]['solved'])} problems\n\n"
-    return title + markdown_table(HEAD, rows)
+    problems = len(own[0]["samplers"][samplers[0]]["solved"])
+    return f"## {title}: {task}, {seeds} seeds, {problems} problems\n\n" + markdown_table(HEAD, rows)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -89,10 +95,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    path, lines = Path(__file__).with_name("README.md"), read_lines(DATA)
-    opening = path.read_text().partition(MARKER)[0]
-    tables = [table(task, lines) for task in BASES if any(line["task"] == task for line in lines)]
-    path.write_text(opening + MARKER + "\n" + "\n".join(tables))
+    path = Path(__file__).with_name("README.md")
+    tables = [searched(read_lines(search.DATA))]
+    for title, file in (("Run", DATA), ("First run", FIRST)):
+        lines = read_lines(file)
+        tables += [table(title, task, lines) for task in BASES if any(line["task"] == task for line in lines)]
+    path.write_text(path.read_text().partition(MARKER)[0] + MARKER + "\n" + "\n".join(filter(None, tables)))
 
 
 if __name__ == "__main__":

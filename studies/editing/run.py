@@ -1,22 +1,26 @@
 """What editing gives a pocket model: accuracy against tokens per pass, with editing and without.
 
-    OMP_NUM_THREADS=1 python -m studies.editing.run
+    OMP_NUM_THREADS=1 python -m studies.editing.run ...
 
-For each task and seed, SFT with masks alone and with visible noise, on the same rows for as many steps; then greedy
-completions of problems that no training saw, under each sampler of `SAMPLERS`. Sudoku is done by the block-causal base,
-over its exact cache; arithmetic by the base with full attention. A line per trained model goes to data/runs.jsonl, and
-one that is there is not made again. `python -m studies.editing.report` makes the tables of README.md.
+"..." are the flags that `search.py` prints. For each task and seed, SFT with masks alone and with each kind of visible
+noise, on the same rows for as many steps; then greedy completions of problems that no training saw, under each sampler
+of `samplers`. Sudoku is done by a block-causal model, over its exact cache; arithmetic by one with full attention. A
+line per trained model goes to data/runs.jsonl, and one that is there is not made again. `python -m
+studies.editing.report` makes the tables of README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from d1.models import load_model, load_tokenizer
-from d1.ranges import COUNT, SEED
+from d1.ranges import BELOW_ONE, COUNT, POSITIVE, SEED, SHARE
 from d1.runs.entry import OneLineParser, run_script
 from d1.sft import SFTConfig
 from d1.sft.train import main as sft
@@ -28,31 +32,72 @@ from studies.samplers.fresh import FRESH
 
 DATA = Path(__file__).parent / "data" / "runs.jsonl"
 BASES = {"sudoku": "block_base", "arithmetic": "arithmetic_base"}  # in pocket/
-BLOCKS = {"sudoku": 8, "arithmetic": 32}  # the model's own; the whole canvas
+BLOCKS = {"sudoku": 16, "arithmetic": None}  # tokens; None: full attention, the whole canvas is one block
+LENGTH = 32
+ROWS, ROWS_SEED = 4000, 7
 NOISES: dict[str, dict[str, Any]] = {
     "masks": {},
     "draft": {"edit_noise": "draft"},
     "uniform": {"edit_noise": "uniform"},
+    "draft, 2 turns": {"edit_noise": "draft", "edit_turns": 2},
 }
-LENGTH = 32
-LEVELS = (0.3, 0.5, 0.7, 0.9)  # of the rule threshold, with and without edits
-BUDGETS = (0, 16)  # max_post_steps: edits only beside masks, and LLaDA2.1's
-SAMPLERS: dict[str, dict[str, Any]] = {f"{level}": {"reveal_level": level} for level in LEVELS} | {
-    f"{level}, edits, {budget}": {"reveal_level": level, "edit_threshold": 0.5, "max_post_steps": budget}
-    for level, budget in product(LEVELS, BUDGETS)
-}
+LEVELS = (0.3, 0.5, 0.7, 0.9)  # of the rule threshold, with edits
+FRONTIER = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # without; a coarse frontier would flatter edits
+BUDGETS = (0, 1)  # max_post_steps: edits only beside masks, and one pass over each full block
+PRESETS = ("quality", "speed")  # LLaDA2.1's
 
 
-def trained(task: str, seed: int, noise: str, args: argparse.Namespace) -> Path:
-    """The folder of a model after SFT on a task's rows."""
-    job = f"{task}-{noise}-{seed}"
-    folder = Path(args.output_dir) / job
-    if (folder / "model.safetensors").exists():
-        return folder
+def samplers(threshold: float) -> dict[str, dict[str, Any]]:
+    """Name -> options of `sample`; edits have a probability above `threshold`."""
+    plain = {f"{level}": {"reveal_level": level} for level in FRONTIER}
+    editing = {
+        f"{level}, edits, {budget}": {"reveal_level": level, "edit_threshold": threshold, "max_post_steps": budget}
+        for level, budget in product(LEVELS, BUDGETS)
+    }
+    return plain | editing | {name: {"editing": name} for name in PRESETS}
+
+
+def edits(options: dict[str, Any]) -> bool:
+    return "edit_threshold" in options or "editing" in options
+
+
+def block_model(task: str, folder: Path) -> Path:
+    """The task's base with its `BLOCKS`, written to `folder`."""
+    path = folder / f"{task}-base"
+    if not path.exists():
+        base = str(ROOT / "pocket" / BASES[task])
+        model: Any = load_model(base)
+        model.config.block_size = BLOCKS[task]
+        model.save_pretrained(path)
+        load_tokenizer(base).save_pretrained(path)
+    return path
+
+
+def right_rows(task: str, folder: Path) -> Path:
+    """The file of training problems with right answers only."""
+    path, recipe = folder / f"{task}-{ROWS}.jsonl", RECIPES[task]
+    if not path.exists():
+        draw = recipe.traces.problems(ROOT / "dataset" / recipe.training_file)
+        lines = []
+        for problem in draw(ROWS, np.random.default_rng(ROWS_SEED)):
+            trajectory, attempt = recipe.traces.trace("careful", *problem)
+            row = {"question": recipe.traces.question(*problem), "thinking_trajectories": [trajectory]}
+            lines.append(json.dumps(row | {"attempt": attempt}) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines))
+    return path
+
+
+def trained(task: str, seed: int, noise: dict[str, Any], args: argparse.Namespace) -> Path:
+    """The folder of a model after SFT."""
+    folder = Path(args.output_dir)
+    job = "-".join([task, str(seed), *(f"{name}_{value}" for name, value in noise.items())])
+    if (folder / job / "model.safetensors").exists():
+        return folder / job
     config = SFTConfig(
-        model_name=str(ROOT / "pocket" / BASES[task]),
+        model_name=str(block_model(task, folder)),
         full_finetuning=True,
-        train_data=str(ROOT / "dataset" / RECIPES[task].sft_file),
+        train_data=str(right_rows(task, folder)),
         output_dir=args.output_dir,
         job_name=job,
         batch_size=32,
@@ -65,49 +110,38 @@ def trained(task: str, seed: int, noise: str, args: argparse.Namespace) -> Path:
         seed=seed,
         num_proc=1,
         debugging=True,
-        **NOISES[noise],
+        **noise,
     )
     sft(config)
-    return folder
+    return folder / job
 
 
-def measured(folder: Path, task: str, problems: int, samplers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def measured(folder: Path, task: str, rows: Any, samplers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each sampler: whether each problem was solved, as a text of 0 and 1, and what the completions took.
 
     `drafts` is the same of the text in which each place holds what was written there first: what edits correct or
     spoil is the difference of the two.
     """
     model, tokenizer = load_model(str(folder)).eval(), load_tokenizer(str(folder))
-    rows = FRESH[task](problems, 0)
     prompts = prompts_of(rows, tokenizer, model.device)
+    width, end, score = prompts.shape[1], tokenizer.eos_token_id, load_task(RECIPES[task].task).score
     found = {}
     for name, options in samplers.items():
-        parts = sample(
-            model, tokenizer, prompts, LENGTH, 128, block=BLOCKS[task], steps=LENGTH, sampler="parallel", **options
-        )
-        width, end = prompts.shape[1], tokenizer.eos_token_id
+        settings = {"block": BLOCKS[task] or LENGTH, "steps": LENGTH, "sampler": "parallel", **options}
+        parts = sample(model, tokenizer, prompts, LENGTH, 128, **settings)
         tokens = [int((row[width:] != end).sum()) + 1 for part in parts for row in part.ids]
         found[name] = {
             "solved": as_text(solved(parts, tokenizer, width, rows, task)),
-            "passes": sum(int(part.passes.sum()) for part in parts) / problems,
-            "tokens": sum(min(count, LENGTH) for count in tokens) / problems,
-            "fed": sum(int(part.forward_tokens.sum()) for part in parts) / problems,
+            "passes": sum(int(part.passes.sum()) for part in parts) / len(rows),
+            "tokens": sum(min(count, LENGTH) for count in tokens) / len(rows),
+            "fed": sum(int(part.forward_tokens.sum()) for part in parts) / len(rows),
         }
-        if parts[0].writes is not None:
-            found[name] |= {"edits": sum(int(part.edits.sum()) for part in parts) / problems}
-            firsts = [ids for part in parts for ids in first_written(part, end)]
-            texts = [str(tokenizer.decode(ids)).split(tokenizer.eos_token)[0] for ids in firsts]
-            score = load_task(RECIPES[task].task).score
-            found[name]["drafts"] = as_text(
-                [score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)]
-            )
-    return found
-
-
-def first_written(part: Any, end: int) -> list[list[int]]:
-    """The first token that was written at each place of a rollout's completions; `end` where none was."""
-    firsts = part.writes.ids[..., 0].masked_fill(part.writes.steps[..., 0] < 0, end)
-    found: list[list[int]] = firsts.tolist()
+        if edits(options):
+            found[name] |= {"edits": sum(int(part.edits.sum()) for part in parts) / len(rows)}
+            firsts = [str(tokenizer.decode(ids)) for part in parts for ids in part.first_ids[:, width:].tolist()]
+            texts = [text.split(tokenizer.eos_token)[0] for text in firsts]
+            outcomes = [score(text, row)["accuracy"] for text, row in zip(texts, rows, strict=True)]
+            found[name]["drafts"] = as_text(outcomes)
     return found
 
 
@@ -118,22 +152,28 @@ def as_text(values: list[float]) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=COUNT, default=500, help="per task (default: %(default)s)")
-    parser.add_argument("--epochs", type=COUNT, default=4, help="of SFT, over 1000 rows (default: %(default)s)")
+    parser.add_argument("--epochs", type=COUNT, default=1, help="of SFT (default: %(default)s)")
     parser.add_argument("--tasks", nargs="+", choices=BASES, default=list(BASES))
     parser.add_argument("--seeds", nargs="+", type=SEED, default=[0, 1, 2])
-    parser.add_argument("--noises", nargs="+", choices=NOISES, default=["masks", "draft"])
+    parser.add_argument("--noises", nargs="+", choices=NOISES, default=list(NOISES))
+    parser.add_argument("--edit_share", type=SHARE, default=0.1, help="of the noise (default: %(default)s)")
+    parser.add_argument("--edit_weight", type=POSITIVE, default=1.0, help="of the noise (default: %(default)s)")
+    parser.add_argument("--edit_threshold", type=BELOW_ONE, default=0.5, help="of the samplers (default: %(default)s)")
     parser.add_argument("--output_dir", default="runs/editing", help="of the trained models (default: %(default)s)")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     there = {(line["task"], line["seed"], line["noise"]) for line in read_lines(DATA)}
-    for seed, task, noise in product(args.seeds, args.tasks, args.noises):
-        if (task, seed, noise) in there:
+    chosen = {name: getattr(args, name) for name in ("edit_share", "edit_weight")}
+    for seed, task, name in product(args.seeds, args.tasks, args.noises):
+        if (task, seed, name) in there:
             continue
-        samplers = {name: of for name, of in SAMPLERS.items() if noise != "masks" or "edit_threshold" not in of}
-        found = measured(trained(task, seed, noise, args), task, args.problems, samplers)
-        append_line(DATA, {"task": task, "seed": seed, "noise": noise, "epochs": args.epochs, "samplers": found})
+        noise = NOISES[name] | (chosen if NOISES[name] else {})
+        options = {key: of for key, of in samplers(args.edit_threshold).items() if noise or not edits(of)}
+        found = measured(trained(task, seed, noise, args), task, FRESH[task](args.problems, 0), options)
+        line = {"task": task, "seed": seed, "noise": name, "epochs": args.epochs, "threshold": args.edit_threshold}
+        append_line(DATA, line | {"settings": noise, "samplers": found})
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ JSON: st.SearchStrategy = (
 )
 
 
-FIELDS = ["question", "generations", "text", "tokens", "forward_passes", "index", "ground_truth"]
+FIELDS = ["question", "generations", "text", "tokens", "edits", "first_text", "index", "ground_truth"]
 
 
 @settings(max_examples=1_000, deadline=None)

@@ -120,6 +120,25 @@ def test_duplicates_count_once_strictly_and_again_as_published(tmp_path):
     assert (published.n, published.duplicates, published.accuracy) == (3, 1, pytest.approx(100 / 3))
 
 
+def test_what_edits_corrected_and_spoiled_is_counted(tmp_path):
+    """Of four completions one became right, one wrong, and one stayed wrong; the fourth has no edits to speak of."""
+    right, wrong = RIGHT["sudoku"], "<answer></answer>"
+    texts = [(right, wrong, 2), (wrong, right, 1), (wrong, "", 3), (right, right, 0)]
+    items = [
+        item("sudoku", text, number) | {"first_text": first, "edits": edits}
+        for number, (text, first, edits) in enumerate(texts)
+    ]
+    write(tmp_path, "sudoku_m_32_16_0", items)
+    row, details = score_all(tmp_path)["sudoku_m_32_16"]
+    assert row.edits == 1.5
+    assert {name: row.metrics[f"{name} by edits"] for name in ("corrected", "spoiled")} == dict.fromkeys(
+        ("corrected", "spoiled"), 25
+    )
+    assert [detail["before_edits"] for detail in details] == [0, 1, 0, 1]
+    write(tmp_path, "sudoku_m_32_16_0", [item("sudoku", right)])
+    assert "corrected by edits" not in score_all(tmp_path)["sudoku_m_32_16"][0].metrics
+
+
 MALFORMED = {
     "an item must be an object, got str": "text",
     "an item must be an object, got NoneType": None,
@@ -127,12 +146,13 @@ MALFORMED = {
     '"generations" must be text, got int': {"question": "q", "ground_truth": "1", "generations": 5},
     '"question" must be text, got list': {"question": [], "ground_truth": "1", "generations": ""},
     '"text" must be text, got int': {"question": "q", "ground_truth": "1", "generations": "", "text": 3},
-    '"tokens" and "forward_passes" must be whole numbers': {
+    '"tokens", "forward_passes" and "edits" must be whole numbers': {
         "question": "q",
         "ground_truth": "1",
         "generations": "",
         "tokens": "3",
     },
+    '"first_text" must be text, got int': {"question": "q", "ground_truth": "1", "generations": "", "first_text": 1},
 }
 
 

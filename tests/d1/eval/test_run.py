@@ -318,6 +318,7 @@ def test_edits_are_counted_and_belong_to_the_identity_of_a_run(tiny_model_dir, t
     assert not any("edits" in item for item in plain["generations"])
     edited = evaluate(tiny_model_dir, tmp_path / "edited", *flags, "--edit_threshold", "0.1", "--max_post_steps", "2")
     assert sum(item["edits"] for item in edited["generations"]) > 0
+    assert any(item["first_text"] != item["text"] for item in edited["generations"])
     with pytest.raises(ValueError, match="different run"):
         evaluate(tiny_model_dir, tmp_path / "edited", *flags, "--edit_threshold", "0.2", "--max_post_steps", "2")
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from d1.__main__ import main, make_parser
 from d1.models import convert, load_model
+from d1.models.adapters import save_learnt
 from d1.models.kinds import KINDS, kind_of
 from tests.d1.released import (
     BLOCKS,
@@ -261,3 +262,17 @@ def test_what_no_class_here_has_is_refused_by_name(tmp_path, released, fields, m
 def test_editing_that_is_turned_off_is_no_reason(tmp_path):
     fields = {"enable_editing": False, "insert_threshold": None, "expert_capacity": None}
     load_model(write_released(tmp_path, "llada2_moe", **fields))
+
+
+def test_what_sft_learnt_goes_through_a_released_format(tmp_path):
+    """Next to an adapter, into its merge and an export; there it asks no class for editing."""
+    base = write_released(tmp_path / "base", "llada2_moe")
+    peft = get_peft_model(load_model(base), LoraConfig(target_modules=["q_proj"]))
+    peft.config.edit_noise = "draft"
+    peft.save_pretrained(tmp_path / "adapter")
+    save_learnt(peft, tmp_path / "adapter")
+    run("merge", base, tmp_path / "adapter", tmp_path / "merged")
+    run("export", tmp_path / "merged", tmp_path / "again", "--format", "llada2_moe")
+    for folder in ("adapter", "merged", "again"):
+        assert load_model(tmp_path / folder).config.edit_noise == "draft"
+    assert not hasattr(load_model(base).config, "edit_noise")

@@ -110,6 +110,7 @@ def test_a_block_ends_after_a_pass_without_masks_and_edits(kind_dirs):
     assert got.ids[0, 3:].tolist() == [7, 6]
     assert (got.passes.item(), got.edits.item()) == (3, 1)
     assert got.writes.ids[0, :, :2].tolist() == [[5, 7], [6, 0]]
+    assert got.first_ids[0].tolist() == [*got.ids[0, :3].tolist(), 5, 6]
     assert got.writes.steps[0, :, :2].tolist() == [[0, 1], [1, -1]]
     torch.testing.assert_close(got.writes.logps[0, 0, :2].exp(), torch.tensor([0.9, 0.8]))
 

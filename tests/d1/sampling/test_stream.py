@@ -115,6 +115,7 @@ def test_what_makes_no_sense_is_refused(kind_dirs):
     assert not list(rollout_stream(model, [], SamplingSettings(8, 4, 8), **given))
 
 
+EDITING_FIELDS = ("edit_threshold", "max_post_steps")  # which caches refuse
 # Length, steps and what else rows of one stream differ in, but for the cache and guidance.
 MIXED = [
     ((12, 12), {"temperature": 0.8}, ENDS),
@@ -123,6 +124,7 @@ MIXED = [
     ((16, 10), {"temperature": 1.3, "sampler": "parallel", "reveal": "factor"}, ENDS[:2]),
     ((4, 4), {"temperature": 0.5, "remasking": "random"}, None),
     ((13, 13), {"sampler": "parallel"}, ENDS),
+    ((14, 9), {"sampler": "parallel", "reveal_level": 0.3, "edit_threshold": 0.2, "max_post_steps": 2}, ENDS),
 ]
 
 
@@ -145,6 +147,7 @@ def test_rows_of_any_lengths_and_settings_share_a_batch(kind_dirs, kind, cache, 
         (length, steps), fields, ends = MIXED[number % len(MIXED)]
         sampler = {"exact": "cached", "parallel": "cached+parallel"} if cache else {}
         name = fields.get("sampler", "exact")
+        fields = {field: value for field, value in fields.items() if not cache or field not in EDITING_FIELDS}
         fields = fields | {"sampler": sampler.get(name, name), "kv_cache": cache, "cfg_scale": guidance}
         settings = SamplingSettings(length, own or 2 + number % 4, steps, **fields)
         asked.append(Asked(number, row[real.bool()].tolist(), settings, keyed_generator(3, number), tuple(ends or ())))
@@ -173,6 +176,7 @@ def test_rows_of_any_lengths_and_settings_share_a_batch(kind_dirs, kind, cache, 
         tail = slice(-one.settings.gen_length, None)
         assert torch.equal(part.ids[place, tail], alone.ids[0, tail]), one.settings
         assert torch.equal(part.reveal_steps[place, tail], alone.reveal_steps[0])
+        assert part.edits[place] == alone.edits[0]
         assert (part.passes[place], part.forward_tokens[place]) == (alone.passes[0], alone.forward_tokens[0])
         for name in ("logps", "entropies"):
             torch.testing.assert_close(getattr(part, name)[place, tail], getattr(alone, name)[0], rtol=0, atol=2e-5)

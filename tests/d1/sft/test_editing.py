@@ -21,12 +21,6 @@ NOISES = [
 SOME_WAYS = ["full attention", "blocks", "packed", "packed blocks"]
 
 
-def trainer_with(noise, model_dir, folder, batch, accumulation, **way):
-    trainer = make_trainer(model_dir, folder, batch, accumulation, **way)
-    trainer.data_collator.edits = noise
-    return trainer
-
-
 def logits_of(model, clean, shown, size):
     """(length, vocab) of one row, block by block behind the clean text before it."""
     parts = [
@@ -47,7 +41,7 @@ def by_hand(noise, model_dir, folder, **way):
     """Loss and gradient: all rows without padding, token by token."""
     way = {name: value for name, value in way.items() if name != "packed"}
     model = model_of(model_dir, way.get("block_size"), dtype=torch.float64).eval()
-    (batch,) = trainer_with(noise, model_dir, folder, ROWS, 1, **way).get_train_dataloader()
+    (batch,) = make_trainer(model_dir, folder, ROWS, 1, edits=noise, **way).get_train_dataloader()
     total, answers = torch.zeros((), dtype=torch.float64), (batch["labels"] != IGNORED).sum()
     columns = ("input_ids", "labels", "attention_mask", "t", "edited", "draws")
     for ids, labels, visible, t, edited, numbers in zip(*(batch[name] for name in columns), strict=True):
@@ -81,7 +75,7 @@ def test_loss_and_gradient_are_those_of_a_loop_however_a_batch_is_split(tiny_mod
     expected = by_hand(noise, tiny_model_dir, tmp_path, **WAYS[way])
     for batch, accumulation in [(8, 1), (2, 4)]:
         folder = tmp_path / str(batch)
-        trainer = trainer_with(noise, tiny_model_dir, folder, batch, accumulation, **WAYS[way])
+        trainer = make_trainer(tiny_model_dir, folder, batch, accumulation, edits=noise, **WAYS[way])
         trainer.train()
         trainer.save_model()
         trainer.save_state()
@@ -152,7 +146,7 @@ def test_what_makes_no_sense_is_refused(given, message):
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_a_run_says_in_its_config_what_the_model_learnt(tiny_block_dir, tmp_path, full):
+def test_a_run_says_what_the_model_learnt(tiny_block_dir, tmp_path, full):
     from d1.sft.train import main
 
     rows = [{"prompt": "ab" * (1 + i % 3), "completion": "cd" * (1 + i % 4)} for i in range(8)]
@@ -175,6 +169,7 @@ def test_a_run_says_in_its_config_what_the_model_learnt(tiny_block_dir, tmp_path
             **ways,
         )
     )
-    model = load_model(str(tmp_path / "run" if full else tmp_path / "run" / "merged"))
-    assert model.config.edit_noise == "draft"
+    for folder in ("run", "run/merged")[: 2 - full]:  # the adapter, too
+        assert load_model(str(tmp_path / folder)).config.edit_noise == "draft"
+    assert (tmp_path / "run" / "learnt.json").exists() != full
     assert "draft" in (tmp_path / "run" / "README.md").read_text()

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from d1.models import load_model, load_tokenizer, prepare
 from d1.sft.batches import Slot
+from d1.sft.editing import EditNoise
 from d1.sft.trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 from tests import forks
 
@@ -35,6 +36,7 @@ CASES_OF_TWO = [*itertools.product(WAYS, EOS_PADDINGS, SPLITS_OF_TWO)]
 # DeepSpeed reduces gradients in its own way, for any loss: each way is tested once, and each padding with each split.
 PADDINGS_AND_SPLITS = itertools.cycle(itertools.product(EOS_PADDINGS, SPLITS_OF_TWO))
 CASES_OF_DEEPSPEED = [(way, *next(PADDINGS_AND_SPLITS)) for way in WAYS]
+DRAFTS = BLOCKS | {"edits": EditNoise("draft", 0.5, 0.5, 0.7, 2)}  # its loss in one process: `test_editing.py`
 SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty slots
 KINDS = {"MULTI_CPU": {"ACCELERATE_USE_CPU": "true"}, "ZERO2": forks.deepspeed(2), "ZERO3": forks.deepspeed(3)}
 
@@ -78,11 +80,13 @@ def make_trainer(
     block_size: int | None = None,
     complementary: bool = False,
     packed: bool = False,
+    edits: EditNoise | None = None,
     **options: Any,
 ) -> dLLMTrainer:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     rows = options.pop("rows", None) or rows_of_all_lengths()
     tokenizer = load_tokenizer(str(model_dir))
+    ways: dict[str, Any] = {"complementary": complementary, "packed": packed, "edits": edits}
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch,
@@ -105,7 +109,7 @@ def make_trainer(
     return dLLMTrainer(
         model=model_of(model_dir, block_size, dtype=torch.float32 if deepspeed else torch.float64),
         args=args,
-        data_collator=dLLMDataCollator(tokenizer, block_size=block_size, complementary=complementary, packed=packed),
+        data_collator=dLLMDataCollator(tokenizer, block_size=block_size, **ways),
         train_dataset=dLLMSFTDataset(rows, tokenizer, 64, eos_padding=options.pop("eos_padding", "batch")),
         processing_class=tokenizer,
         **options,
@@ -181,6 +185,7 @@ def process(kind: str, model_dir: Path, folder: Path) -> None:
         one_step(model_dir, target, batch, accumulation, eos_padding=eos_padding, **WAYS[name])
     if kind == "MULTI_CPU":
         one_step(model_dir, folder / "short", 2, 1, rows=rows_of_all_lengths(6))
+        one_step(model_dir, folder / "drafts", 2, 2, **DRAFTS)
     trainer = make_trainer(model_dir, folder, 1, 1)
     assert trainer.args.world_size == 2
     state = trainer.accelerator.state
@@ -301,6 +306,9 @@ def test_two_processes(tiny_model_dir: Path, tmp_path: Path, expected: Any) -> N
     step_in_processes("MULTI_CPU", tiny_model_dir, tmp_path)
     for name, eos_padding, (batch, _) in CASES_OF_TWO:
         assert_same(found(tiny_model_dir, tmp_path / f"{name}-{eos_padding}-{batch}"), expected[name, eos_padding])
+    one_step(tiny_model_dir, tmp_path / "drafts alone", 8, 1, **DRAFTS)
+    drafts, alone = (found(tiny_model_dir, tmp_path / name) for name in ("drafts", "drafts alone"))
+    assert_same(drafts, alone)
     for split in SHORT_EPOCH:
         one_step(tiny_model_dir, tmp_path / "alone", *split, rows=rows_of_all_lengths(6))
         assert_same(found(tiny_model_dir, tmp_path / "short"), found(tiny_model_dir, tmp_path / "alone"))

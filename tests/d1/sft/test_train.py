@@ -72,12 +72,12 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Path) -> None:
-    """SIGKILL in the middle of the second epoch; dropout, noise, order and optimizer continue bit for bit.
+    """SIGKILL in the middle of the second epoch; dropout, noise, drafts, order and optimizer continue bit for bit.
 
     The first run has the flags of a user without an account: Weights & Biases logs to files.
     """
     training = ["--lora_dropout", "0.3", "--learning_rate", "1e-3", "--max_steps", "36", "--eval_steps", "5"]
-    training += ["--grad_accum_steps", "1", "--logging_steps", "5"]
+    training += ["--grad_accum_steps", "1", "--logging_steps", "5", "--edit_noise", "draft", "--edit_turns", "2"]
     whole, killed, home = tmp_path / "whole", tmp_path / "killed", tmp_path / "home"
     home.mkdir()
     environment = {"WANDB_MODE": None, "WANDB_DIR": None, "WANDB_API_KEY": None, "HOME": str(home)}
@@ -124,11 +124,12 @@ def assert_two_processes(folder: Path, kind: str) -> None:
 
 
 def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: list[str], tmp_path: Path) -> None:
-    """Steps and rates equal those of the same batches unpacked. Runs are resumed in the middle of an epoch, also with
-    one process in place of two if the steps keep their rows. Batches of 4 do not divide the 18 evaluation draws."""
+    """Steps and rates equal those of the same batches unpacked, with visible noise. Runs are resumed in the middle of
+    an epoch, also with one process in place of two if the steps keep their rows. Batches of 4 do not divide the 18
+    evaluation draws."""
     step = ["--learning_rate", "1e-3", "--grad_accum_steps", "2", "--logging_steps", "1", "--eos_padding", "1"]
     step += ["--eval_steps", "3", "--lora_dropout", "0", "--debugging", "--max_steps", "5"]
-    step += ["--test_split", "0.13", "--eval_draws", "3"]
+    step += ["--test_split", "0.13", "--eval_draws", "3", "--edit_noise", "uniform", "--edit_share", "0.5"]
     plain, packed, two = tmp_path / "plain", tmp_path / "packed", tmp_path / "two"
     run([*flags, *step], plain)
     run([*flags, *step, "--packing"], packed)
@@ -141,6 +142,7 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: li
         assert history(packed, name) == pytest.approx(expected, rel=1e-4)
         assert history(two, name) == pytest.approx(expected, rel=1e-4)
     assert history(packed, "padding_share") == [0] * 5 < history(plain, "padding_share")
+    assert load_model(str(two / "job")).config.edit_noise == load_model(str(two / "job/merged")).config.edit_noise
     assert "packed" not in (packed / "job/adapter_config.json").read_text()
     again = tmp_path / "again"
     shutil.copytree(packed / "job/checkpoint-3", again / "job/checkpoint-3")

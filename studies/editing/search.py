@@ -1,0 +1,102 @@
+"""Choose the noise and the editing threshold of `run.py`, on validation problems and a seed that it does not use.
+
+    OMP_NUM_THREADS=1 python -m studies.editing.search
+
+A line per candidate and task goes to data/search.jsonl, and one that is there is not made again. Prints the choice as
+flags of `run.py`. The protocol is in README.md; the table is made by `python -m studies.editing.report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from d1.ranges import COUNT
+from d1.runs.entry import OneLineParser, run_script
+from d1.tasks import load_task
+from pocket.recipes import RECIPES
+from studies.editing.frontier import gains
+from studies.editing.run import BASES, measured, trained
+from studies.json_lines import append_line, read_lines
+
+DATA = Path(__file__).parent / "data" / "search.jsonl"
+SEED = 10
+
+
+def candidate(kind: str, share: float, weight: float = 1.0) -> dict[str, Any]:
+    return {"edit_noise": kind, "edit_share": share, "edit_weight": weight}
+
+
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "masks": {},
+    "draft 0.5": candidate("draft", 0.5),
+    "draft 1": candidate("draft", 1.0),
+    "uniform 0.1": candidate("uniform", 0.1),
+    "draft 0.1": candidate("draft", 0.1),
+    "uniform 0.5": candidate("uniform", 0.5),
+    "draft 0.5, weight 3": candidate("draft", 0.5, 3.0),
+}
+PLAIN: dict[str, dict[str, Any]] = {f"{level}": {"reveal_level": level} for level in (0.3, 0.5, 0.7, 0.9)}
+THRESHOLDS = (0.5, 0.8)
+EDITING: dict[str, dict[str, Any]] = {
+    f"{level}, above {threshold}, {budget}": {
+        "reveal_level": level,
+        "edit_threshold": threshold,
+        "max_post_steps": budget,
+    }
+    for level, threshold, budget in product((0.3, 0.5, 0.7), THRESHOLDS, (0, 1))
+}
+
+
+def points(lines: list[dict[str, Any]], name: str, threshold: float, task: str) -> list[float]:
+    """What the settings of a candidate with edits above `threshold` solve more than the unedited frontier, in points;
+    empty without its line or that of masks alone."""
+    found = {line["noise"]: line["samplers"] for line in lines if line["task"] == task}
+    if name == "masks" or not {name, "masks"} <= found.keys():
+        return []
+    unedited = [[found[model][level]] for model in ("masks", name) for level in PLAIN]
+    edited = [setting for setting, options in EDITING.items() if options["edit_threshold"] == threshold]
+    return [100 * statistics.fmean(gains([found[name][setting]], unedited)) for setting in edited]
+
+
+def chosen(lines: list[dict[str, Any]]) -> tuple[str, float]:
+    """The candidate with the highest mean of `points`, of those that were tried on all tasks, and the better of its
+    thresholds."""
+    scores: dict[str, dict[float, float]] = {}
+    for name, threshold in product(CANDIDATES, THRESHOLDS):
+        found = [points(lines, name, threshold, task) for task in BASES]
+        if all(found):
+            scores.setdefault(name, {})[threshold] = statistics.fmean(x for of in found for x in of)
+    best = max(scores, key=lambda name: sum(scores[name].values()))
+    return best, max(THRESHOLDS, key=scores[best].__getitem__)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=COUNT, default=256, help="per task (default: %(default)s)")
+    parser.add_argument("--epochs", type=COUNT, default=1, help="of SFT (default: %(default)s)")
+    parser.add_argument("--output_dir", default="runs/editing", help="of the trained models (default: %(default)s)")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    there = {(line["task"], line["noise"]) for line in read_lines(DATA)}
+    for (name, noise), task in product(CANDIDATES.items(), BASES):
+        if (task, name) in there:
+            continue
+        rows = load_task(RECIPES[task].task).load_rows("validation")
+        rows = rows.select(range(min(args.problems, len(rows))))
+        found = measured(trained(task, SEED, noise, args), task, rows, PLAIN | (EDITING if noise else {}))
+        append_line(DATA, {"task": task, "seed": SEED, "noise": name, "epochs": args.epochs, "samplers": found})
+    name, threshold = chosen(read_lines(DATA))
+    flags = {name: value for name, value in CANDIDATES[name].items() if name != "edit_noise"}
+    sys.stdout.write(" ".join(f"--{name} {value}" for name, value in (flags | {"edit_threshold": threshold}).items()))
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    run_script("studies.editing.search", lambda: main(make_parser().parse_args()))
