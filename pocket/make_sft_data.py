@@ -2,9 +2,8 @@
 
 s1K was selected for quality from a far larger pool. Here the pool is the mixture of answers that the base model was
 pretrained on, for training problems. Well-formed answers that are at least nearly right are kept: 5 of 6 empty cells of
-a Sudoku, an expression at most 1 away from a Countdown's target, two of three steps in arithmetic, four of five
-letters of a program. These are the `careful` answers and the better ones of the other styles, so not all of them are
-right.
+a Sudoku, an expression at most 1 away from a Countdown's target, two of three steps in arithmetic, all letters of a
+program. These are the `careful` answers and the better ones of the other styles, so not all of them are right.
 """
 
 from __future__ import annotations

@@ -44,7 +44,10 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     task = parser.add_argument_group("task")
     task.add_argument("--dataset", required=True, help=f"{', '.join(TASKS)}, or a task of your own as a .py file")
     task.add_argument("--split", choices=SPLITS, default="test")
-    task.add_argument("--data_file", help="local .json, .jsonl, .csv or .parquet file to use for the split")
+    task.add_argument(
+        "--data_file",
+        help="local .json, .jsonl, .csv or .parquet file to use for the split; gsm8k, math, code: or a hub name",
+    )
     task.add_argument("--limit", type=COUNT, help="evaluate this number of problems, always the same ones of the split")
     task.add_argument(
         "--num_samples", type=COUNT, default=1, help="completions per problem, for pass@k (default: %(default)s)"

@@ -13,7 +13,7 @@ Message = dict[str, str]
 
 def require_text(value: Any, name: str, empty_ok: bool = False) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {type(value).__name__}, not text (--template turns numbers into text)")
+        raise ValueError(f"{name} is {type(value).__name__}, not text (in SFT, --template turns numbers into text)")
     if not empty_ok and not value.strip():
         raise ValueError(f"{name} is empty")
 

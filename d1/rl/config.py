@@ -74,7 +74,10 @@ class DiffuGRPOConfig(GRPOConfig):
     dataset: str = setting("gsm8k", f"Task: {', '.join(TASKS)}, or the path of your own task file.", aliases=["--task"])
     prompt_protocol: str = setting("d1", f"How problems are asked and answers rewarded: {', '.join(PROTOCOLS)}.")
     reward_file: str | None = setting(None, "A .py file whose functions are rewards, in addition to the task's.")
-    data_file: str | None = setting(None, "Local json, jsonl, csv or parquet file to train on, in the task's schema.")
+    data_file: str | None = setting(
+        None,
+        "Local json, jsonl, csv or parquet file to train on, in the task's schema; gsm8k, math, code: or a hub name.",
+    )
     eval_data_file: str | None = setting(None, "Local file of validation problems, for eval_strategy other than 'no'.")
     eval_limit: OptionalCount = setting(None, "Use only the first N validation problems.")
     resume_from_checkpoint: str | None = setting(

@@ -8,7 +8,6 @@ limits on processes need Linux 5.14, which counts them per user namespace.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -20,9 +19,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from d1.ranges import COUNT, POSITIVE, Range, check_ranges, ranges_of
+from d1.sandbox.inside import pack
 
 INSIDE = Path(__file__).with_name("inside.py")
 NOBODY = 65534
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--")
 SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")  # next to /usr: links into it, or folders on older systems
 PARTS = ("user", "pid", "net", "ipc", "uts")  # the namespaces
 WORKERS = os.cpu_count() or 1  # programs judged at a time
@@ -45,12 +46,12 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: by the clock, for the program with all its tests.
+        seconds: by the clock, for the program with all its tests; see `seconds_now`.
         cpu_seconds: processor time of each process.
         memory: MiB of each process.
         processes: processes and threads of one sandbox, two of which are bubblewrap's and the program itself.
         files: MiB of all files in `/tmp`.
-        reply: MiB of what a function returns, as JSON.
+        reply: MiB of what a function returns, as text.
     """
 
     seconds: Annotated[float, POSITIVE] = 10.0
@@ -107,22 +108,24 @@ def command(python: str, limits: Limits) -> list[str]:
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dev", "/dev", "--dir", "/home"]
     words += ["--size", str(limits.files << 20), "--tmpfs", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
     words += ["--chdir", "/tmp", "--die-with-parent", "--new-session", "--clearenv", "--"]
-    return [*words, python, "-I", "-S", "-B", "-c", INSIDE.read_text(), json.dumps(asdict(limits))]
+    return [*words, python, "-I", "-S", "-B", "-c", INSIDE.read_text(), pack(asdict(limits), None)]
 
 
 def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> tuple[frozenset[int], str]:
     """Runs a program and its tests in two sandboxes; returns the cases that passed, and what the second one printed to
     stderr."""
     words = command(python, limits)
-    options: dict[str, Any] = {"cwd": "/"}
     if os.geteuid() == 0:  # the kernel limits no processes of root
-        options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-    orders = json.dumps({"program": program, "setup": tests.setup, "names": tests.names, "source": tests.source})
+        words = [
+            *AS_NOBODY,
+            *words,
+        ]  # Popen's `user` would copy this process first, which takes longer the larger it is
+    orders = pack({"program": program, **vars(tests)}, None)
     calls, replies = os.pipe(), os.pipe()  # each (to read, to write)
     started: list[subprocess.Popen[bytes]] = []
 
     def start(more: Sequence[int], **streams: Any) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([*words, *map(str, more)], pass_fds=more, **streams, **options))
+        started.append(subprocess.Popen([*words, *map(str, more)], pass_fds=more, **streams, cwd="/"))
         return started[-1]
 
     try:
@@ -132,7 +135,7 @@ def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> tuple[
         for end in (*calls, *replies):
             os.close(end)
         try:
-            said, errors = judge.communicate(orders.encode() + b"\n", limits.seconds)
+            said, errors = judge.communicate(orders.encode() + b"\n", seconds_now(limits))
         except subprocess.TimeoutExpired:
             judge.kill()
             said, errors = judge.communicate()
@@ -141,6 +144,11 @@ def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> tuple[
             process.kill()
             process.wait()
     return frozenset(map(int, said.split())), errors.decode(errors="replace").strip()
+
+
+def seconds_now(limits: Limits) -> float:
+    """`limits.seconds`, times the load of each core above 1, at most 10: a right program may wait for a core."""
+    return limits.seconds * min(max(os.getloadavg()[0] / WORKERS, 1.0), 10.0)
 
 
 @functools.cache
@@ -152,6 +160,8 @@ def working_python() -> str:
     """
     if not shutil.which("bwrap"):
         raise SandboxError(f"programs run in bubblewrap only, and there is no `bwrap` here: {INSTALL}")
+    if os.geteuid() == 0 and not shutil.which("setpriv"):
+        raise SandboxError("programs do not run as root, and there is no `setpriv` here: install util-linux")
     said = ""
     for python in dict.fromkeys((os.path.realpath(sys.executable), os.path.realpath("/usr/bin/python3"))):
         if not Path(python).is_file():

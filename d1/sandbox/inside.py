@@ -1,23 +1,36 @@
 """What runs within the two sandboxes of a judged program, as `python -c`: it imports the standard library alone.
 
-The program's side holds the program and knows no test. It answers calls with JSON. The tests' side runs the tests and
-sends each call of the program's functions over a pipe. It reads plain values back, which it compares with its own, and
-writes the numbers of the cases that passed to a pipe that the program's side does not have.
+The program's side holds the program and knows no test. It answers calls. The tests' side runs the tests and sends each
+call of the program's functions over a pipe. It reads plain values back, which it compares with its own, and writes the
+numbers of the cases that passed to a pipe that the program's side does not have. Values travel as words (`pack`): to
+import json or typing takes longer than to start the interpreter.
 """
 
 from __future__ import annotations
 
 import builtins
-import json
 import operator
 import os
 import resource
 import sys
-from types import ModuleType
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # read by type checkers like typing.TYPE_CHECKING
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any, NoReturn
 
 MIB = 1 << 20
-CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+CONTAINERS: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
+PLAIN: dict[str, Callable[[str], Any]] = {
+    "n": lambda _: None,
+    "b": lambda text: text == "1",
+    "i": lambda text: int(text, 16),
+    "f": float.fromhex,
+    "c": lambda text: complex(*map(float.fromhex, text.split(","))),
+    "u": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
+    "y": bytes.fromhex,
+    "a": bytearray.fromhex,
+}
 
 
 def limit(limits: dict[str, Any]) -> None:
@@ -43,42 +56,56 @@ def own_pipes() -> tuple[Any, Any]:
     return pipes
 
 
-def pack(value: Any, reference: Any) -> Any:
-    """A value as JSON. What is no plain value becomes `reference(value)`."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value) if abs(value) < 1 << 62 else ["int", hex(value)]
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, complex):
-        return ["complex", value.real, value.imag]
-    if isinstance(value, bytes | bytearray):
-        return [type(value).__name__, value.hex()]
-    if isinstance(value, dict):
-        return ["dict", [[pack(k, reference), pack(v, reference)] for k, v in value.items()]]
-    for name, kind in CONTAINERS.items():
-        if isinstance(value, kind):
-            return [name, [pack(item, reference) for item in value]]
-    return ["reference", reference(value)]
+def pack(value: Any, reference: Any) -> str:
+    """A value in one line: words with a letter for the type, before what it is or how many values follow. What is no
+    plain value becomes `reference(value)`, a number."""
+    words: list[str] = []
+    put(value, words.append, reference)
+    return " ".join(words)
 
 
-def unpack(packed: Any, dereference: Any) -> Any:
-    """The value that `pack` was given, as a plain built-in type."""
-    if not isinstance(packed, list):
-        return packed
-    kind, *rest = packed
-    if kind in CONTAINERS:
-        return CONTAINERS[kind](unpack(item, dereference) for item in rest[0])
-    if kind == "dict":
-        return {unpack(k, dereference): unpack(v, dereference) for k, v in rest[0]}
-    if kind == "int":
-        return int(rest[0], 16)
-    if kind in ("bytes", "bytearray"):
-        return getattr(builtins, kind).fromhex(rest[0])
-    return complex(*rest) if kind == "complex" else dereference(rest[0])
+def put(value: Any, add: Callable[[str], None], reference: Any) -> None:
+    if value is None:
+        add("n")
+    elif isinstance(value, bool):
+        add(f"b{value:d}")
+    elif isinstance(value, int):
+        add(f"i{int(value):x}")
+    elif isinstance(value, float):
+        add(f"f{float(value).hex()}")
+    elif isinstance(value, complex):
+        add(f"c{value.real.hex()},{value.imag.hex()}")
+    elif isinstance(value, str):
+        add("u" + str(value).encode("utf-8", "surrogatepass").hex())
+    elif isinstance(value, bytes | bytearray):
+        add(("y" if isinstance(value, bytes) else "a") + value.hex())
+    elif isinstance(value, dict):
+        add(f"d{len(value)}")
+        for item in (part for pair in value.items() for part in pair):
+            put(item, add, reference)
+    else:
+        for letter, kind in CONTAINERS.items():
+            if isinstance(value, kind):
+                add(f"{letter}{len(value)}")
+                for item in value:
+                    put(item, add, reference)
+                return
+        add(f"r{reference(value):d}")
+
+
+def unpack(line: str, dereference: Any) -> Any:
+    """The value that `pack` was given, as a plain built-in type. A line that `pack` did not make is some Exception."""
+    return take(iter(line.split()), dereference)
+
+
+def take(words: Iterator[str], dereference: Any) -> Any:
+    word = next(words, "")
+    letter, text = word[:1], word[1:]
+    if letter in CONTAINERS:
+        return CONTAINERS[letter]([take(words, dereference) for _ in range(int(text))])
+    if letter == "d":
+        return {take(words, dereference): take(words, dereference) for _ in range(int(text))}
+    return dereference(int(text)) if letter == "r" else PLAIN[letter](text)
 
 
 # ---- the program's side
@@ -100,7 +127,7 @@ def answer(limits: dict[str, Any]) -> None:
     """Runs the program, then answers calls until the pipe ends."""
     calls, replies = own_pipes()
     limit(limits)
-    module = sys.modules["solution"] = ModuleType("solution")
+    module = sys.modules["solution"] = type(sys)("solution")
     objects: list[Any] = [module]
 
     def keep(value: Any) -> int:
@@ -108,22 +135,19 @@ def answer(limits: dict[str, Any]) -> None:
         return len(objects) - 1
 
     def reply(*message: Any) -> None:
-        replies.write(json.dumps(message).encode() + b"\n")
+        replies.write(pack(message, keep).encode() + b"\n")
         replies.flush()
 
     for number, line in enumerate(calls):
-        message = json.loads(line)
+        message = unpack(line.decode(), objects.__getitem__)
         try:
             if number == 0:
                 exec(compile(message, "solution.py", "exec"), vars(module))
                 reply("value", None, [])
                 continue
-            operation, packed, named = message
-            given = [unpack(item, objects.__getitem__) for item in packed]
-            options = {name: unpack(item, objects.__getitem__) for name, item in named.items()}
-            value = OPERATIONS[operation](*given, **options)
-            changed = [pack(item, keep) for item in given[1:]] if operation == "call" else []
-            reply("value", pack(value, keep), changed)
+            operation, given, named = message
+            value = OPERATIONS[operation](*given, **named)
+            reply("value", value, given[1:] if operation == "call" else [])
         except Exception as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             reply("error", names, str(error)[:1000])
@@ -195,26 +219,25 @@ class Program:
     def tell(self, message: Any) -> tuple[Any, list[Any]]:
         """Sends a message; returns the value of the reply, and what became of the arguments. A program that has ended,
         or that says too much, has passed nothing from here on, whatever the tests catch: this ends the process."""
+        words = pack(message, self.number_of)
         try:
-            self.calls.write(json.dumps(message).encode() + b"\n")
+            self.calls.write(words.encode() + b"\n")
             self.calls.flush()
             line = self.replies.readline(self.longest)
         except OSError:
             os._exit(0)
         if not line.endswith(b"\n"):
             os._exit(0)
-        kind, value, more = json.loads(line)
+        kind, value, more = unpack(line.decode(), self.remote)
         if kind == "error":
             raise exception_of(value, str(more))
-        return unpack(value, self.remote), [unpack(item, self.remote) for item in more]
+        return value, more
 
     def remote(self, number: int) -> Remote:
         return Remote(self.ask, number)
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        packed = [pack(item, self.number_of) for item in given]
-        options = {name: pack(item, self.number_of) for name, item in named.items()}
-        value, changed = self.tell([operation, packed, options])
+        value, changed = self.tell([operation, [*given], named])
         for item, after in zip(given[1:], changed, strict=False):
             update(item, after)
         return value
@@ -246,8 +269,8 @@ def examine(limits: dict[str, Any], calls: int, replies: int) -> None:
     """Runs the tests against the program."""
     orders, verdicts = own_pipes()
     limit(limits)
-    given = json.loads(orders.readline())
-    program = Program(calls, replies, limits["reply"] * MIB)
+    given = unpack(orders.readline().decode(), None)
+    program = Program(calls, replies, 2 * limits["reply"] * MIB)  # a letter of a text takes two
     program.tell(given["program"])
     module = program.remote(0)
     names: dict[str, Any] = {"__name__": "tests"}
@@ -258,7 +281,7 @@ def examine(limits: dict[str, Any], calls: int, replies: int) -> None:
 
 
 def main() -> NoReturn:
-    limits, *pipes = map(json.loads, sys.argv[1:])
+    limits, pipes = unpack(sys.argv[1], None), [*map(int, sys.argv[2:])]
     try:
         examine(limits, *pipes) if pipes else answer(limits)
     except BaseException:  # said by what was not written to the pipes

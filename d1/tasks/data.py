@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # types of a gro
 
 DATASET_DIR = Path(__file__).resolve().parents[2] / "dataset"  # the problem sets that come with a checkout
 HELD_OUT = 500
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
 _READERS = {".json": Dataset.from_json, ".jsonl": Dataset.from_json, ".parquet": Dataset.from_parquet}
 
 
@@ -103,10 +105,14 @@ def read_problems(
     The last `HELD_OUT` rows of the hub's training split, after a seed-42 shuffle, are the validation split.
 
     Args:
+        data_file: a file; or OWNER/NAME, a dataset on the hub, whose split of that name is used.
         train, test: name and config of the datasets on the hub.
     """
     check_split(split)
     if data_file:
+        path = Path(data_file)
+        if HUB_NAME.fullmatch(data_file) and path.suffix not in (".csv", *_READERS) and not path.is_file():
+            return data_file, read_hub(data_file, None, split, *schemas)
         return data_file, read_file(data_file, *schemas)
     name, config = test if split == "test" else train
     return name, hold_out(read_hub(name, config, "test" if split == "test" else "train", *schemas), split)

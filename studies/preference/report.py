@@ -26,15 +26,19 @@ def table() -> str:
     """Accuracy by task and arm; the gain over SFT of the same seeds, with its 95% interval over seeds and problems."""
     lines, rows = read_lines(DATA / "runs.jsonl"), []
     for task in dict.fromkeys(line["task"] for line in lines):
-        found = {arm: [one for one in lines if (one["task"], one["arm"]) == (task, arm)] for arm in ARMS}
-        for arm in (arm for arm in ARMS if found[arm]):
-            seeds = {line["seed"] for line in found[arm]}
-            start = scores([line for line in found["sft"] if line["seed"] in seeds])
-            own = scores(found[arm])
+        here = [line for line in lines if line["task"] == task]
+        for arm, rate in sorted(
+            {(line["arm"], line["rate"]) for line in here}, key=lambda one: (ARMS.index(one[0]), one[1])
+        ):
+            found = [line for line in here if (line["arm"], line["rate"]) == (arm, rate)]
+            seeds = {line["seed"] for line in found}
+            start = scores([line for line in here if line["arm"] == "sft" and line["seed"] in seeds])
+            own = scores(found)
             gain = mean_of(own - start)
+            name = NAMES[arm] if rate is None else f"{NAMES[arm]}, learning rate {rate:g}"
             shown = "" if arm == "sft" else f"{gain.value:+.1%} [{gain.low:+.1%}, {gain.high:+.1%}]"
-            million = np.mean([line["compute"] for line in found[arm]]) / 1e6
-            rows.append([task, NAMES[arm], str(len(seeds)), f"{own.mean():.1%}", shown, f"{million:.2f}"])
+            million = np.mean([line["compute"] for line in found]) / 1e6
+            rows.append([task, name, str(len(seeds)), f"{own.mean():.1%}", shown, f"{million:.2f}"])
     header = ["task", "training", "seeds", "test problems solved", "gain over SFT [95%]", "million compute tokens"]
     return markdown_table(header, rows)
 

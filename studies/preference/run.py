@@ -15,6 +15,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,20 @@ from pocket.demo import GRPO
 from pocket.recipes import ROOT
 from studies.json_lines import append_line, read_lines
 from studies.leaderboard.one_run import evaluate, logs_of, make_start, train
-from studies.leaderboard.plan import TASKS, Setup
+from studies.leaderboard.plan import TASKS, Setup, accuracy
 from studies.preference.pairs import make_pairs
 
 logger = logging.getLogger(__name__)
 
 DATA = Path(__file__).resolve().parent / "data"
+RUNS, SEARCH = DATA / "runs.jsonl", DATA / "search.jsonl"
 BUDGET = 2_000_000  # compute tokens of an arm: 1 per token of a forward pass and 2 for its backward pass
 PROBLEMS, SAMPLES = 256, 4  # that pairs are made of, and completions of each
 STEP, DRAWS = 32, 4  # pairs (or completions) per optimizer step, and draws of a bound
-SEEDS, SEARCH_SEED = (0, 1, 2), 100
-RATES = (3e-5, 1e-4, 3e-4)
-RATE = {"vrpo": 1e-4, "elbo-kto": 1e-4}  # as --search found
-ARMS = ("sft", *RATE, "diffu-grpo")
+SEEDS, SEARCH_TASK, SEARCH_SEED = (0, 1, 2), "sudoku", 100
+RATES = (3e-5, 1e-4)
+STUDIED = ("sudoku", "countdown", "arithmetic")
+ARMS = ("sft", "vrpo", "elbo-kto", "diffu-grpo")
 PASSES = {"vrpo": 1 + 3, "elbo-kto": 1 + 1 + 3}  # reference; policy without and with gradients: per draw
 
 
@@ -78,7 +80,7 @@ def one(arm: str, task: str, seed: int, folder: Path, rate: float | None, split:
             found = make_pairs(TASKS[task].dataset, start, TASKS[task].length, PROBLEMS, SAMPLES, seed, pairs)
             (folder / "made.json").write_text(json.dumps(found))
         made = json.loads((folder / "made.json").read_text())
-        flags = prefer(arm, task, seed, start, pairs, made, rate or RATE[arm])
+        flags = prefer(arm, task, seed, start, pairs, made, float(rate or 0))
         flags += ["--output_dir", str(own.parent), "--job_name", own.name]
         preference_train.main(preference_train.make_parser().parse_args(flags))
     elif arm == "diffu-grpo":
@@ -92,14 +94,25 @@ def one(arm: str, task: str, seed: int, folder: Path, rate: float | None, split:
 
 def runs(search: bool) -> Iterator[dict[str, Any]]:
     if search:
-        for arm in RATE:
-            for rate in RATES:
-                yield {"arm": arm, "task": "sudoku", "seed": SEARCH_SEED, "rate": rate, "split": "validation"}
+        for arm, rate in product(PASSES, RATES):
+            yield {"arm": arm, "task": SEARCH_TASK, "seed": SEARCH_SEED, "rate": rate, "split": "validation"}
         return
-    for task in ("sudoku", "countdown", "arithmetic"):
-        for seed in SEEDS:
-            for arm in ARMS:
-                yield {"arm": arm, "task": task, "seed": seed, "rate": None, "split": "test"}
+    for seed, task, arm in product(SEEDS, STUDIED, ARMS):
+        yield {"arm": arm, "task": task, "seed": seed, "rate": chosen_rate(arm), "split": "test"}
+
+
+def chosen_rate(arm: str) -> float | None:
+    """The searched learning rate that solves most validation problems; None for an arm that searches none.
+
+    Raises:
+        ValueError: the search is not complete.
+    """
+    if arm not in PASSES:
+        return None
+    found = {line["rate"]: accuracy(line["right"]) for line in read_lines(SEARCH) if line["arm"] == arm}
+    if not {*RATES} <= {*found}:
+        raise ValueError(f"{arm} has no learning rate yet: --search first")
+    return max(found, key=found.__getitem__)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -111,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    file = DATA / ("search.jsonl" if args.search else "runs.jsonl")
+    file = SEARCH if args.search else RUNS
     there = [{name: line[name] for name in ("arm", "task", "seed", "rate")} for line in read_lines(file)]
     for run in runs(args.search):
         if run["arm"] not in args.arms or {name: run[name] for name in ("arm", "task", "seed", "rate")} in there:
@@ -119,7 +132,7 @@ def main(args: argparse.Namespace) -> None:
         folder = Path(args.output_dir).resolve() / f"{run['task']}_seed{run['seed']}"
         line = one(run["arm"], run["task"], run["seed"], folder, run["rate"], run["split"])
         append_line(file, run | line)
-        logger.info("%s: %.3f", " ".join(map(str, run.values())), line["right"].count("1") / len(line["right"]))
+        logger.info("%s: %.3f", " ".join(map(str, run.values())), accuracy(line["right"]))
 
 
 if __name__ == "__main__":

@@ -210,6 +210,17 @@ def test_gsm8k_and_math_hold_out_the_end_of_a_shuffle(tmp_path, monkeypatch):
         assert hub_splits(name) == {"train": order[:20], "validation": order[20:], "test": ["test"]}
 
 
+def test_data_file_may_be_a_name_on_the_hub(tmp_path, monkeypatch):
+    skip_without_sandbox("code")
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "validation", "test"):
+        make_hub(tmp_path, "Muennighoff/mbpp", split, [{**MBPP[0], "text": f"of {split}"}])
+        (row,) = load_task("code").load_rows(split, "Muennighoff/mbpp")
+        assert row["question"].startswith(f"of {split}\n")
+    with pytest.raises(FileNotFoundError, match=r"no data file Muennighoff/rows\.jsonl"):
+        load_task("code").load_rows("test", "Muennighoff/rows.jsonl")
+
+
 def test_countdown_holds_out_500_three_number_problems_and_drops_test_problems(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     test = load_task("countdown").load_rows("test")
