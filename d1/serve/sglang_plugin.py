@@ -1,0 +1,308 @@
+"""This library's samplers inside SGLang: exact and parallel decoding with temperature, what RL needs of every token, and
+the random numbers of `d1 serve`.
+
+    python -m sglang.launch_server --model-path JetLM/SDAR-1.7B-Chat --dllm-algorithm D1 --max-running-requests 64
+
+SGLang finds the plugin by the entry point `sglang.srt.plugins` of this package. A request sets its `SamplingSettings` in
+`sampling_params["custom_params"]`, as `d1.serve.client` does; a plain request is sampled one token per pass, at its own
+temperature. Answers have, per token, `output_token_logprobs`, `output_token_entropies`, `step_maps` and
+`forward_passes` (of a block, at its first token) in `meta_info`.
+
+The engine makes one more pass per block than our sampler, which stores the block's keys and values; our sampler leaves
+that to the next block. It fills whole blocks: where a canvas ends inside one, the places after its end stay masks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from d1.masking import keyed_generator
+from d1.models.head import CHUNK_ELEMENTS
+from d1.sampling.blocks import keep
+from d1.sampling.canvas import Row
+from d1.sampling.predict import predict_from
+from d1.sampling.settings import POST_STEPS_RANGE, SamplingSettings
+from d1.serve.rows import key_of
+
+VERSION = "0.5.23"  # of SGLang: the only one that this plugin was tried with
+NAME = "D1"  # of the algorithm
+ANY_TOP_K = 1 << 30  # SGLang's
+RECORDED = ("output_token_logprobs", "output_token_entropies", "step_maps", "forward_passes")
+NAMES = {setting.name for setting in fields(SamplingSettings)}
+
+logger = logging.getLogger(__name__)
+
+
+def settings_of(params: Any, block_size: int, defaults: dict[str, Any]) -> SamplingSettings:
+    """The settings that SGLang's sampling parameters ask for; `defaults` are those of plain requests.
+
+    Raises:
+        ValueError: they make no sense, or the engine does not do what they ask for.
+    """
+    custom, length = params.custom_params or {}, params.max_new_tokens
+    given = custom.get("settings")
+    if given is None:
+        greedy = params.top_k == 1
+        drawn = {"top_k": 0 if params.top_k == ANY_TOP_K else params.top_k, "top_p": params.top_p}
+        given = {"temperature": 0.0} if greedy else {"temperature": params.temperature, **drawn}
+        given = {"block_length": block_size, "steps": length, **defaults, **given}
+    if unknown := given.keys() - NAMES:
+        raise ValueError(f"{min(unknown)} is no setting of a sampler: known are {', '.join(sorted(NAMES))}")
+    settings = SamplingSettings(**{**given, "gen_length": length})
+    wrong = {
+        f"this model's blocks have {block_size} tokens, so block_length must be {block_size}, not "
+        f"{settings.block_length}": settings.block_length != block_size,
+        "guidance needs a second, unconditional pass, which SGLang does not make: use d1 serve": settings.cfg_scale > 0,
+        "SGLang has a cache of its own, which costs no accuracy: use the sampler exact or parallel": (
+            settings.cache is not None
+        ),
+    }
+    if any(wrong.values()):
+        raise ValueError(next(message for message, is_so in wrong.items() if is_so))
+    return settings
+
+
+@dataclass
+class Sampled:
+    """A completion at work: its progress, and what is recorded of its finished blocks and of the one at hand."""
+
+    row: Row
+    settings: SamplingSettings
+    generator: Generator
+    ends: tuple[int, ...] = ()
+    record: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in RECORDED})
+    open: bool = False  # a block is
+    first: int = 0  # the column of the block where the completion begins
+    begun: Tensor | None = None  # the generator's state at the start of the block
+    block: Any = None  # (3, block): log-probs, entropies and steps
+    ended: bool = False  # a finished block holds one of `ends`
+
+    @classmethod
+    def of(
+        cls, prompt: int, rid: str, seed: int, ends: Sequence[int], settings: SamplingSettings, device: Any
+    ) -> Sampled:
+        inside = prompt % settings.block_length
+        generator = keyed_generator(seed, *key_of(rid), device=device)
+        row = Row(0, prompt, inside, settings.schedule(inside), generator, settings=settings)
+        return cls(row, settings, generator, tuple(ends))
+
+    def begin(self, columns: int) -> bool:
+        """Begins the next block or, if one is open (the engine has dropped its tokens), that block again; the latter is
+        returned."""
+        again, row = self.open, self.row
+        if again:
+            row.left, row.hides, row.step, row.post = row.size, row.size, 0, 0
+            self.generator.set_state(self.begun)
+        else:
+            row.open_block()
+            self.open, self.begun = True, self.generator.get_state()
+        self.first = row.inside if row.block == 0 else 0
+        self.block = torch.zeros(3, columns, device=self.generator.device)
+        return again
+
+    def close(self, ids: Sequence[int], values: Sequence[Sequence[float]]) -> None:
+        """Adds the block's `ids` and (log-probs, entropies, steps) to the record."""
+        own = slice(self.first, self.first + self.row.size)
+        logps, entropies, steps = (column[own] for column in values)
+        passes = [self.row.step + 1] + [0] * (self.row.size - 1)
+        entries = [[logp, token, None] for logp, token in zip(logps, ids[own], strict=True)]
+        for name, new in zip(RECORDED, (entries, entropies, map(int, steps), passes), strict=True):
+            self.record[name].extend(new)
+        self.open, self.ended = False, any(token in self.ends for token in ids[own])
+
+
+def pass_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled], mask_token_id: int) -> list[bool]:
+    """What one forward pass writes into the blocks of rows that hide tokens or still edit, as `Sampler.step` has it.
+
+    Args:
+        ids: (rows, block), changed in place.
+        logits: (rows, block, vocab).
+
+    Returns:
+        Whether each row's pass wrote nothing, so that the engine's keys and values are those of the final tokens.
+    """
+    settings, rows = sampled[0].settings, [one.row for one in sampled]
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    firsts = torch.tensor([one.first for one in sampled], device=ids.device).unsqueeze(1)
+    sizes = torch.tensor([row.size for row in rows], device=ids.device).unsqueeze(1)
+    inside = (columns >= firsts) & (columns < firsts + sizes)
+    hidden = (ids == mask_token_id) & inside
+    asked = hidden if settings.edits is None else inside
+    left = [row.left for row in rows]
+    slots = asked.logical_not().byte().argsort(dim=1, stable=True)[:, : max(left)]
+    still, before = hidden.gather(1, slots), ids.gather(1, slots).long()
+    due = (still.sum(1) - torch.tensor([row.later for row in rows], device=ids.device)).clamp(min=1)
+    own = logits.gather(1, slots.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).float()
+    generators = [one.generator for one in sampled]
+    new, logps, entropies, recorded = predict_from(own, left, settings, mask_token_id, generators)
+    chosen = keep(settings, logps, entropies, still, due, left, generators)
+    edited = torch.zeros_like(chosen)
+    if settings.edits is not None:
+        edited = asked.gather(1, slots) & ~still & (new != before) & (logps.exp() > settings.edits)
+        chosen = chosen | edited
+    ids.scatter_(1, slots, torch.where(chosen, new, before).to(ids.dtype))
+    counts = torch.stack([still.sum(1) - (still & chosen).sum(1), edited.sum(1), chosen.sum(1)], dim=1).tolist()
+    for place, (one, (hides, edits, _)) in enumerate(zip(sampled, counts, strict=True)):
+        row = one.row
+        row.left = hides if settings.edits is None else row.edited(hides, edits, settings.post_steps)
+        row.step += 1
+        now = torch.stack([recorded[place], entropies[place], torch.full_like(recorded[place], row.step)])
+        at = slots[place]
+        one.block[:, at] = torch.where(chosen[place], now, one.block[:, at])
+    return [writes == 0 for *_, writes in counts]
+
+
+def step_of(ids: Tensor, logits: Tensor, sampled: Sequence[Sampled | None], mask_token_id: int) -> list[bool]:
+    """One forward pass of the engine over blocks; None for a row whose block holds a part of the prompt alone.
+
+    Returns:
+        Which blocks are finished: their tokens were final before the pass. Their record is complete.
+    """
+    done = [True] * len(sampled)
+    alike: dict[SamplingSettings, list[int]] = {}
+    for place, one in enumerate(sampled):
+        if one is not None and one.row.left:
+            alike.setdefault(one.settings, []).append(place)
+    at_once = max(1, CHUNK_ELEMENTS // 2 // logits.shape[1:].numel())
+    for settings_places in alike.values():
+        for start in range(0, len(settings_places), at_once):
+            places = settings_places[start : start + at_once]
+            some, rows = ids[places], [one for place in places if (one := sampled[place]) is not None]
+            unchanged = pass_of(some, logits[places], rows, mask_token_id)
+            ids[places] = some
+            for place, one, same in zip(places, rows, unchanged, strict=True):
+                done[place] = same and one.row.left == 0
+    return done
+
+
+def finish(ids: Tensor, closing: Sequence[tuple[int, Sampled]]) -> None:
+    """Records the finished blocks of these rows of `ids`."""
+    if closing:
+        blocks = [torch.cat([one.block.double(), ids[place].double().unsqueeze(0)]) for place, one in closing]
+        for (_, one), (*values, tokens) in zip(closing, torch.stack(blocks).tolist(), strict=True):
+            one.close([*map(int, tokens)], values)
+
+
+def register() -> None:
+    """Adds the algorithm to SGLang; SGLang calls it in each of its processes."""
+    if (found := version("sglang")) != VERSION:
+        logger.warning(
+            "the algorithm %s of d1 goes with sglang %s and is left out of %s: pip install sglang==%s",
+            NAME,
+            VERSION,
+            found,
+            VERSION,
+        )
+        return
+    from sglang.srt.dllm.algorithm import algo_name_to_cls
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    algo_name_to_cls[NAME] = algorithm()
+    worker = "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm"
+    HookRegistry.register(worker, give_requests, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.dllm.config.DllmConfig.from_server_args", own_sizes, HookType.AFTER)
+
+
+def give_requests(worker: Any, forward_batch: Any, batch: Any = None) -> None:
+    """Before a forward pass: shows the algorithm the requests of its batch."""
+    worker.dllm_algorithm.requests = [] if batch is None else batch.reqs
+
+
+def own_sizes(config: Any, server_args: Any) -> None:
+    """After SGLang has made a config with its own constants: takes the model's mask token and block size from the
+    model's `config.json`, where it has them."""
+    if config is None or config.algorithm != NAME:
+        return
+    from transformers import PretrainedConfig
+
+    model, _ = PretrainedConfig.get_config_dict(server_args.model_path)
+    config.mask_id = model.get("mask_token_id") or config.mask_id
+    if "block_size" not in config.algorithm_config:
+        config.block_size = model.get("block_size") or config.block_size
+
+
+def algorithm() -> type:
+    """The class that SGLang runs; it lies in a function because its base is SGLang's."""
+    from sglang.srt.dllm.algorithm.base import DllmAlgorithm
+
+    class D1(DllmAlgorithm):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.requests: Sequence[Any] = []
+            self.defaults = defaults_of(config)
+
+        @classmethod
+        def validate_request(cls, request: Any) -> str | None:
+            config, params = request.dllm_config, request.sampling_params
+            asked = (params.custom_params or {}).get("mask_token_id", config.mask_id)
+            if asked != config.mask_id:
+                return f"this server hides tokens by {config.mask_id}, and the request by {asked}"
+            try:
+                settings_of(params, config.block_size, defaults_of(config))
+            except (TypeError, ValueError) as error:
+                return str(error)
+            return None
+
+        def max_steps(self, block_size: int) -> int:
+            return block_size + int(POST_STEPS_RANGE.high) + 1
+
+        def init_step_state(self, forward_batch: Any) -> list[Any]:
+            return [Block() for _ in range(forward_batch.batch_size)]
+
+        def step(self, forward_batch: Any, full_logits: Tensor, states: list[Any]) -> list[bool]:
+            ids = forward_batch.input_ids.view(-1, self.block_size)
+            logits = full_logits.view(len(ids), self.block_size, -1)
+            at_work = [self.at_work(*pair, ids.device) for pair in zip(self.requests, states, strict=True)]
+            for place, (one, state) in enumerate(zip(at_work, states, strict=True)):
+                if one is not None and state.begins:
+                    state.begins = False
+                    if one.begin(self.block_size):
+                        ids[place, one.first : one.first + one.row.size] = self.mask_id
+            done = step_of(ids, logits, at_work, self.mask_id)
+            closing = [(place, one) for place, one in enumerate(at_work) if one is not None and done[place]]
+            finish(ids, closing)
+            for place, one in closing:
+                states[place].finished, request = True, self.requests[place]
+                if one.ended:  # SGLang ends a request at its length
+                    request.sampling_params.max_new_tokens = len(request.output_ids) + one.row.size
+            return done
+
+        def at_work(self, request: Any, state: Any, device: Any) -> Sampled | None:
+            """What is sampled in the request's block; None if the block has no masks, or was finished before."""
+            known = len(request.origin_input_ids) + len(request.output_ids)
+            if state.finished or request.dllm_block_offset + self.block_size <= known:
+                return None
+            if not hasattr(request, "d1_sampled"):
+                params = request.sampling_params
+                custom = params.custom_params or {}
+                settings = settings_of(params, self.block_size, self.defaults)
+                seed = custom.get("seed", params.sampling_seed or 0)
+                asked = request.rid, seed, custom.get("eos_stop", ()), settings, device
+                request.d1_sampled = Sampled.of(len(request.origin_input_ids), *asked)
+                request.customized_info = request.d1_sampled.record
+            if request.retraction_count != state.retractions:
+                state.begins, state.retractions = True, request.retraction_count
+            return request.d1_sampled
+
+    return D1
+
+
+@dataclass
+class Block:
+    """What SGLang carries along with a block."""
+
+    begins: bool = True
+    finished: bool = False
+    retractions: int = 0
+
+
+def defaults_of(config: Any) -> dict[str, Any]:
+    """The settings of plain requests, from `--dllm-algorithm-config`."""
+    return {name: value for name, value in config.algorithm_config.items() if name != "block_size"}
