@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from d1.masking import keyed_generator
 from d1.models.head import CHUNK_ELEMENTS
@@ -204,10 +205,33 @@ def register() -> None:
     from sglang.srt.dllm.algorithm import algo_name_to_cls
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    read_configs()
     algo_name_to_cls[NAME] = algorithm()
     worker = "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm"
     HookRegistry.register(worker, give_requests, HookType.BEFORE)
     HookRegistry.register("sglang.srt.dllm.config.DllmConfig.from_server_args", own_sizes, HookType.AFTER)
+
+
+class SDARConfig(PretrainedConfig):
+    """The config as it was released. The fields keep their names: SGLang reads `rope_theta`, which newer classes of
+    Transformers rename."""
+
+    model_type = "sdar"
+
+
+class SDARMoeConfig(PretrainedConfig):
+    model_type = "sdar_moe"
+
+
+class LLaDA2Config(PretrainedConfig):
+    model_type = "llada2_moe"
+
+
+def read_configs() -> None:
+    """Lets Transformers read the configs of the models as released, so that no code that comes with a model runs."""
+    for config in (SDARConfig, SDARMoeConfig, LLaDA2Config):
+        if config.model_type not in CONFIG_MAPPING:
+            AutoConfig.register(config.model_type, config)
 
 
 def give_requests(worker: Any, forward_batch: Any, batch: Any = None) -> None:
@@ -220,8 +244,6 @@ def own_sizes(config: Any, server_args: Any) -> None:
     model's `config.json`, where it has them."""
     if config is None or config.algorithm != NAME:
         return
-    from transformers import PretrainedConfig
-
     model, _ = PretrainedConfig.get_config_dict(server_args.model_path)
     config.mask_id = model.get("mask_token_id") or config.mask_id
     if "block_size" not in config.algorithm_config:
