@@ -112,7 +112,7 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
     import torch
 
     from d1.masking import keyed_generator
-    from d1.models.tokenizer import encode_prompt, end_ids, render_prompt
+    from d1.models.tokenizer import encode_prompt, end_ids, first_end, render_prompt
     from d1.sampling import rollout_steps
 
     messages = [*chat.messages, {"role": "user", "content": question}]
@@ -134,8 +134,7 @@ def answer(chat: Chat, question: str, show: Callable[[list[int]], object]) -> st
     for step in steps:
         canvas = step.canvas[0, len(ids) :].tolist()
         show(canvas)
-    length = next((place for place, token in enumerate(canvas) if token in ends), len(canvas))
-    text = str(chat.tokenizer.decode(canvas[:length], skip_special_tokens=True))
+    text = str(chat.tokenizer.decode(canvas[: first_end(canvas, ends)], skip_special_tokens=True))
     chat.messages = [*messages, {"role": "assistant", "content": text}]
     return text
 

@@ -79,8 +79,8 @@ def with_recipe(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def of_preference(args: argparse.Namespace) -> dict[str, Any]:
-    """What `FitSettings` is told of a preference run: without LoRA it always has a reference, and its batches have
-    views, of which a token takes a byte and on the canvas an fp32 weight."""
+    """What `FitSettings` is told of a preference run: without LoRA it always has a reference, and its batches
+    contain views. A token of a view takes one byte, and an fp32 weight as well if it is on the canvas."""
     canvas = min(args.max_completion_length, args.length)
     stored = args.num_views * (args.length + 4 * canvas)
     return {"beta": 1.0, "views": args.num_views, "canvas": canvas, "stored": stored}

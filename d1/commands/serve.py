@@ -12,9 +12,9 @@ from pathlib import Path
 from d1.commands.model import model_of, tokenizer_of
 from d1.ranges import COUNT, NATURAL, Range
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
+from d1.serve import KEY
 
 MISSING = "d1 serve needs FastAPI, uvicorn and prometheus-client: pip install -e '.[serve]' in the checkout"
-KEY = "D1_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--port", type=port, default=30000, help="0: any that is free (default: %(default)s)")
     server.add_argument("--api_key", default=os.environ.get(KEY), help=f"key that clients must send (default: ${KEY})")
     server.add_argument("--served_model_name", help="the model's name in OpenAI's dialect (default: MODEL)")
-    server.add_argument("--weights_dir", type=Path, help="folder below which requests may name weights to load")
+    below = "folder below which requests may name weights to load; give the flag once per folder"
+    server.add_argument("--weights_dir", type=Path, action="append", default=[], help=below)
     server.add_argument("--batch_size", type=COUNT, default=32, help="rows per forward pass (default: %(default)s)")
     server.add_argument("--queue_size", type=COUNT, default=1024, help="rows that may wait (default: %(default)s)")
     server.add_argument("--max_gen_length", type=COUNT, help="largest canvas of a request (default: the model's room)")
@@ -51,8 +52,8 @@ def run(args: argparse.Namespace) -> None:
     from d1.serve.engine import Engine
     from d1.serve.requests import Server
 
-    if args.weights_dir and not args.weights_dir.is_dir():
-        raise FileNotFoundError(f"--weights_dir {args.weights_dir}: there is no such folder")
+    if missing := [folder for folder in args.weights_dir if not folder.is_dir()]:
+        raise FileNotFoundError(f"--weights_dir {missing[0]}: there is no such folder")
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
     model = model_of(args)
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     sizes = {"batch_size": args.batch_size, "queue_size": args.queue_size}
     engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")
     name = args.served_model_name or args.model_path
-    limits = {"max_gen_length": args.max_gen_length, "weights_dir": args.weights_dir, "api_key": args.api_key}
+    limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
     app = make_app(Server(engine, tokenizer, name, defaults, args.seed, **limits))
     config = uvicorn.Config(
         app, args.host, args.port, log_level="warning", timeout_graceful_shutdown=args.drain_seconds

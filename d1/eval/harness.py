@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from d1.eval.likelihood import Pair, are_greedy, check_likelihood, log_likelihoo
 from d1.eval.run import parse_settings
 from d1.eval.setup import Prompt, config_of, load_tokenizer_for
 from d1.models.kinds import check_room
-from d1.models.tokenizer import check_chat_template, encode_prompt, end_ids, render_prompt
+from d1.models.tokenizer import check_chat_template, cut, encode_prompt, end_ids, render_prompt
 from d1.ranges import COUNT, SEED
 from d1.runs.entry import OneLineParser
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
@@ -256,8 +256,3 @@ def how_to_generate(generation_kwargs: dict[str, Any]) -> tuple[int, float, tupl
             "it off in the task's file or with --gen_kwargs"
         )
     return kwargs["max_gen_toks"], temperature, tuple(kwargs["until"])
-
-
-def cut(text: str, until: Iterable[str]) -> str:
-    """`text` up to its first stop string."""
-    return text[: min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=len(text))]

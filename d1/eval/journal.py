@@ -21,7 +21,7 @@ from typing import Any
 
 from d1.runs.output_dir import write_atomically
 
-ENTRY: dict[str, type | tuple[type, ...]] = {  # the fields that make a line a completion
+ENTRY: dict[str, type | tuple[type, ...]] = {  # a line with all of these fields is a completion
     "index": int,  # the problem's number in its split
     "generations": str,
     "text": str,

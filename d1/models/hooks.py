@@ -56,8 +56,8 @@ def before_in_two_streams(visible: Tensor, noised: int, size: int) -> Tensor:
     """`real_before` (rows, keys + noised), with noised copies of the last keys: the token before the first noised one
     of a block is clean."""
     before, block = real_before(visible, visible), count_positions(visible) // size
-    beside = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # if the copy contains it
-    return torch.cat([before, torch.where(beside, before + noised, before)[:, -noised:]], dim=1)
+    is_noised = (block.gather(1, before) == block) & (before >= visible.shape[1] - noised)  # in the copy
+    return torch.cat([before, torch.where(is_noised, before + noised, before)[:, -noised:]], dim=1)
 
 
 def real_before(mask: Tensor | None, tokens: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,16 @@ def end_ids(tokenizer: Any) -> list[int]:
     padding."""
     turn = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "eot_token", None) or tokenizer.eos_token)
     return list(dict.fromkeys([tokenizer.eos_token_id, turn, tokenizer.pad_token_id]))
+
+
+def first_end(ids: Sequence[int], ends: Collection[int]) -> int:
+    """The place of the first token that is one of `ends`; `len(ids)` if there is none."""
+    return next((place for place, token in enumerate(ids) if token in ends), len(ids))
+
+
+def cut(text: str, stops: Iterable[str]) -> str:
+    """`text` up to its first stop string."""
+    return text[: min((at for stop in stops if stop and (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def has_tokenizer(folder: str) -> bool:

@@ -256,11 +256,14 @@ def restore_trl(trainer: GRPOTrainer, batches: list[Batch], counters: dict[str, 
     """Puts back what `rollout_buffer` and `trl_counters` gave."""
     trainer._step = counters["step"]
     trainer._buffered_inputs = batches or None
+    trainer._metrics["train"].clear()
     trainer._metrics["train"].update(counters["metrics"])
     for group, columns in counters["completions"].items():
         logs = trainer._logs[group]
         for name, column in columns.items() if isinstance(columns, dict) else [(None, columns)]:
-            (logs if name is None else logs[name]).extend(column)
+            kept = logs if name is None else logs[name]
+            kept.clear()
+            kept.extend(column)
 
 
 @contextlib.contextmanager

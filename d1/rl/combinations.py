@@ -80,8 +80,16 @@ def about_edits(s: Any) -> Iterator[str]:
 
 def contradictions(s: Any) -> Iterator[str]:
     """The reasons why the settings contradict each other."""
-    if (s.rollout_mode == "server") != (len(s.rollout_server_base_url or ()) == 1):
-        yield "--rollout_mode server needs one --rollout_server_base_url, and no other mode has any"
+    if (s.rollout_mode == "server") != bool(s.rollout_server_base_url):
+        yield "--rollout_mode server needs --rollout_server_base_url URL [URL ...], and no other mode has any"
+    urls = s.rollout_server_base_url or ()
+    if len({*urls}) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
+        yield f"--rollout_server_base_url takes addresses http://HOST:PORT, each once: {' '.join(urls)}"
+    if s.rollout_mode == "server" and s.world_size > 1 and s.rollout_server_timeout >= s.ddp_timeout:
+        yield (
+            f"--rollout_server_timeout {s.rollout_server_timeout:g}: processes wait for each other for --ddp_timeout "
+            f"{s.ddp_timeout} seconds, so it must be smaller"
+        )
     if s.score_as_sampled and not s.temperature:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]
@@ -135,7 +143,7 @@ def contradictions(s: Any) -> Iterator[str]:
         known = ", ".join(objective.loss_types)
         yield f"the objective {s.objective} has no loss_type {s.loss_type}: use one of {known}"
     if s.beta and not estimator.linear:
-        yield f"the estimator {s.estimator} gives bounds, of which no KL can be computed: set --beta 0"
+        yield f"the estimator {s.estimator} gives bounds, and no KL can be computed from bounds: set --beta 0"
     if adds_kl and s.loss_type not in MEANS and "loss_type" in (penalty.settings or ()):
         yield f"the penalty {s.kl} is averaged by loss_type, and {s.loss_type} is not one of {', '.join(MEANS)}"
     if s.use_bias_correction_kl and not s.has_trls_kl:

@@ -116,9 +116,14 @@ class DiffuGRPOConfig(GRPOConfig):
     eos_stop: bool | None = setting(
         None, "Skip the blocks after a completion's EOS. Unset: on, unless they are scored or other processes wait."
     )
-    rollout_batch_size: OptionalCount = setting(None, "Completions sampled at once per device; all if unset.")
+    rollout_batch_size: OptionalCount = setting(
+        None, "Completions sampled at once (servers: per request); all if unset."
+    )
     rollout_mode: str = setting("trainer", "Where rollouts are sampled: trainer, or server (`d1 serve`).")
-    rollout_server_base_url: list[str] | None = setting(None, "Of rollout_mode server: its address, one.")
+    rollout_server_base_url: list[str] | None = setting(None, "Addresses of the servers of rollout_mode server.")
+    rollout_server_timeout: Annotated[float, POSITIVE] = setting(
+        240.0, "Seconds to wait while no rollout server answers; then the run is saved and ends."
+    )
 
     # Estimator and objective
     method: str = setting("d1", f"Sets a method's values; other flags win: {', '.join(METHODS)}, or a .py path.")

@@ -24,8 +24,8 @@ def recorded(sampled: Rollout) -> tuple[Batch, dict[str, float]]:
 
 
 def sampled_logps(batch: Batch, replayed: bool) -> Tensor:
-    """(rows, canvas) the sampler's log-prob of each token; of one that was written several times the mean over these,
-    if they are `replayed`, else the last."""
+    """(rows, canvas) the sampler's log-prob of each token. For a token that was written several times: the mean over
+    these writes if they are `replayed`, else the last one."""
     if not replayed or "write_logps" not in batch:
         return batch["rollout_logps"]
     return batch["write_logps"].sum(-1) / (batch["write_steps"] >= 0).sum(-1).clamp(min=1)

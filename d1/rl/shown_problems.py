@@ -32,7 +32,7 @@ class ShowProblems(TrainerCallback):
 
     Args:
         task: judges the completions.
-        rows: the task's rows, of which the first are shown.
+        rows: the task's rows; the first ones are shown.
     """
 
     def __init__(self, trainer: Any, task: ModuleType, rows: Dataset) -> None:

@@ -30,7 +30,7 @@ from d1.rl.penalties import PENALTIES
 from d1.rl.record import recorded, sampled_logps
 from d1.rl.rewards import guarded
 from d1.rl.scored import SCORED, score_more
-from d1.rl.servers import server_of
+from d1.rl.servers import servers_of
 from d1.rl.state import load_rollout, save_rollout
 from d1.rl.state_rewards import compare_states
 from d1.rl.updates import (
@@ -50,6 +50,7 @@ from d1.rl.updates import (
     updates_are_alike,
     views_of,
 )
+from d1.rl.without_servers import Ending
 from d1.sampling import Rollout, rollout
 from d1.scoring import ESTIMATORS, Randomness, Scores, Views
 
@@ -106,7 +107,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         can_stop = not self.samples_in_step and not SCORED[args.scored_tokens].behind_the_end
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
-        self.server = server_of(args, self.accelerator)
+        self.servers, self.ending = servers_of(self), Ending(self)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
 
     @property
@@ -152,11 +153,12 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
         """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
         key, generators = self.key("rollout"), self.generators("rollout", len(ids))  # before the model leaves this mode
-        tokens = {"mask_token_id": self.mask_token_id, "eos_token_ids": self.eos_token_ids if self.eos_stop else None}
+        ends = self.eos_token_ids if self.eos_stop else None
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
-            if self.server is not None:
-                sampled = self.server.rollout(model, self.state.global_step, ids, mask, key, self.sampling, **tokens)
+            if self.servers is not None:
+                sampled = self.servers.rollout(model, self.state.global_step, ids, mask, key, self.sampling, ends)
             else:
+                tokens = {"mask_token_id": self.mask_token_id, "eos_token_ids": ends}
                 sample = partial(rollout, model, settings=self.sampling, **tokens)
                 sampled = in_parts(sample, ids, mask, generators, self.args.rollout_batch_size or len(ids))
         self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
@@ -164,10 +166,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation uses the same random numbers, so that they are comparable
-        compute = self.compute
-        output = super().evaluation_loop(*args, **kwargs)
-        self.compute = compute  # counts training only
-        return output
+        compute = self.compute  # counts training only
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.compute = compute
 
     # --- Views and their scores ---------------------------------------------------------------------------------------
 
@@ -273,6 +276,10 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         groups = everyone[order].view(-1, self.num_generations)
         for batch in rollout_buffer(self):
             batch["log_ratios"] = groups[batch["group"]]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self.ending.guard():
+            return super().train(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started, processor, rollouts = time.perf_counter(), time.process_time(), len(self.rollout_seconds)

@@ -97,8 +97,8 @@ def quick_imports() -> Iterator[None]:
 def run_script(name: str, work: Callable[[], object]) -> NoReturn:
     """Run a script's `work` and exit with the number that it returns, or 0.
 
-    An error in `MISTAKES` becomes the line "NAME: message" and status 1. Of several processes only the first prints the
-    line, or the process that failed alone. Other errors are not caught.
+    An error in `MISTAKES` becomes the line "NAME: message" and status 1. If all processes fail, the first one prints
+    the line; if one fails alone, it prints it. Other errors are not caught.
     """
     silence()
     try:

@@ -1,6 +1,6 @@
 """The model card of a run, README.md in its folder: how the model was made and how to load it.
 
-It is made from the folder's `run.json`. Of a local path, it shows only the last part.
+It is made from the folder's `run.json`. It shows only the last part of a local path.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write_card(folder: Path) -> Path:
     if rl and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
         made_of.append(["answers judged by", judged])
     made_of += [["held-out result", held_out(folder)], *machine(folder, record)]
-    made_of.append(["licence", f"of the weights: that of {local_name(base)} and the data; of the library: Apache-2.0"])
+    made_of.append(["licence", f"weights: as {local_name(base)} and the data; library: Apache-2.0"])
     version, install = installation()
     text = CARD.format(
         metadata=metadata.to_yaml(),

@@ -98,6 +98,9 @@ class Stream:
     """Rows at work together, which may differ in length and in all settings but the cache and the use of guidance.
 
     `leave`, `enter` and `steps` are called in turn. In fp32, a row's tokens do not depend on the others.
+
+    Args:
+        columns: the least width of the prompts, with their padding.
     """
 
     def __init__(
@@ -108,7 +111,9 @@ class Stream:
         cache: str | None,
         guided: bool,
         noise_dtype: torch.dtype = torch.float32,
+        columns: int = 0,
     ) -> None:
+        self.columns = columns
         self.cache, branches = cache_of(model.config, cache), 2 if guided else 1
         options = {"branches": branches, "mask_token_id": mask_token_id, "device": model.device}
         self.passes = self.cache.passes(model, **options, masked=True, aligned=False)
@@ -165,7 +170,7 @@ class Stream:
         longest = max((row.length for row in rows), default=0)
         for row in rows:
             row.shift(longest - row.length - row.offset)
-        width = max((row.prompt for row in rows), default=0) + longest
+        width = max(self.columns, *(row.prompt for row in rows), 0) + longest
         old, stay = self.batch.canvas, self.batch.upload(self.kept)
         fresh = self.fresh(new, width, longest)
         wider = (width - old.ids.shape[1], 0)  # a negative number cuts columns off, which are all padding

@@ -35,7 +35,7 @@ class Window:
 
     @classmethod
     def of(cls, past: DynamicCache, stored: Tensor, visible: Tensor, first: Tensor, end: Tensor, width: int) -> Window:
-        """The window of `width` columns from `first` (rows,), of which those before `end` (rows,) are processed."""
+        """The window of `width` columns from `first` (rows,). Only columns before `end` (rows,) are processed."""
         columns = first.unsqueeze(1) + torch.arange(width, device=first.device)
         inside = columns.clamp(0, visible.shape[1] - 1)
         fed = visible.gather(1, inside) * (columns < end.unsqueeze(1))

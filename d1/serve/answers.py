@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+from d1.models.tokenizer import cut, first_end
 from d1.serve.rows import Completed, Revealed, Row
 from d1.show.film import chip, piece
 
 
-def generated(row: Row, done: Completed, cut: bool, logprobs: bool, step_maps: bool) -> dict[str, Any]:
-    """The answer of `/generate`: up to and including the first end, if it is `cut`; else the whole canvas."""
-    end = next((place for place, token in enumerate(done.ids) if token in row.ends), None) if cut else None
-    count = len(done.ids) if end is None else end + 1
-    reason = {"type": "length", "length": count} if end is None else {"type": "stop", "matched": done.ids[end]}
+def generated(row: Row, done: Completed, cut_off: bool, logprobs: bool, step_maps: bool) -> dict[str, Any]:
+    """The answer of `/generate`: up to and including the first end, if it is `cut_off`; else the whole canvas."""
+    end = first_end(done.ids, row.ends if cut_off else ())
+    count = min(end + 1, len(done.ids))
+    stopped = {"type": "stop", "matched": done.ids[end]} if end < len(done.ids) else None
     meta: dict[str, Any] = {
         "id": row.rid,
-        "finish_reason": reason,
+        "finish_reason": stopped or {"type": "length", "length": count},
         "prompt_tokens": len(row.ids),
         "completion_tokens": count,
         "weight_version": done.weight_version,
@@ -60,12 +61,11 @@ class Choice:
 
     def read(self, ids: list[int], whole: bool) -> None:
         """Takes all tokens so far; `whole` says that no more come."""
-        end = next((place for place, token in enumerate(ids) if token in self.ends), len(ids))
-        self.ids, self.text = ids[:end], str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
-        found = [at for stop in self.stops if (at := self.text.find(stop)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        self.reason = "stop" if found or end < len(ids) else "length" if whole else None
+        end = first_end(ids, self.ends)
+        text = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
+        self.ids, self.text = ids[:end], cut(text, self.stops)
+        stopped = len(self.text) < len(text) or end < len(ids)
+        self.reason = "stop" if stopped else "length" if whole else None
 
     def news(self) -> str:
         """What can be passed on now, without what the next tokens may change."""

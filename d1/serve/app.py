@@ -96,7 +96,7 @@ def make_app(server: Server) -> Any:
         block = getattr(config, "block_size", None)
         facts = {"model_path": server.name, "weight_version": engine.version, "model_type": config.model_type}
         facts |= {"architectures": config.architectures, "block_size": block, "mask_token_id": engine.mask_token_id}
-        return facts | {"weights_dir": None if server.weights_dir is None else str(server.weights_dir.resolve())}
+        return facts | {"weights_dir": [str(folder.resolve()) for folder in server.weights_dir]}
 
     @app.post("/generate")
     async def generate(body: Generate, request: Request) -> Any:
@@ -120,7 +120,8 @@ def make_app(server: Server) -> Any:
             update = engine.replace_model(partial(loaded, folder), body.weight_version or str(folder))
             await asyncio.wrap_future(update)
         except Exception as error:
-            return JSONResponse({"success": False, "message": one_line(error)}, 400)
+            status = 429 if isinstance(error, QueueFull) else 400
+            return JSONResponse({"success": False, "message": one_line(error)}, status)
         return {"success": True, "message": f"the weights are those of {folder}"}
 
     @app.post("/pause_generation")

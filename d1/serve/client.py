@@ -1,9 +1,11 @@
-"""Rollouts of RL on a server: `d1 serve`, given the weights of the policy before it samples."""
+"""A server of rollouts as RL uses it: it takes the policy's weights, and samples rows with them."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,65 +16,130 @@ from torch import Tensor
 
 from d1.sampling.loop import Rollout
 from d1.sampling.settings import SamplingSettings
+from d1.serve import KEY
 
+CONNECT = 10.0  # seconds to connect, and to say what is served
 PATIENCE = 3600.0  # seconds for an answer: a rollout may take as long as it does in a trainer
+BUSY = (429, 502, 503, 504)  # of a server that may take the same request later
+FRESH = "default"  # `weight_version` of a server that was given no weights since it started
+
+
+class Unavailable(OSError):
+    """A server does not answer, is busy or has lost the policy's weights: another one may take the rows."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that lie in a folder; `run` begins the name of all versions of a run."""
+
+    run: str
+    version: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows to sample: what `rollout` would be given.
+
+    Attributes:
+        ids, mask: (rows, prompt), padded on the left.
+        keys: of each row's generator, as `keyed_generator` takes it: the seed, then two numbers at least.
+        ends: of the EOS stop; none: no stop.
+        aligned: the model's blocks are counted from a text's first token, as a block-causal model's are.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    keys: Sequence[Sequence[int]]
+    settings: SamplingSettings
+    ends: Sequence[int]
+    aligned: bool
+
+    def split(self, size: int) -> list[Prompts]:
+        """The same rows, `size` at a time."""
+        parts = [slice(start, start + size) for start in range(0, len(self.ids), size)]
+        return [replace(self, ids=self.ids[part], mask=self.mask[part], keys=self.keys[part]) for part in parts]
 
 
 class RolloutServer:
-    """A server at `url`. What it refuses is a ValueError with its words; without an answer, an OSError."""
+    """A server at `url`, with the API key in the environment. What it refuses is a ValueError with its words.
+
+    Attributes:
+        problem: why no rows go to it now; None: it may get some.
+        folders: below which it loads weights; None: anywhere.
+    """
 
     def __init__(self, url: str) -> None:
         self.url, self.version = url.rstrip("/"), ""
-        facts = self.ask("GET", "/model_info")
-        self.mask_token_id, folder = facts.get("mask_token_id"), facts.get("weights_dir")
-        if not folder or not Path(folder).is_dir():
-            raise ValueError(
-                f"{url} loads no weights that this process could write: start it with `d1 serve MODEL --weights_dir "
-                "FOLDER`, a folder that both can reach"
-            )
-        self.folder = Path(folder)
+        self.problem: str | None = "it was not asked yet"
+        self.folders: list[str] | None = []
+        self.lock = threading.Lock()  # one thread at a time talks about weights
 
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
-        answer = requests.request(method, f"{self.url}{path}", json=body, timeout=PATIENCE)
+    def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Any:
+        key = os.environ.get(KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        try:
+            answer = requests.request(
+                method, f"{self.url}{path}", json=body, headers=headers, timeout=(CONNECT, seconds)
+            )
+        except requests.RequestException as error:
+            if isinstance(error, ValueError):  # the URL is none
+                raise
+            raise Unavailable(f"{self.url}{path} gives no answer ({type(error).__name__})") from error
+        told = f"{self.url}{path} answered {answer.status_code}: {answer.text[:500]}"
+        if answer.status_code in BUSY:
+            raise Unavailable(told)
+        if answer.status_code == 401:
+            raise ValueError(f"{told} (set {KEY} for this run)")
         if answer.status_code != 200:
-            raise ValueError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:500]}")
+            raise ValueError(told)
         return answer.json()
 
-    def load(self, folder: Path, version: str) -> None:
-        """Has the server take the weights in `folder`."""
-        self.ask("POST", "/update_weights_from_disk", {"model_path": str(folder), "weight_version": version})
+    def prepare(self, mask_token_id: int, weights: Weights | None) -> None:
+        """Asks what is served, and has the server take `weights` unless it has them."""
+        with self.lock:
+            facts = self.ask("GET", "/model_info", seconds=CONNECT)
+            mask, self.folders = facts.get("mask_token_id", mask_token_id), facts.get("weights_dir")
+            if mask != mask_token_id:
+                raise ValueError(f"{self.url} hides tokens by {mask}, and this run by {mask_token_id}")
+            if self.folders == []:
+                raise ValueError(
+                    f"{self.url} loads no weights: start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that "
+                    "this run can write to"
+                )
+            if weights is None:
+                return
+            if facts["weight_version"] != weights.version:
+                body = {"model_path": str(weights.folder), "weight_version": weights.version}
+                self.ask("POST", "/update_weights_from_disk", body)
+                if (found := self.ask("GET", "/model_info", seconds=CONNECT)["weight_version"]) != weights.version:
+                    raise Unavailable(f"{self.url} took weights and has {found} now, not {weights.version}")
+            self.version = weights.version
 
-    def sample(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        keys: Sequence[Sequence[int]],
-        settings: SamplingSettings,
-        ends: Sequence[int],
-        aligned: bool,
-    ) -> Rollout:
-        """`rollout` of prompts (rows, prompt) by the server.
-
-        Args:
-            keys: of each row's generator, as `keyed_generator` takes it: the seed, then two numbers at least.
-            ends: of the EOS stop; none: no stop.
-            aligned: the model's blocks are counted from a text's first token, as a block-causal model's are.
-        """
+    def sample(self, prompts: Prompts, weights: Weights) -> Rollout:
+        """`rollout` of the prompts by the server, in a batch of their own, with these weights and no others."""
+        ids, settings, keys, ends, aligned = (
+            *(prompts.ids, prompts.settings, prompts.keys),
+            *(prompts.ends, prompts.aligned),
+        )
         names = {name: value for name, value in asdict(settings).items() if value is not None}
         params = names | {"max_new_tokens": names.pop("gen_length"), "sampling_seed": keys[0][0]}
         params |= {"ignore_eos": True, "eos_stop": list(ends)}
-        prompts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), mask.cpu(), strict=True)]
+        texts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), prompts.mask.cpu(), strict=True)]
         rids = ["-".join(map(str, key[1:])) for key in keys]
-        body = {"input_ids": prompts, "rid": rids, "sampling_params": params}
+        body = {"input_ids": texts, "rid": rids, "sampling_params": params, "padded_to": ids.shape[1]}
         rows = self.ask("POST", "/generate", body | {"return_logprob": True, "return_step_maps": True})
         metas = [row["meta_info"] for row in rows]
-        if wrong := {meta["weight_version"] for meta in metas} - {self.version}:
-            raise ValueError(f"{self.url} sampled with the weights {min(wrong)}, not {self.version}: who else uses it?")
+        for version in {meta["weight_version"] for meta in metas} - {weights.version}:
+            message = f"{self.url} sampled with the weights {version}, not {weights.version}"
+            if version == FRESH or version.startswith(weights.run):  # it started anew, or an update came late
+                raise Unavailable(message)
+            raise ValueError(f"{message}: who else uses it?")
         canvases = torch.tensor([row["output_ids"] for row in rows], device=ids.device)
         logps = [[entry[0] for entry in meta["output_token_logprobs"]] for meta in metas]
         steps = [
             reveal_steps(meta["step_maps"], settings.schedule(len(prompt) % settings.block_length if aligned else None))
-            for meta, prompt in zip(metas, prompts, strict=True)
+            for meta, prompt in zip(metas, texts, strict=True)
         ]
         counts = [[meta[name] for meta in metas] for name in ("forward_passes", "forward_tokens")]
         passes, forward_tokens = torch.tensor(counts, device=ids.device)

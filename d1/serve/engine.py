@@ -1,8 +1,8 @@
 """The thread that samples: rows wait in a queue, share a batch, and tell what happens to them.
 
 Rows with the same cache, and with or without guidance, share forward passes, whatever else they ask for
-(`d1.sampling.stream.Stream`). Each such group is a lane; lanes take turns. All methods but `run` may be called from any
-thread.
+(`d1.sampling.stream.Stream`), unless a request wants a batch of its own. Each such group is a lane; lanes take turns.
+All methods but `run` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from d1.models.kinds import block_size
 from d1.sampling.blocks import Step, check_sampler
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.stream import Asked, Stream
-from d1.serve.rows import Completed, Finished, Lane, QueueFull, Revealed, Row, Stopped, key_of, lane_of
+from d1.serve.rows import Completed, Finished, Lane, QueueFull, Revealed, Row, Stopped, key_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +96,17 @@ class Engine:
 
     def replace_model(self, load: Callable[[Any], Any], version: str) -> Future[None]:
         """Takes what `load` makes of the model once no row is at work; new rows wait until then. If `load` raises, the
-        future does, and the old model stays.
+        future does, and the old model stays. Whoever asks for the version that is on its way gets the same future.
 
         Raises:
-            ValueError: another update is under way, or rows are at work and will stay there.
+            QueueFull: an update to another version is under way.
+            ValueError: rows are at work and will stay there.
         """
         with self.changed:
             if self.update is not None:
-                raise ValueError("another update of the weights is under way")
+                if self.update[1] == version:
+                    return self.update[2]
+                raise QueueFull("another update of the weights is under way: try again later")
             if self.paused and self.rows.keys() - self.dropped:
                 raise ValueError(
                     "rows are paused in mid-completion: continue them, or pause with mode retract or abort"
@@ -161,14 +164,24 @@ class Engine:
         with self.changed:
             for number in dropped:
                 self.rows.pop(number, None)
-            room = 0 if self.update else min(self.batch_size - len(self.rows), len(self.waiting))
-            new = [self.waiting.popleft() for _ in range(room)]
+            new = [] if self.update else self.admitted()
             self.rows |= {row.number: row for row in new}
         joining: dict[Lane, list[Row]] = {key: [] for key in self.lanes}
         for row in new:
-            joining.setdefault(lane_of(row.settings), []).append(row)
+            joining.setdefault(row.lane, []).append(row)
         for key, rows in joining.items():
             self.guarded(key, partial(self.advance, new=rows))
+
+    def admitted(self) -> list[Row]:
+        """The waiting rows that there is room for; a batch of its own enters as a whole."""
+        new: list[Row] = []
+        while self.waiting:
+            first = self.waiting[0]
+            size = sum(row.own == first.own for row in self.waiting) if first.own else 1
+            if size > self.batch_size - len(self.rows) - len(new):
+                break
+            new += [self.waiting.popleft() for _ in range(size)]
+        return new
 
     def guarded(self, key: Lane, work: Callable[[Lane], None]) -> None:
         """Does the work of a lane. If it fails, out of memory, say, only the lane's rows do."""
@@ -178,7 +191,7 @@ class Engine:
             logger.exception("sampling failed")
             self.lanes.pop(key, None)
             with self.changed:
-                failed = [row for row in self.rows.values() if lane_of(row.settings) == key]
+                failed = [row for row in self.rows.values() if row.lane == key]
                 self.rows = {number: row for number, row in self.rows.items() if row not in failed}
             for row in failed:
                 row.tell(Stopped(f"sampling failed: {type(error).__name__}: {error}", status=500))
@@ -203,8 +216,13 @@ class Engine:
 
     def advance(self, key: Lane, new: list[Row]) -> None:
         if key not in self.lanes:
-            cache, guided = key
-            self.lanes[key] = Stream(self.model, mask_token_id=self.mask_token_id, cache=cache, guided=guided)
+            self.lanes[key] = Stream(
+                self.model,
+                mask_token_id=self.mask_token_id,
+                cache=key.cache,
+                guided=key.guided,
+                columns=key.columns,
+            )
         lane, device = self.lanes[key], self.model.device
         generators = [keyed_generator(row.seed, *key_of(row.rid), device=device) for row in new]
         pairs = zip(new, generators, strict=True)

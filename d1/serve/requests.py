@@ -54,6 +54,9 @@ class Generate(Strict):
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
     return_step_maps: bool = False
+    # Sample the rows as a batch of their own, whose prompts are padded to so many tokens: not only their tokens, but
+    # all of their numbers are then those of `rollout` for such a batch, to the bit.
+    padded_to: int | None = Field(None, ge=1)
 
 
 class OpenAI(Settings):  # type: ignore[misc]
@@ -120,7 +123,7 @@ class Server:
     defaults: SamplingSettings
     seed: int = 0
     max_gen_length: int | None = None
-    weights_dir: Path | None = None
+    weights_dir: tuple[Path, ...] = ()
     api_key: str | None = None
 
     def settings(self, body: Any, gen_length: int | None) -> SamplingSettings:
@@ -177,7 +180,25 @@ class Server:
             raise ValueError(f"{len(prompts)} completions need as many rid, got {len(rids)}")
         ends = params.eos_stop if params.ignore_eos else [*end_ids(self.tokenizer), *params.stop_token_ids]
         settings = self.settings(params, params.max_new_tokens)
-        return self.rows(prompts, rids, settings, ends, params.sampling_seed)
+        rows = self.rows(prompts, rids, settings, ends, params.sampling_seed)
+        if body.padded_to is not None:
+            self.put_together(rows, body.padded_to)
+        return rows
+
+    def put_together(self, rows: list[Row], columns: int) -> None:
+        """Makes the rows a batch of their own. Raises ValueError if it has no room."""
+        longest = max(len(row.ids) for row in rows)
+        if columns < longest:
+            raise ValueError(f"padded_to {columns}: a prompt has {longest} tokens")
+        check_room(self.engine.model.config, columns, rows[0].settings.gen_length, ": lower padded_to")
+        if len(rows) > self.engine.batch_size:
+            raise ValueError(
+                f"{len(rows)} rows shall share a batch, and this server's --batch_size is {self.engine.batch_size}: "
+                "raise it, or send fewer rows per request (--rollout_batch_size of a run)"
+            )
+        own = uuid.uuid4().hex
+        for row in rows:
+            row.own, row.columns = own, columns
 
     def rows_of_openai(self, body: Completion | Chat) -> list[Row]:
         """The rows of a request in OpenAI's dialect: `n` per prompt. With a `seed` and no `rid`, equal requests draw

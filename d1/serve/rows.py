@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from d1.sampling.settings import SamplingSettings
 
@@ -61,16 +62,20 @@ class Stopped:
     status: int = 503  # of HTTP
 
 
-Lane = tuple[str | None, bool]  # the cache, and whether there is guidance
+class Lane(NamedTuple):
+    """What the rows that share forward passes have in common."""
+
+    cache: str | None
+    guided: bool
+    own: str = ""  # names a batch of its own; "": all rows that have none share passes
+    columns: int = 0  # the least width of its prompts, with their padding
+
+
 Event = Completed | Revealed | Finished | Stopped
 
 
 class QueueFull(Exception):
     """More rows are waiting than the queue takes."""
-
-
-def lane_of(settings: SamplingSettings) -> Lane:
-    return settings.cache, settings.cfg_scale > 0
 
 
 @dataclass(eq=False)
@@ -88,5 +93,11 @@ class Row:
     seed: int
     tell: Callable[[Event], None] = lambda event: None
     watches: str = ""
+    own: str = ""  # the batch of its own that the row belongs to, as in `Lane`
+    columns: int = 0
     number: int = -1
     told: int = field(default=0, init=False)  # tokens of full blocks
+
+    @property
+    def lane(self) -> Lane:
+        return Lane(self.settings.cache, self.settings.cfg_scale > 0, self.own, self.columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,22 @@ from d1.models.kinds import native_config
 from d1.models.load import load_model
 
 
-def weights_below(root: Path | None, path: str) -> Path:
-    """The folder of weights that a request names. Raises ValueError unless it and all of its files lie below `root`."""
-    if root is None:
+def weights_below(roots: Sequence[Path], path: str) -> Path:
+    """The folder of weights that a request names; a relative name is looked for in each of `roots`.
+
+    Raises:
+        ValueError: it does not lie below one of `roots` with all of its files.
+    """
+    if not roots:
         raise ValueError("this server loads no weights: start it with --weights_dir FOLDER")
-    top = root.resolve()
-    folder = (top / path).resolve()
-    if not folder.is_relative_to(top) or not all(file.resolve().is_relative_to(top) for file in folder.rglob("*")):
-        raise ValueError(f"{path} does not lie below the folder that --weights_dir named")
+    for top in [root.resolve() for root in roots]:
+        folder = (top / path).resolve()
+        if folder.is_relative_to(top) and folder.is_dir():
+            break
+    else:
+        raise ValueError(f"{path} is no folder below one that --weights_dir named")
+    if not all(file.resolve().is_relative_to(top) for file in folder.rglob("*")):
+        raise ValueError(f"{path} holds links to files that do not lie below {top}")
     if not [*folder.glob("*.safetensors")]:
         raise ValueError(f"{path} holds no weights in safetensors")
     for index in folder.glob("*.index.json"):

@@ -13,7 +13,7 @@ from studies.leaderboard.plan import START
 if TYPE_CHECKING:
     from studies.leaderboard.report import Table
 
-CURVES = 5  # methods of a panel, the most accurate ones, beside d1
+CURVES = 5  # the most accurate methods, drawn in a panel together with d1
 
 
 def draw_places(tables: list[Table], path: Path) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from d1.eval import run as evaluation
-from d1.eval.harness import cut, how_to_generate, main, make_parser, register
+from d1.eval.harness import how_to_generate, main, make_parser, register
 from d1.eval.likelihood import log_likelihoods
 from d1.eval.setup import read_prompts
 from d1.models import load_model, load_tokenizer
-from d1.models.tokenizer import encode_prompt
+from d1.models.tokenizer import cut, encode_prompt
 from d1.tasks import load_task
 from tests.commands import ROOT
 

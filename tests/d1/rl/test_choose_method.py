@@ -261,7 +261,7 @@ REFUSED = [
     ({"method": "wd1", "loss_type": "views"}, "reinforce has no loss_type views: use one of sum, grpo"),
     ({"loss_type": "active"}, "the objective trl has no loss_type active: use one of grpo, "),
     ({"loss_type": "sum"}, "the objective trl has no loss_type sum: use one of grpo, "),
-    ({**SPG, "beta": 0.1}, "of which no KL can be computed: set --beta 0"),
+    ({**SPG, "beta": 0.1}, "and no KL can be computed from bounds: set --beta 0"),
     ({"kl": "k3_again", "loss_type": "cispo"}, "k3_again is averaged by loss_type, and cispo is not one of sum, "),
     ({"method": "espo", "use_bias_correction_kl": True}, "use_bias_correction_kl belongs to TRL's own KL"),
     (

@@ -172,7 +172,7 @@ def test_a_users_estimator_of_bounds_goes_with_objectives_of_bounds(monkeypatch)
                     config(**given)
             else:
                 assert config(**given).objective == loss
-                with pytest.raises(ValueError, match="of which no KL can be computed"):
+                with pytest.raises(ValueError, match="and no KL can be computed from bounds"):
                     config(**{**given, "beta": 0.1})
                 with pytest.raises(
                     ValueError, match=f"{loss} computes its bounds from means .* --estimator spg or mine"

@@ -7,15 +7,15 @@ import subprocess
 import sys
 
 import pytest
-import requests
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from d1.models import load_model
 from d1.rl.config import DiffuGRPOConfig
+from d1.rl.servers import NoServer
 from d1.scoring.rollouts import within_blocks
-from d1.serve.client import reveal_steps
+from d1.serve.client import Prompts, Weights, reveal_steps
 from tests.commands import ROOT
 from tests.d1.serve.serving import serving
 from tests.tiny_grpo import clockless, logged, make_method, weights
@@ -59,7 +59,7 @@ def test_a_run_is_that_of_rollouts_in_the_trainer(tiny_model_dir, tiny_block_dir
         torch.manual_seed(0)
         there = make_method(folder, tmp_path / "there", method, **steps, **changes, **where)
         there.train()
-        assert served.engine.version == f"{there.server.run}-3" or served.engine.version == f"{there.server.run}-2"
+        assert served.engine.version == f"{there.servers.run}-3" or served.engine.version == f"{there.servers.run}-2"
         assert served.engine.tokens > 0
     assert len(logged(here)) == 3
     assert clockless(there.state.log_history) == clockless(here.state.log_history)
@@ -75,17 +75,14 @@ def test_an_adapter_goes_to_the_server_alone(tiny_model_dir, tmp_path):
         where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
         there = make_method(tiny_model_dir, tmp_path / "there", "d1", max_steps=3, peft_config=LORA, **where)
         there.train()
-        assert served.engine.version == f"{there.server.run}-2"
+        assert served.engine.version == f"{there.servers.run}-2"
         refused = served.post("/update_weights_from_disk", 400, model_path="wrong")
-        assert "safetensors" in refused["message"]
+        assert "no folder below" in refused["message"]
         save_tiny_adapter(tiny_model_dir, tmp_path / "wrong")
         sampled = {"input_ids": [5, 6], "rid": "1", "sampling_params": {"max_new_tokens": 9, "temperature": 1.0}}
         before = served.post("/generate", **sampled)["output_ids"]
         assert "does not fit" in served.post("/update_weights_from_disk", 400, model_path="wrong")["message"]
         assert served.post("/generate", **sampled)["output_ids"] == before
-    assert sorted(path.name for path in (tmp_path / "adapter").iterdir() if "safetensors" in path.name) == [
-        "adapter_model.safetensors"
-    ]
     for one, other in zip(logged(here), logged(there), strict=True):
         counted = [name for name in one if name.startswith(("completions/", "rewards/", "sampling/forward", "compute"))]
         assert [one[name] for name in counted] == [other[name] for name in counted]
@@ -96,20 +93,25 @@ def test_an_adapter_goes_to_the_server_alone(tiny_model_dir, tmp_path):
 
 def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path):
     url = {"rollout_server_base_url": ["http://127.0.0.1:1"]}
-    for wrong in ({"rollout_mode": "server"}, url, {"rollout_mode": "server", "rollout_server_base_url": ["a", "b"]}):
-        with pytest.raises(ValueError, match="one --rollout_server_base_url"):
+    mode = {"rollout_mode": "server"}
+    several = [(mode, "needs"), (url, "no other mode has any")]
+    several += [(mode | {"rollout_server_base_url": urls}, "each once") for urls in (["http://a"] * 2, ["localhost:1"])]
+    for wrong, words in several:
+        with pytest.raises(ValueError, match=words):
             DiffuGRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, **wrong)
-    with pytest.raises(requests.ConnectionError):
-        make_method(tiny_model_dir, tmp_path, "d1", rollout_mode="server", **url)
+    with pytest.raises(NoServer, match=r"for 0\.1 seconds"):
+        make_method(tiny_model_dir, tmp_path, "d1", rollout_mode="server", rollout_server_timeout=0.1, **url)
     with serving(tiny_model_dir) as served, pytest.raises(ValueError, match="--weights_dir"):
         make_method(tiny_model_dir, tmp_path, "d1", rollout_mode="server", rollout_server_base_url=[served.url])
     with serving(tiny_model_dir, weights_dir=tmp_path) as served:
         where = {"rollout_mode": "server", "rollout_server_base_url": [served.url]}
         trainer = make_method(tiny_model_dir, tmp_path / "run", "d1", **where)
-        trainer.train()
-        trainer.server.version = "mine"
+        trainer.servers.publish(trainer.model, 0)
+        prompts = Prompts(torch.tensor([[5]]), torch.ones(1, 1), [(0, 1, 2)], trainer.sampling, (), False)
+        assert trainer.servers.sample(prompts).ids.shape == (1, 9)
+        others = Weights("other", "other-0", tmp_path)
         with pytest.raises(ValueError, match="who else uses it"):
-            trainer.server.sample(torch.tensor([[5]]), torch.ones(1, 1), [(0, 1, 2)], trainer.sampling, (), False)
+            trainer.servers.servers[0].sample(prompts, others)
 
 
 @pytest.mark.slow

@@ -53,11 +53,14 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: str | Path, *, batch_size: int = 8, queue_size: int = 256, **options: Any) -> Iterator[Served]:
+def serving(
+    folder: str | Path, *, batch_size: int = 8, queue_size: int = 256, weights_dir: Any = None, **options: Any
+) -> Iterator[Served]:
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     block = getattr(model.config, "block_size", None) or 8
     engine = Engine(model, tokenizer.mask_token_id, batch_size=batch_size, queue_size=queue_size, version="default")
     defaults = SamplingSettings(16, block, 8)
+    options["weights_dir"] = () if weights_dir is None else (weights_dir,)
     server = Server(engine, tokenizer, "tiny", defaults, **options)
     config = uvicorn.Config(make_app(server), "127.0.0.1", 0, log_level="warning")
     socket, program = config.bind_socket(), uvicorn.Server(config)

@@ -1,0 +1,63 @@
+"""How a run ends that has lost all of its rollout servers: with a checkpoint that continues it to the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from d1.rl.bridge import restore_trl, rollout_buffer, trl_counters
+from d1.rl.servers import NoServer
+
+
+class Ending(TrainerCallback):
+    """Saves the state before the optimizer step that needed a server, and removes the weights written for servers."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.step = trainer, -1
+        trainer.add_callback(self)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Keeps what the first micro-batches of a step change, if there are servers."""
+        trainer = self.trainer
+        if trainer.servers is None:
+            return
+        self.step, self.compute = trainer.state.global_step, trainer.compute
+        self.batches, self.counters = rollout_buffer(trainer), copy.deepcopy(trl_counters(trainer))
+        settings = trainer.args
+        updates = settings.steps_per_generation * settings.num_iterations
+        short = updates < settings.gradient_accumulation_steps  # else a rollout begins with the step
+        self.losses = trainer.loss_sums() if short else None
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around `train`. Raises NoServer with the checkpoint's name."""
+        trainer = self.trainer
+        try:
+            yield
+        except NoServer as error:
+            step = trainer.state.global_step
+            if not step:
+                raise
+            checkpoint = Path(str(trainer.args.output_dir)) / f"checkpoint-{step}"
+            if not checkpoint.exists():
+                self.rewind()
+                trainer.save_now()
+            raise NoServer(f"{error}. The run is saved in {checkpoint}: continue it with --resume") from error
+        finally:
+            if trainer.servers is not None:
+                trainer.servers.close()
+
+    def rewind(self) -> None:
+        """Goes back to the start of the step, unless the step was done and its evaluation lacked the server."""
+        trainer = self.trainer
+        if self.step != trainer.state.global_step:
+            return
+        trainer.compute = self.compute
+        restore_trl(trainer, self.batches, self.counters)
+        if self.losses is not None:
+            trainer.set_loss_sums(self.losses)

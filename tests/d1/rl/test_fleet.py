@@ -1,0 +1,221 @@
+"""RL on several servers, all real processes, which are killed: the run is that of rollouts in the trainer, to the bit."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from d1.rl.servers import NoServer
+from d1.rl.trainer import DiffuGRPOTrainer
+from d1.rl.weights_folder import place
+from d1.serve import KEY
+from d1.serve.client import RolloutServer
+from tests.d1.rl.fleet import SECRET, Fleet, trainers
+from tests.tiny_grpo import clockless, make_method, weights
+
+PARTS = {"rollout_batch_size": 2, "rollout_server_timeout": 60.0}  # of four rows per process
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+CASES = {
+    "d1": ("d1", {}),
+    "agrpo": ("agrpo", {"eos_stop": False}),
+    "blocks": ("d1", {"block_length": 4}),
+    "lora": ("d1", {"peft_config": LORA}),
+}
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv(KEY, SECRET)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_model_dir, folder):
+    servers = Fleet(tiny_model_dir, folder)
+    yield servers
+    servers.close()
+
+
+class Watched(DiffuGRPOTrainer):
+    """Calls `before[n]` before its n-th rollout."""
+
+    before: dict[int, Callable[[], object]] = {}
+
+    def sample(self, ids, mask):
+        self.__dict__["rollouts"] = self.__dict__.get("rollouts", 0) + 1
+        self.before.get(self.rollouts, lambda: None)()
+        return super().sample(ids, mask)
+
+
+def trained(model_dir, folder, method="d1", before=None, resume=None, **options):
+    torch.manual_seed(0)  # of an adapter's first weights
+    trainer = make_method(model_dir, folder, method, Watched, **(PARTS | options))
+    trainer.before = before or {}
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def assert_same(one, other):
+    before, after = weights(one.model), weights(other.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert clockless(one.state.log_history) == clockless(other.state.log_history)
+
+
+def in_background(*steps):
+    """Does the steps one after another, while the caller goes on."""
+
+    def work():
+        for step, *arguments in steps:
+            step(*arguments)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_of_rollouts_in_the_trainer(fleet, tiny_model_dir, tiny_block_dir, folder, tmp_path, case):
+    blocks = case == "blocks"
+    model, servers = (tiny_block_dir, Fleet(tiny_block_dir, folder)) if blocks else (tiny_model_dir, fleet)
+    method, options = CASES[case]
+    options = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2} | options
+    here = trained(model, tmp_path / "here", method, **options)
+    there = trained(model, folder / case, method, **options, **servers.flags)
+    assert_same(here, there)
+    assert len(there.state.log_history) == 6
+    for number in range(2):
+        assert servers.ask(number, "/model_info").json()["weight_version"].startswith(there.servers.run)
+    assert not [*folder.rglob("d1-weights*")]
+    if blocks:
+        servers.close()
+
+
+def test_a_killed_server_is_left_out_and_comes_back_with_the_weights(fleet, tiny_model_dir, folder, tmp_path):
+    fleet.pause(0)  # so that it holds rows when it is killed
+    works = []
+
+    def kill():
+        works.append(in_background((fleet.until, 0, "d1_rows_waiting", 1), (fleet.kill, 0)))
+
+    def come_back():
+        works[0].join()
+        fleet.start(0)
+        fleet.wait(0)
+        fleet.pause(1)  # so that the other one gets rows
+        works.append(in_background((fleet.until, 0, "d1_tokens_total", 8), (fleet.resume, 1)))
+
+    options = {"max_steps": 6}
+    here = trained(tiny_model_dir, tmp_path / "here", **options)
+    there = trained(tiny_model_dir, folder / "killed", before={1: kill, 3: come_back}, **options, **fleet.flags)
+    works[1].join()
+    assert_same(here, there)
+    assert fleet.ask(0, "/model_info").json()["weight_version"].startswith(there.servers.run)
+
+
+@pytest.mark.parametrize("accumulated", [1])
+def test_a_run_without_servers_ends_and_resumes(fleet, tiny_model_dir, folder, tmp_path, accumulated):
+    """With four micro-batches per step, each step has two rollouts, and the second one fails."""
+    options = {"max_steps": 4 if accumulated == 1 else 2, "gradient_accumulation_steps": accumulated}
+    options |= {"steps_per_generation": 1, "save_strategy": "steps", "save_steps": 50, "optim": "adamw_torch"}
+    fleet.pause(0)  # so that no rollout ends before both are gone
+    fleet.pause(1)
+    works = []
+
+    def kill():
+        works.append(in_background((fleet.until, 0, "d1_rows_waiting", 1), (fleet.kill, 0), (fleet.kill, 1)))
+
+    def go_on():
+        fleet.resume(0)
+        fleet.resume(1)
+
+    def stop():
+        fleet.pause(0)
+        fleet.pause(1)
+        kill()
+
+    ends = folder / f"ends{accumulated}"
+    fails = 2 if accumulated == 1 else 4
+    with pytest.raises(NoServer, match="--resume") as error:
+        trained(
+            tiny_model_dir,
+            ends,
+            before={1: go_on, fails: stop},
+            **options | {"rollout_server_timeout": 1.0},
+            **fleet.flags,
+        )
+    works[0].join()
+    assert not [*folder.rglob("d1-weights*")]
+    for number in range(2):
+        fleet.start(number)
+        fleet.wait(number)
+    step = 2 if accumulated == 1 else 1
+    assert f"checkpoint-{step}:" in str(error.value)
+    here = trained(tiny_model_dir, tmp_path / "here", **options)
+    there = trained(tiny_model_dir, ends, resume=str(ends / f"checkpoint-{step}"), **options, **fleet.flags)
+    assert_same(here, there)
+
+
+def test_two_trainers_share_servers_and_are_killed(fleet, tiny_model_dir, folder, tmp_path):
+    options = {**PARTS, "max_steps": 20, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
+
+    def finished(both):
+        for process in both:
+            process.join(120)
+            assert process.exitcode == 0
+
+    finished(trainers(tiny_model_dir, tmp_path / "here", **options))
+    there = folder / "two"
+    fleet.pause(0)
+    both = trainers(tiny_model_dir, there, **options, **fleet.flags)
+    fleet.until(0, "d1_rows_waiting", 1)
+    fleet.kill(0)  # the rows of both trainers go to the other server
+    while not (there / "checkpoint-3").exists():
+        assert all(process.is_alive() for process in both)
+    fleet.pause(1)
+    fleet.until(1, "d1_rows_waiting", 1)
+    for process in both:  # in mid-rollout; a launcher kills the second one
+        process.kill()
+        process.join()
+    fleet.start(0)
+    fleet.wait(0)
+    fleet.resume(1)
+    last = max(there.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    assert 3 <= int(last.name.removeprefix("checkpoint-")) < 20
+    finished(trainers(tiny_model_dir, there, resume=str(last), **options, **fleet.flags))
+    before, after = (load_file(path / "end.safetensors") for path in (tmp_path / "here", there))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    (processes, whole), (_, resumed) = (
+        json.loads((path / "logged.json").read_text()) for path in (tmp_path / "here", there)
+    )
+    assert processes == 2
+    assert clockless(whole) == clockless(resumed)
+    assert not [*folder.rglob("d1-weights*")]
+
+
+def test_a_server_asks_for_the_key(fleet, monkeypatch):
+    monkeypatch.delenv(KEY)
+    with pytest.raises(ValueError, match=f"401.*set {KEY}"):
+        RolloutServer(fleet.url(0)).prepare(3, None)
+
+
+def test_weights_lie_where_all_servers_read_and_there_is_room(tmp_path):
+    run, other = tmp_path / "runs" / "one", tmp_path / "weights"
+    other.mkdir()
+    ram = Path("/dev/shm")
+    assert place(run, [None, ["/"]], 1) == (ram if ram.is_dir() else run)
+    assert place(run, [[str(tmp_path)], None], 1) == run
+    assert place(run, [[str(other), "/gone"], [str(other)]], 1) == other
+    for folders, size in (([[str(other)], [str(run)]], 1), ([None, ["/"]], 1 << 60)):
+        with pytest.raises(ValueError, match="--weights_dir"):
+            place(run, folders, size)
