@@ -16,7 +16,7 @@ from torch import Tensor
 
 from d1.sampling.loop import Rollout
 from d1.sampling.settings import SamplingSettings
-from d1.serve import KEY
+from d1.serve import KEY, sglang_client
 
 CONNECT = 10.0  # seconds to connect, and to say what is served
 PATIENCE = 3600.0  # seconds for an answer: a rollout may take as long as it does in a trainer
@@ -67,12 +67,14 @@ class RolloutServer:
     Attributes:
         problem: why no rows go to it now; None: it may get some.
         folders: below which it loads weights; None: anywhere.
+        mask_token_id: that of the run, for SGLang, which is not asked for its own; None for `d1 serve`.
     """
 
     def __init__(self, url: str) -> None:
         self.url, self.version = url.rstrip("/"), ""
         self.problem: str | None = "it was not asked yet"
         self.folders: list[str] | None = []
+        self.mask_token_id: int | None = None
         self.lock = threading.Lock()  # one thread at a time talks about weights
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Any:
@@ -107,6 +109,10 @@ class RolloutServer:
                     f"{self.url} loads no weights: start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that "
                     "this run can write to"
                 )
+            if "mask_token_id" not in facts and self.problem:  # SGLang, which may have started anew
+                rows = self.ask("POST", "/generate", sglang_client.probe(mask_token_id))
+                sglang_client.check_answer(self.url, rows)
+            self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
             if weights is None:
                 return
             if facts["weight_version"] != weights.version:
@@ -122,13 +128,14 @@ class RolloutServer:
             *(prompts.ids, prompts.settings, prompts.keys),
             *(prompts.ends, prompts.aligned),
         )
-        names = {name: value for name, value in asdict(settings).items() if value is not None}
-        params = names | {"max_new_tokens": names.pop("gen_length"), "sampling_seed": keys[0][0]}
-        params |= {"ignore_eos": True, "eos_stop": list(ends)}
         texts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), prompts.mask.cpu(), strict=True)]
-        rids = ["-".join(map(str, key[1:])) for key in keys]
-        body = {"input_ids": texts, "rid": rids, "sampling_params": params, "padded_to": ids.shape[1]}
-        rows = self.ask("POST", "/generate", body | {"return_logprob": True, "return_step_maps": True})
+        if self.mask_token_id is None:
+            body = request_of(prompts, texts)
+        else:
+            body = sglang_client.request_of(texts, keys, settings, ends, self.mask_token_id)
+        rows = self.ask("POST", "/generate", body)
+        if self.mask_token_id is not None:
+            rows = [sglang_client.as_ours(row, settings, ends) for row in rows]
         metas = [row["meta_info"] for row in rows]
         for version in {meta["weight_version"] for meta in metas} - {weights.version}:
             message = f"{self.url} sampled with the weights {version}, not {weights.version}"
@@ -151,6 +158,16 @@ class RolloutServer:
             passes=passes,
             forward_tokens=forward_tokens,
         )
+
+
+def request_of(prompts: Prompts, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The body of `/generate` of `d1 serve`, for the prompts without their padding."""
+    names = {name: value for name, value in asdict(prompts.settings).items() if value is not None}
+    params = names | {"max_new_tokens": names.pop("gen_length"), "sampling_seed": prompts.keys[0][0]}
+    params |= {"ignore_eos": True, "eos_stop": [*prompts.ends]}
+    rids = ["-".join(map(str, key[1:])) for key in prompts.keys]
+    body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "padded_to": prompts.ids.shape[1]}
+    return body | {"return_logprob": True, "return_step_maps": True}
 
 
 def reveal_steps(step_map: Sequence[int], schedule: Sequence[Sequence[int]]) -> list[int]:

@@ -1,11 +1,11 @@
-"""This library's samplers inside SGLang: exact and parallel decoding with temperature, what RL needs of every token, and
-the random numbers of `d1 serve`.
+"""This library's samplers inside SGLang: exact and parallel decoding with temperature, what RL needs of every token,
+and the random numbers of `d1 serve`.
 
     python -m sglang.launch_server --model-path JetLM/SDAR-1.7B-Chat --dllm-algorithm D1 --max-running-requests 64
 
-SGLang finds the plugin by the entry point `sglang.srt.plugins` of this package. A request sets its `SamplingSettings` in
-`sampling_params["custom_params"]`, as `d1.serve.client` does; a plain request is sampled one token per pass, at its own
-temperature. Answers have, per token, `output_token_logprobs`, `output_token_entropies`, `step_maps` and
+SGLang finds the plugin by the entry point `sglang.srt.plugins` of this package. A request sets its `SamplingSettings`
+in `sampling_params["custom_params"]`, as `d1.serve.client` does; a plain request is sampled one token per pass, at its
+own temperature. Answers have, per token, `output_token_logprobs`, `output_token_entropies`, `step_maps` and
 `forward_passes` (of a block, at its first token) in `meta_info`.
 
 The engine makes one more pass per block than our sampler, which stores the block's keys and values; our sampler leaves
@@ -241,8 +241,8 @@ def give_requests(worker: Any, forward_batch: Any, batch: Any = None) -> None:
 
 def own_sizes(config: Any, server_args: Any) -> None:
     """After SGLang has made a config with its own constants: takes the model's mask token and block size from the
-    model's `config.json`, where it has them."""
-    if config is None or config.algorithm != NAME:
+    model's `config.json`, where it has them. DiffusionGemma has no mask token."""
+    if config is None or config.mask_id < 0:
         return
     model, _ = PretrainedConfig.get_config_dict(server_args.model_path)
     config.mask_id = model.get("mask_token_id") or config.mask_id

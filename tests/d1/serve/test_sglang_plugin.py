@@ -47,12 +47,11 @@ def length_of(prompt, blocks=3):
 @torch.no_grad()
 def engine(model, rows, ends=(), retract=()):
     """What SGLang does: passes over one block per row, all of its tokens in all of its passes, until each row's block
-    is finished. The rows whose numbers are in `retract` lose the tokens of their second block once, after two passes."""
+    is finished. Rows whose numbers are in `retract` lose the tokens of their second block once, after two passes."""
     texts = [[*prompt] for prompt, _, _ in rows]
     sampled = [Sampled.of(len(prompt), rid, SEED, ends, settings, "cpu") for prompt, settings, rid in rows]
     blocks, passes = {}, dict.fromkeys(range(len(rows)), 0)
-    while len(texts) > len(over := [n for n, one in enumerate(sampled) if one.row.is_whole and not one.open or one.ended]):
-        live = [number for number in range(len(rows)) if number not in over]
+    while live := [n for n, one in enumerate(sampled) if not one.ended and (one.open or not one.row.is_whole)]:
         for number in live:
             if number not in blocks:
                 start = len(texts[number]) // BLOCK * BLOCK
@@ -106,10 +105,8 @@ def test_completions_are_those_of_our_sampler(model, chosen):
         prompt, settings, _ = row
         own = expected(model, row)
         assert text == own.ids[0].tolist()
-        logps, ids = [entry[0] for entry in one.record["output_token_logprobs"]], [
-            entry[1] for entry in one.record["output_token_logprobs"]
-        ]
-        assert ids == text[len(prompt) :]
+        logps, ids, _ = zip(*one.record["output_token_logprobs"], strict=True)
+        assert [*ids] == text[len(prompt) :]
         torch.testing.assert_close(torch.tensor(logps), own.logps[0], rtol=0, atol=1e-5)
         entropies = torch.tensor(one.record["output_token_entropies"])
         torch.testing.assert_close(entropies, own.entropies[0], rtol=0, atol=1e-5)
