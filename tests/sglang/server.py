@@ -57,7 +57,8 @@ def sglang(model: Path, log: Path, *flags: str, algorithm: str = "D1") -> Iterat
         try:
             url, until = f"http://127.0.0.1:{port}", time.monotonic() + STARTS
             while not answers(url):
-                assert server.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
+                if server.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"SGLang does not start: {log.read_text()[-3000:]}")
                 time.sleep(0.5)
             yield url
         finally:

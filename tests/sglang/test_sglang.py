@@ -118,7 +118,7 @@ def test_rows_are_those_of_our_sampler(url, model, tmp_path, name, record_proper
     own, found = expected(model, prompts), server.sample(prompts, weights)
     assert torch.equal(found.ids, own.ids)
     blocks = blocks_of(prompts.mask, LENGTH, BLOCK)
-    steps, own_steps = within_blocks(found.reveal_steps, blocks), within_blocks(own.reveal_steps, blocks)
+    assert torch.equal(within_blocks(found.reveal_steps, blocks), within_blocks(own.reveal_steps, blocks))
     figures = {"logps": largest(found.logps, own.logps), "entropies": largest(found.entropies, own.entropies)}
     if own.writes is None:
         assert torch.equal(found.reveal_steps, own.reveal_steps)
@@ -127,7 +127,6 @@ def test_rows_are_those_of_our_sampler(url, model, tmp_path, name, record_proper
             figures["replayed"] = largest(replayed(model, prompts, found), found.logps)
     else:
         assert own.edits.sum() > 0
-        assert ((steps - own_steps) == (steps - own_steps)[:, :1]).float().mean() > 0
     groups = found.ids.view(3, EACH, -1)
     if chosen.get("temperature"):
         assert all(len(group.unique(dim=0)) == EACH for group in groups)
@@ -197,9 +196,10 @@ def test_what_cannot_be_is_refused(url, model, tmp_path):
 
 
 def test_a_server_without_the_plugins_algorithm_is_recognised(folder, model, tmp_path):
-    with sglang(folder, tmp_path / "log.txt", algorithm="LowConfidence") as url:
-        with pytest.raises(ValueError, match=r"samples at temperature 1 are identical.*--dllm-algorithm D1"):
-            RolloutServer(url).prepare(model.config.mask_token_id, None)
+    said = r"samples at temperature 1 are identical.*--dllm-algorithm D1"
+    started = sglang(folder, tmp_path / "log.txt", algorithm="LowConfidence")
+    with started as url, pytest.raises(ValueError, match=said):
+        RolloutServer(url).prepare(model.config.mask_token_id, None)
 
 
 def run(*words):
