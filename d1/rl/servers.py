@@ -103,7 +103,12 @@ class PolicyServers:
         self.accelerator.wait_for_everyone()
         with self.together():
             if self.accelerator.is_main_process:
-                self.folder.write(model, version, [one.folders for one in self.servers if one.folders != []])
+                known = [one for one in self.servers if one.folders != []]
+                # An engine reads any folder of its own machine, and the run's where machines share it.
+                shared = [str(self.folder.output_dir)]
+                readable = [shared if one.folders is None and not one.is_local else one.folders for one in known]
+                released = any(one.folders is None for one in known)
+                self.folder.write(model, version, readable, released)
         self.weights = Weights(self.run, version, Path(broadcast_object_list([str(self.folder.path)])[0], version))
         with self.together():
             if self.accelerator.is_main_process:

@@ -25,12 +25,12 @@ class WeightsFolder:
     def __init__(self, output_dir: Path) -> None:
         self.output_dir, self.path = output_dir.resolve(), Path()
 
-    def write(self, model: Any, version: str, folders: Sequence[Sequence[str] | None]) -> None:
+    def write(self, model: Any, version: str, folders: Sequence[Sequence[str] | None], released: bool = False) -> None:
         """Replaces what is there by the weights of `model`, or its adapter. `folders` are those that each server reads,
-        None for a server that reads all: an engine, which gets whole weights in the format that they were released in.
-        """
+        None for a server that reads all. `released`: whole weights, with the adapter folded in, in the format that they
+        were released in, for an engine."""
         if self.path == Path():
-            whole = None in folders or not is_adapted(model)
+            whole = released or not is_adapted(model)
             weights = [weight for weight in model.parameters() if weight.requires_grad or whole]
             size = sum(weight.numel() * weight.element_size() for weight in weights)
             # The name is a function of the run, so that a resume removes what a killed run left.
@@ -38,7 +38,7 @@ class WeightsFolder:
             self.path = place(self.output_dir, folders, size) / name
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700)  # fails if it is someone else's
-        if None in folders:
+        if released:
             write_weights(model, self.path / version)
         else:
             model.save_pretrained(self.path / version)

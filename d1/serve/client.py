@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -76,6 +78,12 @@ class RolloutServer:
         self.folders: list[str] | None = []
         self.mask_token_id: int | None = None
         self.lock = threading.Lock()  # one thread at a time talks about weights
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the address is one of this machine."""
+        host = urlsplit(self.url).hostname
+        return host in ("localhost", socket.gethostname()) or str(host).startswith("127.")
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Any:
         key = os.environ.get(KEY)

@@ -18,6 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from d1.models import load_tokenizer
 from tests.commands import ROOT
+from tests.conftest import save_tiny_model
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 BLOCK = 8
@@ -25,14 +26,13 @@ STARTS = 300  # seconds that a start may take
 
 
 def write_sdar(folder: Path, seed: int = 0, spread: float = 0.3) -> Path:
-    """A pocket model with random weights as SDAR is released, with the pocket models' tokenizer."""
-    tokenizer = load_tokenizer(str(ROOT / "pocket" / "block_base"))
+    """A pocket model with random weights as SDAR is released, with a tokenizer of characters."""
+    tokenizer = load_tokenizer(str(save_tiny_model(folder)))  # whose model is replaced
     shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": spread}
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     torch.manual_seed(seed)
     Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **shape, **ids)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config = {name: value for name, value in config.items() if name not in ("rope_parameters", "layer_types")}
     config |= {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "rope_theta": 1e6, "block_size": BLOCK}

@@ -67,7 +67,7 @@ def prompts_of(model, chosen, sizes=(5, 13, 21), length=LENGTH, ends=()):
     ids, mask = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width, dtype=torch.long)
     for row in range(rows):
         size = sizes[row // EACH]
-        ids[row, width - size :] = torch.arange(size) * 7 % 80 + 10
+        ids[row, width - size :] = torch.arange(size) * 7 % 30 + 8
         mask[row, width - size :] = 1
     settings = SamplingSettings(**{"gen_length": length, "block_length": BLOCK, "steps": length} | chosen)
     return Prompts(ids, mask, [(SEED, 1, 0, row) for row in range(rows)], settings, ends, True)
@@ -219,7 +219,8 @@ def test_rl_learns(tmp_path):
         other = [letters[int(torch.randint(12, (), generator=generator))] for _ in range(12)]
         coins = torch.rand(12, generator=generator).tolist()
         answer = "".join(own if coin < 0.4 else letter for coin, letter in zip(coins, other, strict=True))
-        rows.append({"question": own * (4 + number % 12), "thinking_trajectories": [""], "attempt": answer})
+        turns = (("user", own * (4 + number % 12)), ("assistant", answer))
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sft = ["--model_name", write_sdar(tmp_path / "start", spread=0.05), "--train_data", data, "--full_finetuning"]

@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 from d1.masking import keyed_generator
 from d1.models import load_model
+from d1.models.convert import write_weights
 from d1.sampling import SamplingSettings, rollout
-from d1.serve.client import reveal_steps
-from d1.serve.sglang_plugin import ANY_TOP_K, Sampled, finish, settings_of, step_of
+from d1.serve.client import RolloutServer, reveal_steps
+from d1.serve.sglang_client import as_ours
+from d1.serve.sglang_plugin import ANY_TOP_K, VERSION, Sampled, finish, settings_of, step_of
+from tests.commands import ROOT
 from tests.d1.conftest import MASK
 
 BLOCK, SEED = 4, 5
@@ -28,7 +34,8 @@ CHOSEN = {
     "threshold": {"temperature": 0.7, "sampler": "parallel", "reveal_level": 0.2},
     "entropy": {"sampler": "parallel", "reveal": "entropy", "reveal_level": 3.0},
     "editing": {"sampler": "parallel", "reveal_level": 0.1, "edit_threshold": 0.1, "max_post_steps": 3},
-    "drawn edits": {"temperature": 1.0, "sampler": "parallel", "reveal_level": 0.2, "edit_threshold": 0.05},
+    "drawn edits": {"temperature": 1.0, "sampler": "parallel", "reveal_level": 0.2, "edit_threshold": 0.05}
+    | {"max_post_steps": 3},
 }
 
 
@@ -152,3 +159,51 @@ def test_what_a_request_asks_for():
     ):
         with pytest.raises(ValueError, match=said):
             settings_of(params(custom_params={"settings": asked | wrong}), 4, {})
+
+
+def test_there_is_one_version():
+    """That of the plugin, of the tests' environment and of the document."""
+    assert f"sglang=={VERSION}\n" in (ROOT / "tests/sglang/requirements.txt").read_text()
+    assert set(re.findall(r"sglang==([\d.]+)", (ROOT / "docs/engines.md").read_text())) == {VERSION}
+
+
+def test_a_server_without_the_plugin_is_refused():
+    """By its first answers, with the command that starts a right one."""
+    server, asked = RolloutServer("http://127.0.0.1:1"), []
+
+    def answer(method, path, body=None, seconds=0.0):
+        asked.append(path)
+        return [{"output_ids": [5, 5], "meta_info": {}}] * 2 if body else {"weight_version": "default"}
+
+    server.ask = answer
+    with pytest.raises(ValueError, match=r"samples at temperature 1 are identical.*--dllm-algorithm D1"):
+        server.prepare(MASK, None)
+    assert asked == ["/model_info", "/generate"]
+
+
+def test_answers_have_the_form_of_our_server():
+    """After the EOS stop, the rest of the canvas holds the first end; tokens of cached prompts are not counted."""
+    settings = SamplingSettings(gen_length=6, block_length=4, steps=6)
+    meta = {"output_token_logprobs": [[-0.5, 9, None], [-0.25, 2, None]], "output_token_entropies": [0.1, 0.2]}
+    meta |= {"step_maps": [1, 2], "forward_passes": [3, 0], "prompt_tokens": 10, "cached_tokens": 4}
+    ours = as_ours({"output_ids": [9, 2], "meta_info": meta}, settings, (2, 7))
+    assert ours["output_ids"] == [9, 2, 2, 2, 2, 2]
+    assert ours["meta_info"]["step_maps"] == [1, 2, 0, 0, 0, 0]
+    assert (ours["meta_info"]["forward_passes"], ours["meta_info"]["forward_tokens"]) == (3, 16)
+
+
+@pytest.mark.parametrize("kind", ["sdar", "llada2_moe"])
+def test_an_engine_gets_released_weights_with_the_adapter(kind, kind_dirs, tmp_path):
+    """Under their released names; the model in training stays as it was, to the bit."""
+    config = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    adapted = get_peft_model(load_model(kind_dirs[kind]), config).eval()
+    before = {name: weight.clone() for name, weight in adapted.state_dict().items()}
+    ids = torch.arange(4, 16).unsqueeze(0)
+    expected = adapted(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    write_weights(adapted, tmp_path / "out")
+    assert all(torch.equal(weight, before[name]) for name, weight in adapted.state_dict().items())
+    assert (
+        load_file(tmp_path / "out/model.safetensors").keys() == load_file(kind_dirs[kind] / "model.safetensors").keys()
+    )
+    found = load_model(tmp_path / "out").eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
