@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from d1.commands.model import model_of, tokenizer_of
 from d1.ranges import COUNT, NATURAL, Range
@@ -51,20 +52,26 @@ def run(args: argparse.Namespace) -> None:
     from d1.serve.app import make_app
     from d1.serve.engine import Engine
     from d1.serve.requests import Server
+    from d1.serve.weights import Loader
 
     if missing := [folder for folder in args.weights_dir if not folder.is_dir()]:
         raise FileNotFoundError(f"--weights_dir {missing[0]}: there is no such folder")
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
-    model = model_of(args)
-    if isinstance(model, PeftModel):  # as RL does: an adapter that is sent later comes on top
-        model = merge_adapter(model, args.checkpoint_path or args.model_path).eval()
+
+    def start() -> Any:
+        model = model_of(args)
+        if isinstance(model, PeftModel):  # as RL does: an adapter that is sent later comes on top
+            model = merge_adapter(model, args.checkpoint_path or args.model_path).eval()
+        return model
+
+    model = start()
     defaults = sampling_settings(vars(args), model.config)
     sizes = {"batch_size": args.batch_size, "queue_size": args.queue_size}
     engine = Engine(model, tokenizer.mask_token_id, **sizes, version="default")
     name = args.served_model_name or args.model_path
     limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
-    app = make_app(Server(engine, tokenizer, name, defaults, args.seed, **limits))
+    app = make_app(Server(engine, tokenizer, name, defaults, args.seed, loader=Loader(start), **limits))
     config = uvicorn.Config(
         app, args.host, args.port, log_level="warning", timeout_graceful_shutdown=args.drain_seconds
     )

@@ -15,7 +15,7 @@ from d1.serve.engine import Engine
 from d1.serve.reading import RowsStopped, completed, streamed
 from d1.serve.requests import Chat, Completion, Generate, Pause, Server, Update
 from d1.serve.rows import QueueFull
-from d1.serve.weights import loaded, weights_below
+from d1.serve.weights import weights_below
 from d1.show.page import film_page
 
 OPEN = ("/", "/health")  # without the API key
@@ -117,7 +117,9 @@ def make_app(server: Server) -> Any:
             folder = weights_below(server.weights_dir, body.model_path)
             if body.abort_all_requests:
                 engine.stop_all("aborted by an update of the weights")
-            update = engine.replace_model(partial(loaded, folder), body.weight_version or str(folder))
+            assert server.loader is not None
+            load = partial(server.loader.load, folder)
+            update = engine.replace_model(load, body.weight_version or str(folder))
             await asyncio.wrap_future(update)
         except Exception as error:
             status = 429 if isinstance(error, QueueFull) else 400

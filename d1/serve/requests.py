@@ -16,6 +16,7 @@ from d1.ranges import SEED
 from d1.sampling.settings import SamplingSettings
 from d1.serve.engine import Engine
 from d1.serve.rows import Row
+from d1.serve.weights import Loader
 
 
 class Strict(BaseModel):
@@ -124,6 +125,7 @@ class Server:
     seed: int = 0
     max_gen_length: int | None = None
     weights_dir: tuple[Path, ...] = ()
+    loader: Loader | None = None  # where there is a `weights_dir`
     api_key: str | None = None
 
     def settings(self, body: Any, gen_length: int | None) -> SamplingSettings:
@@ -157,6 +159,8 @@ class Server:
     ) -> list[Row]:
         """One row per prompt. Raises ValueError for a prompt that the model does not read."""
         config = self.engine.model.config
+        if not prompts:
+            raise ValueError("there is no prompt")
         for ids in prompts:
             if not ids:
                 raise ValueError("the prompt is empty: a model needs at least one token")

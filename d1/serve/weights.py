@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,29 @@ def weights_below(roots: Sequence[Path], path: str) -> Path:
     return folder
 
 
+@dataclass
+class Loader:
+    """Loads new weights. An adapter comes on top of the model that the server was started from, which `start` loads."""
+
+    start: Callable[[], Any]
+    replaced: bool = False  # whether other weights than that model's are in use
+
+    def load(self, folder: Path, model: Any) -> Any:
+        """`loaded`; or the model that the server was started from with the adapter in `folder`."""
+        if not (folder / "adapter_config.json").exists():
+            new, self.replaced = loaded(folder, model), True
+            return new
+        new = with_adapter(self.start() if self.replaced else model, str(folder))
+        self.replaced = False
+        return new
+
+
 def loaded(folder: Path, model: Any) -> Any:
-    """The model in `folder`, on the CPU, loaded as `model` was; or `model` with the adapter there in place of its own.
+    """The model in `folder`, on the CPU, loaded as `model` was.
 
     Raises:
-        ValueError: the tokenizer and the settings that go with `model` do not fit it, or the adapter does not.
+        ValueError: the tokenizer and the settings that go with `model` do not fit it.
     """
-    if (folder / "adapter_config.json").exists():
-        return with_adapter(model, str(folder))
     other, _ = native_config(str(folder))
     for name in ("model_type", "vocab_size", "block_size"):
         if getattr(other, name, None) != getattr(model.config, name, None):

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import d1.serve.app  # noqa: F401
 from d1.__main__ import main, make_parser
+from d1.runs.entry import leave
 from d1.serve import KEY
 from tests.tiny_grpo import logged, make_method, weights
 
@@ -118,7 +119,7 @@ def train(rank: int, port: int, model: Path, folder: Path, options: dict[str, An
         save_file(weights(trainer.model), folder / "end.safetensors")
         (folder / "logged.json").write_text(json.dumps([trainer.accelerator.num_processes, logged(trainer)]))
     trainer.accelerator.wait_for_everyone()
-    os._exit(0)  # gloo's threads may abort a normal exit
+    leave()
 
 
 def trainers(model: Path, folder: Path, **options: Any) -> list[Any]:

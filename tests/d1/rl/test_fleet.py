@@ -1,4 +1,4 @@
-"""RL on several servers, all real processes, which are killed: the run is that of rollouts in the trainer, to the bit."""
+"""RL on several servers, real processes that are killed: the run is that of rollouts in the trainer, to the bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fleet(tiny_model_dir, folder):
 class Watched(DiffuGRPOTrainer):
     """Calls `before[n]` before its n-th rollout."""
 
-    before: dict[int, Callable[[], object]] = {}
+    before: dict[int, Callable[[], object]]
 
     def sample(self, ids, mask):
         self.__dict__["rollouts"] = self.__dict__.get("rollouts", 0) + 1

@@ -20,6 +20,7 @@ from d1.serve.app import make_app
 from d1.serve.engine import Engine
 from d1.serve.requests import Server
 from d1.serve.rows import key_of
+from d1.serve.weights import Loader
 
 
 class Served:
@@ -60,7 +61,10 @@ def serving(
     block = getattr(model.config, "block_size", None) or 8
     engine = Engine(model, tokenizer.mask_token_id, batch_size=batch_size, queue_size=queue_size, version="default")
     defaults = SamplingSettings(16, block, 8)
-    options["weights_dir"] = () if weights_dir is None else (weights_dir,)
+    options |= {
+        "weights_dir": () if weights_dir is None else (weights_dir,),
+        "loader": Loader(lambda: load_model(folder)),
+    }
     server = Server(engine, tokenizer, "tiny", defaults, **options)
     config = uvicorn.Config(make_app(server), "127.0.0.1", 0, log_level="warning")
     socket, program = config.bind_socket(), uvicorn.Server(config)
