@@ -68,7 +68,7 @@ def check_command(words: list[str], folder: Path) -> Path:
         assert (folder / arguments[0]).is_dir(), f"no folder {arguments[0]}"
         return (folder / arguments[0]).resolve()
     if program in ("bash", "sbatch"):
-        check_shell_script(settings, arguments, folder)
+        check_shell_script(settings, [*itertools.dropwhile(lambda word: word.startswith("--"), arguments)], folder)
     elif program == "make":
         check_make(arguments)
     elif program in ("accelerate", "torchrun", "python"):

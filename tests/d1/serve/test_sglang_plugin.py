@@ -19,7 +19,8 @@ from d1.models.convert import write_weights
 from d1.sampling import SamplingSettings, rollout
 from d1.serve.client import RolloutServer, reveal_steps
 from d1.serve.sglang_client import as_ours
-from d1.serve.sglang_plugin import ANY_TOP_K, VERSION, Sampled, finish, settings_of, step_of
+from d1.serve.sglang_plugin import ANY_TOP_K, VERSION, settings_of
+from d1.serve.sglang_rules import Sampled, finish, step_of
 from d1.transformers_bridge import stored_weights
 from tests.commands import ROOT
 from tests.d1.conftest import MASK
@@ -121,10 +122,12 @@ def test_completions_are_those_of_our_sampler(model, chosen):
         if settings.edits is None:
             schedule = settings.schedule(len(prompt) % BLOCK)
             assert reveal_steps(one.record["step_maps"], schedule) == own.reveal_steps[0].tolist()
-            assert sum(one.record["forward_passes"]) == own.passes.item() + len(schedule)
+            if one is not sampled[1]:  # some of whose passes were lost
+                assert sum(one.record["forward_passes"]) == own.passes.item() + len(schedule)
     if chosen.get("edit_threshold"):
         assert any(expected(model, row).edits for row in rows)
-    assert passes[0] == sum(sampled[0].record["forward_passes"]) or chosen.get("edit_threshold")
+    for number, one in enumerate(sampled):
+        assert passes[number] == sum(one.record["forward_passes"])
 
 
 def test_a_row_ends_after_the_block_that_holds_an_end(model):
