@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -41,7 +42,10 @@ def request_of(
     length, seed = names.pop("gen_length"), keys[0][0]
     custom = {"settings": names, "seed": seed, "eos_stop": [*ends], "mask_token_id": mask_token_id}
     params = {"max_new_tokens": length, "temperature": settings.temperature, "ignore_eos": True}
-    rids = ["-".join(map(str, key[1:])) for key in keys]
+    # SGLang refuses an `rid` as long as rows of an earlier request that failed have it: the plugin reads no further than
+    # the point.
+    own = uuid.uuid4().hex
+    rids = [f"{'-'.join(map(str, key[1:]))}.{own}" for key in keys]
     return {"input_ids": [*texts], "rid": rids, "sampling_params": params | {"custom_params": custom}}
 
 

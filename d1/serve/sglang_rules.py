@@ -42,7 +42,7 @@ class Sampled:
         cls, prompt: int, rid: str, seed: int, ends: Sequence[int], settings: SamplingSettings, device: Any
     ) -> Sampled:
         inside = prompt % settings.block_length
-        generator = keyed_generator(seed, *key_of(rid), device=device)
+        generator = keyed_generator(seed, *key_of(rid.partition(".")[0]), device=device)
         row = Row(0, prompt, inside, settings.schedule(inside), generator, settings=settings)
         return cls(row, settings, generator, tuple(ends))
 

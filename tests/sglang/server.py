@@ -22,7 +22,7 @@ from tests.conftest import save_tiny_model
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 BLOCK = 8
-STARTS = 300  # seconds that a start may take
+STARTS = 900  # seconds that a start may take
 
 
 def write_sdar(folder: Path, seed: int = 0, spread: float = 0.3) -> Path:

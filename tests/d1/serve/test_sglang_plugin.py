@@ -58,7 +58,7 @@ def engine(model, rows, ends=(), retract=()):
     """What SGLang does: passes over one block per row, all of its tokens in all of its passes, until each row's block
     is finished. Rows whose numbers are in `retract` lose the tokens of their second block once, after two passes."""
     texts = [[*prompt] for prompt, _, _ in rows]
-    sampled = [Sampled.of(len(prompt), rid, SEED, ends, settings, "cpu") for prompt, settings, rid in rows]
+    sampled = [Sampled.of(len(prompt), f"{rid}.a", SEED, ends, settings, "cpu") for prompt, settings, rid in rows]
     blocks, passes = {}, dict.fromkeys(range(len(rows)), 0)
     while live := [n for n, one in enumerate(sampled) if not one.ended and (one.open or not one.row.is_whole)]:
         for number in live:
