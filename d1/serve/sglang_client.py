@@ -15,7 +15,7 @@ START = "python -m sglang.launch_server --model-path MODEL --dllm-algorithm D1 -
 def probe(mask_token_id: int) -> dict[str, Any]:
     """A request whose answer shows whether SGLang runs the plugin: one prompt with two names, at temperature 1."""
     prompt, params = [int(mask_token_id == 0)], {"max_new_tokens": 32, "temperature": 1.0, "ignore_eos": True}
-    return {"input_ids": [prompt, prompt], "rid": ["d1-probe-0", "d1-probe-1"], "sampling_params": params}
+    return {"input_ids": [prompt, prompt], "rid": [uuid.uuid4().hex, uuid.uuid4().hex], "sampling_params": params}
 
 
 def check_answer(url: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -42,8 +42,7 @@ def request_of(
     length, seed = names.pop("gen_length"), keys[0][0]
     custom = {"settings": names, "seed": seed, "eos_stop": [*ends], "mask_token_id": mask_token_id}
     params = {"max_new_tokens": length, "temperature": settings.temperature, "ignore_eos": True}
-    # SGLang refuses an `rid` as long as rows of an earlier request that failed have it: the plugin reads no further than
-    # the point.
+    # SGLang refuses an `rid` while rows of an earlier request that failed have it. The plugin reads up to the point.
     own = uuid.uuid4().hex
     rids = [f"{'-'.join(map(str, key[1:]))}.{own}" for key in keys]
     return {"input_ids": [*texts], "rid": rids, "sampling_params": params | {"custom_params": custom}}
