@@ -22,6 +22,7 @@ from d1.serve import KEY, sglang_client
 
 CONNECT = 10.0  # seconds to connect, and to say what is served
 PATIENCE = 3600.0  # seconds for an answer: a rollout may take as long as it does in a trainer
+DRAIN = 600  # seconds that SGLang may take until no row is at work
 BUSY = (429, 502, 503, 504)  # of a server that may take the same request later
 FRESH = "default"  # `weight_version` of a server that was given no weights since it started
 
@@ -103,7 +104,7 @@ class RolloutServer:
             raise ValueError(f"{told} (set {KEY} for this run)")
         if answer.status_code != 200:
             raise ValueError(told)
-        return answer.json()
+        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
 
     def prepare(self, mask_token_id: int, weights: Weights | None) -> None:
         """Asks what is served, and has the server take `weights` unless it has them."""
@@ -124,6 +125,8 @@ class RolloutServer:
             if weights is None:
                 return
             if facts["weight_version"] != weights.version:
+                if self.mask_token_id is not None:  # SGLang would take them in mid-row, and then report a failure
+                    self.ask("POST", f"/flush_cache?timeout={DRAIN}")
                 body = {"model_path": str(weights.folder), "weight_version": weights.version}
                 self.ask("POST", "/update_weights_from_disk", body)
                 if (found := self.ask("GET", "/model_info", seconds=CONNECT)["weight_version"]) != weights.version:
