@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,11 +73,27 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> None:
+    """Leaves imported libraries out of later collections: Accelerate collects at the start of each run, and the objects
+    of all libraries take five times as long as a tiny run."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """DeepSpeed compiles its extensions once per test session, in a separate folder: a killed build in the user's
-    folder leaves a lock there, and every later process would wait for it forever."""
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("torch_extensions"))
+def own_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps rows and compiled extensions out of the user's caches, in this process and in those that it starts.
+
+    DeepSpeed compiles once for all parallel workers. A killed build in the user's folder would leave a lock there, and
+    every later process would wait for it forever.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(shared / "torch_extensions")
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].config.HF_DATASETS_CACHE = os.environ["HF_DATASETS_CACHE"]
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,7 @@
 """The examples in README and CONTRIBUTING of additions from outside the package train."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from d1.rl.train import main, make_parser
 from d1.tasks import load_task, with_rewards
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
@@ -36,11 +34,8 @@ def flags(folder: Path, **more: object) -> list[str]:
     return [str(word) for flag in settings.items() for word in (f"--{flag[0]}", flag[1])]
 
 
-def run(script: Path, arguments: list[str]) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+def run(script: Path, folder: Path, arguments: list[str]) -> None:
+    forks.finish(forks.start(forks.script, str(script), *arguments, log=folder / "log", folder=ROOT), folder / "log")
 
 
 def as_own_kind(source: Path, folder: Path) -> Path:
@@ -70,7 +65,7 @@ def test_a_method_file_trains_and_goes_on_from_the_middle_of_a_rollout(tiny_mode
     unbroken = load_file(folder / "model.safetensors")
     shutil.rmtree(folder / "checkpoint-4")
     (folder / "model.safetensors").unlink()
-    run(ROOT / "diffu-grpo" / "diffu_grpo_train.py", [*flags(folder, **run_flags), "--resume"])
+    run(ROOT / "diffu-grpo" / "diffu_grpo_train.py", tmp_path, [*flags(folder, **run_flags), "--resume"])
     resumed = load_file(folder / "model.safetensors")
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
     started = load_file(tiny_model_dir / "model.safetensors")
@@ -101,7 +96,7 @@ def test_a_reward_file_needs_only_the_function_of_the_documents(tiny_model_dir, 
 def test_a_method_a_rule_and_a_kind_from_outside_train(tiny_model_dir, tmp_path):
     model = as_own_kind(tiny_model_dir, tmp_path / "own")
     own = {"model_path": model, "save_strategy": "no", "sampler": "parallel", "reveal": "half"}
-    run(ROOT / "tests" / "own_additions.py", flags(tmp_path / "run", **own))
+    run(ROOT / "tests" / "own_additions.py", tmp_path, flags(tmp_path / "run", **own))
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     logged = [entry for entry in history if "loss" in entry]
     assert len(logged) == 4

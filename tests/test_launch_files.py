@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests import forks
 from tests.commands import ROOT
 
 OLD_SCRIPTS = {  # what scripts written for d1's repository import, in the folder that they run in
@@ -15,31 +16,25 @@ OLD_SCRIPTS = {  # what scripts written for d1's repository import, in the folde
 }
 
 
-def run(command: list[str], folder: str = "") -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize("folder", OLD_SCRIPTS)
+def test_scripts_written_for_d1s_repository_find_its_names(folder, tmp_path):
+    for file in (ROOT / folder).glob("*.py"):
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "old.py").write_text(OLD_SCRIPTS[folder])
+    started = forks.start(forks.script, "old.py", log=tmp_path / "log", folder=tmp_path)
+    assert forks.finish(started, tmp_path / "log").startswith(("d1.sft.trainer ", "d1.rl.trainer "))
+
+
+@pytest.mark.parametrize("words", ["d1 sft", "d1 rl", "d1 eval", "d1 parse", "d1.sft.train"])
+def test_stages_are_commands_and_modules(words, tmp_path):
+    started = forks.start(forks.module, *words.split(), "--help", log=tmp_path / "log", folder=ROOT)
+    assert forks.finish(started, tmp_path / "log").startswith(f"usage: {words} ")
+
+
+def test_accelerate_launches_a_stage():
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "d1.rl.train", "--help"]
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT / folder, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-@pytest.mark.parametrize("folder", OLD_SCRIPTS)
-def test_scripts_written_for_d1s_repository_find_its_names(folder):
-    assert run(["-c", OLD_SCRIPTS[folder]], folder).startswith(("d1.sft.trainer ", "d1.rl.trainer "))
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["-m", "d1", "sft", "--help"], "usage: d1 sft "),
-        (["-m", "d1", "rl", "--help"], "usage: d1 rl "),
-        (["-m", "d1", "eval", "--help"], "usage: d1 eval "),
-        (["-m", "d1", "parse", "--help"], "usage: d1 parse "),
-        (["-m", "accelerate.commands.launch", "--cpu", "-m", "d1.rl.train", "--help"], "usage: d1.rl.train "),
-        (["-m", "accelerate.commands.launch", "--cpu", "-m", "d1.sft.train", "--help"], "usage: d1.sft.train "),
-    ],
-    ids=lambda value: " ".join(value[-4:]) if isinstance(value, list) else "",
-)
-def test_stages_are_commands_and_modules(command, said):
-    assert run(command).startswith(said)
+    assert done.stdout.startswith("usage: d1.rl.train ")

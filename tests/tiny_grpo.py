@@ -1,5 +1,6 @@
 """Shared by the tests of diffu-GRPO: a tiny trainer for any method, its task, and ways to compare two runs."""
 
+import functools
 import os
 
 from accelerate.utils import gather_object
@@ -43,6 +44,7 @@ TWO_BATCHES_A_STEP = {
 }
 
 
+@functools.cache
 def rows(count=12):
     return Dataset.from_list(
         [{"prompt": [{"role": "user", "content": WORDS[i % 12]}], "letter": WORDS[i % 12][0]} for i in range(count)]
@@ -160,6 +162,18 @@ PER_MICRO_BATCH = ("rldf",)  # its mean is over the tokens of a micro-batch, as 
 def same_mean(method):
     """Replaces the mean over the tokens of a micro-batch, which depends on how a rollout is split."""
     return {"loss_type": "grpo"} if METHODS[method].values["loss_type"] == "bnpo" else {}
+
+
+def of_each_part():
+    """Methods that together have every estimator, objective, advantage, rule of scored tokens and use of views."""
+    seen, found = set(), []
+    for name, method in METHODS.items():
+        chosen = ("estimator", "objective", "advantage", "scored_tokens", "split_views")
+        parts = {(part, method.values[part]) for part in chosen}
+        if not parts <= seen:
+            found.append(name)
+        seen |= parts
+    return found
 
 
 def weights(model):

@@ -7,153 +7,62 @@ from d1.masking import keyed_generator
 from tests.rehearsal.device import DEVICE, Misplaced, Waits, rehearsal
 
 
-def plus_a_number_from_the_cpu(values):
-    return values + torch.tensor(1.0)
-
-
-def joined_with_the_cpu(values):
-    return torch.cat([values, torch.zeros(3)])
-
-
-def filled_in_place_from_the_cpu(values):
-    return values.mul_(torch.ones(3))
-
-
-def indexes_a_cpu_tensor(values):
-    return torch.zeros(3)[values.long()]
-
-
-def drawn_with_the_cpus_generator(values):
-    return torch.rand(3, generator=keyed_generator(0), device=values.device)
-
-
-def drawn_with_the_devices_generator(values):
-    return torch.rand(3, generator=keyed_generator(0, device=values.device))
-
-
-MISPLACED = [
-    plus_a_number_from_the_cpu,
-    joined_with_the_cpu,
-    filled_in_place_from_the_cpu,
-    indexes_a_cpu_tensor,
-    drawn_with_the_cpus_generator,
-    drawn_with_the_devices_generator,
-]
-
-
-def item_in_a_loop(values):
-    return sum(value.item() for value in values)
-
-
-def truth(values):
-    return 1 if (values > 0).any() else 0
-
-
-def as_an_index(values):
-    return range(10)[values.long()[0]]
-
-
-def listed(values):
-    return values.tolist()
-
-
-def copied_to_the_cpu(values):
-    return values.cpu()
-
-
-def written_to_the_cpu(values):
-    return torch.zeros(3).copy_(values)
-
-
-def compared(values):
-    return torch.equal(values, values)
-
-
-def boolean_index(values):
-    return values[values > 1]
-
-
-def boolean_index_written(values):
+def indexed(values):
     values[values > 1] = values[:2].clone()
 
 
-def positions(values):
-    return values.nonzero()
+NUMBERS = [1.0, 2.0, 3.0]
+MISPLACED = {
+    "plus a number from the CPU": lambda values: values + torch.tensor(1.0),
+    "joined with the CPU": lambda values: torch.cat([values, torch.zeros(3)]),
+    "filled in place from the CPU": lambda values: values.mul_(torch.ones(3)),
+    "indexes a CPU tensor": lambda values: torch.zeros(3)[values.long()],
+    "drawn with the CPU's generator": lambda values: torch.rand(3, generator=keyed_generator(0), device=values.device),
+    "drawn with the device's generator": lambda values: torch.rand(
+        3, generator=keyed_generator(0, device=values.device)
+    ),
+}
+WAITING = {
+    "items in a loop": lambda values: values[0].item() + values[1].item() + values[2].item(),
+    "truth": lambda values: 1 if (values > 0).any() else 0,
+    "as an index": lambda values: range(10)[values.long()[0]],
+    "listed": lambda values: values.tolist(),
+    "copied to the CPU": lambda values: values.cpu(),
+    "written to the CPU": lambda values: torch.zeros(3).copy_(values),
+    "compared": lambda values: torch.equal(values, values),
+    "boolean index": lambda values: values[values > 1],
+    "boolean index written": indexed,
+    "positions": lambda values: values.nonzero(),
+    "where of one argument": lambda values: torch.where(values > 1),
+    "selected": lambda values: values.masked_select(values > 1),
+    "distinct": lambda values: values.unique(),
+    "repeated": lambda values: values.repeat_interleave(values.long()),
+    "upload that waits": lambda values: values + torch.tensor(NUMBERS).to(values.device),
+    "upload of numbers": lambda values: values + torch.tensor(NUMBERS, device=values.device),
+    "upload like another": lambda values: values + values.new_tensor(NUMBERS),
+    "index on the CPU": lambda values: values[torch.tensor([2, 0])],
+}
 
 
-def where_of_one_argument(values):
-    return torch.where(values > 1)
-
-
-def selected(values):
-    return values.masked_select(values > 1)
-
-
-def distinct(values):
-    return values.unique()
-
-
-def repeated(values):
-    return values.repeat_interleave(values.long())
-
-
-def upload_that_waits(values):
-    return values + torch.tensor([1.0, 2.0, 3.0]).to(values.device)
-
-
-def upload_of_numbers(values):
-    return values + torch.tensor([1.0, 2.0, 3.0], device=values.device)
-
-
-def upload_like_another(values):
-    return values + values.new_tensor([1.0, 2.0, 3.0])
-
-
-def index_on_the_cpu(values):
-    return values[torch.tensor([2, 0])]
-
-
-WAITING = [
-    item_in_a_loop,
-    truth,
-    as_an_index,
-    listed,
-    copied_to_the_cpu,
-    written_to_the_cpu,
-    compared,
-    boolean_index,
-    boolean_index_written,
-    positions,
-    where_of_one_argument,
-    selected,
-    distinct,
-    repeated,
-    upload_that_waits,
-    upload_of_numbers,
-    upload_like_another,
-    index_on_the_cpu,
-]
-
-
-@pytest.mark.parametrize("mistake", MISPLACED)
+@pytest.mark.parametrize("mistake", MISPLACED.values(), ids=MISPLACED)
 def test_what_was_left_on_the_cpu_is_an_error(mistake):
     with rehearsal(None) as waits:
-        values = torch.tensor([1.0, 2.0, 3.0]).to(DEVICE, non_blocking=True)
+        values = torch.tensor(NUMBERS).to(DEVICE, non_blocking=True)
         with pytest.raises(Misplaced):
             mistake(values)
     assert not waits
 
 
-@pytest.mark.parametrize("mistake", WAITING)
+@pytest.mark.parametrize("mistake", WAITING.values(), ids=WAITING)
 def test_a_wait_is_an_error_and_where_it_is_allowed_counted(mistake):
     name = f"tests/rehearsal/test_device.py {mistake.__name__}"
     with rehearsal(()):
-        values = torch.tensor([1.0, 2.0, 3.0]).to(DEVICE, non_blocking=True)
+        values = torch.tensor(NUMBERS).to(DEVICE, non_blocking=True)
         with pytest.raises(Waits, match=f"in {name}$"):
             mistake(values)
     with rehearsal({name}) as waits:
-        mistake(torch.tensor([1.0, 2.0, 3.0]).to(DEVICE, non_blocking=True))
-    assert waits == {name: 3 if mistake is item_in_a_loop else 1}
+        mistake(torch.tensor(NUMBERS).to(DEVICE, non_blocking=True))
+    assert waits == {name: 3 if mistake is WAITING["items in a loop"] else 1}
 
 
 def test_a_wait_of_a_backward_pass_is_an_error():

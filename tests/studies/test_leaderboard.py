@@ -2,15 +2,14 @@
 
 import csv
 import hashlib
+import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from d1.eval.run import make_parser as eval_parser
@@ -37,6 +36,7 @@ from studies.leaderboard.plan import (
     updates_of,
 )
 from studies.leaderboard.results import at_the_end, file_of, read_results, values_of
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 BOARD = ROOT / "studies" / "leaderboard"
@@ -104,8 +104,7 @@ def test_one_module_alone_reads_sealed_problems_and_one_their_outcomes():
 # --- What a run is ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "task"), zip(METHODS, itertools.cycle(TASKS), strict=False))
 def test_each_run_is_its_method_at_the_budget_rate_and_mu_that_it_names(method, task, tmp_path):
     recipe, length, values = RECIPES[task], TASKS[task].length, METHODS[method].values
     run = Run("final", task, "sft", method, 1, 3e-5, 2, 5000)
@@ -325,21 +324,20 @@ if __name__ == "__main__":
 def test_a_miniature_that_is_killed_continues_and_its_lines_say_what_they_are(tmp_path):
     script, folder, data = tmp_path / "miniature.py", tmp_path / "work", tmp_path / "data"
     script.write_text(MINIATURE)
-    command = [sys.executable, str(script), str(folder), str(data)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    first = subprocess.Popen(command, **options)
-    deadline = time.monotonic() + 300
+
+    def start(log):
+        return forks.start(forks.script, str(script), str(folder), str(data), log=log, folder=ROOT)
+
+    (first,) = start(tmp_path / "first.log")
     while not list(folder.glob("final_*just-grpo*/metrics.jsonl")):  # the third run that trains
-        assert first.poll() is None, first.communicate()
-        assert time.monotonic() < deadline
+        assert first.is_alive(), (tmp_path / "first.log").read_text()
         time.sleep(0.05)
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate()  # ends once the pool's process has ended, too
+    pool = psutil.Process(first.pid).children(recursive=True)
+    forks.kill([first])
+    assert not psutil.wait_procs(pool, 300)[1]  # the pool's process ends, too
     before = {path.name: path.read_bytes() for path in data.glob("*.jsonl")}
     assert not any(b"just-grpo" in text for name, text in before.items() if name == "final.jsonl")
-    done = subprocess.run(command, **options, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr + "".join(path.read_text() for path in folder.glob("*.log"))
+    forks.finish(start(tmp_path / "second.log"), tmp_path / "second.log")
     for name, text in before.items():
         assert (data / name).read_bytes().startswith(text)
 
@@ -366,8 +364,7 @@ def test_a_miniature_that_is_killed_continues_and_its_lines_say_what_they_are(tm
     assert table["sealed"].str["exact"].str.len().tolist() == [8, 8, 8]
     assert table["method"].tolist() == [START, "reinforce", "just-grpo"]
 
-    again = subprocess.run(command, **options, timeout=100, check=False)  # there is nothing left to do
-    assert (again.returncode, again.stdout) == (0, "")
+    assert forks.finish(start(tmp_path / "third.log"), tmp_path / "third.log") == ""  # there is nothing left to do
 
 
 def test_quick_is_a_board_that_ends():

@@ -43,37 +43,31 @@ def run_of(sampler="exact", cure=NO_CURE, seed=0, estimator="one_step", task="su
     return Run(task, sampler, estimator, cure, seed, **values)
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_runs_differ_from_d1_or_tracerl_by_sampler_estimator_and_cure_alone(sampler, estimator, task, tmp_path):
-    parser = rl_parser()
-    method = (
-        METHODS["tracerl" if estimator == "tracerl" else "d1"].values
-        | {
-            "one_step": {"num_iterations": 4},
-            "replay": {"num_iterations": 4, "estimator": "replay", "p_mask_prompt": 0},
-            "tracerl": {},
-        }[estimator]
-    )
-    for cure in CURES:
-        if cure in SURE and (task, sampler) != ("arithmetic", "cached+parallel"):
-            continue
-        run = run_of(sampler, cure, estimator=estimator, task=task)
-        config, _ = parser.parse_args_and_config(run.flags(tmp_path, tmp_path / "out"))
-        expected = method | ({"temperature": float(cure.split()[-1])} if "temperature" in cure else {})
-        assert {name: getattr(config, name) for name in method} == expected
-        assert config.sampler == sampler
-        assert config.max_completion_length == TASKS[task].length
-        assert config.sampling_weight_cap == (float(cure.split()[-1]) if "weights" in cure else None)
-        assert config.lr_scheduler_type == "constant"
-        if cure in SURE:
-            assert (config.reveal, config.reveal_level) == ("threshold", 0.95)
-            assert config.kv_cache == SURE[cure]
-        level = LEVELS[task][sampler] if cure not in OF_BLOCKS else Level()
-        length = config.max_completion_length
-        assert config.block_length == (length // level.blocks if level.blocks else 8)
-        assert config.diffusion_steps == (level.steps or length // 2)
+FAST = "cached+parallel"
+CASES = [(sampler, "one_step", "sudoku", NO_CURE) for sampler in SAMPLERS]
+CASES += [(FAST, estimator, task, NO_CURE) for estimator in ESTIMATORS for task in TASKS]
+CASES += [(FAST, "replay", "arithmetic", cure) for cure in CURES]
+
+
+@pytest.mark.parametrize(("sampler", "estimator", "task", "cure"), CASES)
+def test_runs_differ_from_d1_or_tracerl_by_sampler_estimator_and_cure_alone(sampler, estimator, task, cure, tmp_path):
+    own = {"one_step": {"num_iterations": 4}, "tracerl": {}}
+    own["replay"] = {"num_iterations": 4, "estimator": "replay", "p_mask_prompt": 0}
+    expected = METHODS["tracerl" if estimator == "tracerl" else "d1"].values | own[estimator]
+    expected |= {"temperature": float(cure.split()[-1])} if "temperature" in cure else {}
+    run = run_of(sampler, cure, estimator=estimator, task=task)
+    config, _ = rl_parser().parse_args_and_config(run.flags(tmp_path, tmp_path / "out"))
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert config.sampler == sampler
+    assert config.max_completion_length == TASKS[task].length
+    assert config.sampling_weight_cap == (float(cure.split()[-1]) if "weights" in cure else None)
+    assert config.lr_scheduler_type == "constant"
+    if cure in SURE:
+        assert (config.reveal, config.reveal_level, config.kv_cache) == ("threshold", 0.95, SURE[cure])
+    level = LEVELS[task][sampler] if cure not in OF_BLOCKS else Level()
+    length = config.max_completion_length
+    assert config.block_length == (length // level.blocks if level.blocks else 8)
+    assert config.diffusion_steps == (level.steps or length // 2)
 
 
 def test_runs_come_seed_by_seed_and_each_seed_begins_with_its_start():

@@ -1,9 +1,5 @@
 """`python -m d1 fill` prints the text with its placeholders filled in, and refuses by name what it cannot fill."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -14,6 +10,7 @@ from d1.commands.fill import encoded, pieces_of
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
 from d1.sampling import fill
+from tests import forks
 from tests.commands import ROOT
 
 POCKET = str(ROOT / "pocket" / "base")
@@ -83,8 +80,8 @@ def test_what_cannot_be_filled_is_refused_before_the_model_is_loaded(monkeypatch
         main(make_parser().parse_args(["fill", POCKET, *words]))
 
 
-def test_a_mistake_takes_one_line():
-    command = [sys.executable, "-m", "d1", "fill", POCKET, "a1 [MASK:x]"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "d1: [MASK:x] has no number of tokens: write [MASK:3] for three, [MASK] for one\n"
+def test_a_mistake_takes_one_line(tmp_path):
+    log = tmp_path / "log"
+    started = forks.start(forks.module, "d1", "fill", POCKET, "a1 [MASK:x]", log=log, folder=ROOT)
+    said = forks.finish(started, log, status=1)
+    assert said == "d1: [MASK:x] has no number of tokens: write [MASK:3] for three, [MASK] for one\n"

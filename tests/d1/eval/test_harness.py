@@ -18,6 +18,7 @@ from d1.eval.setup import read_prompts
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import cut, encode_prompt
 from d1.tasks import load_task
+from tests import forks
 from tests.commands import ROOT
 
 EVAL = ROOT / "eval"
@@ -232,15 +233,11 @@ def test_answers_before_a_failure_are_in_the_cache(start, tmp_path):
 
 
 def test_two_processes_answer_as_one_does(harness, tasks, tiny_model_dir, tmp_path):
-    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
-    launch += ["--dynamo_backend", "no", "--num_processes", "2", str(EVAL / "harness.py")]
-    flags = ["--model_path", str(tiny_model_dir), "--tasks", "words_gen,words_choice", "--include_path", str(tasks)]
-    flags += ["--block_length", "4", "--mc_num", "8", "--batch_size", "3", "--limit", "7"]
-    flags += ["--output_path", str(tmp_path / "out"), "--log_samples", "--use_cache", str(tmp_path / "cache")]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", *launch, *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
+    words = ["harness.py", "--model_path", str(tiny_model_dir), "--tasks", "words_gen,words_choice"]
+    words += ["--include_path", str(tasks), "--block_length", "4", "--mc_num", "8", "--batch_size", "3", "--limit", "7"]
+    words += ["--output_path", str(tmp_path / "out"), "--log_samples", "--use_cache", str(tmp_path / "cache")]
+    log, options = tmp_path / "log", {"processes": 2, "ACCELERATE_USE_CPU": "true"}
+    forks.finish(forks.start(forks.script, *words, log=log, folder=EVAL, **options), log)
     assert {path.name for path in tmp_path.glob("cache*")} == {"cache_rank0.db", "cache_rank1.db"}
     alone = evaluate(harness, tasks, tiny_model_dir, limit=7)
     for name, expected in alone.items():

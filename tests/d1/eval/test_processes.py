@@ -8,53 +8,41 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from d1.eval import run as evaluation
 from d1.models import load_model, load_tokenizer
+from tests import forks
 from tests.commands import ROOT
 
 EVAL = ROOT / "eval"
 LENGTHS = ["--gen_length", "12", "--block_length", "4"]
 
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node")
-ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no",
-              "--dynamo_backend", "no", "--num_processes")  # fmt: skip
-
-
 def start(
-    processes: int, *arguments: object, launcher: Sequence[str] = TORCHRUN, script: Path = EVAL / "eval.py"
-) -> subprocess.Popen[str]:
-    launch = ["-m", *launcher, str(processes)] if processes > 1 else []
-    command = [sys.executable, *launch, str(script), "--dataset", "sudoku", *LENGTHS, *map(str, arguments)]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    processes: int, folder: Path, *arguments: object, script: Path = EVAL / "eval.py", **environment: str
+) -> list[BaseProcess]:
+    words = [str(script), "--dataset", "sudoku", *LENGTHS, "--output_dir", *map(str, (folder, *arguments))]
+    options = {"processes": processes, "ACCELERATE_USE_CPU": "true", **environment}
+    return forks.start(forks.script, *words, log=log_of(folder), folder=EVAL, **options)
+
+
+def log_of(folder: Path) -> Path:
+    return folder.with_suffix(".log")
+
+
+def finish(started: list[BaseProcess], folder: Path, status: int = 0) -> str:
+    return forks.finish(started, log_of(folder), status)
 
 
 def evaluate(*arguments: object) -> None:
     """The same in this process: the reference."""
     args = evaluation.make_parser().parse_args(["--dataset", "sudoku", *LENGTHS, *map(str, arguments)])
     evaluation.main(args)
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILLs a process and all processes that it started, also torchrun's workers in their own sessions."""
-    family = [*psutil.Process(process.pid).children(recursive=True), process]
-    for member in family:
-        member.kill()
-    process.communicate()
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, err
-    return out
 
 
 def items(folder: Path) -> list[dict]:
@@ -67,24 +55,33 @@ def texts(folder: Path) -> list[tuple]:
     return [(item["index"], item["generations"]) for item in items(folder)]
 
 
-def test_one_and_three_processes_say_the_same(tiny_model_dir, tmp_path):
-    flags = ("--model_path", tiny_model_dir, "--limit", 10, "--gen_length", 12, 8, "--temperature", 0.7, "--output_dir")
-    out = finish(start(3, *flags, tmp_path / "three", "--batch_size", 1))
-    assert out.count("10/10") == 2
-    record = json.loads(next((tmp_path / "three").glob("*_record.json")).read_text())
-    assert record["processes"] == 3
-    finish(start(1, *flags, tmp_path / "one", "--batch_size", 7))
-    assert len(texts(tmp_path / "one")) == 20
-    assert texts(tmp_path / "one") == texts(tmp_path / "three")
-    assert {path.name for path in (tmp_path / "three").iterdir()} == {
-        path.name for path in (tmp_path / "one").iterdir()
-    }
+def test_one_and_two_processes_say_the_same(tiny_model_dir, tmp_path):
+    """With torchrun and alone."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    flags = ("--model_path", tiny_model_dir, "--limit", 10, "--gen_length", 12, 8, "--temperature", 0.7)
+    words = [EVAL / "eval.py", "--dataset", "sudoku", *LENGTHS, *flags, "--output_dir", two, "--batch_size", 1]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *map(str, words)],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("10/10") == 2
+    record = json.loads(next(two.glob("*_record.json")).read_text())
+    assert record["processes"] == 2
+    evaluate(*flags, "--batch_size", 7, "--output_dir", one)
+    assert len(texts(one)) == 20
+    assert texts(one) == texts(two)
+    assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
 
 
 def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model_dir, tmp_path):
-    flags = ("--model_path", tiny_model_dir, "--limit", 400, "--output_dir", tmp_path, "--batch_size", 2)
-    process = start(1, *flags)
-    partial = tmp_path / f"sudoku_{tiny_model_dir.name}_12_6.partial"
+    flags = ("--model_path", tiny_model_dir, "--limit", 200, "--batch_size", 2)
+    folder = tmp_path / "run"
+    started = start(1, folder, *flags)
+    partial = folder / f"sudoku_{tiny_model_dir.name}_12_6.partial"
 
     def written() -> list[dict]:
         lines = [line for path in partial.glob("rank_*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
@@ -93,21 +90,20 @@ def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model
     deadline = time.monotonic() + 600
     while len(written()) < 20 and time.monotonic() < deadline:
         time.sleep(0.01)
-    kill(process)
+    forks.kill(started)
     kept = written()
-    assert 20 <= len(kept) < 400, "the run was to be killed half-way"
+    assert 20 <= len(kept) < 200, "the run was to be killed half-way"
     with open(next(partial.glob("rank_*.jsonl")), "ab") as journal:
         journal.write(b'{"index": 3, "generat')  # an incomplete line, as after a kill
-    out = finish(start(2, *flags))
-    assert "400/400" in out
+    assert "200/200" in finish(start(2, folder, *flags), folder)
     assert not partial.exists()
-    results = {item["index"]: item for item in items(tmp_path)}
-    assert len(items(tmp_path)) == len(results) == 400
+    results = {item["index"]: item for item in items(folder)}
+    assert len(items(folder)) == len(results) == 200
     for entry in kept:  # the very measurement, so it was not made again
         assert results[entry["index"]]["seconds"] == entry["seconds"]
     whole = tmp_path / "whole"
-    evaluate("--model_path", tiny_model_dir, "--limit", 400, "--output_dir", whole, "--batch_size", 64)
-    assert texts(whole) == texts(tmp_path)
+    evaluate(*flags, "--output_dir", whole, "--batch_size", 64)
+    assert texts(whole) == texts(folder)
 
 
 SLOW_SECOND = f"""
@@ -127,9 +123,9 @@ runpy.run_path({str(EVAL / "eval.py")!r}, run_name="__main__")
 def test_a_slow_process_takes_fewer_problems_and_a_killed_queue_continues(tiny_model_dir, tmp_path):
     script = tmp_path / "slow_second.py"
     script.write_text(SLOW_SECOND)
-    flags = ("--model_path", tiny_model_dir, "--limit", 500, "--batch_size", 4, "--eos_stop")
-    flags += ("--sampler", "parallel", "--reveal_level", 0.1, "--output_dir")
-    process = start(2, *flags, tmp_path / "two", launcher=ACCELERATE, script=script)
+    flags = ("--model_path", tiny_model_dir, "--limit", 300, "--batch_size", 4, "--eos_stop")
+    flags += ("--sampler", "parallel", "--reveal_level", 0.1)
+    started = start(2, tmp_path / "two", *flags, script=script)
     partial = tmp_path / "two" / f"sudoku_{tiny_model_dir.name}_12_6.partial"
 
     def written() -> list[int]:
@@ -138,34 +134,32 @@ def test_a_slow_process_takes_fewer_problems_and_a_killed_queue_continues(tiny_m
         return [path.read_bytes().count(b"}\n") if path.exists() else 0 for path in paths]
 
     deadline = time.monotonic() + 600
-    while (min(written()) < 3 or sum(written()) < 60) and process.poll() is None and time.monotonic() < deadline:
+    while (min(written()) < 3 or sum(written()) < 60) and time.monotonic() < deadline:
+        assert all(process.is_alive() for process in started), log_of(tmp_path / "two").read_text()
         time.sleep(0.02)
-    kill(process)
+    forks.kill(started)
     fast, slow = written()
     assert 0 < slow < fast
-    assert fast + slow < 500, "the run was to be killed half-way"
+    assert fast + slow < 300, "the run was to be killed half-way"
     kept = [json.loads(line) for path in partial.glob("rank_*.jsonl") for line in path.read_text().splitlines()[:-1]]
-    assert "500/500" in finish(start(2, *flags, tmp_path / "two", launcher=ACCELERATE))
+    assert "300/300" in finish(start(2, tmp_path / "two", *flags), tmp_path / "two")
     results = {item["index"]: item for item in items(tmp_path / "two")}
-    assert len(items(tmp_path / "two")) == len(results) == 500
+    assert len(items(tmp_path / "two")) == len(results) == 300
     for entry in kept:
         assert results[entry["index"]]["seconds"] == entry["seconds"]
-    evaluate(*flags, tmp_path / "one", "--batch_size", 7)
+    evaluate(*flags, "--output_dir", tmp_path / "one", "--batch_size", 7)
     for one, two in zip(items(tmp_path / "one"), items(tmp_path / "two"), strict=True):
         assert {**one, "seconds": 0} == {**two, "seconds": 0}  # all else is equal, even the passes
 
 
 def test_errors_end_every_process_with_one_line(tiny_model_dir, tmp_path):
-    process = start(1, "--model_path", tiny_model_dir, "--data_file", "nowhere.csv", "--output_dir", tmp_path)
-    _, err = process.communicate(timeout=900)
-    assert process.returncode == 1
-    assert err.splitlines()[-1] == "eval.py: no data file nowhere.csv"
-    first = ("--model_path", tiny_model_dir, "--limit", 2, "--output_dir", tmp_path)
-    evaluate(*first)
-    process = start(2, *first, "--seed", 1)
-    _, err = process.communicate(timeout=900)  # the rank that did not check the files must not wait forever
-    assert process.returncode == 1
-    assert "different run (seed: 0 there, 1 now)" in err
+    none = start(1, tmp_path / "none", "--model_path", tiny_model_dir, "--data_file", "nowhere.csv")
+    assert finish(none, tmp_path / "none", status=1).splitlines()[-1] == "eval.py: no data file nowhere.csv"
+    flags = ("--model_path", tiny_model_dir, "--limit", 2)
+    evaluate(*flags, "--output_dir", tmp_path / "run")
+    two = start(2, tmp_path / "run", *flags, "--seed", 1)
+    said = finish(two, tmp_path / "run", status=1)  # the rank that did not check the files must not wait forever
+    assert "different run (seed: 0 there, 1 now)" in said
 
 
 # ---- scripts
@@ -193,23 +187,18 @@ def test_run_eval_without_gpu_and_model_says_what_to_do():
     assert bash(EVAL / "run_eval.sh", "0,1").returncode == 1
 
 
-def test_run_eval_then_parse(tiny_model_dir, tiny_block_dir, tmp_path):
+def test_run_eval_then_parse(tiny_model_dir, tmp_path):
     (tmp_path / "rows.csv").write_text("Puzzle,Solution\n0234341221434300,1234341221434321\n")
-    for model, chosen in ((tiny_model_dir, {"GEN_LENGTHS": "12", "BLOCK_LENGTH": "6"}), (tiny_block_dir, {})):
-        done = bash(
-            EVAL / "run_eval.sh",
-            TASKS="sudoku",
-            OUTPUT_DIR=str(tmp_path),
-            EXTRA=f"--data_file {tmp_path / 'rows.csv'}",
-            **{"MODEL_PATH": str(model), "GEN_LENGTHS": "16 8"} | chosen,
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"python parse_and_get_acc.py {tmp_path}" in done.stdout
+    given = {"MODEL_PATH": str(tiny_model_dir), "TASKS": "sudoku", "GEN_LENGTHS": "12 18", "BLOCK_LENGTH": "6"}
+    given |= {"OUTPUT_DIR": str(tmp_path), "EXTRA": f"--data_file {tmp_path / 'rows.csv'}"}
+    done = bash(EVAL / "run_eval.sh", **given)
+    assert done.returncode == 0, done.stderr
+    assert f"python parse_and_get_acc.py {tmp_path}" in done.stdout
     files = (json.loads(path.read_text()) for path in tmp_path.glob("*_generations.json"))
-    assert {file["gen_length"]: file["block_length"] for file in files} == {12: 6, 16: 4, 8: 4}
+    assert {file["gen_length"]: file["block_length"] for file in files} == {12: 6, 18: 6}
     parsed = bash("-c", f"python {EVAL / 'parse_and_get_acc.py'} {tmp_path} --format json")
     rows = json.loads(parsed.stdout)
-    assert sorted((row["gen_length"], row["n"], row["expected"]) for row in rows) == [(8, 1, 1), (12, 1, 1), (16, 1, 1)]
+    assert sorted((row["gen_length"], row["n"], row["expected"]) for row in rows) == [(12, 1, 1), (18, 1, 1)]
 
 
 def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_model_dir, tmp_path):
@@ -227,8 +216,15 @@ def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_mode
     tokenizer.save_pretrained(run / "checkpoint-10")
     task = tmp_path / "say_nothing.py"
     task.write_text(SAY_NOTHING)
-    done = bash(EVAL / "eval_checkpoints.sh", run, "--dataset", task)
-    assert done.returncode == 0, done.stderr
+    assert (EVAL / "eval_checkpoints.sh").read_text().endswith('exec python -m d1.eval.selection "$@"\n')
+
+    def select(*more, status=0):
+        (tmp_path / "log").unlink(missing_ok=True)
+        words = ["d1.eval.selection", str(run), "--dataset", str(task), *more]
+        options = {"log": tmp_path / "log", "folder": EVAL, "ACCELERATE_USE_CPU": "true"}
+        return forks.finish(forks.start(forks.module, *words, **options), tmp_path / "log", status)
+
+    select()
     selected = json.loads((run / "eval" / "selected.json").read_text())
     assert selected["checkpoint"] == "checkpoint-10"
     assert [(name, row["accuracy"]) for name, row in selected["validation"].items()] == [
@@ -239,13 +235,9 @@ def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_mode
     tested = [path.name for path in (run / "eval" / "test").iterdir()]
     assert tested
     assert all("checkpoint-10" in name for name in tested)
-    longer = bash(EVAL / "eval_checkpoints.sh", run, "--dataset", task, "--gen_length", "16")
-    assert longer.returncode == 1
-    assert "'gen_length': '12'" in longer.stderr
+    assert "'gen_length': '12'" in select("--gen_length", "16", status=1)
     (run / "checkpoint-10").rename(run / "checkpoint-11")
-    again = bash(EVAL / "eval_checkpoints.sh", run, "--dataset", task)
-    assert again.returncode == 1
-    assert "the test set was used" in again.stderr
+    assert "the test set was used" in select(status=1)
 
 
 SAY_NOTHING = """

@@ -1,15 +1,7 @@
-"""Trains a tiny model with each method in a separate process, which is killed in mid-cycle, as in a power failure.
-
-    python kill_methods.py MODEL OUTPUT METHOD...
-
-Each run leaves its files in OUTPUT/METHOD. The processes are forks of this one, because starting one takes seconds;
-this process itself has trained nothing.
-"""
+"""Trains a tiny model with a method in a process that is killed in mid-cycle, as in a power failure."""
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import torch
 
@@ -26,13 +18,6 @@ class Killed(DiffuGRPOTrainer):
         return super().loss(model, batch)
 
 
-if __name__ == "__main__":
-    model_dir, output = map(Path, sys.argv[1:3])
+def train_and_die(model_dir, folder, method):
     torch.set_num_threads(1)
-    for method in sys.argv[3:]:
-        child = os.fork()
-        if not child:
-            make_method(model_dir, output / method, method, Killed, **TWO_BATCHES_A_STEP).train()
-            sys.exit("the run ended before it was killed")
-        if os.waitpid(child, 0)[1] != signal.SIGKILL:
-            sys.exit(f"{method} was not killed")
+    make_method(model_dir, folder, method, Killed, **TWO_BATCHES_A_STEP).train()

@@ -5,16 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 
-from d1.models import load_model, load_tokenizer
 from d1.rl.advantages import ADVANTAGES
 from d1.rl.bridge import rollout_buffer
-from d1.rl.config import DiffuGRPOConfig
 from d1.rl.objectives import OBJECTIVES
-from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.updates import Everyone, keep_prompts, reshaped
 from tests.losses import random_inputs, settings
+from tests.tiny_grpo import make_trainer
 
 # The second group has no spread, and the last has less than a hundredth.
 REWARDS = [[0.0, 1.0, 0.25, 2.0], [1.0, 1.0, 1.0, 1.0], [-3.0, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 0.504]]
@@ -129,28 +126,9 @@ def test_a_rollouts_advantages_are_made_of_its_rewards(tiny_model_dir, tmp_path,
             expected[tuple(ids)] = formula(rewards[:4] if i < 4 else rewards[4:], i % 4)
         return rewards
 
-    trainer = DiffuGRPOTrainer(
-        model=load_model(str(tiny_model_dir)),
-        reward_funcs=by_order,
-        args=DiffuGRPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=8,
-            num_generations=4,
-            num_iterations=1,
-            max_completion_length=8,
-            block_length=8,
-            diffusion_steps=2,
-            max_steps=1,
-            advantage=advantage,
-            scale_rewards=scale,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-        ),
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "c")]),
-        processing_class=load_tokenizer(str(tiny_model_dir)),
-    )
+    options = {"per_device_train_batch_size": 8, "num_iterations": 1, "max_steps": 1}
+    options |= {"advantage": advantage, "scale_rewards": scale}
+    trainer = make_trainer(tiny_model_dir, tmp_path, reward=by_order, **options)
     trainer.train()
     (batch,) = rollout_buffer(trainer)
     assert len(expected) == 8  # no two completions are the same

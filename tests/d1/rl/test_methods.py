@@ -1,12 +1,8 @@
-"""Properties of every published method, on a real trainer with a tiny model; each test's name states one."""
+"""Properties of all parts of the published methods, on a real trainer with a tiny model; a test's name states one."""
 
-import gc
 import math
-import os
-import subprocess
-import sys
+import signal
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,19 +16,20 @@ from d1.rl.objectives import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.updates import draw_updates, sampled_rows, views_of
 from d1.scoring import ESTIMATORS, Randomness, Views
+from tests import forks
+from tests.d1.rl.kill_methods import train_and_die
 from tests.tiny_grpo import (
     PER_MICRO_BATCH,
     TWO_BATCHES_A_STEP,
-    by_letter,
     clockless,
     is_even,
     logged,
     make_method,
+    of_each_part,
     same_mean,
     weights,
 )
 
-ROOT = Path(__file__).parents[3]
 ESTIMATOR = {name: ESTIMATORS[METHODS[name].values["estimator"]] for name in METHODS}
 OBJECTIVE = {name: OBJECTIVES[METHODS[name].values["objective"]] for name in METHODS}
 SCORED = {name: METHODS[name].values["scored_tokens"] for name in METHODS}
@@ -44,20 +41,12 @@ SAME_VIEWS = ("cj-grpo", "dipo", "just-grpo")  # in all updates on a rollout
 ALL_KEPT = {"right_share": None}  # no prompt is dropped from the loss
 
 ON_BLOCKS = [name for name in METHODS if "block_length" not in METHODS[name].values]  # those that do not set blocks
-MODELS = [("tiny_model_dir", name) for name in METHODS] + [("tiny_block_dir", name) for name in ON_BLOCKS]
+EACH = of_each_part()  # its other properties follow from its parts; its loss is tested in test_published.py
+MODELS = [("tiny_model_dir", name) for name in EACH]
+MODELS += [("tiny_block_dir", name) for name in EACH if name in ON_BLOCKS]
 
-every_method = pytest.mark.parametrize("method", METHODS)
-every_method_and_attention = pytest.mark.parametrize(("folder", "method"), MODELS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection():
-    """Accelerate collects garbage at the start of each run, over all libraries' objects: a third of a tiny run's
-    time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+each_part = pytest.mark.parametrize("method", EACH)
+each_part_and_attention = pytest.mark.parametrize(("folder", "method"), MODELS)
 
 
 def first_rollout(model_dir, folder, method, **changes):
@@ -134,7 +123,7 @@ def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, 
         gradient_accumulation_steps=accumulation,
         steps_per_generation=per_generation,
         per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
+        per_device_eval_batch_size=8,
         num_generations=2,
         num_iterations=mu,
         max_steps=-(-micro_steps // accumulation),
@@ -153,10 +142,14 @@ def check_update_k_is_scored_in_view_k(model_dir, folder, method, accumulation, 
     assert all(counts == Counter(range(mu)) for counts in met.values()), met
 
 
-@every_method
-def test_each_sample_meets_each_updates_views_once(tiny_model_dir, tmp_path, method):
-    aligned = OBJECTIVE[method].over_group  # which is refused if a step ends within an update
-    check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, *((2, 1, 3) if aligned else (3, 2, 2)))
+FAST = [("d1", each) for each in ((2, 4, 2), (4, 1, 1))]  # accumulation, per generation, mu
+FAST += [(name, (2, 1, 3) if OBJECTIVE[name].over_group else (3, 2, 2)) for name in EACH]
+
+
+@pytest.mark.parametrize(("method", "combination"), FAST)
+def test_each_sample_meets_each_updates_views_once(tiny_model_dir, tmp_path, method, combination):
+    """An objective over groups is refused if a step ends within an update."""
+    check_update_k_is_scored_in_view_k(tiny_model_dir, tmp_path, method, *combination)
 
 
 MORE = [(a, g, m) for a in (1, 2, 4) for g in sorted({1, a, 2 * a}) for m in (1, 2, 5)]
@@ -164,7 +157,7 @@ MORE = [(a, g, m) for a in (1, 2, 4) for g in sorted({1, a, 2 * a}) for m in (1,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "per_generation", "mu"), MORE)
-@every_method
+@pytest.mark.parametrize("method", METHODS)
 def test_each_sample_meets_each_updates_views_once_in_every_combination(
     tiny_model_dir, tmp_path, method, accumulation, per_generation, mu
 ):
@@ -182,7 +175,7 @@ def elsewhere(views, prompt):
     return Views(noise, views.weights)
 
 
-@every_method
+@each_part
 def test_old_new_and_reference_agree_until_weights_change_and_only_in_their_own_views(tiny_model_dir, tmp_path, method):
     beta = {"beta": 0.1, "kl": "k3"} if method in LINEAR else {}
     trainer = make_method(
@@ -229,7 +222,7 @@ def padded(batch):
     return batch | more | {"view_noise": F.pad(batch["view_noise"], (5, 0), value=True)}
 
 
-@every_method_and_attention
+@each_part_and_attention
 def test_a_rows_scores_and_views_are_its_own(rollout_of, folder, method):
     """Alone, in its batch, and with more padding."""
     trainer, batch = rollout_of(folder, method)
@@ -277,7 +270,7 @@ def test_replay_over_all_blocks_at_once_gives_what_the_sampler_recorded(tiny_blo
     torch.testing.assert_close(found, batch["rollout_logps"] * scored, rtol=0, atol=1e-5)
 
 
-@every_method
+@each_part
 def test_the_model_never_sees_where_a_completion_ends(rollout_of, method):
     """Tokens after the last scored one change no score. Replay shows what the sampler saw, revealed at the same
     step."""
@@ -320,7 +313,7 @@ def step_alike(trainers):
             )
 
 
-@every_method_and_attention
+@each_part_and_attention
 def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, tmp_path, folder, method):
     """Also with groups that are spread over several of them."""
 
@@ -339,27 +332,17 @@ def test_micro_batches_of_rows_and_views_and_padding_change_no_weight(request, t
     )
 
 
-@pytest.fixture(scope="module")
-def killed_runs(tiny_model_dir, tmp_path_factory):
-    """A folder with a run of each method, killed in mid-cycle."""
-    folder = tmp_path_factory.mktemp("killed")
-    script = Path(__file__).with_name("kill_methods.py")
-    command = [sys.executable, str(script), str(tiny_model_dir), str(folder), *METHODS]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
-
-
-@every_method
-def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path, killed_runs, method):
-    assert not (killed_runs / method / "checkpoint-2").exists()
+@each_part
+def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path, method):
+    killed = tmp_path / "killed"
+    started = forks.start(train_and_die, tiny_model_dir, killed, method, log=tmp_path / "log", folder=tmp_path)
+    forks.finish(started, tmp_path / "log", status=-signal.SIGKILL)
+    assert not (killed / "checkpoint-2").exists()
     whole, resumed = (
-        make_method(tiny_model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path, killed_runs / method)
+        make_method(tiny_model_dir, folder, method, **TWO_BATCHES_A_STEP) for folder in (tmp_path / "whole", killed)
     )
     whole.train()
-    resumed.train(resume_from_checkpoint=str(killed_runs / method / "checkpoint-1"))
+    resumed.train(resume_from_checkpoint=str(killed / "checkpoint-1"))
     expected = weights(whole.model)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed.model).items())
     assert clockless(resumed.state.log_history) == clockless(whole.state.log_history)
@@ -369,7 +352,7 @@ def test_a_run_killed_in_mid_cycle_goes_on_bit_for_bit(tiny_model_dir, tmp_path,
     ("lora", "beta"),
     [(True, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in [(False, 0.0), (False, 0.1), (True, 0.0)])],
 )
-@every_method
+@each_part
 def test_lora_and_full_fine_tuning_with_and_without_a_kl(tiny_model_dir, tmp_path, method, lora, beta):
     if beta and method not in LINEAR:
         with pytest.raises(ValueError, match="and no KL can be computed from bounds"):
@@ -431,7 +414,7 @@ def test_d1_and_merged_steps_score_tokens_in_other_states_than_they_were_sampled
         assert logged(trainer)[0]["sampling/ratio_max"] > 1.01
 
 
-@every_method
+@each_part
 def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, method):
     """Except for AGRPO, which scores up to the last token that is not an EOS."""
     options = {
@@ -452,18 +435,6 @@ def test_completions_that_are_only_their_end_train(tiny_model_dir, tmp_path, met
     moved = max((value - after[name]).abs().max() for name, value in before.items())
     assert moved > 1e-6 if scored.any() else moved == 0
     assert scored.any() or SCORED[method] == "steps"
-
-
-def test_prompts_that_are_too_easy_or_too_hard_leave_the_loss(tiny_model_dir, tmp_path):
-    def right(completions, **columns):
-        return [1.0] * len(completions)
-
-    right.only_watched = True
-    trainer = make_method(tiny_model_dir, tmp_path, "tracerl", reward=[by_letter, right])
-    before = weights(trainer.model)
-    trainer.train()
-    assert [entry["prompts_kept"] for entry in logged(trainer) if "prompts_kept" in entry] == [0.0]
-    assert all(torch.equal(value, before[name]) for name, value in weights(trainer.model).items())
 
 
 @pytest.mark.parametrize("method", [name for name in REPLAYS if name != "just-grpo"])

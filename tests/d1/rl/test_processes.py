@@ -1,40 +1,35 @@
 """diffu-GRPO as users start it: one and two real processes, killed and resumed."""
 
+import glob
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from d1.rl.methods import METHODS
-from tests.tiny_grpo import PER_MICRO_BATCH, logged, train_a_little, weights
+from tests import forks
+from tests.d1.rl.train_methods import train_methods
+from tests.tiny_grpo import PER_MICRO_BATCH, logged, of_each_part, train_a_little, weights
 
-ROOT = Path(__file__).parents[3]
+STAGE = Path(__file__).parents[3] / "diffu-grpo"
 TASK = Path(__file__).with_name("letters_task.py")
-TRAIN_METHODS = Path(__file__).with_name("train_methods.py")
 TIMES = ("seconds/", "rollout_tokens", "step_time", "train_runtime", "_per_second", "peak_memory", "profiling/")
 
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--main_process_port", "0"]
-LAUNCHERS = {
-    "alone": [sys.executable],
-    "ddp": [*LAUNCH, "--config_file", "../launch/ddp.yaml", "--num_processes", "2"],
-    "ddp4": [*LAUNCH, "--config_file", "../launch/ddp.yaml", "--num_processes", "4"],
-    "zero2": [*LAUNCH, "--config_file", "accelerate.yaml", "--num_processes", "2"],
-    "zero3": [*LAUNCH, "--config_file", "../launch/zero3.yaml", "--num_processes", "2"],
-}
-KINDS = {"alone": "NO", "ddp": "MULTI_CPU", "ddp4": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+LAUNCH += ["--num_processes", "2", "--config_file"]
+CONFIGS = {"ddp": "../launch/ddp.yaml", "zero2": "accelerate.yaml", "zero3": "../launch/zero3.yaml"}
+KINDS = {"alone": "NO", "ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
-def command(model_dir, output_dir, *extra, launcher="alone"):
+def words(model_dir, output_dir, *extra, launcher="alone"):
     flags = {
         "model_path": model_dir,
         "task": TASK,
@@ -58,30 +53,47 @@ def command(model_dir, output_dir, *extra, launcher="alone"):
     settings = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     if KINDS[launcher] == "DEEPSPEED":
         settings += ["--ddp_backend", "gloo"]
-    return [*LAUNCHERS[launcher], "diffu_grpo_train.py", *settings, *extra]
-
-
-def environment(**extra):
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
+    return ["diffu_grpo_train.py", *settings, *extra]
 
 
 def on(launcher):
-    """The variables that keep a launcher's processes on the CPU and connect them."""
-    return {"CUDA_VISIBLE_DEVICES": ""} if KINDS[launcher] == "DEEPSPEED" else {"ACCELERATE_USE_CPU": "true"}
+    """The variables of a launcher's processes on the CPU."""
+    return forks.deepspeed(int(launcher[-1])) if launcher.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}
 
 
-def run(model_dir, output_dir, *extra, launcher="alone"):
+def launch(words, launcher):
+    """The words as a command of Accelerate's launcher, in two processes."""
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(STAGE.parent)}
+    variables["ACCELERATE_USE_CPU"] = str(launcher == "ddp").lower()
     done = subprocess.run(
-        command(model_dir, output_dir, *extra, launcher=launcher),
-        cwd=ROOT / "diffu-grpo",
-        env=environment(**on(launcher)),
+        [*LAUNCH, CONFIGS[launcher], *words],
+        cwd=STAGE,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return done
+
+
+def start(model_dir, folder, *extra, launcher="alone", **environment):
+    """The run as one process or as two."""
+    processes = 1 if launcher == "alone" else 2
+    options = {"log": folder / "log", "folder": STAGE, "processes": processes, **on(launcher), **environment}
+    return forks.start(forks.script, *words(model_dir, folder, *extra, launcher=launcher), **options)
+
+
+def run(model_dir, folder, *extra, launcher="alone"):
+    forks.finish(start(model_dir, folder, *extra, launcher=launcher), folder / "log")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model_dir, tmp_path_factory):
+    """The folder of a whole run in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    run(tiny_model_dir, folder)
+    return folder
 
 
 def final_weights(folder):
@@ -95,60 +107,56 @@ def logs(folder):
     return [{key: value for key, value in entry.items() if not any(t in key for t in TIMES)} for entry in history]
 
 
-def until_written_after(path, process):
-    """Waits until `path` is newer than now (the run is about to load its model) or the process has ended."""
-    started = time.time()
-    while process.poll() is None and not (path.exists() and path.stat().st_mtime >= started):
-        time.sleep(0.02)
+def sampling(folder):
+    return (folder / "run.json").exists()  # before the model is loaded; the first reward takes a second
 
 
-def killed_and_resumed(model_dir, folder, kills, launcher):
-    """Kills the run `kills` times at random moments (SIGKILL, launcher and workers), then lets it finish."""
-    chance = random.Random(0)
-    for _ in range(kills):
-        process = subprocess.Popen(
-            command(model_dir, folder, "--resume_from_checkpoint", "true", launcher=launcher),
-            cwd=ROOT / "diffu-grpo",
-            env=environment(LETTERS_SECONDS="1", **on(launcher)),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        until_written_after(folder / "run.json", process)
-        time.sleep(chance.uniform(0.0, 4.0))
-        assert process.poll() is None, "the run ended before it was killed"
-        for member in [*psutil.Process(process.pid).children(recursive=True), process]:
-            member.kill()  # one by one: a launcher's workers have their own sessions
-        process.wait()
-    run(model_dir, folder, "--resume_from_checkpoint", "true", launcher=launcher)
+def saving(folder):
+    """The first checkpoint is half written: with weights, but it does not have its name."""
+    return glob.glob(f"{folder}/.saving/**/*.safetensors", recursive=True)  # whatever disappears in the meantime
+
+
+def updating(folder):
+    """In the middle of a cycle: a checkpoint's step is not a multiple of three."""
+    return (folder / "checkpoint-10").exists()
 
 
 @pytest.mark.parametrize("launcher", ["alone", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_a_run_killed_five_times_resumes_bit_for_bit(tiny_model_dir, tmp_path, launcher):
-    run(tiny_model_dir, tmp_path / "whole", launcher=launcher)
-    killed_and_resumed(tiny_model_dir, tmp_path / "killed", 5, launcher)
-    whole, killed = final_weights(tmp_path / "whole"), final_weights(tmp_path / "killed")
-    for name, value in whole.items():
-        assert torch.equal(value, killed[name]), name
-    assert logs(tmp_path / "whole") == logs(tmp_path / "killed")
+def test_a_run_killed_in_each_phase_resumes_bit_for_bit(tiny_model_dir, alone, tmp_path, launcher):
+    whole, killed = alone, tmp_path / "killed"
+    if launcher != "alone":
+        run(tiny_model_dir, whole := tmp_path / "whole", launcher=launcher)
+    for reached in (sampling, saving, updating):
+        options = {"launcher": launcher, "LETTERS_SECONDS": "1" if reached is sampling else "0.05"}
+        started = start(tiny_model_dir, killed, "--resume_from_checkpoint", "true", **options)
+        while not reached(killed):
+            assert all(process.is_alive() for process in started), "the run ended before it was killed"
+            time.sleep(0.001)
+        forks.kill(started)
+        assert not (killed / "model.safetensors").exists()
+    run(tiny_model_dir, killed, "--resume_from_checkpoint", "true", launcher=launcher)
+    expected, found = final_weights(whole), final_weights(killed)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert logs(whole) == logs(killed)
 
 
 @pytest.mark.parametrize("launcher", ["ddp", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_model_dir, tmp_path, launcher):
-    run(tiny_model_dir, tmp_path / "one")
-    run(tiny_model_dir, tmp_path / "two", launcher=launcher)
+def test_two_processes_reach_the_weights_of_one_and_resume_bit_for_bit(tiny_model_dir, alone, tmp_path, launcher):
+    launch(words(tiny_model_dir, tmp_path / "two", launcher=launcher), launcher)
     record = json.loads((tmp_path / "two" / "run.json").read_text())
     assert record["processes"] == 2
     assert KINDS[launcher] in record["settings"]["distributed_type"]
-    one, two = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
+    one, two = final_weights(alone), final_weights(tmp_path / "two")
     start = load_file(tiny_model_dir / "model.safetensors")
     for name, value in one.items():
         assert (value - start[name]).abs().max() > 1e-3
         torch.testing.assert_close(two[name], value, rtol=0, atol=2e-5)
-    shutil.copytree(tmp_path / "two" / "checkpoint-26", tmp_path / "resumed" / "checkpoint-26")  # cycles end at 24, 27
-    run(tiny_model_dir, tmp_path / "resumed", "--resume_from_checkpoint", "true", launcher=launcher)
-    resumed = final_weights(tmp_path / "resumed")
+    again = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "two" / "checkpoint-26", again / "checkpoint-26")  # cycles end at 24, 27
+    run(tiny_model_dir, again, "--resume_from_checkpoint", "true", launcher=launcher)
+    resumed = final_weights(again)
     assert all(torch.equal(value, two[name]) for name, value in resumed.items())
-    assert logs(tmp_path / "resumed") == logs(tmp_path / "two")
+    assert logs(again) == logs(tmp_path / "two")
 
 
 # A rollout of 12 rows per optimizer step: 1 x 12 (processes x accumulation) against 2 x 6 and 4 x 3. Rows are shuffled,
@@ -161,55 +169,45 @@ AGREE += ("sampling/weight_mean", "sampling/weight_capped")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "methods"),
+    ("launcher", "processes", "methods"),
     [
-        ("ddp", (*TOGETHER, *ACCUMULATED)),
-        ("ddp4", ACCUMULATED),
-        pytest.param("zero2", TOGETHER, marks=pytest.mark.slow),
+        ("ddp", 2, (*(name for name in TOGETHER if name not in METHODS or name in of_each_part()), *ACCUMULATED)),
+        ("ddp", 4, ACCUMULATED),
+        pytest.param("zero2", 2, TOGETHER, marks=pytest.mark.slow),
     ],
     ids=["ddp", "ddp of four", "zero2"],
 )
 def test_processes_sample_the_rollouts_of_one_and_reach_its_weights_by_each_method(
-    tiny_model_dir, tmp_path, launcher, methods
+    tiny_model_dir, tmp_path, launcher, processes, methods
 ):
-    done = subprocess.run(
-        [*LAUNCHERS[launcher], str(TRAIN_METHODS), str(tiny_model_dir), str(tmp_path), *methods],
-        cwd=ROOT / "diffu-grpo",
-        env=environment(PYTHONPATH=str(ROOT), **on(launcher)),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    given = [str(tiny_model_dir), str(tmp_path), *methods]
+    if launcher == "ddp":
+        log = tmp_path / "log"
+        started = forks.start(train_methods, *given, log=log, folder=STAGE, processes=processes, **on(launcher))
+        forks.finish(started, log)
+    else:
+        launch([str(Path(__file__).with_name("train_methods.py")), *given], launcher)
     start = load_file(tiny_model_dir / "model.safetensors")
     for method in methods:
         record = json.loads((tmp_path / f"{method}.json").read_text())
-        assert record["processes"] == (4 if launcher == "ddp4" else 2)
+        assert record["processes"] == processes
         assert KINDS[launcher] in record["kind"]
-        alone = train_a_little(tiny_model_dir, tmp_path / "alone", method)
+        one = train_a_little(tiny_model_dir, tmp_path / "one", method)
         several = load_file(tmp_path / f"{method}.safetensors")
-        assert record["rollouts"] == alone.rollouts
-        assert len(alone.rollouts) == 2
-        for name, value in weights(alone.model).items():
+        assert record["rollouts"] == one.rollouts
+        assert len(one.rollouts) == 2
+        for name, value in weights(one.model).items():
             assert (value - start[name]).abs().max() > 5e-5
             torch.testing.assert_close(
                 several[name], value, rtol=1e-4, atol=2e-6, msg=lambda text, of=method: f"{of}: {text}"
             )
-        for entry, other in zip(logged(alone), record["logged"], strict=True):
+        for entry, other in zip(logged(one), record["logged"], strict=True):
             # With accumulation the other metrics are means over micro-batches, each of which spans all processes.
             for name in {*(["reward"] if method in ACCUMULATED else AGREE)} & entry.keys():
                 assert other[name] == pytest.approx(entry[name], rel=1e-4, abs=1e-6), (method, name)
 
 
 def test_processes_that_would_each_train_alone_are_refused(tiny_model_dir, tmp_path):
-    done = subprocess.run(
-        command(tiny_model_dir, tmp_path, launcher="ddp"),
-        cwd=ROOT / "diffu-grpo",
-        env=environment(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="false"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "2 processes were started, but each would train alone" in done.stderr
+    started = start(tiny_model_dir, tmp_path, launcher="ddp", CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="false")
+    said = forks.finish(started, tmp_path / "log", status=1)
+    assert "2 processes were started, but each would train alone" in said

@@ -17,23 +17,10 @@ from d1.rl.bridge import rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.sampling import rollout
+from tests import tiny_grpo
 
 WORDS = ["abc", "defgh", "ij", "klmn"]
-SETTINGS = {
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "num_iterations": 2,
-    "max_completion_length": 12,
-    "block_length": 4,
-    "diffusion_steps": 12,
-    "p_mask_prompt": 0.4,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "gradient_checkpointing": False,
-    "disable_tqdm": True,
-}
+SETTINGS = tiny_grpo.SETTINGS | {"per_device_train_batch_size": 8, "max_completion_length": 12, "diffusion_steps": 12}
 
 # What a rollout records for each token of its canvas.
 RECORD = {"canvas_ids": torch.int64, "reveal_steps": torch.int64}

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from d1.rl import train as diffu_grpo_train
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.curves import SHOWN_FILE, draw, read_run, report_page, running_mean, series
 from d1.runs.record import Past
+from tests import forks
 
 ROOT = Path(__file__).parents[3]
 STAGE = ROOT / "diffu-grpo"
@@ -41,6 +41,15 @@ def settings(tmp_path, **changes):
         "report_to": "none",
         **changes,
     }
+
+
+TINY = {
+    "dataset": str(Path(__file__).with_name("letters_task.py")),
+    "max_completion_length": 8,
+    "block_length": 4,
+    "diffusion_steps": 4,
+    "gradient_checkpointing": False,
+}
 
 
 def test_the_defaults_are_d1s():
@@ -109,16 +118,18 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
         ({"data_file": "no_such.csv"}, "no data file no_such.csv"),
         ({"dataset": "countdown", "prompt_protocol": "llada"}, "has no prompt protocol 'llada': use one of d1"),
         ({"dataset": "no_such_task.py"}, "no task file"),
+        ({"reward_weights": [1.0, 2.0]}, "task sudoku has 1 rewards, got 2"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True would be ignored"),
+        ({"load_in_4bit": True, "use_peft": False}, "needs a GPU and --use_peft"),
+        ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type='fp4' would be ignored"),
+        ({"use_peft": True, "sync_ref_model": True}, "sync_ref_model needs a reference model in memory"),
     ],
 )
-def test_what_is_missing_is_named_before_a_model_is_loaded(tmp_path, change, message):
+def test_what_cannot_work_is_named_before_a_model_is_loaded(tmp_path, change, message):
+    of_model = {name: change[name] for name in change.keys() & ModelConfig.__dataclass_fields__}
+    own = {name: value for name, value in change.items() if name not in of_model}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run_main(tmp_path, **change)
-
-
-def test_reward_weights_are_as_many_as_the_tasks_rewards(tmp_path):
-    with pytest.raises(ValueError, match="task sudoku has 1 rewards, got 2"):
-        run_main(tmp_path, dataset="sudoku", reward_weights=[1.0, 2.0])
+        run_main(tmp_path, ModelConfig(**of_model), **own)
 
 
 def test_missing_validation_rows_are_asked_for_by_their_own_flag(tmp_path):
@@ -159,18 +170,6 @@ def test_a_task_without_rows_is_refused(tmp_path, split):
         run_main(tmp_path, dataset="sudoku", data_file=str(tmp_path / "empty.jsonl"))
 
 
-def test_four_bit_weights_without_a_gpu_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="needs a GPU and --use_peft"):
-        run_main(tmp_path, ModelConfig(load_in_4bit=True, use_peft=False))
-
-
-def test_settings_that_would_be_ignored_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="bnb_4bit_quant_type='fp4' would be ignored"):
-        run_main(tmp_path, ModelConfig(bnb_4bit_quant_type="fp4"))
-    with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True would be ignored"):
-        run_main(tmp_path, cast_lm_head_to_fp32=True)
-
-
 def test_a_dataset_without_the_columns_of_a_reward_is_refused(tmp_path):
     task = tmp_path / "lacking.py"
     task.write_text(
@@ -206,15 +205,8 @@ def test_an_sft_adapter_is_a_start_for_both_kinds_of_rl(tiny_model_dir, tmp_path
     run_main(
         tmp_path,
         ModelConfig(use_peft=lora, lora_target_modules=["q_proj", "v_proj"]),
-        dataset=str(Path(__file__).with_name("letters_task.py")),
-        model_path=str(tmp_path / "sft"),
-        max_completion_length=8,
-        block_length=4,
-        diffusion_steps=4,
-        max_steps=1,
-        num_iterations=1,
-        gradient_checkpointing=False,
-        callbacks=[Look()],
+        [Look()],
+        **TINY | {"model_path": str(tmp_path / "sft"), "max_steps": 1, "num_iterations": 1},
     )
     torch.testing.assert_close(seen["start"], expected, rtol=0, atol=1e-6)
     assert (tmp_path / "run" / ("adapter_model.safetensors" if lora else "model.safetensors")).exists()
@@ -226,20 +218,8 @@ def test_wandb_works_without_an_account_and_gets_the_completions(tiny_model_dir,
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    run_main(
-        tmp_path,
-        dataset=str(Path(__file__).with_name("letters_task.py")),
-        model_path=str(tiny_model_dir),
-        max_completion_length=8,
-        block_length=4,
-        diffusion_steps=4,
-        max_steps=2,
-        num_iterations=1,
-        logging_steps=1,
-        log_completions=True,
-        gradient_checkpointing=False,
-        report_to="wandb",
-    )
+    options = {"model_path": str(tiny_model_dir), "max_steps": 2, "num_iterations": 1, "logging_steps": 1}
+    run_main(tmp_path, **TINY | options | {"log_completions": True, "report_to": "wandb"})
     import wandb
 
     wandb.finish()
@@ -249,11 +229,6 @@ def test_wandb_works_without_an_account_and_gets_the_completions(tiny_model_dir,
     content = json.loads(table.read_text())
     assert {"prompt", "completion", "letter_share", "advantage"} <= set(content["columns"])
     assert len(content["data"]) == 4
-
-
-def test_lora_with_a_synced_reference_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(ValueError, match="sync_ref_model needs a reference model in memory"):
-        run_main(tmp_path, ModelConfig(use_peft=True), sync_ref_model=True)
 
 
 def test_a_model_without_a_mask_token_is_refused(tiny_model_dir, tmp_path):
@@ -300,15 +275,6 @@ def test_a_completion_that_the_model_has_no_positions_for_is_refused(tiny_model_
     longer = {"max_completion_length": 512, "max_prompt_length": 500, "diffusion_steps": 128}
     with pytest.raises(ValueError, match=r"\d+ tokens of text and 512 to fill in exceed .* 512 positions: lower"):
         run_main(tmp_path, dataset="sudoku", model_path=str(tiny_model_dir), **longer)
-
-
-TINY = {
-    "dataset": str(Path(__file__).with_name("letters_task.py")),
-    "max_completion_length": 8,
-    "block_length": 4,
-    "diffusion_steps": 4,
-    "gradient_checkpointing": False,
-}
 
 
 @pytest.mark.parametrize(
@@ -481,9 +447,9 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no run"):
         read_run(tmp_path)
 
-    command = [sys.executable, str(STAGE / "plot_curves.py"), str(run), "--output", "c.png", "--html", "r.html"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert [line.split(" (")[0] for line in done.stderr.splitlines()] == [
+    words = [str(STAGE / "plot_curves.py"), str(run), "--output", "c.png", "--html", "r.html"]
+    said = forks.finish(forks.start(forks.script, *words, log=tmp_path / "log", folder=tmp_path), tmp_path / "log")
+    assert [line.split(" (")[0] for line in said.splitlines()] == [
         f"Written: {tmp_path / name}" for name in ("r.html", "c.png")
     ]
     page = report_page([run], ["<a>"])
@@ -518,15 +484,6 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
     assert "--report true" not in page
 
 
-def test_the_help_lists_every_group_of_flags():
-    done = subprocess.run(
-        [sys.executable, "diffu_grpo_train.py", "--help"], cwd=STAGE, capture_output=True, text=True, check=True
-    )
-    for flag in ("--task", "--p_mask_prompt", "--diffusion_steps", "--use_peft", "--load_in_4bit", "--num_iterations"):
-        assert flag in done.stdout
-    assert "--adam_beta2" not in done.stdout
-
-
 def test_d1s_flags_come_first_and_all_others_behind_help_all(capsys):
     parser = diffu_grpo_train.make_parser()
     with pytest.raises(SystemExit):
@@ -538,6 +495,8 @@ def test_d1s_flags_come_first_and_all_others_behind_help_all(capsys):
     shown = {*re.findall(r"^  (--\w+)", everything, re.MULTILINE)}
     assert {f"--{one.name}" for config in (DiffuGRPOConfig, ModelConfig) for one in fields(config) if one.init} < shown
     assert len(short) < len(everything) / 3
+    assert "--adam_beta2" not in short
+    assert {f"--{name}" for name in ("task", "use_peft", "load_in_4bit")} <= {*short.split()}
 
 
 @pytest.mark.parametrize("flag", ["--output_di", "--learning"])

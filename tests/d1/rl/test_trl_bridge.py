@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor
 from trl import GRPOTrainer
 
-from d1.models import load_model, load_tokenizer
 from d1.rl.bridge import CanvasGRPOTrainer, EpochSampler, rollout_buffer
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.objectives import OBJECTIVES
 from d1.rl.trainer import DiffuGRPOTrainer
 from d1.scoring import ESTIMATORS, Estimator, Scores
 from d1.scoring.masks import draw_one_step as draw
+from tests import tiny_grpo
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
@@ -32,28 +31,7 @@ class Fixed(DiffuGRPOTrainer):
 
 
 def make_trainer(model_dir: Any, folder: Any, cls: Any = Fixed, **changes: Any) -> Any:
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "num_iterations": 2,
-        "max_completion_length": 8,
-        "block_length": 4,
-        "diffusion_steps": 4,
-        "report_to": "none",
-        "max_steps": 1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-    }
-    trainer = cls(
-        model=load_model(str(model_dir)),
-        reward_funcs=lambda completions, **columns: [float(len(c[0]["content"])) for c in completions],
-        args=DiffuGRPOConfig(**{**settings, **changes}),
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "abc"}]}] * 8),
-        processing_class=load_tokenizer(str(model_dir)),
-    )
+    trainer = tiny_grpo.make_trainer(model_dir, folder, cls, **{"max_steps": 1, **changes})
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer

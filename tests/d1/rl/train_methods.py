@@ -14,14 +14,18 @@ from safetensors.torch import save_file
 
 from tests.tiny_grpo import logged, train_a_little, weights
 
-if __name__ == "__main__":
-    model_dir, output = map(Path, sys.argv[1:3])
+
+def train_methods(model_dir, output, *methods):
     torch.set_num_threads(1)
-    for method in sys.argv[3:]:
-        trainer = train_a_little(model_dir, output / method, method)
+    for method in methods:
+        trainer = train_a_little(model_dir, Path(output) / method, method)
         if trainer.accelerator.is_main_process:
-            save_file(weights(trainer.model), output / f"{method}.safetensors")
+            save_file(weights(trainer.model), Path(output) / f"{method}.safetensors")
             state = trainer.args.distributed_state
             record = {"kind": str(state.distributed_type), "processes": state.num_processes, "logged": logged(trainer)}
             record["rollouts"] = trainer.rollouts
-            (output / f"{method}.json").write_text(json.dumps(record))
+            (Path(output) / f"{method}.json").write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    train_methods(*sys.argv[1:])

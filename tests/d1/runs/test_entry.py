@@ -19,6 +19,7 @@ from d1.eval import run as evaluation
 from d1.rl.train import make_parser as rl_parser
 from d1.runs.entry import one_line, quick_imports
 from d1.sft import train as sft_train
+from tests import forks
 
 ROOT = Path(__file__).parents[3]
 BLOCKED = ("torch", "transformers", "peft", "accelerate", "trl", "matplotlib")
@@ -30,18 +31,6 @@ def python(code: str, folder: Path = ROOT, **environment: str) -> subprocess.Com
         [sys.executable, "-c", code],
         cwd=folder,
         env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def script(name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = ROOT / name
-    return subprocess.run(
-        [sys.executable, path.name, *flags],
-        cwd=path.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -101,9 +90,9 @@ def test_the_help_of_rl_imports_trls_settings_but_no_trainer() -> None:
 def test_a_users_mistake_is_one_line(name: str, flags: list[str], problem: str, tmp_path: Path) -> None:
     if "pocket.yaml" in flags and "--output_dir" not in flags:
         flags = [*flags, "--output_dir", str(tmp_path)]
-    done = script(name, *flags)
-    assert done.returncode == 1
-    *before, line = done.stderr.splitlines()
+    path, log = ROOT / name, tmp_path / "log"
+    said = forks.finish(forks.start(forks.script, path.name, *flags, log=log, folder=path.parent), log, status=1)
+    *before, line = said.splitlines()
     assert not any(Path(name).name in text or "Traceback" in text for text in before)
     assert line.startswith(f"{Path(name).name}: ")
     assert problem in line
@@ -118,10 +107,11 @@ def test_a_users_mistake_is_one_line(name: str, flags: list[str], problem: str, 
         ("d1/__main__.py", ["fit", "--model_path", "x", "--stage", "rl", "--bat", "3"], "arguments: --bat 3"),
     ],
 )
-def test_flags_are_never_guessed(name: str, flags: list[str], problem: str) -> None:
-    done = script(name, *flags)
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, problem in line) == (2, True), line
+def test_flags_are_never_guessed(name: str, flags: list[str], problem: str, tmp_path: Path) -> None:
+    path, log = ROOT / name, tmp_path / "log"
+    started = forks.start(forks.script, path.name, *flags, log=log, folder=path.parent)
+    (line,) = forks.finish(started, log, status=2).splitlines()
+    assert problem in line
 
 
 @pytest.mark.parametrize(

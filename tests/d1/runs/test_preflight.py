@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from huggingface_hub import constants
 
 from d1.models.adapters import check_there, hub_problem
 from d1.runs.preflight import check_start
+from tests import forks
 from tests.commands import ROOT
 
 
@@ -78,16 +76,8 @@ def test_sft_says_so_before_its_processes_connect(tiny_model_dir: Path, tmp_path
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "lock").touch()
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29987"}
-    world |= {"ACCELERATE_USE_DEEPSPEED": "true", "TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    flags = ["--model_name", str(tiny_model_dir), "--debugging", "--output_dir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "sft_train.py", *flags],
-        cwd=ROOT / "SFT",
-        env=os.environ | world,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"sft_train.py: {tmp_path}/own/lock is left from a build")
+    world |= {"ACCELERATE_USE_DEEPSPEED": "true", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    words = ["sft_train.py", "--model_name", str(tiny_model_dir), "--debugging", "--output_dir", str(tmp_path)]
+    started = forks.start(forks.script, *words, log=tmp_path / "log", folder=ROOT / "SFT", **world)
+    said = forks.finish(started, tmp_path / "log", status=1, timeout=120)
+    assert said.splitlines()[-1].startswith(f"sft_train.py: {tmp_path}/own/lock is left from a build")

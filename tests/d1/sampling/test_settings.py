@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import math
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -72,11 +70,6 @@ def test_what_is_not_said_is_the_tables_default():
     )
 
 
-def test_settings_do_not_change():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingSettings(**GOOD).steps = 3
-
-
 def test_settings_know_whether_they_draw():
     assert not SamplingSettings(**GOOD).draws
     assert SamplingSettings(**GOOD, temperature=0.1).draws
@@ -97,11 +90,6 @@ def test_flags_with_other_names_give_the_settings():
     args = argparse.Namespace(max_completion_length=12, block_length=4, **flags)
     found = SamplingSettings.of(args, steps="diffusion_steps", gen_length="max_completion_length")
     assert found == SamplingSettings(12, 4, 6, 0.5, 1, "low_confidence", "cached+parallel", None, "factor", 2.0)
-
-
-def test_the_settings_and_their_tables_need_no_torch():
-    code = "import d1.sampling.settings, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.fixture(scope="module")

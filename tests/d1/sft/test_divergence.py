@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from transformers import TrainerCallback
 
 from d1.sft.train import main, make_parser
 from d1.sft.trainer import dLLMTrainer
+from tests import forks
 
 SFT = Path(__file__).parents[3] / "SFT"
 
@@ -121,18 +119,10 @@ def test_weights_that_are_not_finite_are_not_saved(flags: list[str], tmp_path: P
 
 
 def test_two_processes_stop_as_well(flags: list[str], tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "sft_train.py"]
-    training = ["--learning_rate", "1e30", "--max_steps", "40", "--output_dir", str(tmp_path)]
-    done = subprocess.run(
-        [*launch, *flags, *training],
-        cwd=SFT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode != 0
-    assert "the loss became" in done.stderr
+    words = ["sft_train.py", *flags, "--learning_rate", "1e30", "--max_steps", "40", "--output_dir", str(tmp_path)]
+    log, options = tmp_path / "log", {"processes": 2, "ACCELERATE_USE_CPU": "true"}
+    said = forks.finish(forks.start(forks.script, *words, log=log, folder=SFT, **options), log, status=1)
+    assert "the loss became" in said
     assert list((tmp_path / "job").glob("bad_loss_step*_rank*.json"))
     assert not list((tmp_path / "job").rglob("*.safetensors"))
 

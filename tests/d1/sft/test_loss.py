@@ -1,7 +1,4 @@
-"""The loss and its gradient equal the formula, however a global batch is split.
-
-Run under torchrun, this file is also the process that takes the one optimizer step: see `step_in_processes`.
-"""
+"""The loss and its gradient equal the formula, however a global batch is split."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,11 +19,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
 from d1.models import load_model, load_tokenizer, prepare
-from d1.runs.entry import leave
 from d1.sft.batches import Slot
 from d1.sft.trainer import IGNORED, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from tests import forks
 
-ROOT = Path(__file__).parents[3]
 ROWS = 8
 SPLITS_ALONE = [(8, 1), (4, 2), (2, 4), (1, 8)]  # (batch, accumulation)
 SPLITS_OF_TWO = [(4, 1), (2, 2)]
@@ -42,12 +36,7 @@ CASES_OF_TWO = [*itertools.product(WAYS, EOS_PADDINGS, SPLITS_OF_TWO)]
 PADDINGS_AND_SPLITS = itertools.cycle(itertools.product(EOS_PADDINGS, SPLITS_OF_TWO))
 CASES_OF_DEEPSPEED = [(way, *next(PADDINGS_AND_SPLITS)) for way in WAYS]
 SHORT_EPOCH = [(4, 1), (2, 2), (1, 4)]  # of 4 rows a step: the second step has 2 rows and 2 empty slots
-DEEPSPEED = ["accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--zero_stage"]
-LAUNCHERS = {
-    "MULTI_CPU": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    "ZERO2": [*DEEPSPEED, "2"],
-    "ZERO3": [*DEEPSPEED, "3", "--zero3_save_16bit_model", "true"],
-}
+KINDS = {"MULTI_CPU": {"ACCELERATE_USE_CPU": "true"}, "ZERO2": forks.deepspeed(2), "ZERO3": forks.deepspeed(3)}
 
 
 def rows_of_all_lengths(count: int = ROWS) -> Dataset:
@@ -181,15 +170,9 @@ def assert_same(
 
 
 def step_in_processes(kind: str, model_dir: Path, folder: Path) -> None:
-    """Two processes of this file take the step in all cases, and save their results."""
-    done = subprocess.run(
-        [sys.executable, "-m", *LAUNCHERS[kind], __file__, kind, str(model_dir), str(folder)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    """Two processes take the step in all cases, and save their results."""
+    log = folder / "log"
+    forks.finish(forks.start(process, kind, model_dir, folder, log=log, folder=folder, processes=2, **KINDS[kind]), log)
 
 
 def process(kind: str, model_dir: Path, folder: Path) -> None:
@@ -330,9 +313,3 @@ def test_two_processes_of_deepspeed(tiny_model_dir: Path, tmp_path: Path, expect
     for name, eos_padding, (batch, _) in CASES_OF_DEEPSPEED:
         result = found(tiny_model_dir, tmp_path / f"{name}-{eos_padding}-{batch}")
         assert_same(result, expected[name, eos_padding], atol=1e-6)  # weights and gradients in fp32
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    process(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
-    leave()

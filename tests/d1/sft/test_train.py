@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,11 @@ from d1.models.convert import a2d
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.sft.setup import on_gpu
 from d1.sft.train import main, make_parser
+from tests import forks
 
 SFT = Path(__file__).parents[3] / "SFT"
-ALONE = ["-m", "accelerate.commands.launch", "--config_file", "../launch/cpu.yaml"]
-DDP = [
-    "-m",
-    "accelerate.commands.launch",
-    "--config_file",
-    "../launch/ddp.yaml",
-    "--num_processes",
-    "2",
-    "--mixed_precision",
-    "no",
-]
-ZERO2 = [*DDP[:3], "ddp_config.yaml", *DDP[4:]]
+ZERO2 = ["accelerate.commands.launch", "--config_file", "ddp_config.yaml", "--num_processes", "2"]
+ZERO2 += ["--mixed_precision", "no"]
 
 
 @pytest.fixture(scope="module")
@@ -48,32 +39,11 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> lis
     return ["--model_name", str(tiny_model_dir), "--train_data", str(path), "--test_split", "0.2", "--batch_size", "4"]
 
 
-def start(launcher: list[str], flags: list[str], folder: Path, **environment: Any) -> subprocess.Popen[bytes]:
-    """sft_train.py in the folder of d1's command line, in a process group of its own, writing to `folder`/log."""
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR"),
-    }
-    variables |= environment
-    folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, *launcher, "sft_train.py", *flags, "--output_dir", str(folder), "--job_name", "job"],
-        cwd=SFT,
-        env={name: value for name, value in (os.environ | variables).items() if value is not None},
-        stdout=(folder / "log").open("ab"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[bytes], folder: Path, timeout: float = 900) -> None:
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, (folder / "log").read_text()[-4000:]
+def start(flags: list[str], folder: Path, processes: int = 1, **environment: str | None) -> list[BaseProcess]:
+    """sft_train.py in the folder of d1's command line, writing to `folder`/log."""
+    words = ["sft_train.py", *flags, "--output_dir", str(folder), "--job_name", "job"]
+    variables = {"ACCELERATE_USE_CPU": "true", **environment}
+    return forks.start(forks.script, *words, log=folder / "log", folder=SFT, processes=processes, **variables)
 
 
 def run(flags: list[str], folder: Path, *more: str) -> Any:
@@ -110,22 +80,19 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     training += ["--grad_accum_steps", "1", "--logging_steps", "5"]
     whole, killed, home = tmp_path / "whole", tmp_path / "killed", tmp_path / "home"
     home.mkdir()
-    environment: dict[str, Any] = {"WANDB_MODE": None, "WANDB_DIR": None, "WANDB_API_KEY": None, "HOME": str(home)}
-    finish(start(ALONE, [*flags, *training], whole, **environment), whole)
+    environment = {"WANDB_MODE": None, "WANDB_DIR": None, "WANDB_API_KEY": None, "HOME": str(home)}
+    forks.finish(start([*flags, *training], whole, **environment), whole / "log")
     assert list((whole / "job/wandb").glob("offline-run-*"))
     names = {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"}
     assert names <= history_names(whole)
-    process = start([], [*flags, *training, "--debugging"], killed)
-    deadline = time.monotonic() + 900
+    (process,) = start([*flags, *training, "--debugging"], killed)
     while not (killed / "job/checkpoint-10").exists():
-        assert process.poll() is None, (killed / "log").read_text()[-4000:]
-        assert time.monotonic() < deadline
+        assert process.is_alive(), (killed / "log").read_text()[-4000:]
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    forks.kill([process])
     assert not (killed / "job/trainer_state.json").exists()
     assert (killed / "job/metrics.jsonl").exists()
-    finish(start([], [*flags, *training, "--debugging", "--resume"], killed), killed)
+    forks.finish(start([*flags, *training, "--debugging", "--resume"], killed), killed / "log")
     for name in ("loss", "grad_norm", "learning_rate"):
         assert history(killed, name) == history(whole, name)
     logs = [json.loads(line) for line in (killed / "job/metrics.jsonl").read_text().splitlines()]
@@ -140,7 +107,9 @@ def test_two_processes_of_d1s_configuration(flags: list[str], tmp_path: Path) ->
     """Told to stay off a GPU; it compiles DeepSpeed's CPU Adam, which takes minutes."""
     odd = [*flags, "--test_split", "0.13", "--eval_draws", "3"]  # 18 draws, which batches of 8 do not divide
     training = ["--max_steps", "3", "--learning_rate", "1e-3", "--merge_at_end", "--debugging"]
-    finish(start(ZERO2, [*odd, *training], tmp_path, CUDA_VISIBLE_DEVICES=""), tmp_path)
+    command = [sys.executable, "-m", *ZERO2, "sft_train.py", *odd, *training, "--output_dir", str(tmp_path)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--job_name", "job"], cwd=SFT, env=environment, timeout=900, check=True)
     assert_two_processes(tmp_path, "DEEPSPEED")
     run([*odd, "--max_steps", "1"], tmp_path / "alone")
     first = history(tmp_path, "eval_loss")[0]
@@ -164,7 +133,7 @@ def test_packing_changes_no_loss_over_two_processes_nor_after_a_resume(flags: li
     run([*flags, *step], plain)
     run([*flags, *step, "--packing"], packed)
     shared = [*flags, *step, "--packing", "--batch_size", "2", "--merge_at_end"]
-    finish(start(DDP, shared, two, ACCELERATE_USE_CPU="true"), two)
+    forks.finish(start(shared, two, processes=2), two / "log")
     assert_two_processes(two, "MULTI_CPU")
     for name in ("loss", "learning_rate", "grad_norm", "eval_loss", "eval_loss_t0.0-0.2"):
         expected = history(plain, name)

@@ -1,0 +1,99 @@
+"""Scripts in real processes: each is a fork of one process that has imported the libraries, which takes 8 seconds."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["d1.rl.setup", "d1.rl.trainer", "d1.sft.setup", "d1.sft.trainer", "d1.eval.completions"])
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def deepspeed(stage: int) -> dict[str, str]:
+    """What Accelerate's launcher sets for ZeRO on a CPU."""
+    options = {"ZERO_STAGE": str(stage), "ZERO3_INIT": "false", "ZERO3_SAVE_16BIT_MODEL": str(stage == 3).lower()}
+    options |= {"OFFLOAD_OPTIMIZER_DEVICE": "none", "OFFLOAD_PARAM_DEVICE": "none"}
+    shared = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    return shared | {f"ACCELERATE_DEEPSPEED_{name}": value for name, value in options.items()}
+
+
+def script(path: str, *words: str) -> None:
+    """What `python path words...` does."""
+    sys.argv[:] = [path, *words]
+    sys.path.insert(0, str(Path(path).absolute().parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def module(name: str, *words: str) -> None:
+    """What `python -m name words...` does."""
+    sys.argv[:] = [name, *words]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def within(log: Path, folder: Path, environment: dict[str, str], work: Callable[..., object], *given: Any) -> None:
+    """Runs `work(*given)` as a process of its own session, in `folder`, with both outputs appended to `log`."""
+    gc.freeze()  # or each collection would search all libraries
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    work(*given)
+
+
+def start(
+    work: Callable[..., object], *given: Any, log: Path, folder: Path, processes: int = 1, **environment: str | None
+) -> list[BaseProcess]:
+    """`processes` processes that call `work(*given)`; of several, each has the variables that launchers set.
+
+    A variable that is None is not set.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.touch()
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    shared = {name: value for name, value in variables.items() if value is not None}
+    if processes > 1:
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+        shared |= {"LOCAL_WORLD_SIZE": str(processes)}
+    started = []
+    for rank in range(processes):
+        own = shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
+        started.append(SERVER.Process(target=within, args=(log, folder, own, work, *given)))
+        started[-1].start()
+    return started
+
+
+def finish(started: Sequence[BaseProcess], log: Path, status: int = 0, timeout: float = 900) -> str:
+    """What the processes wrote, once all have ended with `status`."""
+    try:
+        for process in started:
+            process.join(timeout)
+        text = log.read_text()
+        assert [process.exitcode for process in started] == [status] * len(started), text[-4000:]
+    finally:
+        kill(started)
+    return text
+
+
+def kill(started: Sequence[BaseProcess]) -> None:
+    """SIGKILL, and wait for the end."""
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join()
