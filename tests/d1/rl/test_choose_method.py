@@ -238,7 +238,7 @@ def test_method_without_a_name_is_one_line(capsys):
 
 SPG = {"method": "spg"}
 REFUSED = [
-    ({"rollout_mode": "server"}, "--rollout_mode server needs one --rollout_server_base_url"),
+    ({"rollout_mode": "server"}, "--rollout_mode server needs --rollout_server_base_url URL"),
     (
         {"method": "espo", "estimator": "replay", "num_views": 2},
         "a ratio of whole completions needs all of their tokens",
