@@ -24,11 +24,12 @@ from d1.models.kinds import block_size
 from d1.rl.weights_folder import WeightsFolder
 from d1.runs.entry import RunError
 from d1.sampling import Rollout, SamplingSettings
-from d1.serve.client import Prompts, RolloutServer, Unavailable, Weights
+from d1.serve.client import CONNECT, Prompts, RolloutServer, Unavailable, Weights
 
 logger = logging.getLogger(__name__)
 
 PAUSE = 1.0  # seconds until a server that failed is asked again
+WATCH = 10.0  # seconds between questions to a server that has rows
 REMIND = 60.0  # seconds between messages while the run waits
 
 Part = tuple[Prompts, "Future[Rollout]"]
@@ -133,9 +134,10 @@ class PolicyServers:
         futures: list[Future[Rollout]] = [Future() for _ in parts]
         for part in zip(parts, futures, strict=True):
             queue.put(part)
-        over = Event()
+        over, held = Event(), dict[RolloutServer, Part]()
         for server in self.servers:
-            Thread(target=self.work, args=(server, queue, over), name=server.url, daemon=True).start()
+            Thread(target=self.work, args=(server, queue, held, over), name=server.url, daemon=True).start()
+        Thread(target=watch, args=(queue, held, over), daemon=True).start()
         waited, left = Waiting(self.servers, self.patience), {*futures}
         try:
             while left:
@@ -150,8 +152,11 @@ class PolicyServers:
             for _ in self.servers:
                 queue.put(None)
 
-    def work(self, server: RolloutServer, queue: SimpleQueue[Part | None], over: Event) -> None:
-        """A thread of `sample`: sends parts to a server, one at a time, and asks a server that failed again."""
+    def work(
+        self, server: RolloutServer, queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event
+    ) -> None:
+        """A thread of `sample`: sends parts to a server, one at a time, and asks a server that failed again. `held` are
+        the parts that servers have."""
         assert self.weights is not None
         while not over.is_set():
             try:
@@ -165,15 +170,17 @@ class PolicyServers:
             part = queue.get()
             if part is None:
                 return
-            prompts, future = part
+            held[server], (prompts, future) = part, part
             with contextlib.suppress(InvalidStateError):
                 try:
                     future.set_result(server.sample(prompts, self.weights))
                 except Unavailable as error:
                     take_out(server, error)
-                    queue.put(part)
+                    if server in held:
+                        queue.put(part)
                 except Exception as error:
                     future.set_exception(error)
+            held.pop(server, None)
 
     def rollout(
         self,
@@ -211,6 +218,19 @@ def take_out(server: RolloutServer, error: Exception) -> None:
     if not server.problem:
         logger.warning("No more rows go to a server until it answers: %s", error)
     server.problem = str(error)
+
+
+def watch(queue: SimpleQueue[Part | None], held: dict[RolloutServer, Part], over: Event) -> None:
+    """A thread of `sample`: the part of a server that has fallen silent without closing its connection, such as one
+    whose machine is gone, goes to the others. Should it answer after all, the first answer counts."""
+    while not over.wait(WATCH):
+        for server in [*held]:
+            try:
+                server.ask("GET", "/model_info", seconds=CONNECT)
+            except Unavailable as error:
+                if part := held.pop(server, None):
+                    take_out(server, error)
+                    queue.put(part)
 
 
 class Waiting:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
 from transformers import TrainerCallback
 
 from d1.rl.bridge import restore_trl, rollout_buffer, trl_counters
@@ -27,11 +30,14 @@ class Ending(TrainerCallback):
         if trainer.servers is None:
             return
         self.step, self.compute = trainer.state.global_step, trainer.compute
+        self.tokens = trainer.state.num_input_tokens_seen
         self.batches, self.counters = rollout_buffer(trainer), copy.deepcopy(trl_counters(trainer))
         settings = trainer.args
         updates = settings.steps_per_generation * settings.num_iterations
-        short = updates < settings.gradient_accumulation_steps  # else a rollout begins with the step
-        self.losses = trainer.loss_sums() if short else None
+        inside = updates % settings.gradient_accumulation_steps != 0  # rollouts begin in the middle of a step
+        self.losses = trainer.loss_sums() if inside else None
+        # TRL shuffles a rollout's rows.
+        self.random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -57,7 +63,11 @@ class Ending(TrainerCallback):
         trainer = self.trainer
         if self.step != trainer.state.global_step:
             return
-        trainer.compute = self.compute
+        trainer.compute, trainer.state.num_input_tokens_seen = self.compute, self.tokens
         restore_trl(trainer, self.batches, self.counters)
         if self.losses is not None:
             trainer.set_loss_sums(self.losses)
+        own, numpys, torchs = self.random
+        random.setstate(own)
+        numpy.random.set_state(numpys)
+        torch.set_rng_state(torchs)
