@@ -83,6 +83,7 @@ def make_trainer(
     base=SETTINGS,
     peft_config=None,
     callbacks=None,
+    rollout_func=None,
     **changes,
 ):
     return cls(
@@ -94,6 +95,7 @@ def make_trainer(
         processing_class=load_tokenizer(str(model_dir)),
         peft_config=peft_config,
         callbacks=callbacks,
+        rollout_func=rollout_func,
     )
 
 

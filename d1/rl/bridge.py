@@ -2,8 +2,8 @@
 
 `CanvasGRPOTrainer` is TRL's GRPOTrainer with its private methods reduced to three that a subclass defines: `rollout`,
 `after_rollout`, `loss`. The parts can be deleted one by one when TRL offers
-- sampling with a user's function that keeps TRL's tokenising, rewards and logging (`rollout_func` is given prompts as
-  text, and replaces tokenising too);
+- sampling with a function that keeps TRL's tokenising, rewards and logging (`rollout_func`, of users' engines, is
+  given prompts as text, and replaces tokenising too);
 - log-probabilities as an argument of its loss;
 - a reference model as an argument of its constructor;
 - a RepeatSampler that does not return to the first epoch's order after a resume.
@@ -153,7 +153,7 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
             dataset,
             mini_repeat_count=self.num_generations,
             batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            repeat_count=self.micro_steps_per_rollout,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
             epoch=lambda: int(self.state.epoch or 0),
@@ -165,6 +165,15 @@ class CanvasGRPOTrainer(RunTrainer, GRPOTrainer):
     def micro_step(self) -> int:
         """Micro-batches trained on so far; TRL increments the number after the loss."""
         return self._step
+
+    @property
+    def micro_steps_per_rollout(self) -> int:
+        return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def rollout_number(self) -> int:
+        """The training rollout in use, or the next one between two rollouts, from 0."""
+        return self.micro_step // self.micro_steps_per_rollout
 
     @property
     def text_tokenizer(self) -> Any:

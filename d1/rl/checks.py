@@ -34,6 +34,7 @@ ON_RESUME = OnResume(
             *("dataset", "data_file", "prompt_protocol", "seed", "shuffle_dataset", "world_size"),
             # The rollout in the checkpoint and its place in the cycle of updates
             *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
+            "rollout_staleness",
             *("num_generations", "num_iterations", "max_completion_length", "mask_id"),
             *("method", "estimator", "num_views", "antithetic", "stratified", "segments", "segment_steps"),
             *("draw_steps", "mean_step", "split_views", "scored_tokens", "score_as_sampled", "state_reward"),

@@ -78,6 +78,30 @@ def about_edits(s: Any) -> Iterator[str]:
         yield f"sampling_weight_cap: {s.estimator} scores in the sampler's states, so leave it out with edit_threshold"
 
 
+def about_staleness(s: Any) -> Iterator[str]:
+    """The reasons why rollouts cannot be sampled ahead of the updates."""
+    if not s.rollout_staleness:
+        return
+    if s.rollout_mode != "server":
+        yield "--rollout_staleness: only servers sample while the trainer learns: set --rollout_mode server"
+    if s.old_as_sampled or s.sampling_weight_cap is not None:
+        return
+    objective = OBJECTIVES[s.objective]
+    if ESTIMATORS[s.estimator].as_sampled(s.view_settings()):
+        why = f"{s.objective} reads no old log-probs"
+    else:
+        why = f"{s.estimator} scores tokens in other states than those they were sampled in"
+    if "sampling_weight_cap" in (objective.settings or ("sampling_weight_cap",)):
+        what = "set --sampling_weight_cap (3, say), which weighs tokens by trained / sampling probability"
+    else:
+        exact = ", ".join(name for name, row in ESTIMATORS.items() if row.as_sampled(s.view_settings()))
+        able = ", ".join(name for name, row in OBJECTIVES.items() if "sampling_weight_cap" in (row.settings or ()))
+        what = f"and {s.objective} cannot weigh tokens: take an objective of {able}" + (
+            f", or --estimator {exact}" if objective.reads_old else ""
+        )
+    yield f"--rollout_staleness {s.rollout_staleness} needs a correction: {why}; {what}"
+
+
 def contradictions(s: Any) -> Iterator[str]:
     """The reasons why the settings contradict each other."""
     if (s.rollout_mode == "server") != bool(s.rollout_server_base_url):
@@ -90,6 +114,7 @@ def contradictions(s: Any) -> Iterator[str]:
             f"--rollout_server_timeout {s.rollout_server_timeout:g}: processes wait for each other for --ddp_timeout "
             f"{s.ddp_timeout} seconds, so it must be smaller"
         )
+    yield from about_staleness(s)
     if s.score_as_sampled and not s.temperature:
         yield "score_as_sampled: at temperature 0 each token has probability 1; set another --temperature"
     estimator, objective, penalty = ESTIMATORS[s.estimator], OBJECTIVES[s.objective], PENALTIES[s.kl]

@@ -125,6 +125,10 @@ class DiffuGRPOConfig(GRPOConfig):
         240.0, "Seconds to wait while no rollout server answers; then the run is saved and ends."
     )
 
+    rollout_staleness: Annotated[int, NATURAL] = setting(
+        0, "Of rollout_mode server: sample with the weights of this many rollouts ago, while the trainer learns."
+    )
+
     # Estimator and objective
     method: str = setting("d1", f"Sets a method's values; other flags win: {', '.join(METHODS)}, or a .py path.")
     estimator: str = setting("one_step", f"How log-probabilities are estimated: {', '.join(ESTIMATORS)}.")
@@ -212,9 +216,20 @@ class DiffuGRPOConfig(GRPOConfig):
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether there is one optimizer step per rollout. A rollout has `num_iterations` updates; each may be split by
-        rows into steps of `gradient_accumulation_steps` micro-batches."""
-        return self.gradient_accumulation_steps % (int(self.steps_per_generation or 1) * self.num_iterations) == 0
+        """Whether there is one optimizer step per rollout, of the policy that old log-probs are of. A rollout has
+        `num_iterations` updates; each may be split by rows into steps of `gradient_accumulation_steps` micro-batches.
+        """
+        return (
+            not self.old_as_sampled
+            and self.gradient_accumulation_steps % (int(self.steps_per_generation or 1) * self.num_iterations) == 0
+        )
+
+    @property
+    def old_as_sampled(self) -> bool:
+        """With `rollout_staleness`, whether old log-probs are those of the rollout's record, of the policy that sampled
+        some rollouts ago; else they are scored before the first update, and tokens have truncated weights."""
+        exact = ESTIMATORS[self.estimator].as_sampled(self.view_settings())
+        return bool(self.rollout_staleness and exact and self.reads_old_logps and self.sampling_weight_cap is None)
 
     @property
     def needs_reference(self) -> bool:

@@ -87,7 +87,7 @@ def passes(args: DiffuGRPOConfig, views: float) -> dict[str, float]:
     times = 1 + (views > args.views_at_once) + bool(args.gradient_checkpointing)
     counts = {
         "sampling": args.sampling_settings().most_passes() * (2 if args.cfg_scale else 1),
-        "old log-probs": before if args.needs_old_logps else 0,
+        "old log-probs": before if args.needs_old_logps and not args.old_as_sampled else 0,
         "reference log-probs": before if args.needs_reference else 0,
         "weights of rows, before each later update": every - views if OBJECTIVES[args.objective].over_group else 0,
         "rewards of states": every if args.state_reward else 0,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,20 @@ def recorded(sampled: Rollout) -> tuple[Batch, dict[str, float]]:
         record |= {f"write_{name}": of[..., : int(most.max())] for name, of in sampled.writes._asdict().items()}
         costs["sampling/edits"] = edits
     return record, {name: of.float().mean().item() for name, of in costs.items()}
+
+
+def log_rollout(trainer: Any, started: float, tokens: int, costs: dict[str, float]) -> None:
+    """Logs what a rollout of so many tokens per process took since `started`, and its `costs`."""
+    seconds = time.perf_counter() - started
+    speed = tokens * trainer.accelerator.num_processes / seconds
+    for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": speed, **costs}.items():
+        trainer.log_metric(name, value)
+
+
+def view_logps_as_sampled(batch: Batch) -> Tensor:
+    """(rows, mu, views, canvas) the sampler's log-prob of each token that a view scores, 0 elsewhere: old log-probs
+    of an estimator that scores tokens in the states in which they were revealed."""
+    return torch.where(batch["view_weights"] != 0, batch["rollout_logps"][:, None, None], 0.0)
 
 
 def sampled_logps(batch: Batch, replayed: bool) -> Tensor:

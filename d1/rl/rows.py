@@ -190,13 +190,14 @@ class Penalty:
     Attributes:
         value: returns the penalty of one micro-batch, a scalar.
         to: whose log-probabilities it compares with the policy's. "reference" needs a reference model.
-        settings, by_view: as in `Objective`.
+        settings, by_view, reads_steps: as in `Objective`.
     """
 
     value: Callable[[LossInputs, Any], Tensor]
     to: Literal["reference", "old"] = "reference"
     settings: tuple[str, ...] | None = None
     by_view: bool = False
+    reads_steps: bool = False
 
     def __post_init__(self) -> None:
         if self.to not in ("reference", "old"):

@@ -38,10 +38,12 @@ class Scored:
     Attributes:
         of: the tokens (rows, canvas) bool that count in the loss.
         behind_the_end: it may count tokens after the first EOS, so that the whole canvas must be sampled.
+        reads_steps: it reads `Sampled.steps`.
     """
 
     of: Callable[[Sampled], Tensor]
     behind_the_end: bool = False
+    reads_steps: bool = False
 
 
 def to_the_last_text(sampled: Sampled) -> Tensor:
@@ -53,7 +55,7 @@ def to_the_last_text(sampled: Sampled) -> Tensor:
 SCORED: dict[str, Scored] = {
     "ended": Scored(lambda sampled: sampled.ended),
     "text": Scored(lambda sampled: sampled.ended & ~sampled.is_padding),
-    "steps": Scored(to_the_last_text, behind_the_end=True),
+    "steps": Scored(to_the_last_text, behind_the_end=True, reads_steps=True),
     "canvas": Scored(lambda sampled: torch.ones_like(sampled.ended), behind_the_end=True),
 }
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from d1.rl.ahead import saved
 from d1.rl.bridge import restore_trl, rollout_buffer, trl_counters
 from d1.rl.updates import Batch
 from d1.runs.checkpoints import reading
@@ -44,6 +45,8 @@ def save_rollout(trainer: Any, folder: Path) -> None:
     if trainer.args.sync_ref_model and trainer.args.should_save:
         reference = {name: value.detach().cpu().contiguous() for name, value in reference_weights(trainer)}
         save_file(reference, folder / REFERENCE)
+    if trainer.ahead is not None:
+        trainer.ahead.save(folder)
 
 
 def reference_weights(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,6 +86,8 @@ def check_rollout(folder: Path, args: Any) -> None:
             columns = {name.partition(".")[2] for name in names} | {"canvas_ids", "view_noise", "view_weights"}
             if wrong := names ^ {f"{index}.{column}" for index in range(batches) for column in columns}:
                 raise ValueError(f"{batches} micro-batches of a rollout have other tensors: {min(wrong)}")
+    if args.rollout_staleness:
+        saved(folder)
     if args.sync_ref_model:
         with reading(folder / REFERENCE), safe_open(folder / REFERENCE, "pt"):
             pass
@@ -108,3 +113,5 @@ def load_rollout(trainer: Any, folder: Path) -> None:
             reference = load_file(folder / REFERENCE)
             for name, value in reference_weights(trainer):
                 value.data.copy_(reference[name])
+    if trainer.ahead is not None:
+        trainer.ahead.load(folder)

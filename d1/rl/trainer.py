@@ -20,15 +20,18 @@ from torch import Tensor
 from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.models.kinds import block_size
-from d1.rl.bridge import CanvasGRPOTrainer, reference_from, rollout_buffer
+from d1.rl.ahead import ahead_of
+from d1.rl.bridge import CanvasGRPOTrainer, reference_from
 from d1.rl.budget import total_compute
 from d1.rl.checks import check_trainer
 from d1.rl.config import DiffuGRPOConfig
+from d1.rl.group_ratios import compare_groups
 from d1.rl.metrics import largest_ratio, mean_entropy, peak_memory_gb, prompt_masked, rows_to_blame, sampling_gap
-from d1.rl.objectives import OBJECTIVES, sequence_log_ratios
+from d1.rl.objectives import OBJECTIVES
 from d1.rl.penalties import PENALTIES
-from d1.rl.record import recorded, sampled_logps
+from d1.rl.record import log_rollout, recorded, sampled_logps, view_logps_as_sampled
 from d1.rl.rewards import guarded
+from d1.rl.rollout_func import check_rollout_func, user_rollout
 from d1.rl.scored import SCORED, score_more
 from d1.rl.servers import servers_of
 from d1.rl.state import load_rollout, save_rollout
@@ -68,7 +71,9 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         train_dataset: rows with a `prompt` (chat messages) and the columns the rewards need.
         task_name: the task's name in the error message when a reward raises an error.
 
-    The remaining arguments are TRL's. Tools, environments and `rollout_func` are refused.
+        rollout_func: TRL's `f(prompts, trainer)`, which samples instead of the trainer (`d1/rl/rollout_func.py`).
+
+    The remaining arguments are TRL's. Tools and environments are refused.
     """
 
     args: DiffuGRPOConfig
@@ -81,16 +86,18 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         train_dataset: Any,
         processing_class: Any,
         task_name: str = "",
+        rollout_func: Callable[[list, Any], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in ("tools", "rollout_func", "environment_factory"):
-            if kwargs.get(name):
-                raise ValueError(f"{name} is not supported: diffusion rollouts are sampled as one canvas")
+        if refused := [name for name in ("tools", "environment_factory") if kwargs.get(name)]:
+            raise ValueError(f"{refused[0]} is not supported: diffusion rollouts are sampled as one canvas")
         self.mask_token_id: Any = processing_class.mask_token_id if args.mask_id is None else args.mask_id
         if self.mask_token_id is None:
             raise ValueError("the tokenizer has no mask token: set its mask_token, or pass mask_id")
         require_prepared(model)
         self.sampling = args.sampling_settings(model.config)
+        if rollout_func is not None:
+            check_rollout_func(args)
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         with reference_from(model if args.needs_reference else None):
             super().__init__(
@@ -99,6 +106,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
+                rollout_func=rollout_func and partial(user_rollout, rollout_func),
                 **kwargs,
             )
         if not args.has_trls_kl:
@@ -108,6 +116,7 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.eos_stop = can_stop if args.eos_stop is None else args.eos_stop
         self.evaluation_rollouts = 0
         self.servers, self.ending = servers_of(self), Ending(self)
+        self.ahead = ahead_of(self)
         self.compute: Any = 0  # `Scores.compute` and the rollouts' forward tokens: a sum on the device
 
     @property
@@ -119,14 +128,16 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         """The current inner update, 0 to mu - 1. An evaluation uses only the first."""
         return self.micro_step // self.args.steps_per_generation % self.num_iterations if self.mode == "train" else 0
 
-    def key(self, purpose: str) -> tuple[int, int, int]:
-        """(seed, stream, optimizer step) of a rollout: the same for every split over processes and micro-batches."""
+    def key(self, purpose: str, micro_step: int | None = None) -> tuple[int, int, int]:
+        """(seed, stream, optimizer step) of the rollout at a micro-step (default: this one): the same for every split
+        over processes and micro-batches."""
         args, stream = self.args, STREAMS[purpose, self.mode]
         if self.mode == "eval":
             return args.seed, stream, self.evaluation_rollouts
-        step, micro_batch = divmod(self.micro_step, args.gradient_accumulation_steps)
+        now = self.micro_step if micro_step is None else micro_step
+        step, micro_batch = divmod(now, args.gradient_accumulation_steps)
         # With short cycles one step has several rollouts: each further rollout has its own streams.
-        number = micro_batch // (args.steps_per_generation * self.num_iterations)
+        number = micro_batch // self.micro_steps_per_rollout
         return args.seed, stream + number * len(STREAMS), step
 
     def generators(self, purpose: str, rows: int) -> list[torch.Generator]:
@@ -144,25 +155,28 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         sampled = self.sample(*self.padded(prompt_ids))
         record, costs = recorded(sampled)
         completions = texts_of(record["canvas_ids"], self.eos_token_ids)  # this waits for the device
-        seconds = time.perf_counter() - started
-        tokens = record["canvas_ids"].numel() * self.accelerator.num_processes
-        for name, value in {"seconds/rollout": seconds, "rollout_tokens_per_second": tokens / seconds, **costs}.items():
-            self.log_metric(name, value)
+        log_rollout(self, started, record["canvas_ids"].numel(), costs)
         return completions, record
 
     def sample(self, ids: Tensor, mask: Tensor) -> Rollout:
-        """The rollout of prompts (rows, prompt), without gradients or dropout, `rollout_batch_size` rows at a time."""
+        """The rollout of prompts (rows, prompt), without gradients or dropout."""
+        taken = self.ahead.take if self.ahead is not None and self.mode == "train" else self.sample_now
+        sampled = taken(ids, mask)
+        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
+        return sampled
+
+    def sample_now(self, ids: Tensor, mask: Tensor) -> Rollout:
+        """`sample` with the policy's own weights, `rollout_batch_size` rows at a time."""
+        if self.ahead is not None:
+            self.ahead.finish()
         key, generators = self.key("rollout"), self.generators("rollout", len(ids))  # before the model leaves this mode
         ends = self.eos_token_ids if self.eos_stop else None
         with self.sampling_model() as model, evaluating(model), self.accelerator.autocast():
             if self.servers is not None:
-                sampled = self.servers.rollout(model, self.state.global_step, ids, mask, key, self.sampling, ends)
-            else:
-                tokens = {"mask_token_id": self.mask_token_id, "eos_token_ids": ends}
-                sample = partial(rollout, model, settings=self.sampling, **tokens)
-                sampled = in_parts(sample, ids, mask, generators, self.args.rollout_batch_size or len(ids))
-        self.compute = self.compute + sampled.forward_tokens.sum()  # not in place: `evaluation_loop` restores it
-        return sampled
+                return self.servers.rollout(model, self.state.global_step, ids, mask, key, self.sampling, ends)
+            tokens = {"mask_token_id": self.mask_token_id, "eos_token_ids": ends}
+            sample = partial(rollout, model, settings=self.sampling, **tokens)
+            return in_parts(sample, ids, mask, generators, self.args.rollout_batch_size or len(ids))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.evaluation_rollouts = 0  # every evaluation uses the same random numbers, so that they are comparable
@@ -209,10 +223,11 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         started, args = time.perf_counter(), self.args
         size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
         score_one = partial(self.scores, size=size)
-        # Equal views have equal scores.
-        only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)
+        only_first = self.mode == "eval" or updates_are_alike(batch, self.accelerator.gather)  # then they score alike
         with self.without_checkpointing():
-            if args.needs_old_logps:
+            if args.old_as_sampled:
+                batch["old_view_logps"] = view_logps_as_sampled(batch)
+            elif args.needs_old_logps:
                 batch["old_view_logps"] = score_updates(self.model, batch, score_one, only_first)
             if args.needs_reference:
                 with self.reference() as model:
@@ -253,29 +268,14 @@ class DiffuGRPOTrainer(CanvasGRPOTrainer):
         self.require_finite(loss.detach(), lambda: rows_to_blame(batch, inputs.logps.detach(), decode))
         if args.reads_old_logps:
             metrics["ratio_max"] = largest_ratio(inputs, self.accelerator.gather)
-        if self.update == 0:
+        if self.update == 0 and "rollout_logps" in batch:
             logps = sampled_logps(batch, ESTIMATORS[args.estimator].replays_writes)
             metrics |= sampling_gap(logps, inputs, self.accelerator.gather, args.sampling_weight_cap)
         for name, value in metrics.items():
             self.log_metric(name, value)
         return loss
 
-    def compare_rows(self, model: Any) -> None:
-        """Adds `log_ratios`, those of all rows of each row's prompt, to a rollout's micro-batches at the start of an
-        update. The rows were shuffled, and a group may be spread over several processes."""
-        update = self.update
-
-        def ratios(batch: Batch) -> Tensor:
-            if update == 0:  # the policy is still the one that sampled
-                return torch.zeros_like(batch["advantages"])
-            return sequence_log_ratios(loss_inputs(batch, self.scores(model, batch, views_of(batch, update)), update))
-
-        with self.without_checkpointing(), evaluating(model):
-            everyone = self.accelerator.gather(torch.cat([ratios(batch) for batch in rollout_buffer(self)]))
-        order = self.accelerator.gather(torch.cat([batch["group"] for batch in rollout_buffer(self)])).argsort()
-        groups = everyone[order].view(-1, self.num_generations)
-        for batch in rollout_buffer(self):
-            batch["log_ratios"] = groups[batch["group"]]
+    compare_rows = compare_groups
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self.ending.guard():

@@ -227,10 +227,11 @@ def special_tokens(prompt_ids: Tensor, tokenizer: Any) -> Tensor:
 
 def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = None) -> SampledRows:
     """A batch as estimators see it, sampled by a model of this config. The special tokens of `protect_specials_of`, a
-    tokenizer, are never hidden."""
+    tokenizer, are never hidden. Log-probs and entropies that the rollout lacks are NaN."""
     maskable = batch["prompt_mask"].bool()
     if protect_specials_of is not None:
         maskable &= ~special_tokens(batch["prompt_ids"], protect_specials_of)
+    unknown = torch.full(batch["canvas_ids"].shape, torch.nan, device=batch["canvas_ids"].device)
     return SampledRows(
         prompt_ids=batch["prompt_ids"],
         attention_mask=batch["prompt_mask"],
@@ -238,8 +239,8 @@ def sampled_rows(batch: Batch, config: Any, protect_specials_of: Any | None = No
         completion_ids=batch["canvas_ids"],
         scored=fitted(batch["completion_mask"], batch["canvas_ids"].shape[1]).bool(),
         reveal_steps=batch["reveal_steps"],
-        logps=batch["rollout_logps"],
-        entropies=batch["rollout_entropies"],
+        logps=batch.get("rollout_logps", unknown),
+        entropies=batch.get("rollout_entropies", unknown),
         blocks=blocks_of(batch["prompt_mask"], batch["canvas_ids"].shape[1], block_size(config)),
         **{name: batch.get(name) for name in ("write_ids", "write_steps", "write_entropies")},
     )

@@ -22,23 +22,33 @@ class WeightsFolder:
         path: the folder; None until the first version is written.
     """
 
-    def __init__(self, output_dir: Path) -> None:
-        self.output_dir, self.path = output_dir.resolve(), Path()
+    def __init__(self, output_dir: Path, part: str = "") -> None:
+        """`part` ends the name, of one of several folders of a run."""
+        self.output_dir, self.path, self.part = output_dir.resolve(), Path(), part
 
-    def write(self, model: Any, version: str, folders: Sequence[Sequence[str] | None], released: bool = False) -> None:
-        """Replaces what is there by the weights of `model`, or its adapter. `folders` are those that each server reads,
-        None for a server that reads all. `released`: whole weights, with the adapter folded in, in the format that they
-        were released in, for an engine."""
+    def write(
+        self,
+        model: Any,
+        version: str,
+        folders: Sequence[Sequence[str] | None],
+        released: bool = False,
+        copy: Path | None = None,
+    ) -> None:
+        """Replaces what is there by the weights of `model`, or its adapter, or by those of its kind in the folder
+        `copy`. `folders` are those that each server reads, None for a server that reads all. `released`: whole weights,
+        with the adapter folded in, in the format that they were released in, for an engine."""
         if self.path == Path():
             whole = released or not is_adapted(model)
             weights = [weight for weight in model.parameters() if weight.requires_grad or whole]
             size = sum(weight.numel() * weight.element_size() for weight in weights)
             # The name is a function of the run, so that a resume removes what a killed run left.
-            name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12]
+            name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12] + self.part
             self.path = place(self.output_dir, folders, size) / name
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700)  # fails if it is someone else's
-        if released:
+        if copy is not None:
+            shutil.copytree(copy, self.path / version)
+        elif released:
             write_weights(model, self.path / version)
         else:
             model.save_pretrained(self.path / version)

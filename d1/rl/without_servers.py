@@ -55,6 +55,8 @@ class Ending(TrainerCallback):
                 trainer.save_now()
             raise NoServer(f"{error}. The run is saved in {checkpoint}: continue it with --resume") from error
         finally:
+            if trainer.ahead is not None:
+                trainer.ahead.close()
             if trainer.servers is not None:
                 trainer.servers.close()
 

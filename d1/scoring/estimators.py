@@ -17,6 +17,7 @@ from d1.scoring.views import Views
 
 Draw = Callable[[SampledRows, Randomness, ViewSettings], Views]
 Asked = Callable[[ViewSettings], bool]
+Read = Callable[[ViewSettings], tuple[str, ...]]
 
 
 def always(settings: ViewSettings) -> bool:
@@ -25,6 +26,19 @@ def always(settings: ViewSettings) -> bool:
 
 def never(settings: ViewSettings) -> bool:
     return False
+
+
+def nothing(settings: ViewSettings) -> tuple[str, ...]:
+    return ()
+
+
+def steps(settings: ViewSettings) -> tuple[str, ...]:
+    return ("reveal_steps",)
+
+
+def steps_and_entropies(settings: ViewSettings) -> tuple[str, ...]:
+    by_entropy = settings.num_views is not None and settings.draw_steps != "uniform"
+    return ("reveal_steps", "entropies") if by_entropy else ("reveal_steps",)
 
 
 def draws_some(settings: ViewSettings) -> bool:
@@ -47,6 +61,10 @@ class Estimator:
         partial: whether a draw scores only some of the tokens, with the inverse of their probability to be drawn as
             weights. Such weights must multiply the loss of each view: in a ratio of weighted sums they would be
             exponents.
+        reads: which of `reveal_steps`, `logps` and `entropies` of `SampledRows` the views depend on: a rollout that
+            lacks one of these is refused.
+        as_sampled: whether each token is scored once, in the state in which it was revealed, so that the record of the
+            rollout has its log-probability.
         views_per_draw: how many views, n apart if there are n draws, estimate the log-probability of the whole
             completion without the other views; 0: only all views together do.
         settings: which of `num_views`, `antithetic`, ... it reads; to set another one is an error. None: unknown.
@@ -60,6 +78,8 @@ class Estimator:
     replays_writes: bool = False
     clean_prompt: bool = False
     partial: Asked = never
+    reads: Read = nothing
+    as_sampled: Asked = never
     views_per_draw: Callable[[ViewSettings], int] = lambda settings: 0
     settings: tuple[str, ...] | None = None
 
@@ -127,15 +147,33 @@ ESTIMATORS: dict[str, Estimator] = {
         replays_writes=True,
         clean_prompt=True,
         partial=draws_some,
+        reads=steps_and_entropies,
+        as_sampled=lambda settings: settings.segment_steps in (None, 1),
         settings=("num_views", "segment_steps", "draw_steps", "mean_step"),
     ),
     "segments": Estimator(
-        replay.draw_segments, replay.number_of_segments, replays=True, replays_writes=True, settings=("segments",)
+        replay.draw_segments,
+        replay.number_of_segments,
+        replays=True,
+        replays_writes=True,
+        reads=steps,
+        settings=("segments",),
     ),
     "states": Estimator(
-        replay.draw_states, drawn, replays=True, clean_prompt=True, partial=always, settings=("num_views",)
+        replay.draw_states,
+        drawn,
+        replays=True,
+        clean_prompt=True,
+        partial=always,
+        reads=lambda settings: ("reveal_steps", "logps"),
+        settings=("num_views",),
     ),
     "left_to_right": Estimator(
-        replay.draw_text, lambda settings: settings.gen_length, draws=never, clean_prompt=True, settings=()
+        replay.draw_text,
+        lambda settings: settings.gen_length,
+        draws=never,
+        clean_prompt=True,
+        as_sampled=lambda settings: settings.block_length == 1,
+        settings=(),
     ),
 }

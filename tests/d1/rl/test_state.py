@@ -12,7 +12,7 @@ from d1.rl.state import check_rollout
 from tests.tiny_grpo import make_trainer
 
 COUNTERS, TENSORS = "rollout_rank0.json", "rollout_rank0.safetensors"
-RUN = SimpleNamespace(world_size=1, gradient_accumulation_steps=1, sync_ref_model=False)
+RUN = SimpleNamespace(world_size=1, gradient_accumulation_steps=1, sync_ref_model=False, rollout_staleness=0)
 SAVED = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5}  # rollouts at steps 0, 2 and 4
 
 

@@ -1,0 +1,71 @@
+"""Writes the tables of README.md from data/runs.jsonl: python -m studies.staleness.report"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from d1.show.tables import markdown_table
+from pocket.uncertainty import mean_of
+from studies.json_lines import read_lines
+from studies.leaderboard.statistics import percent, points
+from studies.staleness.run import ARMS, DATA, RATE, SEEDS, free_seconds
+
+PAGE = Path(__file__).resolve().parent / "README.md"
+BEGIN, END = "<!-- begin: python -m studies.staleness.report -->", "<!-- end -->"
+HEADER = ["task", "arm", "seeds", "solved", "difference to in turn", "rollouts", "seconds on two free cores"]
+HEADER += ["trainer, processor s", "server, processor s", "seconds of the clock here"]
+
+
+def scores(lines: list[dict[str, Any]]) -> np.ndarray:
+    """(seeds, problems), 1 where a problem is solved."""
+    by_seed = sorted(lines, key=lambda line: line["seed"])
+    return np.array([[float(one) for one in line["right"]] for line in by_seed])
+
+
+def seconds_of(line: dict[str, Any]) -> float:
+    arm = ARMS[line["arm"]]
+    return free_seconds(line["trainer_seconds"], line["server_seconds"], arm.rollouts, arm.staleness)
+
+
+def row(task: str, arm: str, lines: list[dict[str, Any]]) -> list[str]:
+    """A row of the table: means over seeds. The difference is over the seeds that both arms have."""
+    own = [line for line in lines if (line["task"], line["arm"]) == (task, arm)]
+    seeds = {line["seed"] for line in own}
+    turn = [line for line in lines if (line["task"], line["arm"]) == (task, "in turn")]
+    seeds &= {line["seed"] for line in turn}
+    shared = [[line for line in of if line["seed"] in seeds] for of in (own, turn)]
+    gain = points(mean_of(scores(shared[0]) - scores(shared[1]))) if seeds and arm != "in turn" else ""
+    means = {
+        name: f"{np.mean([line[f'{name}_seconds'] for line in own]):.0f}" for name in ("trainer", "server", "clock")
+    }
+    return [
+        *(task, arm, str(len(own)), percent(mean_of(scores(own))), gain, str(ARMS[arm].rollouts)),
+        *(f"{np.mean([seconds_of(line) for line in own]):.1f}", *means.values()),
+    ]
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    there = {(line["task"], line["arm"]) for line in lines}
+    rows = [row(task, arm, lines) for task in RATE for arm in ARMS if (task, arm) in there]
+    planned = len(RATE) * len(SEEDS) * len(ARMS)
+    told = f"{len(lines)} of {planned} planned runs are done."
+    return f"{told}\n\n{markdown_table(HEADER, rows)}" if rows else f"{told}\n"
+
+
+def write_page(page: Path, lines: list[dict[str, Any]]) -> None:
+    """Replaces what lies between the marks of a page by the table."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{table(lines)}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=__doc__)
+
+
+if __name__ == "__main__":
+    make_parser().parse_args()
+    write_page(PAGE, read_lines(DATA / "runs.jsonl"))

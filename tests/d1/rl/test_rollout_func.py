@@ -1,0 +1,158 @@
+"""TRL's `rollout_func`: an engine that calls our own sampler gives the built-in run to the bit; what a method lacks is
+refused by name, and so is what is malformed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from d1.masking import keyed_generator
+from d1.rl.choose_method import left_to_right_rows
+from d1.rl.rollout_func import READ, RECORD, user_rollout
+from d1.rl.updates import evaluating, texts_of
+from d1.sampling import rollout
+from d1.scoring import ESTIMATORS, Randomness, ViewSettings
+from tests.tiny_grpo import clockless, logged, make_method, weights
+
+NOT_TOLD = ("sampling/forward", "compute_tokens")  # an engine does not say how many tokens it processed
+
+
+def engine(*keys, cut=False):
+    """A `rollout_func` that samples with the library and returns these of `RECORD`."""
+
+    def sample(prompts, trainer):
+        prompt_ids = trainer.encoded(prompts)
+        ids, mask = trainer.padded(prompt_ids)
+        ends = trainer.eos_token_ids if trainer.eos_stop else None
+        options = {"mask_token_id": trainer.mask_token_id, "eos_token_ids": ends}
+        options |= {"generator": trainer.generators("rollout", len(prompts))}
+        with evaluating(trainer.model):
+            sampled = rollout(trainer.model, ids, mask, trainer.sampling, **options)
+        canvas = sampled.ids[:, ids.shape[1] :]
+        parts = {"steps": sampled.reveal_steps, "logprobs": sampled.logps, "entropies": sampled.entropies}
+        returned = {"prompt_ids": prompt_ids, "completion_ids": canvas.tolist(), "topic": ["letters"] * len(prompts)}
+        if cut:
+            returned["completion_ids"] = texts_of(canvas, trainer.eos_token_ids)
+        return returned | {name: parts[name].tolist() for name in keys}
+
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "changes"),
+    [
+        ("d1", (), {"eval_strategy": "steps", "eval_steps": 2}),  # tokens alone, cut after their EOS
+        ("agrpo-entropy", ("steps", "entropies"), {}),
+        ("rldf", ("steps", "logprobs"), {"sampler": "exact", "reveal": None, "reveal_level": None}),
+    ],
+)
+def test_our_own_sampler_behind_it_gives_the_built_in_run(tiny_model_dir, tmp_path, method, keys, changes):
+    own, runs = engine(*keys, cut=not keys), {}
+    for name, function in (("here", None), ("there", own)):
+        runs[name] = make_method(tiny_model_dir, tmp_path / name, method, max_steps=3, rollout_func=function, **changes)
+        runs[name].train()
+    here, there = runs.values()
+    before, after = weights(here.model), weights(there.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for one, other in zip(*(clockless(run.state.log_history) for run in (here, there)), strict=True):
+        lacking = {name for name in one if any(part in name for part in NOT_TOLD)}
+        lacking |= set() if "logprobs" in keys else {name for name in one if "sampling/" in name}
+        assert {**one, **dict.fromkeys(lacking)} == {**dict.fromkeys(lacking), **other, **dict.fromkeys(lacking)}
+    assert len(logged(there)) == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "changes", "said"),
+    [
+        ("agrpo", ("logprobs",), {}, "no steps, which --method agrpo reads (estimator replay, scored_tokens steps)"),
+        ("agrpo-entropy", ("steps",), {}, "no entropies, which --method agrpo-entropy reads (estimator replay)"),
+        ("d2", (), {}, "no steps, which --method d2 reads (estimator segments)"),
+        ("rldf", ("steps",), {}, "no logprobs, which --method rldf reads (estimator states)"),
+        ("d1", ("steps",), {"sampling_weight_cap": 3.0}, "no logprobs, which --method d1 reads (sampling_weight_cap)"),
+    ],
+)
+def test_a_method_that_needs_what_is_missing_is_refused_by_name(tiny_model_dir, tmp_path, method, keys, changes, said):
+    trainer = make_method(tiny_model_dir, tmp_path, method, rollout_func=engine(*keys), **changes)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        trainer.train()
+
+
+def test_settings_that_it_cannot_serve_are_refused_at_once(tiny_model_dir, tmp_path):
+    where = {"rollout_mode": "server", "rollout_server_base_url": ["http://127.0.0.1:1"]}
+    edits = {"sampler": "parallel", "edit_threshold": 0.9}
+    for changes, said in ((where, "rollout_mode"), (edits, "edit_threshold"), ({"max_compute_tokens": 9}, "does not")):
+        with pytest.raises(ValueError, match=said):
+            make_method(tiny_model_dir, tmp_path, "d1", rollout_func=engine(), **changes)
+
+
+END, MASK = 2, 3
+GOOD = {"prompt_ids": [[1, 9], [1, 8]], "completion_ids": [[9, 8, END], [7] * 8]}
+STEPS = {"steps": [[0, 0, 1], [0, 1, 2, 3] * 2]}
+MALFORMED = [
+    (["no dictionary"], "returned list"),
+    ({"completion_ids": GOOD["completion_ids"]}, "no prompt_ids"),
+    (GOOD | {"completion_ids": [[7] * 8]}, "got 2 prompts: expected a list of as many completion_ids, got 1"),
+    (GOOD | {"prompt_ids": torch.tensor([[1, 9], [1, 8]])}, "as many prompt_ids, got Tensor"),
+    (GOOD | {"completion_ids": [[9, END], [7] * 9]}, "row 1: completion_ids has 9 ids: expected 1 to"),
+    (GOOD | {"completion_ids": [[9, END], []]}, "row 1: completion_ids has 0 ids"),
+    (GOOD | {"completion_ids": [[9, END], [7] * 7]}, "row 1: 7 completion_ids, and there is no EOS"),
+    (GOOD | {"completion_ids": [[9, END], [999] * 8]}, "row 1: completion_ids: the model has"),
+    (GOOD | {"completion_ids": [[9, END], [1.5] * 8]}, "row 1: completion_ids: the model has"),
+    (GOOD | {"completion_ids": [["a"], [7] * 8]}, "row 0: completion_ids: expected a list of numbers"),
+    (GOOD | {"completion_ids": [5, [7] * 8]}, "row 0: completion_ids: expected a list of numbers"),
+    (GOOD | {"completion_ids": [[9, MASK, END], [7] * 8]}, "row 0: completion_ids hold the mask token"),
+    (GOOD | {"prompt_ids": [[], [1, 8]]}, "row 0: prompt_ids has 0 ids"),
+    (GOOD | {"prompt_ids": [[1] * 999, [1, 8]]}, "row 0: prompt_ids has 999 ids: expected 1 to max_prompt_length"),
+    (GOOD | {"steps": [[0, 0, 1]]}, "as many steps, got 1"),
+    (GOOD | {"steps": [[0, 0], STEPS["steps"][1]]}, "row 0: steps has 2 entries for 3 completion_ids"),
+    (GOOD | {"steps": [[0, 0, 4], STEPS["steps"][1]]}, r"row 0: steps\[2\] is 4: expected 0 to 3"),
+    (GOOD | {"steps": [[0, 0.5, 1], STEPS["steps"][1]]}, r"row 0: steps\[1\] is 0.5"),
+    (GOOD | {"steps": [[0, -1, 1], STEPS["steps"][1]]}, r"row 0: steps\[1\] is -1"),
+    (GOOD | {"logprobs": [[-1.0, 0.5, -1.0], [-1.0] * 8]}, r"row 0: logprobs\[1\] is 0.5: expected a finite log"),
+    (GOOD | {"logprobs": [[-1.0, None, -1.0], [-1.0] * 8]}, "row 0: logprobs: expected a list of numbers"),
+    (GOOD | {"entropies": [[float("nan")] * 3, [1.0] * 8]}, r"row 0: entropies\[0\] is nan"),
+    (GOOD | {"env_mask": [[1] * 3, [1] * 8]}, "env_mask"),
+]
+
+
+def test_malformed_returns_are_one_clear_line(tiny_model_dir, tmp_path):
+    trainer = make_method(tiny_model_dir, tmp_path, "d1", diffusion_steps=4, ends=(END,))
+    for returned, said in MALFORMED:
+        with pytest.raises(ValueError, match=said) as caught:
+            user_rollout(lambda prompts, trainer, returned=returned: returned, ["a", "b"], trainer)
+        assert "\n" not in str(caught.value)
+    given = user_rollout(lambda prompts, trainer: GOOD | STEPS | {"logprobs": None}, ["a", "b"], trainer)
+    assert given == GOOD | {"logprobs": None}
+    assert trainer.record["canvas_ids"].tolist() == [[9, 8, *[END] * 6], [7] * 8]
+    assert trainer.record["reveal_steps"].tolist() == [[0, 0, 1, *[-1] * 5], [0, 1, 2, 3] * 2]
+    assert {*trainer.record} == {"canvas_ids", "reveal_steps"}
+    replays = make_method(tiny_model_dir, tmp_path, "cj-grpo", ends=(END,))
+    with pytest.raises(ValueError, match="row 0: 3 completion_ids, and --method cj-grpo reads what follows the EOS"):
+        user_rollout(lambda prompts, trainer: GOOD | STEPS, ["a", "b"], replays)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimators_views_depend_on_what_it_says_alone(name):
+    rows, rest = left_to_right_rows(), {}
+    noise = torch.rand(3, *rows.logps.shape, generator=torch.Generator().manual_seed(0))
+    rows = replace(rows, logps=-noise[0], entropies=noise[1])
+    base = ViewSettings(gen_length=rows.gen_length, steps=rows.gen_length, block_length=4)
+    choices = [base, replace(base, num_views=2), replace(base, num_views=2, draw_steps="entropy")]
+    for settings in [*choices, replace(base, num_views=2, draw_steps="top")]:
+        read = {*ESTIMATORS[name].reads(settings)}
+        rest = {"reveal_steps": torch.full_like(rows.reveal_steps, -1), "logps": noise[2] * torch.nan}
+        rest["entropies"] = rest["logps"]
+        assert rest.keys() == READ.keys()
+        assert {*READ.values()} == {*RECORD}
+        unknown = {column: value for column, value in rest.items() if column not in read}
+
+        def draw(rows, settings=settings):
+            random = Randomness([keyed_generator(0, row) for row in range(3)], keyed_generator(0), 0, 3)
+            return ESTIMATORS[name](rows, random, settings)
+
+        known, without = draw(rows), draw(replace(rows, **unknown))
+        assert torch.equal(known.noise, without.noise)
+        assert torch.equal(known.weights, without.weights)
