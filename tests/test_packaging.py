@@ -16,7 +16,7 @@ import yaml
 from tests.commands import LAUNCHED, PACKAGES, ROOMS, ROOT, check_script, folder_of
 
 OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fastapi", "starlette")
-OPTIONAL += ("uvicorn", "prometheus_client")
+OPTIONAL += ("uvicorn", "prometheus_client", "sglang")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
     ("lazy", "ranges", "show", "transformers_bridge"),

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import check_attention
+from d1.models.formats.released import as_released, same_names
 from d1.models.kinds import KINDS, is_encoder, learnt_fields, released_kind
 from d1.models.load import load_model
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokenizer
@@ -138,6 +142,42 @@ def released_weights(model: Any, kind: str, source: str) -> Iterator[tuple[str, 
                 if torch.equal(original.to(weight), weight):
                     weight = original
             yield name, weight
+
+
+@contextmanager
+def merged(model: Any) -> Iterator[dict[str, Tensor]]:
+    """The state dict of `model` with its adapter folded in, which then leaves the weights as they were, to the bit."""
+    if not isinstance(model, PeftModel):
+        yield model.state_dict()
+        return
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    weights = [weight for layer in layers for weight in layer.get_base_layer().parameters(recurse=False)]
+    if any(weight.dtype in (torch.uint8, torch.int8) for weight in weights):
+        raise ValueError("an adapter cannot be folded into quantised weights: use `d1 serve`, which takes adapters")
+    before = [weight.detach().to("cpu", copy=True) for weight in weights]
+    model.merge_adapter()
+    state = model.get_base_model().state_dict()
+    adapters = ("lora_", "modules_to_save", "original_module")
+    plain = {name: weight for name, weight in state.items() if not any(part in name for part in adapters)}
+    try:
+        yield {name.replace(".base_layer", ""): weight for name, weight in plain.items()}
+    finally:
+        model.unmerge_adapter()
+        for weight, old in zip(weights, before, strict=True):
+            weight.data.copy_(old)
+
+
+def write_weights(model: Any, folder: Path) -> None:
+    """Write the weights of a model, with its adapter folded in, and its config, in the format that it was released in,
+    or else that of its class: what an engine takes as an update."""
+    raw = getattr(model.config, "released", None)
+    apart = same_names if raw is None else KINDS[released_kind(raw)].apart
+    folder.mkdir(parents=True)
+    with merged(model) as state:
+        names = [name for name in state if name != "lm_head.weight" or not model.config.tie_word_embeddings]
+        save_shards({new: weight for name in names for new, weight in apart(name, state)}, folder)
+    config = model.config.to_dict() if raw is None else as_released(model.config)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def save_shards(weights: dict[str, Any], folder: Path) -> None:

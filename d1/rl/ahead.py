@@ -89,8 +89,7 @@ class Ahead:
     def keep(self, number: int, step: int, model: Any, copy: Path | None = None) -> None:
         """Keeps the weights of `model`, or those in the folder `copy`, from before the updates on a rollout."""
         servers, folder = self.trainer.servers, self.folders[number % len(self.folders)]
-        readable = [server.folders for server in servers.servers if server.folders != []]
-        folder.write(model, f"{servers.run}-{step}", readable, copy)
+        servers.write(folder, model, f"{servers.run}-{step}", copy)
         self.kept = {one: where for one, where in self.kept.items() if one > number - len(self.folders)}
         self.kept[number] = step, folder.path / f"{servers.run}-{step}"
 

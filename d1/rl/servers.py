@@ -104,12 +104,20 @@ class PolicyServers:
         self.accelerator.wait_for_everyone()
         with self.together():
             if self.accelerator.is_main_process:
-                self.folder.write(model, version, [one.folders for one in self.servers if one.folders != []])
+                self.write(self.folder, model, version)
         self.weights = Weights(self.run, version, Path(broadcast_object_list([str(self.folder.path)])[0], version))
         with self.together():
             if self.accelerator.is_main_process:
                 with ThreadPoolExecutor(len(self.servers)) as pool:
                     [*pool.map(self.prepare, [server for server in self.servers if not server.problem])]
+
+    def write(self, folder: WeightsFolder, model: Any, version: str, copy: Path | None = None) -> None:
+        """Writes weights, as `WeightsFolder.write` does, where all servers read them and in a format that they read."""
+        known = [one for one in self.servers if one.folders != []]
+        # An engine reads any folder of its own machine, and the run's where machines share it.
+        shared = [str(folder.output_dir)]
+        readable = [shared if one.folders is None and not one.is_local else one.folders for one in known]
+        folder.write(model, version, readable, any(one.folders is None for one in known), copy)
 
     def close(self) -> None:
         """Removes the weights that were written; a later `publish` writes again."""

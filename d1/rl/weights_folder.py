@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from d1.models.convert import write_weights
+
 RAM_DISK = Path("/dev/shm")
 SPARE = 1.1  # of the weights' size that must be free
 
@@ -25,22 +27,31 @@ class WeightsFolder:
         self.output_dir, self.path, self.part = output_dir.resolve(), Path(), part
 
     def write(
-        self, model: Any, version: str, folders: Sequence[Sequence[str] | None], copy: Path | None = None
+        self,
+        model: Any,
+        version: str,
+        folders: Sequence[Sequence[str] | None],
+        released: bool = False,
+        copy: Path | None = None,
     ) -> None:
         """Replaces what is there by the weights of `model`, or its adapter, or by those of its kind in the folder
-        `copy`. `folders` are those that each server reads, None for a server that reads all."""
+        `copy`. `folders` are those that each server reads, None for a server that reads all. `released`: whole weights,
+        with the adapter folded in, in the format that they were released in, for an engine."""
         if self.path == Path():
-            weights = [weight for weight in model.parameters() if weight.requires_grad or not is_adapted(model)]
+            whole = released or not is_adapted(model)
+            weights = [weight for weight in model.parameters() if weight.requires_grad or whole]
             size = sum(weight.numel() * weight.element_size() for weight in weights)
             # The name is a function of the run, so that a resume removes what a killed run left.
             name = "d1-weights-" + hashlib.sha256(str(self.output_dir).encode()).hexdigest()[:12] + self.part
             self.path = place(self.output_dir, folders, size) / name
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700)  # fails if it is someone else's
-        if copy is None:
-            model.save_pretrained(self.path / version)
-        else:
+        if copy is not None:
             shutil.copytree(copy, self.path / version)
+        elif released:
+            write_weights(model, self.path / version)
+        else:
+            model.save_pretrained(self.path / version)
 
     def remove(self) -> None:
         """Removes what this process wrote."""

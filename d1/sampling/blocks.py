@@ -90,6 +90,24 @@ def check_learnt(config: Any, settings: SamplingSettings) -> None:
         warn_of_edits(config.name_or_path)
 
 
+def keep(
+    settings: SamplingSettings,
+    logps: Tensor,
+    entropies: Tensor,
+    hidden: Tensor,
+    due: Tensor,
+    left: Sequence[int],
+    generator: Generators,
+) -> Tensor:
+    """Which predictions (n, k) of `hidden` places are kept: those `due` (n,) by the schedule, or more by the rule."""
+    draw = partial(uniform, logps.shape, generator, logps, left)
+    places, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
+    if settings.rule is not None:
+        count = RULES[settings.rule].count
+        due = count(scores, entropies.gather(1, places), settings.level).maximum(due).minimum(hidden.sum(1))
+    return places.argsort(dim=-1) < due.unsqueeze(1)
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How a model fills a canvas: what all steps share."""
@@ -186,12 +204,8 @@ class Sampler:
         ids, logps, entropies, recorded = predict(
             self.model, found, left, settings, self.mask_token_id, generator, **options
         )
-        draw = partial(uniform, logps.shape, generator, logps, left)
-        places, scores = best_first(REMASKING[settings.remasking].scores(logps, entropies, draw), hidden)
-        if settings.rule is not None:
-            count = RULES[settings.rule].count
-            due = count(scores, entropies.gather(1, places), settings.level).maximum(due).minimum(hidden.sum(1))
-        return ids, logps, entropies, recorded, places.argsort(dim=-1) < due.unsqueeze(1)
+        chosen = keep(settings, logps, entropies, hidden, due, left, generator)
+        return ids, logps, entropies, recorded, chosen
 
     def fill_blocks(self, batch: Batch, live: list[int], passes: Passes, together: bool) -> Iterator[Step]:
         """Yield steps of the rows `live` until all of them (or, if not `together`, one) have filled their blocks."""

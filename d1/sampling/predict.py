@@ -91,7 +91,6 @@ def predict(
     ids = torch.empty(rows, n, dtype=torch.long, device=states.device)
     logps = torch.empty(rows, n, device=states.device)
     entropies, recorded = torch.empty_like(logps), torch.empty_like(logps)
-    plain = settings.rule is not None and RULES[settings.rule].plain_entropies
     run_head = head.body_and_head(model)[1]
     for first in range(0, rows, rows_at_once):
         some = slice(first, first + rows_at_once)
@@ -100,20 +99,33 @@ def predict(
             part = some, slice(start, start + at_once)
             logits = run_head(states[:, *part].flatten(0, 1)).float().unflatten(0, (len(states), -1))
             logits = logits[0] if len(states) == 1 else logits[1] + (settings.cfg_scale + 1) * (logits[0] - logits[1])
-            if settings.temperature == 0 and not plain:
-                ids[part], logps[part], entropies[part] = head.most_likely(logits, mask_token_id)
-                recorded[part] = logps[part]
-                continue
-            log_normaliser = logits.logsumexp(-1)
-            entropies[part] = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
-            whole = logits.clone() if settings.recorded != OWN else logits
-            logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
-            left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits
             drawn = [min(max(count - start, 0), at_once) for count in counts[some]]
-            ids[part] = draw_ids(left, settings.temperature, generators, noise_dtype, drawn)
-            logps[part] = logits.gather(-1, ids[part].unsqueeze(-1)).squeeze(-1) - log_normaliser
-            recorded[part] = logps[part]
-            if settings.recorded != OWN:
-                recorded[part] = head.token_logps(settings.recorded.logits(whole, ids[part]), ids[part])
-            del logits, left, whole  # before the next chunk's
+            found = predict_from(logits, drawn, settings, mask_token_id, generators, noise_dtype)
+            ids[part], logps[part], entropies[part], recorded[part] = found
+            del logits  # before the next chunk's
     return ids, logps, entropies, recorded
+
+
+def predict_from(
+    logits: Tensor,
+    counts: Sequence[int],
+    settings: SamplingSettings,
+    mask_token_id: int,
+    generator: Generators = None,
+    noise_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`predict`, from `logits` (rows, n, vocab) in fp32, which it changes."""
+    plain = settings.rule is not None and RULES[settings.rule].plain_entropies
+    if settings.temperature == 0 and not plain:
+        ids, logps, entropies = head.most_likely(logits, mask_token_id)
+        return ids, logps, entropies, logps
+    log_normaliser = logits.logsumexp(-1)
+    entropies = head.token_entropies(logits) if plain else entropies_of(logits, log_normaliser)
+    whole = logits.clone() if settings.recorded != OWN else logits
+    logits[..., mask_token_id] = -torch.inf  # a mask token must never be drawn, not even when few are left
+    left = settings.drawn_from.truncated(logits) if settings.drawn_from.truncates else logits
+    ids = draw_ids(left, settings.temperature, generator, noise_dtype, counts)
+    logps = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - log_normaliser
+    if settings.recorded == OWN:
+        return ids, logps, entropies, logps
+    return ids, logps, entropies, head.token_logps(settings.recorded.logits(whole, ids), ids)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -16,10 +18,11 @@ from torch import Tensor
 
 from d1.sampling.loop import Rollout
 from d1.sampling.settings import SamplingSettings
-from d1.serve import KEY
+from d1.serve import KEY, sglang_client
 
 CONNECT = 10.0  # seconds to connect, and to say what is served
 PATIENCE = 3600.0  # seconds for an answer: a rollout may take as long as it does in a trainer
+DRAIN = 600  # seconds that SGLang may take until no row is at work
 BUSY = (429, 502, 503, 504)  # of a server that may take the same request later
 FRESH = "default"  # `weight_version` of a server that was given no weights since it started
 
@@ -67,13 +70,21 @@ class RolloutServer:
     Attributes:
         problem: why no rows go to it now; None: it may get some.
         folders: below which it loads weights; None: anywhere.
+        mask_token_id: that of the run, for SGLang, which is not asked for its own; None for `d1 serve`.
     """
 
     def __init__(self, url: str) -> None:
         self.url, self.version = url.rstrip("/"), ""
         self.problem: str | None = "it was not asked yet"
         self.folders: list[str] | None = []
+        self.mask_token_id: int | None = None
         self.lock = threading.Lock()  # one thread at a time talks about weights
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the address is one of this machine."""
+        host = urlsplit(self.url).hostname
+        return host in ("localhost", socket.gethostname()) or str(host).startswith("127.")
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Any:
         key = os.environ.get(KEY)
@@ -93,7 +104,7 @@ class RolloutServer:
             raise ValueError(f"{told} (set {KEY} for this run)")
         if answer.status_code != 200:
             raise ValueError(told)
-        return answer.json()
+        return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
 
     def prepare(self, mask_token_id: int, weights: Weights | None) -> None:
         """Asks what is served, and has the server take `weights` unless it has them."""
@@ -107,9 +118,15 @@ class RolloutServer:
                     f"{self.url} loads no weights: start it with `d1 serve MODEL --weights_dir FOLDER`, a folder that "
                     "this run can write to"
                 )
+            if "mask_token_id" not in facts and self.problem:  # SGLang, which may have started anew
+                rows = self.ask("POST", "/generate", sglang_client.probe(mask_token_id))
+                sglang_client.check_answer(self.url, rows)
+            self.mask_token_id = None if "mask_token_id" in facts else mask_token_id
             if weights is None:
                 return
             if facts["weight_version"] != weights.version:
+                if self.mask_token_id is not None:  # SGLang would take them in mid-row, and then report a failure
+                    self.ask("POST", f"/flush_cache?timeout={DRAIN}")
                 body = {"model_path": str(weights.folder), "weight_version": weights.version}
                 self.ask("POST", "/update_weights_from_disk", body)
                 if (found := self.ask("GET", "/model_info", seconds=CONNECT)["weight_version"]) != weights.version:
@@ -122,13 +139,14 @@ class RolloutServer:
             *(prompts.ids, prompts.settings, prompts.keys),
             *(prompts.ends, prompts.aligned),
         )
-        names = {name: value for name, value in asdict(settings).items() if value is not None}
-        params = names | {"max_new_tokens": names.pop("gen_length"), "sampling_seed": keys[0][0]}
-        params |= {"ignore_eos": True, "eos_stop": list(ends)}
         texts = [row[real.bool()].tolist() for row, real in zip(ids.cpu(), prompts.mask.cpu(), strict=True)]
-        rids = ["-".join(map(str, key[1:])) for key in keys]
-        body = {"input_ids": texts, "rid": rids, "sampling_params": params, "padded_to": ids.shape[1]}
-        rows = self.ask("POST", "/generate", body | {"return_logprob": True, "return_step_maps": True})
+        if self.mask_token_id is None:
+            body = request_of(prompts, texts)
+        else:
+            body = sglang_client.request_of(texts, keys, settings, ends, self.mask_token_id)
+        rows = self.ask("POST", "/generate", body)
+        if self.mask_token_id is not None:
+            rows = [sglang_client.as_ours(row, settings, ends) for row in rows]
         metas = [row["meta_info"] for row in rows]
         for version in {meta["weight_version"] for meta in metas} - {weights.version}:
             message = f"{self.url} sampled with the weights {version}, not {weights.version}"
@@ -151,6 +169,16 @@ class RolloutServer:
             passes=passes,
             forward_tokens=forward_tokens,
         )
+
+
+def request_of(prompts: Prompts, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The body of `/generate` of `d1 serve`, for the prompts without their padding."""
+    names = {name: value for name, value in asdict(prompts.settings).items() if value is not None}
+    params = names | {"max_new_tokens": names.pop("gen_length"), "sampling_seed": prompts.keys[0][0]}
+    params |= {"ignore_eos": True, "eos_stop": [*prompts.ends]}
+    rids = ["-".join(map(str, key[1:])) for key in prompts.keys]
+    body = {"input_ids": [*texts], "rid": rids, "sampling_params": params, "padded_to": prompts.ids.shape[1]}
+    return body | {"return_logprob": True, "return_step_maps": True}
 
 
 def reveal_steps(step_map: Sequence[int], schedule: Sequence[Sequence[int]]) -> list[int]:

@@ -10,7 +10,7 @@ import yaml
 
 from d1.rl.methods import CANVAS, METHODS
 from d1.rl.train import make_parser
-from tests.commands import ROOT, calls_of
+from tests.commands import ROOT, calls_of, check_python
 
 STAGE = ROOT / "diffu-grpo"
 
@@ -42,6 +42,22 @@ def test_a_named_model_runs_without_a_gpu_and_a_config_of_its_own_keeps_its_batc
     assert (found["--num_processes"], found["--max_steps"]) == ("1", "1")
     *_, call = calls_of(run, [], {"CONFIG": "pocket.yaml"}, tmp_path, gpus=8)
     assert flags_of(call)["--num_processes"] == "1"
+
+
+@pytest.mark.parametrize("engine", ["d1", "sglang"])
+def test_trainers_and_servers_have_nodes_of_their_own(engine, tmp_path):
+    """Of three nodes two train; a GPU of the third serves the model to all of them."""
+    settings = {"TRAINERS": "2", "ENGINE": engine, "GPUS": "4", "OUTPUT_DIR": str(tmp_path / "out")}
+    calls = calls_of(STAGE / "slurm_scripts" / "gsm8k_servers.sbatch", ["--seed", "3"], settings, tmp_path, gpus=4)
+    (train,) = [call for call in calls if "accelerate.commands.launch" in call]
+    (serve,) = [call for call in calls if call != train]
+    flags, urls = flags_of(train), [word for word in train if word.startswith("http")]
+    assert urls == [f"http://node2:{port}" for port in range(30000, 30004)]
+    assert (flags["--num_processes"], flags["--main_process_ip"], flags["--seed"]) == ("8", "node0", "3")
+    assert serve[2] == {"d1": "d1", "sglang": "sglang.launch_server"}[engine]
+    if engine == "d1":
+        check_python("python", serve[1:], STAGE)
+        assert flags_of(serve)["--weights_dir"] == flags["--output_dir"]
 
 
 def settings_of(script, tmp_path, **environment):

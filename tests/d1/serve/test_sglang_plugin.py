@@ -1,0 +1,212 @@
+"""The rules of the SGLang plugin, with a slow engine in its place: they sample what `rollout` samples.
+
+`make test-sglang` runs the same in SGLang itself.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from d1.masking import keyed_generator
+from d1.models import load_model
+from d1.models.convert import write_weights
+from d1.sampling import SamplingSettings, rollout
+from d1.serve.client import RolloutServer, reveal_steps
+from d1.serve.sglang_client import as_ours
+from d1.serve.sglang_plugin import ANY_TOP_K, VERSION, settings_of
+from d1.serve.sglang_rules import Sampled, finish, step_of
+from d1.transformers_bridge import stored_weights
+from tests.commands import ROOT
+from tests.d1.conftest import MASK
+
+BLOCK, SEED = 4, 5
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14, 15]]
+CHOSEN = {
+    "greedy": {},
+    "two a pass": {"steps": 6},
+    "drawn": {"temperature": 1.0, "steps": 6},
+    "nucleus": {"temperature": 1.0, "top_p": 0.7, "top_k": 9, "record_as_sampled": True},
+    "at random": {"temperature": 0.8, "remasking": "random"},
+    "threshold": {"temperature": 0.7, "sampler": "parallel", "reveal_level": 0.2},
+    "entropy": {"sampler": "parallel", "reveal": "entropy", "reveal_level": 3.0},
+    "editing": {"sampler": "parallel", "reveal_level": 0.1, "edit_threshold": 0.1, "max_post_steps": 3},
+    "drawn edits": {"temperature": 1.0, "sampler": "parallel", "reveal_level": 0.2, "edit_threshold": 0.05}
+    | {"max_post_steps": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def model(kind_dirs):
+    model = load_model(kind_dirs["sdar"]).eval()
+    model.lm_head.weight.data *= 6  # sharper than at random, so that some tokens pass a threshold
+    return model
+
+
+def length_of(prompt, blocks=3):
+    """A canvas that ends with a block: so many blocks after the one in which the prompt ends."""
+    return (len(prompt) // BLOCK + blocks) * BLOCK - len(prompt)
+
+
+@torch.no_grad()
+def engine(model, rows, ends=(), retract=()):
+    """What SGLang does: passes over one block per row, all of its tokens in all of its passes, until each row's block
+    is finished. Rows whose numbers are in `retract` lose the tokens of their second block once, after two passes."""
+    texts = [[*prompt] for prompt, _, _ in rows]
+    sampled = [Sampled.of(len(prompt), f"{rid}.a", SEED, ends, settings, "cpu") for prompt, settings, rid in rows]
+    blocks, passes = {}, dict.fromkeys(range(len(rows)), 0)
+    while live := [n for n, one in enumerate(sampled) if not one.ended and (one.open or not one.row.is_whole)]:
+        for number in live:
+            if number not in blocks:
+                start = len(texts[number]) // BLOCK * BLOCK
+                text = texts[number][start:]
+                blocks[number] = torch.tensor(text + [MASK] * (BLOCK - len(text)))
+                sampled[number].begin(BLOCK)
+            passes[number] += 1
+            if number in retract and sampled[number].row.block == 1 and sampled[number].row.step == 2:
+                retract = [other for other in retract if other != number]
+                assert sampled[number].begin(BLOCK)
+                blocks[number][:] = MASK
+        ids = torch.stack([blocks[number] for number in live])
+        logits = []
+        for number in live:
+            text = torch.tensor([texts[number][: len(texts[number]) // BLOCK * BLOCK] + blocks[number].tolist()])
+            logits.append(model(input_ids=text, attention_mask=torch.ones_like(text)).logits[0, -BLOCK:])
+        done = step_of(ids, torch.stack(logits), [sampled[number] for number in live], MASK)
+        for place, number in enumerate(live):
+            blocks[number] = ids[place]
+        closing = [(place, sampled[number]) for place, number in enumerate(live) if done[place]]
+        finish(ids, closing)
+        for place, _ in closing:
+            number = live[place]
+            texts[number] = texts[number][: len(texts[number]) // BLOCK * BLOCK] + blocks.pop(number).tolist()
+    return texts, sampled, passes
+
+
+def rows_of(chosen):
+    rows = []
+    for number, prompt in enumerate(PROMPTS):
+        length = length_of(prompt)
+        settings = SamplingSettings(**({"gen_length": length, "block_length": BLOCK, "steps": length} | chosen))
+        rows.append((prompt, settings, f"1-{number}"))
+    return rows
+
+
+def expected(model, row, ends=None):
+    prompt, settings, rid = row
+    own = [keyed_generator(SEED, *map(int, rid.split("-")))]
+    ids = torch.tensor([prompt])
+    return rollout(model, ids, torch.ones_like(ids), settings, mask_token_id=MASK, generator=own, eos_token_ids=ends)
+
+
+@pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN)
+def test_completions_are_those_of_our_sampler(model, chosen):
+    """Ids and steps are equal, log-probabilities and entropies up to rounding; the engine makes one more pass per
+    block, unless a pass with editing changed nothing; a block that begins again is the same."""
+    rows = rows_of(chosen)
+    texts, sampled, passes = engine(model, rows, retract=[1])
+    for row, text, one in zip(rows, texts, sampled, strict=True):
+        prompt, settings, _ = row
+        own = expected(model, row)
+        assert text == own.ids[0].tolist()
+        logps, ids, _ = zip(*one.record["output_token_logprobs"], strict=True)
+        assert [*ids] == text[len(prompt) :]
+        torch.testing.assert_close(torch.tensor(logps), own.logps[0], rtol=0, atol=1e-5)
+        entropies = torch.tensor(one.record["output_token_entropies"])
+        torch.testing.assert_close(entropies, own.entropies[0], rtol=0, atol=1e-5)
+        if settings.edits is None:
+            schedule = settings.schedule(len(prompt) % BLOCK)
+            assert reveal_steps(one.record["step_maps"], schedule) == own.reveal_steps[0].tolist()
+            if one is not sampled[1]:  # some of whose passes were lost
+                assert sum(one.record["forward_passes"]) == own.passes.item() + len(schedule)
+    if chosen.get("edit_threshold"):
+        assert any(expected(model, row).edits for row in rows)
+    for number, one in enumerate(sampled):
+        assert passes[number] == sum(one.record["forward_passes"])
+
+
+def test_a_row_ends_after_the_block_that_holds_an_end(model):
+    rows = rows_of({})
+    whole = [expected(model, row).ids[0].tolist() for row in rows]
+    ends = (whole[0][len(PROMPTS[0]) + 1],)
+    texts, sampled, _ = engine(model, rows, ends)
+    assert sampled[0].ended
+    assert texts[0] == whole[0][: len(texts[0])]
+    assert len(texts[0]) == 8
+    assert expected(model, rows[0], ends).ids[0, : len(texts[0])].tolist() == texts[0]
+
+
+def params(**given):
+    plain = {"custom_params": None, "max_new_tokens": 12, "top_k": ANY_TOP_K, "top_p": 1.0, "temperature": 1.0}
+    return SimpleNamespace(**plain | given)
+
+
+def test_what_a_request_asks_for():
+    """SGLang writes temperature 0 as `top_k` 1."""
+    plain = SamplingSettings(gen_length=12, block_length=4, steps=12, temperature=1.0)
+    assert settings_of(params(), 4, {}) == plain
+    assert settings_of(params(top_k=1), 4, {"sampler": "parallel"}).temperature == 0.0
+    assert settings_of(params(), 4, {"sampler": "parallel"}).rule == "threshold"
+    asked = {"block_length": 4, "steps": 3, "temperature": 0.5, "top_k": 7}
+    assert settings_of(params(custom_params={"settings": asked}), 4, {}).top_k == 7
+    for wrong, said in (
+        ({"block_length": 8}, "must be 4, not 8"),
+        ({"cfg_scale": 1.0}, "d1 serve"),
+        ({"sampler": "cached"}, "cache of its own"),
+        ({"tempo": 1}, "tempo is no setting"),
+        ({"steps": 99}, "99"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            settings_of(params(custom_params={"settings": asked | wrong}), 4, {})
+
+
+def test_there_is_one_version():
+    """That of the plugin, of the tests' environment and of the document."""
+    assert f"sglang=={VERSION}\n" in (ROOT / "tests/sglang/requirements.txt").read_text()
+    assert set(re.findall(r"sglang==([\d.]+)", (ROOT / "docs/engines.md").read_text())) == {VERSION}
+
+
+def test_a_server_without_the_plugin_is_refused():
+    """By its first answers, with the command that starts a right one."""
+    server, asked = RolloutServer("http://127.0.0.1:1"), []
+
+    def answer(method, path, body=None, seconds=0.0):
+        asked.append(path)
+        return [{"output_ids": [5, 5], "meta_info": {}}] * 2 if body else {"weight_version": "default"}
+
+    server.ask = answer
+    with pytest.raises(ValueError, match=r"samples at temperature 1 are identical.*--dllm-algorithm D1"):
+        server.prepare(MASK, None)
+    assert asked == ["/model_info", "/generate"]
+
+
+def test_answers_have_the_form_of_our_server():
+    """After the EOS stop, the rest of the canvas holds the first end; tokens of cached prompts are not counted."""
+    settings = SamplingSettings(gen_length=6, block_length=4, steps=6)
+    meta = {"output_token_logprobs": [[-0.5, 9, None], [-0.25, 2, None]], "output_token_entropies": [0.1, 0.2]}
+    meta |= {"step_maps": [1, 2], "forward_passes": [3, 0], "prompt_tokens": 10, "cached_tokens": 4}
+    ours = as_ours({"output_ids": [9, 2], "meta_info": meta}, settings, (2, 7))
+    assert ours["output_ids"] == [9, 2, 2, 2, 2, 2]
+    assert ours["meta_info"]["step_maps"] == [1, 2, 0, 0, 0, 0]
+    assert (ours["meta_info"]["forward_passes"], ours["meta_info"]["forward_tokens"]) == (3, 16)
+
+
+@pytest.mark.parametrize("kind", ["sdar", "llada2_moe"])
+def test_an_engine_gets_released_weights_with_the_adapter(kind, kind_dirs, tmp_path):
+    """Under their released names; the model in training stays as it was, to the bit."""
+    config = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    adapted = get_peft_model(load_model(kind_dirs[kind]), config).eval()
+    before = {name: weight.clone() for name, weight in adapted.state_dict().items()}
+    ids = torch.arange(4, 16).unsqueeze(0)
+    expected = adapted(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    write_weights(adapted, tmp_path / "out")
+    assert all(torch.equal(weight, before[name]) for name, weight in adapted.state_dict().items())
+    names = {name for name, *_ in stored_weights(str(kind_dirs[kind]))}
+    assert names == load_file(tmp_path / "out/model.safetensors").keys()
+    found = load_model(tmp_path / "out").eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

@@ -1,0 +1,244 @@
+"""SGLang with the plugin, as a process on a CPU: it samples what `rollout` samples, and RL learns on it.
+
+`make test-sglang` makes the environment and runs these; docs/engines.md has the figures that they write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from d1.masking import keyed_generator
+from d1.models import load_model
+from d1.models.convert import write_weights
+from d1.sampling import SamplingSettings, rollout
+from d1.scoring import ESTIMATORS, Randomness, SampledRows, score
+from d1.scoring.rollouts import ViewSettings, blocks_of, within_blocks
+from d1.serve.client import Prompts, RolloutServer, Weights
+from tests.commands import ROOT
+from tests.sglang.server import BLOCK, PYTHON, sglang, write_sdar
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-sglang: run make test-sglang"),
+]
+LENGTH, EACH, SEED = 27, 4, 7  # canvases end with a block after prompts of 5, 13 and 21 tokens
+SAMPLERS = {
+    "greedy": {},
+    "greedy, three a pass": {"steps": 9},
+    "drawn": {"temperature": 1.0},
+    "drawn, random places": {"temperature": 0.8, "remasking": "random", "steps": 12},
+    "nucleus": {"temperature": 1.0, "top_p": 0.8, "top_k": 20},
+    "threshold": {"temperature": 0.7, "sampler": "parallel", "reveal_level": 0.3},
+    "entropy": {"sampler": "parallel", "reveal": "entropy", "reveal_level": 1.5},
+    "edits": {"sampler": "parallel", "reveal_level": 0.2, "edit_threshold": 0.3, "max_post_steps": 4},
+    "drawn edits": {"temperature": 0.7, "sampler": "parallel", "reveal_level": 0.2, "edit_threshold": 0.3},
+}
+FIGURES: dict[str, dict[str, float]] = {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_sdar(tmp_path_factory.mktemp("sdar") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder).eval()
+
+
+@pytest.fixture(scope="module", params=["--dllm-fdfo", "--no-dllm-fdfo"])
+def url(request, folder, tmp_path_factory):
+    with sglang(folder, tmp_path_factory.mktemp("log") / "log.txt", request.param) as url:
+        yield url
+
+
+def prompts_of(model, chosen, sizes=(5, 13, 21), length=LENGTH, ends=()):
+    """Some rows of each prompt, padded on the left."""
+    rows, width = len(sizes) * EACH, max(sizes)
+    ids, mask = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width, dtype=torch.long)
+    for row in range(rows):
+        size = sizes[row // EACH]
+        ids[row, width - size :] = torch.arange(size) * 7 % 30 + 8
+        mask[row, width - size :] = 1
+    settings = SamplingSettings(**{"gen_length": length, "block_length": BLOCK, "steps": length} | chosen)
+    return Prompts(ids, mask, [(SEED, 1, 0, row) for row in range(rows)], settings, ends, True)
+
+
+def expected(model, prompts):
+    generators = [keyed_generator(*key) for key in prompts.keys]
+    options = {"mask_token_id": model.config.mask_token_id, "generator": generators}
+    return rollout(
+        model, prompts.ids, prompts.mask, prompts.settings, eos_token_ids=list(prompts.ends) or None, **options
+    )
+
+
+def serve_weights(url, model, tmp_path, version="run-0"):
+    server, weights = RolloutServer(url), Weights("run", version, tmp_path / version)
+    write_weights(model, weights.folder)
+    server.prepare(model.config.mask_token_id, weights)
+    server.problem = None
+    return server, weights
+
+
+def replayed(model, prompts, found):
+    """Log-probs of the tokens, from tokens and steps alone."""
+    width = prompts.ids.shape[1]
+    blocks = blocks_of(prompts.mask, LENGTH, BLOCK)
+    whole = torch.ones_like(found.reveal_steps, dtype=torch.bool)
+    record = (found.reveal_steps, found.logps, found.entropies, blocks)
+    sampled = SampledRows(prompts.ids, prompts.mask, prompts.mask.bool(), found.ids[:, width:], whole, *record)
+    rows = len(found.ids)
+    random = Randomness([keyed_generator(0)] * rows, keyed_generator(0), 0, rows)
+    views = ESTIMATORS["replay"].draw(sampled, random, ViewSettings(LENGTH, LENGTH, BLOCK))
+    options = {"mask_token_id": model.config.mask_token_id, "gen_length": LENGTH, "views_at_once": 8}
+    with torch.no_grad():
+        return score(model, prompts.ids, prompts.mask, found.ids[:, width:], views, **options).logps
+
+
+def largest(one, other):
+    return (one - other).abs().max().item()
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_rows_are_those_of_our_sampler(url, model, tmp_path, name, record_property):
+    """Tokens and steps are equal, log-probabilities, entropies and replayed log-probabilities to 1e-5; sampled groups
+    differ; a row alone is the same."""
+    chosen = SAMPLERS[name]
+    server, weights = serve_weights(url, model, tmp_path)
+    prompts = prompts_of(model, chosen)
+    own, found = expected(model, prompts), server.sample(prompts, weights)
+    assert torch.equal(found.ids, own.ids)
+    blocks = blocks_of(prompts.mask, LENGTH, BLOCK)
+    assert torch.equal(within_blocks(found.reveal_steps, blocks), within_blocks(own.reveal_steps, blocks))
+    figures = {"logps": largest(found.logps, own.logps), "entropies": largest(found.entropies, own.entropies)}
+    if own.writes is None:
+        assert torch.equal(found.reveal_steps, own.reveal_steps)
+        assert torch.equal(found.passes, own.passes + 4)
+        if not chosen.get("top_k"):
+            figures["replayed"] = largest(replayed(model, prompts, found), found.logps)
+    else:
+        assert own.edits.sum() > 0
+    groups = found.ids.view(3, EACH, -1)
+    if chosen.get("temperature"):
+        assert all(len(group.unique(dim=0)) == EACH for group in groups)
+    else:
+        assert all(len(group.unique(dim=0)) == 1 for group in groups)
+    one = prompts.split(1)[EACH + 1]
+    assert torch.equal(server.sample(one, weights).ids[0], found.ids[EACH + 1])
+    assert max(figures.values()) < 1e-5, figures
+    report(name, figures)
+
+
+def report(name, figures):
+    """Keeps the largest difference of all servers, for docs/engines.md."""
+    kept = FIGURES.setdefault(name, {})
+    for what, value in figures.items():
+        kept[what] = max(kept.get(what, 0.0), value)
+    if path := os.environ.get("SGLANG_FIGURES"):
+        Path(path).write_text(json.dumps(FIGURES, indent=1) + "\n")
+
+
+def test_a_canvas_that_ends_inside_a_block(url, model, tmp_path):
+    """Its whole blocks are those of our sampler; its last block also sees masks after the canvas."""
+    server, weights = serve_weights(url, model, tmp_path)
+    prompts = prompts_of(model, {"temperature": 1.0}, sizes=(5, 13), length=24)
+    own, found = expected(model, prompts), server.sample(prompts, weights)
+    assert found.ids.shape == own.ids.shape
+    assert torch.equal(found.ids[:, :-5], own.ids[:, :-5])
+    assert (found.reveal_steps >= 0).all()
+
+
+def test_the_eos_stop(url, model, tmp_path):
+    server, weights = serve_weights(url, model, tmp_path)
+    first = expected(model, prompts_of(model, {}))
+    prompts = prompts_of(model, {}, ends=(int(first.ids[0, 21 + 4]), 11))
+    own, found = expected(model, prompts), server.sample(prompts, weights)
+    assert (own.reveal_steps < 0).any()
+    assert torch.equal(found.ids, own.ids)
+    assert torch.equal(found.reveal_steps, own.reveal_steps)
+
+
+def test_new_weights_change_the_answers(url, model, tmp_path):
+    """Those of another model, and an adapter that is folded in and leaves the model as it was."""
+    server, weights = serve_weights(url, model, tmp_path)
+    prompts = prompts_of(model, {"temperature": 1.0})
+    before = server.sample(prompts, weights)
+    other = load_model(write_sdar(tmp_path / "other", seed=1)).eval()
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    for number, changed in enumerate((other, get_peft_model(load_model(model.config.name_or_path), config).eval())):
+        old = {name: weight.clone() for name, weight in changed.state_dict().items()}
+        server, weights = serve_weights(url, changed, tmp_path, f"run-{number + 1}")
+        assert all(torch.equal(weight, old[name]) for name, weight in changed.state_dict().items())
+        after = server.sample(prompts, weights)
+        assert not torch.equal(after.ids, before.ids)
+        assert torch.equal(after.ids, expected(changed, prompts).ids)
+    with pytest.raises(OSError, match="sampled with the weights run-2, not run-0"):
+        server.sample(prompts, Weights("run", "run-0", tmp_path))
+
+
+def test_what_cannot_be_is_refused(url, model, tmp_path):
+    server, weights = serve_weights(url, model, tmp_path)
+    for chosen, said in (({"cfg_scale": 1.0}, "d1 serve"), ({"block_length": 4}, "must be 8, not 4")):
+        with pytest.raises(ValueError, match=said):
+            server.sample(prompts_of(model, chosen), weights)
+    server.mask_token_id = 5
+    with pytest.raises(ValueError, match="hides tokens by"):
+        server.sample(prompts_of(model, {}), weights)
+
+
+def test_a_server_without_the_plugins_algorithm_is_recognised(folder, model, tmp_path):
+    said = r"samples at temperature 1 are identical.*--dllm-algorithm D1"
+    started = sglang(folder, tmp_path / "log.txt", algorithm="LowConfidence")
+    with started as url, pytest.raises(ValueError, match=said):
+        RolloutServer(url).prepare(model.config.mask_token_id, None)
+
+
+def run(*words):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "d1", *map(str, words)], env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_rl_learns(tmp_path):
+    """SFT on answers of which half is right, then RL whose rollouts all come from SGLang: the reward rises."""
+    rows, letters = [], "abcdefghijkl"
+    generator = torch.Generator().manual_seed(0)
+    for number in range(384):
+        own = letters[number % 12]
+        other = [letters[int(torch.randint(12, (), generator=generator))] for _ in range(12)]
+        coins = torch.rand(12, generator=generator).tolist()
+        answer = "".join(own if coin < 0.4 else letter for coin, letter in zip(coins, other, strict=True))
+        turns = (("user", own * (4 + number % 12)), ("assistant", answer))
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft = ["--model_name", write_sdar(tmp_path / "start", spread=0.05), "--train_data", data, "--full_finetuning"]
+    sft += ["--output_dir", tmp_path, "--job_name", "sft", "--debugging", "--batch_size", 32, "--grad_accum_steps", 1]
+    run("sft", *sft, "--num_epochs", 30, "--learning_rate", "2e-3", "--test_split", 0)
+    run("export", tmp_path / "sft", tmp_path / "policy", "--format", "sdar")
+    with sglang(tmp_path / "policy", tmp_path / "log.txt") as url:
+        rl = ["--model_path", tmp_path / "policy", "--task", ROOT / "tests/d1/rl/letters_task.py", "--block_length", 8]
+        rl += ["--rollout_mode", "server", "--rollout_server_base_url", url, "--output_dir", tmp_path / "rl"]
+        rl += ["--max_completion_length", 16, "--diffusion_steps", 16, "--temperature", 1.0, "--num_generations", 8]
+        rl += ["--per_device_train_batch_size", 32, "--max_steps", 60, "--num_iterations", 2, "--logging_steps", 1]
+        rl += ["--learning_rate", "5e-4", "--lr_scheduler_type", "constant", "--report_to", "none", "--use_cpu", "true"]
+        run("rl", *rl, "--bf16", "false")
+    state = json.loads(next((tmp_path / "rl").rglob("trainer_state.json")).read_text())
+    rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
+    gaps = [entry["sampling/logp_difference_abs"] for entry in state["log_history"] if "reward" in entry]
+    first, last = rewards[:10], rewards[-10:]
+    error = (statistics.variance(first) / 10 + statistics.variance(last) / 10) ** 0.5
+    figures = {"first": statistics.mean(first), "last": statistics.mean(last), "error": error, "gap": max(gaps)}
+    report("RL", figures)
+    assert statistics.mean(last) - statistics.mean(first) > 3 * error, figures
