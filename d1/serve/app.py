@@ -140,7 +140,7 @@ def make_app(server: Server) -> Any:
         if request.client is None or body.master_address != request.client.host:
             raise ValueError(f"master_address {body.master_address} is not the address that this request came from")
         await received(lambda receiver: receiver.join(body.master_address, body.master_port, body.group_name))
-        return {"success": True, "message": "joined the group"}
+        return {"success": True, "message": "connected"}
 
     @app.post("/begin_weight_update")
     async def begin_weight_update(body: BeginUpdate) -> Any:

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -46,8 +46,6 @@ FILES = ("config.json", "generation_config.json", "adapter_config.json", LEARNT_
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 DTYPES |= {"uint8": torch.uint8}
 RAM_DISK = Path("/dev/shm")
-
-T = TypeVar("T")
 
 
 def group_of_two(store: TCPStore, name: str, rank: int, own: str) -> Any:
@@ -96,23 +94,21 @@ def send(ask: Callable[..., Any], url: str, folder: Path, version: str) -> None:
     store = TCPStore(own, port, 2, True, patience, wait_for_workers=False, master_listen_fd=listener.detach())
     joins = {"master_address": own, "master_port": port, "rank_offset": 1, "world_size": 2}
     joins |= {"group_name": name, "backend": "gloo"}
-    group = meanwhile(
-        lambda: ask("POST", "/init_weights_update_group", joins, 2 * SECONDS),
-        lambda: group_of_two(store, name, 0, own),
-    )
+    ask("POST", "/init_weights_update_group", joins, 2 * SECONDS)
     ask("POST", "/begin_weight_update", {}, SECONDS)
     update: dict[str, Any] = {"names": [*contents]}
     update |= {"dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]}
     update |= {"shapes": [[*tensor.shape] for tensor in tensors], "group_name": name, "weight_version": version}
     seconds = 2 * SECONDS + sum(tensor.nbytes for tensor in tensors) / SLOWEST
     meanwhile(
-        lambda: ask("POST", "/update_weights_from_distributed", update, seconds), lambda: broadcast(group, tensors)
+        lambda: ask("POST", "/update_weights_from_distributed", update, seconds),
+        lambda: broadcast(group_of_two(store, name, 0, own), tensors),
     )
     ask("POST", "/end_weight_update", {})
 
 
-def meanwhile(request: Callable[[], Any], work: Callable[[], T]) -> T:
-    """What `work` gives while a thread makes a request. If both fail, the server's words are raised."""
+def meanwhile(request: Callable[[], Any], work: Callable[[], Any]) -> None:
+    """Does `work` while a thread makes a request. If both fail, the server's words are raised."""
     answer: Future[Any] = Future()
 
     def ask() -> None:
@@ -123,13 +119,12 @@ def meanwhile(request: Callable[[], Any], work: Callable[[], T]) -> T:
 
     threading.Thread(target=ask, daemon=True).start()
     try:
-        done = work()
+        work()
     except RuntimeError:
         with suppress(TimeoutError):
             answer.result(WORDS)
         raise
     answer.result()
-    return done
 
 
 # --- The server -------------------------------------------------------------------------------------------------------
@@ -150,8 +145,8 @@ class Receiver:
         self.drop()
 
     def drop(self) -> None:
-        self.group: Any = None
-        self.name, self.version, self.begun = "", "", False
+        self.store: TCPStore | None = None
+        self.name, self.own, self.version, self.begun = "", "", "", False
         self.contents: dict[str, Tensor] = {}
 
     @contextmanager
@@ -170,15 +165,15 @@ class Receiver:
             self.lock.release()
 
     def join(self, host: str, port: int, name: str) -> None:
-        """Joins the group of a sender at this address."""
+        """Connects to a sender at this address."""
         with self.alone():
             self.drop()
-            store = TCPStore(host, port, 2, False, timedelta(seconds=SECONDS), wait_for_workers=False)
-            self.group, self.name = group_of_two(store, name, 1, address_towards(host, port)), name
+            self.name, self.own = name, address_towards(host, port)
+            self.store = TCPStore(host, port, 2, False, timedelta(seconds=SECONDS), wait_for_workers=False)
 
     def begin(self) -> None:
         with self.alone():
-            self.check(self.group is not None)
+            self.check(self.store is not None)
             self.begun = True
 
     def receive(
@@ -186,22 +181,22 @@ class Receiver:
     ) -> None:
         """Receives tensors of these names, in this order. Raises ValueError if they cannot be a model's."""
         with self.alone():
-            self.check(self.begun and name == self.name)
-            if not len(names) == len(dtypes) == len(shapes) or len({*names} | {*self.contents}) < len(names):
+            self.check(self.begun and name == self.name and not self.contents)
+            assert self.store is not None
+            group = group_of_two(self.store, name, 1, self.own)  # first, so that the sender hears of what is wrong
+            if not len(names) == len(dtypes) == len(shapes) or len({*names}) < len(names):
                 raise ValueError("each tensor needs a name of its own, a dtype and a shape")
             if wrong := [dtype for dtype in dtypes if dtype not in DTYPES]:
                 raise ValueError(f"the dtype {wrong[0]} is none of {', '.join(DTYPES)}")
             sizes = [math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-            whole = sum(sizes) + sum(tensor.nbytes for tensor in self.contents.values())
-            if min((size for shape in shapes for size in shape), default=1) < 1 or whole > self.room:
-                raise ValueError(f"{whole} bytes are no weights of this model, which have at most {self.room}")
+            if min((size for shape in shapes for size in shape), default=1) < 1 or sum(sizes) > self.room:
+                raise ValueError(f"{sum(sizes)} bytes are no weights of this model, which have at most {self.room}")
             new = [torch.empty(*shape, dtype=DTYPES[dtype]) for shape, dtype in zip(shapes, dtypes, strict=True)]
-            broadcast(self.group, new)
-            self.contents |= dict(zip(names, new, strict=True))
-            self.version = version
+            broadcast(group, new)
+            self.contents, self.version = dict(zip(names, new, strict=True)), version
 
     def take(self) -> tuple[TemporaryDirectory[str], str]:
-        """The folder of weights that has arrived, and its version; leaves the group."""
+        """The folder of weights that has arrived, and its version."""
         with self.alone():
             self.check(bool(self.contents))
             contents, version = self.contents, self.version

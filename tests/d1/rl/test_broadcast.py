@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from d1.__main__ import make_parser
 from d1.commands import serve
@@ -17,9 +19,10 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.serve import KEY, broadcast
 from d1.serve.broadcast import send
 from d1.serve.client import FRESH, RolloutServer, Unavailable, Weights
-from tests.d1.rl.fleet import LIMIT, PROCESSES, SECRET, Fleet
-from tests.d1.rl.test_fleet import LORA, assert_same, in_background, trained
+from tests.d1.rl.fleet import LIMIT, PROCESSES, SECRET, Fleet, trainers
+from tests.d1.rl.test_fleet import LORA, PARTS, assert_same, in_background, trained
 from tests.d1.serve.serving import serving
+from tests.tiny_grpo import clockless
 
 SENT = {"rollout_weights": "broadcast"}
 AHEAD = {"rollout_staleness": 1, "sampling_weight_cap": 1.2, "max_steps": 7}
@@ -80,6 +83,30 @@ def test_a_server_that_is_killed_comes_back_with_the_weights(fleet, tiny_model_d
     assert fleet.ask(0, "/model_info").json()["weight_version"].startswith(there.servers.run)
 
 
+def test_two_trainers_send_to_a_server_that_comes_back(fleet, tiny_model_dir, folder, tmp_path):
+    options = {**PARTS, "max_steps": 12, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
+    there = tmp_path / "there"
+    alone = trainers(tiny_model_dir, tmp_path / "here", **options)
+    fleet.pause(0)
+    both = trainers(tiny_model_dir, there, **options, **fleet.flags, **SENT)
+    fleet.until(0, "d1_rows_waiting", 1)
+    fleet.kill(0)  # the rows of both trainers go to the other server
+    while not (there / "checkpoint-2").exists():
+        assert all(process.is_alive() for process in both)
+        time.sleep(0.02)
+    fleet.start(0)
+    for process in alone + both:
+        process.join(LIMIT)
+        assert process.exitcode == 0
+    fleet.wait(0)
+    before, after = (load_file(path / "end.safetensors") for path in (tmp_path / "here", there))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    (_, here), (processes, sent) = (
+        json.loads((path / "logged.json").read_text()) for path in (tmp_path / "here", there)
+    )
+    assert (processes, clockless(here)) == (2, clockless(sent))
+
+
 def saved(model_dir, folder, factor):
     """The model with all weights multiplied."""
     model = load_model(model_dir)
@@ -130,7 +157,7 @@ def test_half_a_broadcast_leaves_the_old_weights_and_a_whole_one_follows(tiny_mo
             with pytest.raises(Unavailable, match=r"sender of the weights was lost.*Timed out"):
                 break_off(served.url, new, [])
         with receiver.lock:  # the server has noticed
-            assert receiver.group is None
+            assert receiver.store is None
         assert served.post("/generate", **body) == before
         assert before["meta_info"]["weight_version"] == FRESH
         assert "begin again" in served.post("/end_weight_update", 429)["error"]["message"]
@@ -145,15 +172,20 @@ def test_half_a_broadcast_leaves_the_old_weights_and_a_whole_one_follows(tiny_mo
 
 def test_a_server_that_stops_holds_nothing_up(fleet, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(broadcast, "SECONDS", 1.0)
-    monkeypatch.setattr(broadcast, "WORDS", 0.5)
+    process, whole = fleet.processes[1].pid, broadcast.broadcast
+
+    def stop_first(group, tensors):
+        os.kill(process, signal.SIGSTOP)
+        whole(group, tensors)
+
+    monkeypatch.setattr(broadcast, "broadcast", stop_first)
     new = saved(tiny_model_dir, tmp_path / "new", 1.5)
-    process = fleet.processes[1].pid
-    os.kill(process, signal.SIGSTOP)
     try:
-        with pytest.raises(RuntimeError):
-            send(RolloutServer(fleet.url(1)).ask, fleet.url(1), new, "late")
+        with pytest.raises(Unavailable):
+            RolloutServer(fleet.url(1), broadcasts=True).give(Weights("run", "late", new))
     finally:
         os.kill(process, signal.SIGCONT)
+    assert fleet.ask(1, "/model_info").json()["weight_version"] != "late"
 
 
 def test_what_cannot_be_is_refused(tiny_model_dir, tmp_path, monkeypatch):
