@@ -3,6 +3,7 @@
 # make test [ARGS=...] the tests, in two processes; e.g. ARGS="-m slow", ARGS="-n 0 -m gpu", ARGS=tests/d1
 # make test-sglang     RL and sampling on SGLang, on a CPU, in an environment of its own (2 GB); ten minutes
 # make leaderboard     every RL method at the same compute, 15 hours; ARGS="--hours 8" starts no run after 8 hours
+# make studies         the tables of the studies' pages, from the data in studies/*/data
 # make bench           the benchmarks, which print the tables of benchmarks/RESULTS.md; 13 minutes
 # make docs            the site of documents and docstrings, in build/site; a dead link or unknown name is an error
 # make lint            ruff and mypy
@@ -16,7 +17,7 @@ ARGS ?=
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo test test-sglang bench leaderboard docs lint clean
+.PHONY: demo test test-sglang bench leaderboard studies docs lint clean
 
 # One thread is fastest for models this small; do not access the network.
 demo test test-sglang bench leaderboard: export OMP_NUM_THREADS = 1
@@ -42,6 +43,9 @@ bench: .venv/.demo
 
 leaderboard: .venv/.demo
 	python -m studies.leaderboard.run $(ARGS)
+
+studies: .venv/.demo
+	python -m studies.write
 
 docs: .venv/.docs
 	python -m mkdocs build --strict

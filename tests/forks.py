@@ -41,6 +41,7 @@ def script(path: str, *words: str) -> None:
 def module(name: str, *words: str) -> None:
     """What `python -m name words...` does."""
     sys.argv[:] = [name, *words]
+    sys.modules.pop(f"{name}.__main__", None)  # which a test may have imported
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 

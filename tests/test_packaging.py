@@ -39,7 +39,9 @@ OUTSIDE = {  # folders that use the package like any user -> the other folders f
 }
 MODULES = sorted(path for room in PACKAGES for path in (ROOT / room).rglob("*.py"))
 SCRIPTS = sorted(path for room in LAUNCHED for path in (ROOT / room).rglob("*.py"))
-SHELL = sorted(path for room in ROOMS for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind))
+SHELL = sorted(  # those of tests prepare, and launch nothing
+    path for room in {*ROOMS} - {"tests"} for kind in ("*.sh", "*.sbatch") for path in (ROOT / room).rglob(kind)
+)
 YAML = sorted(path for room in (*LAUNCHED, "launch") for path in (ROOT / room).rglob("*.yaml"))
 
 

@@ -1,13 +1,7 @@
-"""The tables of docs/distill.md and README.md, from data/runs.jsonl.
-
-    python -m studies.distill.report
-
-Writes what is below the marker in both files.
-"""
+"""The tables of docs/distill.md and README.md, from data/runs.jsonl."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
@@ -26,7 +19,6 @@ from studies.json_lines import read_lines
 from studies.leaderboard.statistics import percent
 from studies.leaderboard.statistics import points as in_points
 
-MARKER = "<!-- made by python -m studies.distill.report -->\n"
 MARGIN = 1.0  # points of accuracy below the undistilled exact sampler
 Line = Mapping[str, Any]
 
@@ -103,11 +95,8 @@ def frontier(task: str, lines: Sequence[Line]) -> str:
     return f"## {task}, every sampler\n\n{markdown_table(head, rows)}"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    return OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def main(args: argparse.Namespace) -> None:
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
     lines, rows, verdicts, frontiers = read_lines(DATA / "runs.jsonl"), [], [], []
     for task in TASKS:
         own = sorted((line for line in lines if line["task"] == task), key=lambda line: line["seed"])
@@ -133,14 +122,5 @@ def main(args: argparse.Namespace) -> None:
     if len(lines) < models:
         result += f"\nThis table is incomplete: {len(lines)} of {models} models are measured. "
         result += "`python -m studies.distill.run` continues.\n"
-    replace_below(ROOT / "docs" / "distill.md", result)
-    replace_below(Path(__file__).with_name("README.md"), "\n".join(frontiers))
-
-
-def replace_below(path: Path, text: str) -> None:
-    opening = path.read_text().partition(MARKER)[0]
-    path.write_text(opening + MARKER + "\n" + text)
-
-
-if __name__ == "__main__":
-    run_script("studies.distill.report", lambda: main(make_parser().parse_args()))
+    readme = Path(__file__).with_name("README.md")
+    return {ROOT / "docs" / "distill.md": result, readme: "\n".join(frontiers)}

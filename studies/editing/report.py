@@ -1,19 +1,12 @@
-"""The tables of README.md, from the files in data/.
-
-    python -m studies.editing.report
-
-Writes the part of README.md below its marker.
-"""
+"""The tables of README.md, from the files in data/."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from d1.runs.entry import OneLineParser, run_script
 from d1.show.tables import markdown_table
 from studies.editing import search
 from studies.editing.frontier import gains
@@ -22,7 +15,6 @@ from studies.json_lines import read_lines
 from studies.samplers.cost import with_margin
 
 FIRST = DATA.with_name("first.jsonl")
-MARKER = "<!-- made by python -m studies.editing.report -->\n"
 HEAD = [
     "sampler",
     "model",
@@ -90,18 +82,10 @@ def table(title: str, task: str, lines: list[dict[str, Any]]) -> str:
     return f"## {title}: {task}, {seeds} seeds, {problems} problems\n\n" + markdown_table(HEAD, rows)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    return OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def main(args: argparse.Namespace) -> None:
-    path = Path(__file__).with_name("README.md")
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
     tables = [searched(read_lines(search.DATA))]
     for title, file in (("Run", DATA), ("First run", FIRST)):
         lines = read_lines(file)
         tables += [table(title, task, lines) for task in BASES if any(line["task"] == task for line in lines)]
-    path.write_text(path.read_text().partition(MARKER)[0] + MARKER + "\n" + "\n".join(filter(None, tables)))
-
-
-if __name__ == "__main__":
-    run_script("studies.editing.report", lambda: main(make_parser().parse_args()))
+    return {Path(__file__).with_name("README.md"): "\n".join(filter(None, tables))}

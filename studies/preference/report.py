@@ -1,14 +1,14 @@
-"""The table of docs/preference.md, from data/runs.jsonl: python -m studies.preference.report"""
+"""The table of docs/preference.md, from data/runs.jsonl."""
 
 from __future__ import annotations
 
-import argparse
-import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from d1.show.tables import markdown_table
+from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.preference.run import ARMS, DATA
@@ -43,10 +43,6 @@ def table() -> str:
     return markdown_table(header, rows)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=__doc__)
-
-
-if __name__ == "__main__":
-    make_parser().parse_args()
-    sys.stdout.write(table())
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
+    return {ROOT / "docs" / "preference.md": table()}

@@ -1,8 +1,7 @@
-"""Writes the tables of README.md from data/runs.jsonl: python -m studies.staleness.report"""
+"""The table of README.md, from data/runs.jsonl."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from studies.json_lines import read_lines
 from studies.leaderboard.statistics import percent, points
 from studies.staleness.run import ARMS, DATA, RATE, SEEDS, free_seconds
 
-PAGE = Path(__file__).resolve().parent / "README.md"
-BEGIN, END = "<!-- begin: python -m studies.staleness.report -->", "<!-- end -->"
 HEADER = ["task", "arm", "seeds", "solved", "difference to in turn", "rollouts", "seconds on two free cores"]
 HEADER += ["trainer, processor s", "server, processor s", "seconds of the clock here"]
 
@@ -56,16 +53,6 @@ def table(lines: list[dict[str, Any]]) -> str:
     return f"{told}\n\n{markdown_table(HEADER, rows)}" if rows else f"{told}\n"
 
 
-def write_page(page: Path, lines: list[dict[str, Any]]) -> None:
-    """Replaces what lies between the marks of a page by the table."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table(lines)}{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=__doc__)
-
-
-if __name__ == "__main__":
-    make_parser().parse_args()
-    write_page(PAGE, read_lines(DATA / "runs.jsonl"))
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
+    return {Path(__file__).with_name("README.md"): table(read_lines(DATA / "runs.jsonl"))}

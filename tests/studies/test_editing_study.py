@@ -2,15 +2,10 @@
 
 import json
 from itertools import product
-from pathlib import Path
-
-import pytest
 
 from studies.editing import report, search
 from studies.editing.frontier import gains
 from studies.editing.run import BASES, FRONTIER, NOISES, edits, make_parser, samplers
-
-README = Path(report.__file__).with_name("README.md")
 
 
 def result(solved, passes):
@@ -48,12 +43,3 @@ def test_models_of_masks_alone_do_not_edit_and_the_others_differ_in_the_noise():
     chosen = samplers(0.8)
     assert {options.get("edit_threshold") for options in chosen.values()} == {None, 0.8}
     assert sum(not edits(options) for options in chosen.values()) == len(FRONTIER)
-
-
-@pytest.mark.parametrize("title", ["First run", "Run"])
-def test_the_readme_has_the_tables_of_the_data(title):
-    text = README.read_text()
-    lines = report.read_lines({"First run": report.FIRST, "Run": report.DATA}[title])
-    for task in {line["task"] for line in lines}:
-        assert report.table(title, task, lines) in text
-    assert report.searched(report.read_lines(search.DATA)) in text

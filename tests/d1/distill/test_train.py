@@ -132,13 +132,13 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
     shared += ["--batch_size", "4", "--grad_accum_steps", "1"]
     killed = tmp_path / "killed"
     (process,) = start(shared, killed)
-    run(shared, tmp_path / "whole")
     deadline = time.monotonic() + 900
     while not (killed / "job/checkpoint-6").exists():
         assert process.is_alive(), (killed / "log").read_text()[-4000:]
         assert time.monotonic() < deadline
         time.sleep(0.005)
     forks.kill([process])
+    run(shared, tmp_path / "whole")
     for later in killed.glob("job/checkpoint-*"):
         if later.name not in ("checkpoint-4", "checkpoint-6"):
             shutil.rmtree(later)

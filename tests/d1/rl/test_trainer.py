@@ -43,9 +43,10 @@ def test_each_rollout_has_random_numbers_of_its_own_however_it_is_split(accumula
     def keys(split):
         """For twelve rollouts whose micro-batches are split into this number of parts."""
         args = {"gradient_accumulation_steps": split * accumulation, "steps_per_generation": split * per_generation}
-        trainer = SimpleNamespace(mode="train", num_iterations=mu, args=SimpleNamespace(seed=42, **args))
+        cycle = args["steps_per_generation"] * mu
+        trainer = SimpleNamespace(mode="train", micro_steps_per_rollout=cycle, args=SimpleNamespace(seed=42, **args))
         for rollout in range(12):
-            trainer.micro_step = rollout * args["steps_per_generation"] * mu
+            trainer.micro_step = rollout * cycle
             yield from (DiffuGRPOTrainer.key(trainer, purpose) for purpose in ("views", "rollout"))
 
     found = list(keys(1))

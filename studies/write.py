@@ -1,0 +1,37 @@
+"""Writes every table of the studies into its page, from the data in the repository: `make studies`.
+
+A study whose data are incomplete says so in its page. The leaderboard's page is written once it has final runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from d1.runs.entry import OneLineParser, run_script
+from studies import pages
+from studies.distill.report import parts as distill
+from studies.editing.report import parts as editing
+from studies.leaderboard import report as leaderboard
+from studies.preference.report import parts as preference
+from studies.staleness.report import parts as staleness
+
+# Each gives the written part of its pages.
+STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (distill, editing, preference, staleness)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    return OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def main(args: argparse.Namespace) -> None:
+    for parts in STUDIES:
+        for page, text in parts().items():
+            pages.write(page, text)
+    if (leaderboard.DATA / "final.jsonl").exists():
+        leaderboard.write(leaderboard.DATA, leaderboard.PAGE)
+
+
+if __name__ == "__main__":
+    run_script("studies.write", lambda: main(make_parser().parse_args()))
