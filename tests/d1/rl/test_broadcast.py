@@ -84,7 +84,7 @@ def test_a_server_that_is_killed_comes_back_with_the_weights(fleet, tiny_model_d
 
 
 def test_two_trainers_send_to_a_server_that_comes_back(fleet, tiny_model_dir, folder, tmp_path):
-    options = {**PARTS, "max_steps": 12, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
+    options = {**PARTS, "max_steps": 10, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
     there = tmp_path / "there"
     alone = trainers(tiny_model_dir, tmp_path / "here", **options)
     fleet.pause(0)
@@ -94,11 +94,15 @@ def test_two_trainers_send_to_a_server_that_comes_back(fleet, tiny_model_dir, fo
     while not (there / "checkpoint-2").exists():
         assert all(process.is_alive() for process in both)
         time.sleep(0.02)
+    fleet.pause(1)  # so that both trainers wait for the other one
     fleet.start(0)
+    fleet.wait(0)
+    fleet.until(0, "d1_tokens_total", 8)
+    fleet.resume(1)
     for process in alone + both:
         process.join(LIMIT)
         assert process.exitcode == 0
-    fleet.wait(0)
+    assert updates(fleet, 0, "distributed") >= 1
     before, after = (load_file(path / "end.safetensors") for path in (tmp_path / "here", there))
     assert all(torch.equal(before[name], after[name]) for name in before)
     (_, here), (processes, sent) = (
