@@ -83,6 +83,7 @@ def test_a_server_that_is_killed_comes_back_with_the_weights(fleet, tiny_model_d
     assert fleet.ask(0, "/model_info").json()["weight_version"].startswith(there.servers.run)
 
 
+@pytest.mark.slow
 def test_two_trainers_send_to_a_server_that_comes_back(fleet, tiny_model_dir, folder, tmp_path):
     options = {**PARTS, "max_steps": 10, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
     there = tmp_path / "there"
