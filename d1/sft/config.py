@@ -56,7 +56,7 @@ class SFTConfig(TrainingSettings):
         "also replace visible answer tokens, to be corrected: by uniform ids, or by the model's own draft",
         choices=EDIT_NOISE,
     )
-    edit_share: Annotated[float, SHARE] = setting(0.1, "share of the visible answer tokens that are replaced")
+    edit_share: Annotated[float, SHARE] = setting(1.0, "share of the visible answer tokens that are replaced")
     edit_weight: Annotated[float, POSITIVE] = setting(1.0, "weight of a replaced token in the loss")
     edit_keep_weight: Annotated[float, AMOUNT] = setting(1.0, "weight of a visible token that was not replaced")
     edit_turns: Annotated[int, COUNT] = setting(1, "forward passes per batch: each later one corrects the one before")

@@ -156,7 +156,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", nargs="+", choices=BASES, default=list(BASES))
     parser.add_argument("--seeds", nargs="+", type=SEED, default=[0, 1, 2])
     parser.add_argument("--noises", nargs="+", choices=NOISES, default=list(NOISES))
-    parser.add_argument("--edit_share", type=SHARE, default=0.1, help="of the noise (default: %(default)s)")
+    parser.add_argument("--edit_share", type=SHARE, default=1.0, help="of the noise (default: %(default)s)")
     parser.add_argument("--edit_weight", type=POSITIVE, default=1.0, help="of the noise (default: %(default)s)")
     parser.add_argument("--edit_threshold", type=BELOW_ONE, default=0.5, help="of the samplers (default: %(default)s)")
     parser.add_argument("--output_dir", default="runs/editing", help="of the trained models (default: %(default)s)")
