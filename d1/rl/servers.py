@@ -47,12 +47,13 @@ class PolicyServers:
     Args:
         size: rows per request; None: an equal share of a rollout for each server.
         patience: seconds to wait while no server answers.
+        broadcasts: weights go over the network, from a folder of this machine that no server reads.
     """
 
-    def __init__(self, urls: Sequence[str], trainer: Any, size: int | None, patience: float) -> None:
+    def __init__(self, urls: Sequence[str], trainer: Any, size: int | None, patience: float, broadcasts: bool) -> None:
         self.accelerator, self.mask_token_id = trainer.accelerator, trainer.mask_token_id
-        self.servers = [RolloutServer(url) for url in urls]
-        self.size, self.patience = size, patience
+        self.servers = [RolloutServer(url, broadcasts) for url in urls]
+        self.size, self.patience, self.broadcasts = size, patience, broadcasts
         self.run = broadcast_object_list([uuid.uuid4().hex])[0]  # an earlier run's weights have other names
         self.weights: Weights | None = None
         self.folder = WeightsFolder(Path(str(trainer.args.output_dir)))
@@ -113,6 +114,9 @@ class PolicyServers:
 
     def write(self, folder: WeightsFolder, model: Any, version: str, copy: Path | None = None) -> None:
         """Writes weights, as `WeightsFolder.write` does, where all servers read them and in a format that they read."""
+        if self.broadcasts:
+            folder.write(model, version, [None], copy=copy)
+            return
         known = [one for one in self.servers if one.folders != []]
         # An engine reads any folder of its own machine, and the run's where machines share it.
         shared = [str(folder.output_dir)]
@@ -264,4 +268,5 @@ def servers_of(trainer: Any) -> PolicyServers | None:
     args = trainer.args
     if args.rollout_mode != "server":
         return None
-    return PolicyServers(args.rollout_server_base_url, trainer, args.rollout_batch_size, args.rollout_server_timeout)
+    limits = args.rollout_batch_size, args.rollout_server_timeout
+    return PolicyServers(args.rollout_server_base_url, trainer, *limits, args.rollout_weights == "broadcast")

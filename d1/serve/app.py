@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 
 from d1.runs.entry import one_line
 from d1.serve.answers import Choice, completion_choice, envelope, generated, usage
+from d1.serve.broadcast import Receiver
 from d1.serve.engine import Engine
 from d1.serve.reading import RowsStopped, completed, streamed
-from d1.serve.requests import Chat, Completion, Generate, Pause, Server, Update
+from d1.serve.requests import BeginUpdate, Broadcast, Chat, Completion, Generate, Pause, Server, Update, UpdateGroup
 from d1.serve.rows import QueueFull
 from d1.serve.weights import weights_below
 from d1.show.page import film_page
@@ -21,7 +22,8 @@ from d1.show.page import film_page
 OPEN = ("/", "/health")  # without the API key
 LARGEST_BODY = 8 << 20  # bytes
 HERE = Path(__file__).parent
-STATUS: dict[type[Exception], int] = {LookupError: 404, QueueFull: 429, ValueError: 400, RowsStopped: 503}
+STATUS: dict[type[Exception], int] = {LookupError: 404, QueueFull: 429, ValueError: 400}
+STATUS |= {ConnectionError: 503, RowsStopped: 503}
 
 
 def make_app(server: Server) -> Any:
@@ -96,6 +98,7 @@ def make_app(server: Server) -> Any:
         block = getattr(config, "block_size", None)
         facts = {"model_path": server.name, "weight_version": engine.version, "model_type": config.model_type}
         facts |= {"architectures": config.architectures, "block_size": block, "mask_token_id": engine.mask_token_id}
+        facts |= {"takes_broadcasts": server.receiver is not None}
         return facts | {"weights_dir": [str(folder.resolve()) for folder in server.weights_dir]}
 
     @app.post("/generate")
@@ -125,6 +128,38 @@ def make_app(server: Server) -> Any:
             status = 429 if isinstance(error, QueueFull) else 400
             return JSONResponse({"success": False, "message": one_line(error)}, status)
         return {"success": True, "message": f"the weights are those of {folder}"}
+
+    async def received(work: Callable[[Receiver], Any]) -> Any:
+        """What `work` gives in a thread, because it waits for the sender."""
+        if server.receiver is None:
+            raise ValueError("this server takes no weights by broadcast: start it with --take_broadcasts")
+        return await asyncio.to_thread(work, server.receiver)
+
+    @app.post("/init_weights_update_group")
+    async def init_weights_update_group(body: UpdateGroup, request: Request) -> Any:
+        if request.client is None or body.master_address != request.client.host:
+            raise ValueError(f"master_address {body.master_address} is not the address that this request came from")
+        await received(lambda receiver: receiver.join(body.master_address, body.master_port, body.group_name))
+        return {"success": True, "message": "connected"}
+
+    @app.post("/begin_weight_update")
+    async def begin_weight_update(body: BeginUpdate) -> Any:
+        await received(lambda receiver: receiver.begin())
+        return {"success": True, "message": "ready for weights"}
+
+    @app.post("/update_weights_from_distributed")
+    async def update_weights_from_distributed(body: Broadcast) -> Any:
+        given = body.names, body.dtypes, body.shapes, body.group_name, body.weight_version
+        await received(lambda receiver: receiver.receive(*given))
+        return {"success": True, "message": "in use after /end_weight_update"}
+
+    @app.post("/end_weight_update")
+    async def end_weight_update() -> Any:
+        folder, version = await received(lambda receiver: receiver.take())
+        with folder as path:
+            assert server.loader is not None
+            await asyncio.wrap_future(engine.replace_model(partial(server.loader.load, Path(path)), version))
+        return {"success": True, "message": f"the weights are those of {version}"}
 
     @app.post("/pause_generation")
     async def pause_generation(body: Pause) -> Any:

@@ -14,6 +14,7 @@ from d1.models.kinds import check_room
 from d1.models.tokenizer import encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
 from d1.sampling.settings import SamplingSettings
+from d1.serve.broadcast import Receiver
 from d1.serve.engine import Engine
 from d1.serve.rows import Row
 from d1.serve.weights import Loader
@@ -110,6 +111,28 @@ class Update(Strict):
     abort_all_requests: bool = False
 
 
+class UpdateGroup(Strict):
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: Literal[1]
+    world_size: Literal[2]
+    group_name: str
+    backend: Literal["gloo"]
+
+
+class BeginUpdate(Strict):
+    selector: Literal["all"] = "all"
+
+
+class Broadcast(Strict):
+    names: list[str] = Field(min_length=1)
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    weight_version: str
+    flush_cache: bool = True
+
+
 class Pause(Strict):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -127,6 +150,7 @@ class Server:
     weights_dir: tuple[Path, ...] = ()
     loader: Loader | None = None  # where there is a `weights_dir`
     api_key: str | None = None
+    receiver: Receiver | None = None  # where broadcasts are taken
 
     def settings(self, body: Any, gen_length: int | None) -> SamplingSettings:
         """A request's settings. What it leaves out is the server's, where it goes with the rest; `steps` keep their

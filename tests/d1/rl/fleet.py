@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,17 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def serve(model: Path, port: int, folder: Path) -> None:
+def serve(model: Path, port: int, flags: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ[KEY] = SECRET
-    flags = ["--port", str(port), "--batch_size", "8", "--weights_dir", str(folder)]
-    main(make_parser().parse_args(["serve", str(model), *flags]))
+    main(make_parser().parse_args(["serve", str(model), "--port", str(port), "--batch_size", "8", *flags]))
 
 
 class Fleet:
-    """Servers of a model, which load weights from below `folder`."""
+    """Servers of a model, which load weights from below `folder`; `words`: more flags of theirs."""
 
-    def __init__(self, model: Path, folder: Path, count: int = 2) -> None:
-        self.model, self.folder = model, folder
+    def __init__(self, model: Path, folder: Path, count: int = 2, words: Sequence[str] = ()) -> None:
+        self.model, self.words = model, ["--weights_dir", str(folder), *words]
         self.ports = [free_port() for _ in range(count)]
         self.processes: list[Any] = [None] * count
         for number in range(count):
@@ -64,7 +64,7 @@ class Fleet:
         return f"http://127.0.0.1:{self.ports[number]}"
 
     def start(self, number: int) -> None:
-        arguments = self.model, self.ports[number], self.folder
+        arguments = self.model, self.ports[number], self.words
         self.processes[number] = PROCESSES.Process(target=serve, args=arguments, daemon=True)
         self.processes[number].start()
 
