@@ -37,6 +37,17 @@ def aup(samplers: Mapping[str, Any], highest: float | None = None) -> float:
     return area(found, max(y for _, y in found) if highest is None else highest)
 
 
+def best_rate(lines: Sequence[Mapping[str, Any]], rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """method -> of its learning rates the one with the highest AUP; only for methods whose `rates` were all tried."""
+    best = {}
+    for method, tried in rates.items():
+        own = {line["rate"]: line["samplers"] for line in lines if line["method"] == method}
+        if {*own} == {*tried}:
+            highest = max(y for samplers in own.values() for _, y in points(samplers))
+            best[method] = max(own, key=lambda rate: aup(own[rate], highest))
+    return best
+
+
 def mean_over(lines: Sequence[Mapping[str, Any]], split: str, name: str, value: str) -> float:
     """A sampler's accuracy, or its passes, tokens or computed tokens per problem: the mean of the seeds."""
     found = [line[split][name] for line in lines]

@@ -1,6 +1,7 @@
 """Distil pocket models after SFT and RL, and sample with every model and sampler: a line per model in data/*.jsonl.
 
-    OMP_NUM_THREADS=1 python -m studies.distill.run    # what is missing of two tasks and three seeds
+    OMP_NUM_THREADS=1 python -m studies.distill.run --search    # learning rates, on validation problems
+    OMP_NUM_THREADS=1 python -m studies.distill.run             # what is missing of two tasks and three seeds
 
 `--tasks`, `--methods` and `--seeds` share the work between processes. README.md has the protocol; `report.py` makes the
 tables.
@@ -28,6 +29,7 @@ from d1.runs.entry import OneLineParser, run_script
 from d1.sampling import eos_cut
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
+from studies.distill.points import best_rate
 from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
 from studies.json_lines import append_line, read_lines
 from studies.samplers.cost import prompts_of, sample, solved, work_of
@@ -39,9 +41,9 @@ DATA = Path(__file__).resolve().parent / "data"
 LENGTH, VALIDATION, TEST = 32, 256, 500
 Run = dict[str, Any]
 UNDISTILLED = "undistilled"
-STEPS = {"dparallel": 128, "d-opsd": 60, "t3d": 256}  # optimizer steps
+STEPS = {"dparallel": 128, "t3d": 256, "d-opsd": 60}  # optimizer steps
 METHODS = (UNDISTILLED, *STEPS)
-RATES = {"dparallel": 3e-4, "t3d": 3e-4, "d-opsd": 1e-4}
+RATES = {"dparallel": (3e-4, 1e-3), "t3d": (1e-4, 3e-4), "d-opsd": (1e-5, 1e-4)}
 OWN = {
     "dparallel": ("--block_length", LENGTH),
     "t3d": ("--block_length", LENGTH, "--warmup_steps", 0),
@@ -113,23 +115,36 @@ def complete(file: Path, runs: list[Run], output: Path, line: Callable[[Run], di
 
 
 def main(args: argparse.Namespace) -> None:
-    output = Path(args.output_dir)
+    output, found = Path(args.output_dir), DATA / "search.jsonl"
+    rates = best_rate(read_lines(found), RATES)
+
+    def searched(run: Run) -> dict[str, Any]:
+        start = teacher(run["task"], run["seed"], output)
+        folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
+        return {"samplers": measured(folder, run["task"], "validation")}
 
     def judged(run: Run) -> dict[str, Any]:
-        start = folder = teacher(run["task"], run["seed"], output)
+        task, seed = run["task"], run["seed"]
+        start = folder = teacher(task, seed, output)
         if run["rate"]:
-            folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
-        return {split: measured(folder, run["task"], split) for split in ("validation", "test")}
+            folder = distilled(start, task, seed, run["method"], run["rate"], start.parent)
+        return {split: measured(folder, task, split) for split in ("validation", "test")}
 
+    if args.search:
+        grid = [(method, rate) for method in args.methods for rate in RATES.get(method, ())]
+        runs = [{"task": TASKS[0], "seed": SEEDS[0], "method": method, "rate": rate} for method, rate in grid]
+        return complete(found, runs, output, searched)
     runs = [
-        {"task": task, "seed": seed, "method": method, "rate": RATES.get(method)}
+        {"task": task, "seed": seed, "method": method, "rate": rates.get(method)}
         for seed, task, method in product(args.seeds, args.tasks, args.methods)
+        if method == UNDISTILLED or method in rates
     ]
     complete(DATA / "runs.jsonl", runs, output, judged)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--search", action="store_true", help="the learning rates")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=SEED, default=list(SEEDS))

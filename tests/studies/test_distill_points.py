@@ -1,4 +1,4 @@
-"""AUP by hand, and the choice of samplers."""
+"""AUP by hand, and the choice of rates and samplers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from studies.distill.points import area, aup, chosen
+from studies.distill.points import area, aup, best_rate, chosen
 
 
 def sampler(right: int, passes: float, tokens: float = 20.0) -> dict[str, Any]:
@@ -25,7 +25,13 @@ def test_aup_is_the_weighed_area_under_the_points() -> None:
     assert aup({"slow": sampler(80, 10), "fast": sampler(80, 5)}) == pytest.approx(320.0)
 
 
-def test_samplers_are_chosen_by_passes() -> None:
+def test_rates_are_chosen_by_area_and_samplers_by_passes() -> None:
+    lines = [
+        {"method": "t3d", "rate": 1e-4, "samplers": {"a": sampler(80, 10), "b": sampler(79, 5)}},
+        {"method": "t3d", "rate": 3e-4, "samplers": {"a": sampler(80, 10), "b": sampler(79, 2)}},
+    ]
+    assert best_rate(lines, {"t3d": (1e-4, 3e-4), "d-opsd": (1e-4,)}) == {"t3d": 3e-4}
+    assert best_rate(lines[:1], {"t3d": (1e-4, 3e-4)}) == {}
     seeds = [{"validation": {"a": sampler(80, 10), "b": sampler(78, 5), "c": sampler(60, 1)}}] * 2
     assert chosen(seeds, 79.0) == "a"
     assert chosen(seeds, 78.0) == "b"
