@@ -44,12 +44,12 @@ def summary(task: str, lines: Sequence[Line]) -> tuple[list[list[str]], str]:
     rows, judged = [], {}
     for method, found in [("exact", start), *by_method.items()]:
         seeds = [line["seed"] for line in found]
-        beside = [line for line in start if line["seed"] in seeds]
-        least = mean_over(beside, "validation", EXACT, "accuracy") - MARGIN
+        paired = [line for line in start if line["seed"] in seeds]
+        least = mean_over(paired, "validation", EXACT, "accuracy") - MARGIN
         name = EXACT if method == "exact" else chosen(found, least)
         passes, per_pass, computed = cost(found, name)
         own = outcomes(found, name)
-        difference = own - outcomes(beside, EXACT)
+        difference = own - outcomes(paired, EXACT)
         gain = "" if method == "exact" else in_points(mean_of(difference))
         areas = [aup(line["test"], highest) for line in found]
         spread = f" ± {statistics.stdev(areas):.0f}" if len(areas) > 1 else ""
@@ -57,7 +57,7 @@ def summary(task: str, lines: Sequence[Line]) -> tuple[list[list[str]], str]:
         shown = "undistilled" if method == "exact" else method
         cells = [percent(mean_of(own)), gain, f"{passes:.2f}", f"{per_pass:.1f}", f"{exact[2] / computed:.1f}"]
         rows.append([task, shown, str(len(seeds)), area, name, *cells])
-        judged[method] = (found, beside, name, passes, exact[2] / computed)
+        judged[method] = (found, paired, name, passes, exact[2] / computed)
     return rows, verdict(task, judged)
 
 
@@ -67,8 +67,8 @@ def verdict(task: str, judged: Mapping[str, Any]) -> str:
     found = []
     for method in METHODS[1:]:
         if method in judged:
-            own, beside, name, passes, fewer = judged[method]
-            difference = mean_of(outcomes(own, name) - outcomes(beside, slow))
+            own, paired, name, passes, fewer = judged[method]
+            difference = mean_of(outcomes(own, name) - outcomes(paired, slow))
             reached = passes <= before / 2 and difference.value >= -MARGIN / 100 and fewer >= 10
             found.append((not reached, passes, method, name, fewer, difference))
     if not found:

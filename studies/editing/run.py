@@ -43,7 +43,7 @@ NOISES: dict[str, dict[str, Any]] = {
 }
 LEVELS = (0.3, 0.5, 0.7, 0.9)  # of the rule threshold, with edits
 FRONTIER = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # without; a coarse frontier would flatter edits
-BUDGETS = (0, 1)  # max_post_steps: edits only beside masks, and one pass over each full block
+BUDGETS = (0, 1)  # max_post_steps: edits only while the block has masks; and also one pass over each full block
 PRESETS = ("quality", "speed")  # LLaDA2.1's
 
 
