@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +103,8 @@ def sampled_before(
     Traces of the same settings that are in the run's folder are read, not sampled again. Raises ValueError if no trace
     is left.
     """
-    folder = (
-        Path(str(training.output_dir))
-        / "traces"
-        / fingerprint({name: getattr(args, name) for name in (*SAMPLING, *ALSO)})
-    )
+    name = fingerprint({name: getattr(args, name) for name in (*SAMPLING, *ALSO)})
+    folder = Path(str(training.output_dir)) / "traces" / name
     model.to(training.device)
     shared = args.sampling_batch_size, training.process_index, training.world_size
     sample_once(sampler, model, folder, args.seed, *shared)
@@ -121,5 +117,4 @@ def sampled_before(
         logger.info("%d traces to train on; left out because none was right: %d", len(rows), left_out)
     if not len(rows):
         raise ValueError(f"nothing to train on: no completion of {len(traces.right)} prompts is right (--keep all)")
-    columns = {name: getattr(traces, name)[rows] for name in ("ids", "steps", "blocks", "right")}
-    return rows.tolist(), replace(traces, **columns), compute
+    return rows.tolist(), traces.at(rows), compute

@@ -7,7 +7,7 @@ row's own generator, so that a row's states depend neither on its batch nor on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ class Traces:
     blocks: Tensor
     right: Tensor
     eos_token_id: int
+
+    def at(self, rows: Tensor) -> Traces:
+        """The traces with these indices (n,)."""
+        columns = {name: getattr(self, name)[rows] for name in ("ids", "steps", "blocks", "right")}
+        return replace(self, **columns)
 
     @property
     def lengths(self) -> Tensor:
@@ -85,8 +90,8 @@ def blocks_of_canvas(settings: SamplingSettings, prompt_lengths: Sequence[int], 
 
 
 def halves(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
-    """dParallel: earlier blocks are shown and later ones hidden. Of one block, drawn uniformly, the first state hides
-    each token with probability 1/2 and the second state hides the others."""
+    """dParallel: a block is drawn uniformly; earlier blocks are shown and later ones hidden. In this block the first
+    state hides each token with probability 1/2, and the second state hides the others."""
     scored, found = traces.up_to(settings.tail), []
     for blocks, own, generator in zip(traces.blocks, scored, generators, strict=True):
         last = int(blocks[own].max())
@@ -131,8 +136,8 @@ def ranks_in_blocks(blocks: Tensor, steps: Tensor, among: Tensor) -> Tensor:
 
 
 def steps(traces: Traces, generators: Sequence[Generator], settings: Any, part: int = 0) -> States:
-    """d-OPSD: the sampler's own states, of which each of `num_iterations` parts of a trace has as many. As many places
-    of the current block count as the sampler revealed there. The teacher also sees a share of the later blocks."""
+    """d-OPSD: the sampler's own states, divided evenly among the `num_iterations` parts of a trace. In each state, as
+    many places of the current block count as the sampler revealed. The teacher also sees a share of later blocks."""
     taken = traces.steps.amax(-1) + 1
     first, end = taken * part // settings.num_iterations, taken * (part + 1) // settings.num_iterations
     number = first.unsqueeze(1) + torch.arange(max(1, int((end - first).max())))

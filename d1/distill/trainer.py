@@ -9,7 +9,6 @@ processes changes a step.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,9 +32,8 @@ from d1.masking import keyed_generator
 from d1.models.attention import require_prepared
 from d1.models.head import run_inside
 from d1.runs.sampler import IGNORED, GlobalBatchSampler, Slot
-from d1.runs.trainer import RunTrainer
+from d1.runs.trainer import SummingTrainer
 
-SUMS = "distill_sums.json"  # in a checkpoint: what is logged next, and the losses so far
 STATE_DRAWS = 7  # the second part of the key of the states' random numbers
 
 
@@ -71,7 +69,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
     return {"slots": [item["slot"] for item in items], "labels": torch.tensor([item["label"] for item in items])}
 
 
-class DistillTrainer(RunTrainer, Trainer):
+class DistillTrainer(SummingTrainer, Trainer):
     """Trainer with a row of `METHODS`.
 
     Args:
@@ -87,6 +85,7 @@ class DistillTrainer(RunTrainer, Trainer):
         FloatingPointError: from `train`, a loss that is not finite; names the file with its rows.
     """
 
+    sums_file = "distill_sums.json"
     loss_is_scaled_for_ga = True  # compute_loss divides by the counts of the whole step
 
     def __init__(
@@ -164,9 +163,7 @@ class DistillTrainer(RunTrainer, Trainer):
     def traces_of(self, slots: list[Slot], rows: list[int], number: int) -> Traces:
         """Of a micro-batch: those sampled before the training, or now, at the first step of a cycle."""
         if self.traces is not None:
-            at = torch.tensor([max(slot.row, 0) for slot in slots])
-            columns = {name: getattr(self.traces, name)[at] for name in ("ids", "steps", "blocks", "right")}
-            return replace(self.traces, **columns)
+            return self.traces.at(torch.tensor([max(slot.row, 0) for slot in slots]))
         if number == len(self.rollouts):
             step = self.state.global_step // self.cycle
             keys = [(self.settings.seed, TRACES, step, row) for row in rows]
@@ -234,37 +231,24 @@ class DistillTrainer(RunTrainer, Trainer):
     def add(self, values: dict[str, Tensor]) -> None:
         """Adds values, whose mean is logged next."""
         for name, each in values.items():
-            pair = torch.stack([each.double().sum(), torch.tensor(each.numel(), device=each.device).double()]).cpu()
-            self.sums[name] = self.sums.get(name, torch.zeros(2, dtype=torch.float64)) + pair
-
-    def total_sums(self) -> dict[str, list[float]]:
-        """`sums` and the compute so far, of all processes. Every process has to call this."""
-        everything = {**self.sums, "compute": torch.stack([self.compute.cpu()] * 2)}
-        table = torch.stack(list(everything.values())).to(self.args.device)
-        return dict(zip(everything, self.accelerator.reduce(table, "sum").tolist(), strict=True))
+            for key, value in ((name, each.double().sum().cpu()), (f"n/{name}", torch.tensor(float(each.numel())))):
+                self.sums[key] = self.sums.get(key, torch.zeros((), dtype=torch.float64)) + value
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.sums:  # a training log, which every process reaches
             sums = self.total_sums()
-            logs["compute_tokens"] = sums.pop("compute")[0]
-            logs |= {name: total / max(count, 1) for name, (total, count) in sums.items()}
+            logs["compute_tokens"] = sums.pop("compute")
+            logs |= {name: sums[name] / max(sums[f"n/{name}"], 1) for name in sums if f"n/{name}" in sums}
             self.sums = {}
         super().log(logs, start_time)
 
     def save_extra(self, folder: Path) -> None:
-        state = {"sums": self.total_sums(), "losses": self.loss_sums()}
-        if self.args.should_save:
-            (folder / SUMS).write_text(json.dumps(state))
+        super().save_extra(folder)
         if self.reference is not None:
             self.reference.save(folder, self.args.process_index)
 
     def load_extra(self, folder: Path) -> None:
-        state = json.loads((folder / SUMS).read_text())
-        self.set_loss_sums(state["losses"])
-        share = float(self.args.process_index == 0)  # the first process has what all had counted
-        sums = {name: torch.tensor(pair, dtype=torch.float64) * share for name, pair in state["sums"].items()}
-        self.compute = sums.pop("compute")[0].to(self.args.device)
-        self.sums = sums
+        super().load_extra(folder)
         if self.method.teacher == "reference":
             self.reference = Reference(self.model)
             self.reference.load(folder, self.args.process_index)

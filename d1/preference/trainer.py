@@ -15,11 +15,9 @@ of rows, the names of what is logged, the preparation of a reference and (in the
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +32,11 @@ from d1.preference.data import IGNORED
 from d1.preference.losses import LOSSES
 from d1.preference.methods import Method
 from d1.runs.sampler import GlobalBatchSampler
-from d1.runs.trainer import RunTrainer
+from d1.runs.trainer import SummingTrainer
 from d1.scoring import Views, score
 
-SUMS = "preference_sums.json"  # in a checkpoint: what is logged next, and the losses so far
 
-
-class PreferenceTrainer(RunTrainer, Trainer):
+class PreferenceTrainer(SummingTrainer, Trainer):
     """Trainer with the loss of a row of `METHODS`.
 
     Args:
@@ -56,6 +52,7 @@ class PreferenceTrainer(RunTrainer, Trainer):
         FloatingPointError: from `train`, a loss that is not finite; names the file with its rows.
     """
 
+    sums_file = "preference_sums.json"
     loss_is_scaled_for_ga = True  # compute_loss divides by the rows of the whole step
 
     def __init__(
@@ -185,12 +182,6 @@ class PreferenceTrainer(RunTrainer, Trainer):
         for name, values in found.items():
             self.sums[name] = self.sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().sum().cpu()
 
-    def total_sums(self) -> dict[str, float]:
-        """`sums` and the compute so far, of all processes. Every process has to call this."""
-        everything = {**self.sums, "compute": self.compute.double().cpu()}
-        table = torch.stack(list(everything.values())).to(self.args.device)
-        return dict(zip(everything, self.accelerator.reduce(table, "sum").tolist(), strict=True))
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.sums:  # a training log, which every process reaches
             sums = self.total_sums()
@@ -202,16 +193,3 @@ class PreferenceTrainer(RunTrainer, Trainer):
             logs["compute_tokens"] = sums["compute"]
             self.sums = {}
         super().log(logs, start_time)
-
-    def save_extra(self, folder: Path) -> None:
-        state = {"sums": self.total_sums(), "losses": self.loss_sums()}
-        if self.args.should_save:
-            (folder / SUMS).write_text(json.dumps(state))
-
-    def load_extra(self, folder: Path) -> None:
-        state = json.loads((folder / SUMS).read_text())
-        self.set_loss_sums(state["losses"])
-        share = float(self.args.process_index == 0)  # the first process has what all had counted
-        sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in state["sums"].items()}
-        self.compute = sums.pop("compute").long().to(self.args.device)
-        self.sums = sums

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from d1.models.convert import write_weights
-
-RAM_DISK = Path("/dev/shm")
-SPARE = 1.1  # of the weights' size that must be free
+from d1.serve.weights import RAM_DISK, has_room
 
 
 class WeightsFolder:
@@ -75,8 +72,7 @@ def place(output_dir: Path, folders: Sequence[Sequence[str] | None], size: int) 
 
     def suits(folder: Path) -> bool:
         read = all(own is None or any(folder.is_relative_to(one) for one in own) for own in folders)
-        writable = read and folder.is_dir() and os.access(folder, os.W_OK)
-        return writable and shutil.disk_usage(folder).free >= SPARE * size
+        return read and has_room(folder, size)
 
     for folder in (RAM_DISK, output_dir, *named):
         if suits(folder):

@@ -1,4 +1,4 @@
-"""What the trainers of SFT and RL share: complete checkpoints, and a stop when numbers are no longer finite."""
+"""What the trainers of all stages share: complete checkpoints, and a stop when numbers are no longer finite."""
 
 from __future__ import annotations
 
@@ -79,6 +79,38 @@ class RunTrainer(TrainerHooks):
             f"the loss became {loss.item()} at step {step}; its rows are in {path}. Lower the learning rate, or look "
             "for what is unusual about these rows."
         )
+
+
+class SummingTrainer(RunTrainer):
+    """Sums what is logged next over rows and processes, and counts compute; a checkpoint holds both.
+
+    Attributes:
+        sums_file: its name in a checkpoint.
+        sums: name -> (), float64, the sum in this process since the last log.
+        compute: (), tokens that this process has computed so far.
+    """
+
+    sums_file: str
+    sums: dict[str, Tensor]
+    compute: Tensor
+
+    def total_sums(self) -> dict[str, float]:
+        """`sums` and the compute so far, of all processes. Every process has to call this."""
+        everything = {**self.sums, "compute": self.compute.double().cpu()}
+        table = torch.stack(list(everything.values())).to(self.args.device)
+        return dict(zip(everything, self.accelerator.reduce(table, "sum").tolist(), strict=True))
+
+    def save_extra(self, folder: Path) -> None:
+        state = {"sums": self.total_sums(), "losses": self.loss_sums()}
+        if self.args.should_save:
+            (folder / self.sums_file).write_text(json.dumps(state))
+
+    def load_extra(self, folder: Path) -> None:
+        state = json.loads((folder / self.sums_file).read_text())
+        self.set_loss_sums(state["losses"])
+        share = float(self.args.process_index == 0)  # the first process has what all had counted
+        self.sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in state["sums"].items()}
+        self.compute = self.sums.pop("compute").to(self.compute)
 
 
 class LoadExtra(TrainerCallback):

@@ -2,8 +2,8 @@
 
 What is sent is a folder of weights: its tensors, and its JSON files as tensors of bytes. The requests and their fields
 are SGLang's. The server puts the folder together again and loads it as it loads any other, so nothing of the model
-changes before all of it has arrived; what is half done is dropped, and the server goes on with the old weights under
-their old version, whose completions the trainer refuses.
+changes before all of it has arrived. An update that breaks off is dropped; the server then keeps the old weights and
+their version, and the trainer refuses completions of that version.
 
 Each update makes a group of two, the trainer (rank 0) and one server, apart from the default group of a process, and
 leaves it: a server that dies holds up no other one, and one that joins later needs nothing. No step waits longer than
@@ -18,7 +18,6 @@ while an update lasts. As plain HTTP, the transfer is neither hidden nor signed:
 from __future__ import annotations
 
 import math
-import shutil
 import socket
 import threading
 import uuid
@@ -38,6 +37,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from d1.models.adapters import LEARNT_FILE
 from d1.serve.rows import QueueFull
+from d1.serve.weights import RAM_DISK, has_room
 
 SECONDS = 60.0  # that a side waits for the other one, for each tensor
 SLOWEST = 1e7  # bytes per second of a transfer that is not given up
@@ -45,7 +45,6 @@ WORDS = 5.0  # seconds until a server says why it broke off
 FILES = ("config.json", "generation_config.json", "adapter_config.json", LEARNT_FILE)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 DTYPES |= {"uint8": torch.uint8}
-RAM_DISK = Path("/dev/shm")
 
 
 def group_of_two(store: TCPStore, name: str, rank: int, own: str) -> Any:
@@ -202,8 +201,8 @@ class Receiver:
             contents, version = self.contents, self.version
             self.drop()
             size = sum(tensor.nbytes for tensor in contents.values())
-            ram = RAM_DISK.is_dir() and shutil.disk_usage(RAM_DISK).free > 1.1 * size
-            folder = TemporaryDirectory(prefix="d1-received-", dir=RAM_DISK if ram else None)
+            there = RAM_DISK if has_room(RAM_DISK, size) else None
+            folder = TemporaryDirectory(prefix="d1-received-", dir=there)
             for file in contents.keys() & {*FILES}:
                 (Path(folder.name) / file).write_bytes(contents.pop(file).numpy().tobytes())
             adapter = (Path(folder.name) / "adapter_config.json").exists()

@@ -214,7 +214,7 @@ class Server:
         return rows
 
     def put_together(self, rows: list[Row], columns: int) -> None:
-        """Makes the rows a batch of their own. Raises ValueError if it has no room."""
+        """Marks the rows as one batch, without other rows. Raises ValueError if the batch has no room."""
         longest = max(len(row.ids) for row in rows)
         if columns < longest:
             raise ValueError(f"padded_to {columns}: a prompt has {longest} tokens")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,14 @@ from peft import PeftModel
 from d1.models.adapters import add_adapter
 from d1.models.kinds import native_config
 from d1.models.load import load_model
+
+RAM_DISK = Path("/dev/shm")
+SPARE = 1.1  # of the weights' size that must be free
+
+
+def has_room(folder: Path, size: int) -> bool:
+    """Whether weights of `size` bytes can be written to the folder."""
+    return folder.is_dir() and os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= SPARE * size
 
 
 def weights_below(roots: Sequence[Path], path: str) -> Path:
