@@ -51,8 +51,8 @@ OWN = {
 }
 EXACT = "exact"
 RULES = (
-    *(("threshold", 0.5), ("threshold", 0.7), ("threshold", 0.9)),
-    *(("factor", 2.0), ("entropy", 0.5), ("entropy", 1.75)),
+    *(("threshold", 0.5), ("threshold", 0.6), ("threshold", 0.7), ("threshold", 0.9), ("factor", 2.0)),
+    *(("entropy", 0.5), ("entropy", 1.75), ("entropy", 2.5), ("entropy", 3.0)),
 )
 
 

@@ -5,18 +5,26 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import numpy as np
 
-def outcomes(runs: list[dict[str, Any]]) -> list[float]:
-    """The share of seeds that solve each problem."""
-    return [statistics.fmean(map(int, column)) for column in zip(*(run["solved"] for run in runs), strict=True)]
+Runs = dict[int, dict[str, Any]]  # seed -> what one sampler did with one model
 
 
-def gains(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) -> list[float]:
-    """Per problem, what runs solve more than the best unedited setting of any model that takes no more passes; empty if
-    none is as fast."""
-    passes = statistics.fmean(run["passes"] for run in runs)
-    cheaper = [other for other in unedited if statistics.fmean(run["passes"] for run in other) <= passes]
+def passes(runs: Runs) -> float:
+    return statistics.fmean(run["passes"] for run in runs.values())
+
+
+def outcomes(runs: Runs, seeds: list[int]) -> np.ndarray:
+    """(seeds, problems), 1 where a problem is solved."""
+    return np.array([[*map(int, runs[seed]["solved"])] for seed in seeds], dtype=float)
+
+
+def gains(runs: Runs, unedited: list[Runs]) -> np.ndarray:
+    """(seeds, problems), what runs solve more than the best unedited setting of any model that takes no more passes;
+    empty if none is as fast. Only seeds that both have count."""
+    cheaper = [other for other in unedited if passes(other) <= passes(runs) and runs.keys() & other.keys()]
     if not cheaper:
-        return []
-    best = outcomes(max(cheaper, key=lambda other: statistics.fmean(outcomes(other))))
-    return [a - b for a, b in zip(outcomes(runs), best, strict=True)]
+        return np.zeros((0, 0))
+    best = max(cheaper, key=lambda other: outcomes(other, [*other]).mean())
+    seeds = [seed for seed in runs if seed in best]
+    return outcomes(runs, seeds) - outcomes(best, seeds)

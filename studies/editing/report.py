@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from d1.show.tables import markdown_table
+from pocket.uncertainty import mean_of
 from studies.editing import search
-from studies.editing.frontier import gains
+from studies.editing.frontier import Runs, gains, passes
 from studies.editing.run import BASES, DATA
 from studies.json_lines import read_lines
-from studies.samplers.cost import with_margin
+from studies.leaderboard.statistics import points
 
 FIRST = DATA.with_name("first.jsonl")
 HEAD = [
@@ -25,6 +26,7 @@ HEAD = [
     "corrected",
     "spoiled",
     "against unedited",
+    "against its own",
 ]
 
 
@@ -33,16 +35,16 @@ def mean(values: list[float]) -> str:
     return f"{statistics.fmean(values):.1f}{spread}"
 
 
-def changed(runs: list[dict[str, Any]], before: str, after: str) -> str:
+def changed(runs: Runs, before: str, after: str) -> str:
     """Per 100 completions, those whose drafts had one outcome and whose text has the other; all seeds together."""
-    pairs = [pair for run in runs for pair in zip(run["drafts"], run["solved"], strict=True)]
+    pairs = [pair for run in runs.values() for pair in zip(run["drafts"], run["solved"], strict=True)]
     return f"{100 * pairs.count((before, after)) / len(pairs):.1f}"
 
 
-def against(runs: list[dict[str, Any]], unedited: list[list[dict[str, Any]]]) -> str:
-    """The mean of `gains` in points, with its 95% interval."""
+def against(runs: Runs, unedited: list[Runs]) -> str:
+    """The mean of `gains` in points, with its 95% interval over seeds and problems."""
     found = gains(runs, unedited)
-    return "{:+.1f} ± {:.1f}".format(*with_margin(found)) if found else "none is as fast"
+    return points(mean_of(found)) if found.size else "none is as fast"
 
 
 def searched(lines: list[dict[str, Any]]) -> str:
@@ -60,32 +62,39 @@ def table(title: str, task: str, lines: list[dict[str, Any]]) -> str:
     own = [line for line in lines if line["task"] == task]
     noises = list(dict.fromkeys(line["noise"] for line in own))
     samplers = list(dict.fromkeys(name for line in own for name in line["samplers"]))
-    by_name = {
-        (name, noise): [line["samplers"][name] for line in own if line["noise"] == noise and name in line["samplers"]]
-        for name in samplers
-        for noise in noises
-    }
-    by_name = {key: runs for key, runs in by_name.items() if runs}
-    unedited = [runs for runs in by_name.values() if "edits" not in runs[0]]
+    by_name: dict[tuple[str, str], Runs] = {}
+    for name, noise, line in product(samplers, noises, own):
+        if line["noise"] == noise and name in line["samplers"]:
+            by_name.setdefault((name, noise), {})[line["seed"]] = line["samplers"][name]
+    unedited = {noise: [runs for (_, of), runs in by_name.items() if of == noise] for noise in noises}
+    unedited = {noise: [runs for runs in of if not edited(runs)] for noise, of in unedited.items()}
     rows = []
     for (name, noise), runs in by_name.items():
-        solved = mean([100 * run["solved"].count("1") / len(run["solved"]) for run in runs])
-        cost = [f"{statistics.fmean(run['passes'] for run in runs):.2f}"]
-        cost += [f"{statistics.fmean(run['tokens'] / run['passes'] for run in runs):.2f}"]
-        edits = [""] * 4
-        if "edits" in runs[0]:
-            count = statistics.fmean(run["edits"] for run in runs)
-            edits = [f"{count:.2f}", changed(runs, "0", "1"), changed(runs, "1", "0"), against(runs, unedited)]
+        solved = mean([100 * run["solved"].count("1") / len(run["solved"]) for run in runs.values()])
+        cost = [
+            f"{passes(runs):.2f}",
+            f"{statistics.fmean(run['tokens'] / run['passes'] for run in runs.values()):.2f}",
+        ]
+        edits = [""] * 5
+        if edited(runs):
+            count = statistics.fmean(run["edits"] for run in runs.values())
+            edits = [f"{count:.2f}", changed(runs, "0", "1"), changed(runs, "1", "0")]
+            edits += [against(runs, [*chain(*unedited.values())]), against(runs, unedited[noise])]
         rows.append([name, noise, solved, *cost, *edits])
     seeds = len({line["seed"] for line in own})
     problems = len(own[0]["samplers"][samplers[0]]["solved"])
-    return f"## {title}: {task}, {seeds} seeds, {problems} problems\n\n" + markdown_table(HEAD, rows)
+    return f"## {title}: {task}, {seeds} seed{'s' * (seeds > 1)}, {problems} problems\n\n" + markdown_table(HEAD, rows)
+
+
+def edited(runs: Runs) -> bool:
+    return any("edits" in run for run in runs.values())
 
 
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    tables = [searched(read_lines(search.DATA))]
-    for title, file in (("Run", DATA), ("First run", FIRST)):
-        lines = read_lines(file)
-        tables += [table(title, task, lines) for task in BASES if any(line["task"] == task for line in lines)]
+    tables, lines = [searched(read_lines(search.DATA))], read_lines(DATA)
+    epochs = sorted({line["epochs"] for line in lines}, reverse=True)
+    runs = {f"Run, epochs {of}": [line for line in lines if line["epochs"] == of] for of in epochs}
+    for title, found in (runs | {"First run": read_lines(FIRST)}).items():
+        tables += [table(title, task, found) for task in BASES if any(line["task"] == task for line in found)]
     return {Path(__file__).with_name("README.md"): "\n".join(filter(None, tables))}

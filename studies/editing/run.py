@@ -88,21 +88,20 @@ def right_rows(task: str, folder: Path) -> Path:
     return path
 
 
-def trained(task: str, seed: int, noise: dict[str, Any], args: argparse.Namespace) -> Path:
+def trained(task: str, seed: int, noise: dict[str, Any], epochs: int, folder: Path) -> Path:
     """The folder of a model after SFT."""
-    folder = Path(args.output_dir)
-    job = "-".join([task, str(seed), *(f"{name}_{value}" for name, value in noise.items())])
+    job = "-".join([task, str(seed), *(f"{name}_{value}" for name, value in noise.items()), f"{epochs}_epochs"])
     if (folder / job / "model.safetensors").exists():
         return folder / job
     config = SFTConfig(
         model_name=str(block_model(task, folder)),
         full_finetuning=True,
         train_data=str(right_rows(task, folder)),
-        output_dir=args.output_dir,
+        output_dir=str(folder),
         job_name=job,
         batch_size=32,
         grad_accum_steps=1,
-        num_epochs=args.epochs,
+        num_epochs=epochs,
         learning_rate=5e-4,
         eos_padding=40,
         test_split=0.0,
@@ -164,14 +163,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    there = {(line["task"], line["seed"], line["noise"]) for line in read_lines(DATA)}
+    there = {(line["task"], line["seed"], line["noise"], line["epochs"]) for line in read_lines(DATA)}
     chosen = {name: getattr(args, name) for name in ("edit_share", "edit_weight")}
     for seed, task, name in product(args.seeds, args.tasks, args.noises):
-        if (task, seed, name) in there:
+        if (task, seed, name, args.epochs) in there:
             continue
         noise = NOISES[name] | (chosen if NOISES[name] else {})
         options = {key: of for key, of in samplers(args.edit_threshold).items() if noise or not edits(of)}
-        found = measured(trained(task, seed, noise, args), task, FRESH[task](args.problems, 0), options)
+        model = trained(task, seed, noise, args.epochs, Path(args.output_dir))
+        found = measured(model, task, FRESH[task](args.problems, 0), options)
         line = {"task": task, "seed": seed, "noise": name, "epochs": args.epochs, "threshold": args.edit_threshold}
         append_line(DATA, line | {"settings": noise, "samplers": found})
 

@@ -13,7 +13,7 @@ import statistics
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from d1.ranges import COUNT
 from d1.runs.entry import OneLineParser, run_script
@@ -27,19 +27,30 @@ DATA = Path(__file__).parent / "data" / "search.jsonl"
 SEED = 10
 
 
-def candidate(kind: str, share: float, weight: float = 1.0) -> dict[str, Any]:
-    return {"edit_noise": kind, "edit_share": share, "edit_weight": weight}
+class Candidate(NamedTuple):
+    """Fields of SFTConfig, and epochs of SFT."""
+
+    noise: dict[str, Any]
+    epochs: int
 
 
-CANDIDATES: dict[str, dict[str, Any]] = {
-    "masks": {},
+def candidate(kind: str, share: float, weight: float = 1.0, epochs: int = 1) -> Candidate:
+    return Candidate({"edit_noise": kind, "edit_share": share, "edit_weight": weight}, epochs)
+
+
+CANDIDATES = {
+    "masks": Candidate({}, 1),
     "draft 0.5": candidate("draft", 0.5),
     "draft 1": candidate("draft", 1.0),
     "uniform 0.1": candidate("uniform", 0.1),
     "draft 0.1": candidate("draft", 0.1),
     "uniform 0.5": candidate("uniform", 0.5),
     "draft 0.5, weight 3": candidate("draft", 0.5, 3.0),
+    "masks, 8 epochs": Candidate({}, 8),
+    "draft 1, 8 epochs": candidate("draft", 1.0, epochs=8),
+    "draft 0.3, 8 epochs": candidate("draft", 0.3, epochs=8),
 }
+MASKS = {one.epochs: name for name, one in CANDIDATES.items() if not one.noise}
 PLAIN: dict[str, dict[str, Any]] = {f"{level}": {"reveal_level": level} for level in (0.3, 0.5, 0.7, 0.9)}
 THRESHOLDS = (0.5, 0.8)
 EDITING: dict[str, dict[str, Any]] = {
@@ -54,13 +65,14 @@ EDITING: dict[str, dict[str, Any]] = {
 
 def points(lines: list[dict[str, Any]], name: str, threshold: float, task: str) -> list[float]:
     """What the settings of a candidate with edits above `threshold` solve more than the unedited frontier, in points;
-    empty without its line or that of masks alone."""
+    empty without its line or that of masks alone after as many epochs."""
+    masks = MASKS[CANDIDATES[name].epochs]
     found = {line["noise"]: line["samplers"] for line in lines if line["task"] == task}
-    if name == "masks" or not {name, "masks"} <= found.keys():
+    if name == masks or not {name, masks} <= found.keys():
         return []
-    unedited = [[found[model][level]] for model in ("masks", name) for level in PLAIN]
+    unedited = [{SEED: found[model][level]} for model in (masks, name) for level in PLAIN]
     edited = [setting for setting, options in EDITING.items() if options["edit_threshold"] == threshold]
-    return [100 * statistics.fmean(gains([found[name][setting]], unedited)) for setting in edited]
+    return [100 * float(gains({SEED: found[name][setting]}, unedited).mean()) for setting in edited]
 
 
 def chosen(lines: list[dict[str, Any]]) -> tuple[str, float]:
@@ -78,23 +90,25 @@ def chosen(lines: list[dict[str, Any]]) -> tuple[str, float]:
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=COUNT, default=256, help="per task (default: %(default)s)")
-    parser.add_argument("--epochs", type=COUNT, default=1, help="of SFT (default: %(default)s)")
     parser.add_argument("--output_dir", default="runs/editing", help="of the trained models (default: %(default)s)")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     there = {(line["task"], line["noise"]) for line in read_lines(DATA)}
-    for (name, noise), task in product(CANDIDATES.items(), BASES):
+    for (name, (noise, epochs)), task in product(CANDIDATES.items(), BASES):
         if (task, name) in there:
             continue
         rows = load_task(RECIPES[task].task).load_rows("validation")
         rows = rows.select(range(min(args.problems, len(rows))))
-        found = measured(trained(task, SEED, noise, args), task, rows, PLAIN | (EDITING if noise else {}))
-        append_line(DATA, {"task": task, "seed": SEED, "noise": name, "epochs": args.epochs, "samplers": found})
+        model = trained(task, SEED, noise, epochs, Path(args.output_dir))
+        found = measured(model, task, rows, PLAIN | (EDITING if noise else {}))
+        append_line(DATA, {"task": task, "seed": SEED, "noise": name, "epochs": epochs, "samplers": found})
     name, threshold = chosen(read_lines(DATA))
-    flags = {name: value for name, value in CANDIDATES[name].items() if name != "edit_noise"}
-    sys.stdout.write(" ".join(f"--{name} {value}" for name, value in (flags | {"edit_threshold": threshold}).items()))
+    noise, epochs = CANDIDATES[name]
+    flags = {name: value for name, value in noise.items() if name != "edit_noise"}
+    flags |= {"epochs": epochs, "edit_threshold": threshold}
+    sys.stdout.write(" ".join(f"--{name} {value}" for name, value in flags.items()))
     sys.stdout.write("\n")
 
 

@@ -13,10 +13,11 @@ def result(solved, passes):
 
 
 def test_gains_are_over_the_best_that_is_as_fast():
-    unedited = [[result("0011", 2.0), result("0001", 2.2)], [result("1000", 1.0)], [result("1111", 3.0)]]
-    assert gains([result("1011", 2.5), result("0010", 2.5)], unedited) == [0.5, 0, 0.5, -0.5]
-    assert gains([result("1011", 2.0)], unedited) == [0, 0, 1, 1]  # 2.1 passes are more than 2
-    assert gains([result("1111", 0.5)], unedited) == []
+    unedited = [{0: result("0011", 2.0), 1: result("0001", 2.2)}, {0: result("1000", 1.0)}, {0: result("1111", 3.0)}]
+    both = gains({1: result("0010", 2.5), 0: result("1011", 2.5)}, unedited)
+    assert both.tolist() == [[0, 0, 1, -1], [1, 0, 0, 0]]
+    assert gains({0: result("1011", 2.0)}, unedited).tolist() == [[0, 0, 1, 1]]  # 2.1 passes are more than 2
+    assert gains({0: result("1111", 0.5)}, unedited).size == 0
 
 
 def test_the_search_takes_the_highest_mean_over_tasks_and_settings(capsys, tmp_path, monkeypatch):
@@ -26,16 +27,16 @@ def test_the_search_takes_the_highest_mean_over_tasks_and_settings(capsys, tmp_p
     same = {name: result("0110", 3.0) for name in search.EDITING}
     better = {name: result("0111" if "0.8" in name else "0110", 3.0) for name in search.EDITING}
     lines = [
-        {"task": task, "noise": name, "samplers": plain | (better if name == "draft 1" else same)}
+        {"task": task, "noise": name, "samplers": plain | (better if name == "draft 1, 8 epochs" else same)}
         for name, task in product(search.CANDIDATES, BASES)
     ]
     search.DATA.write_text("".join(json.dumps(line) + "\n" for line in lines))
     search.main(search.make_parser().parse_args([]))
     flags = capsys.readouterr().out.split()
-    assert flags == ["--edit_share", "1.0", "--edit_weight", "1.0", "--edit_threshold", "0.8"]
+    assert flags == ["--edit_share", "1.0", "--edit_weight", "1.0", "--epochs", "8", "--edit_threshold", "0.8"]
     args = make_parser().parse_args(flags)
-    assert (args.edit_share, args.edit_weight, args.edit_threshold) == (1, 1, 0.8)
-    assert "| draft 1 | +0.0 | +0.0 | +25.0 | +25.0 |" in report.searched(lines)
+    assert (args.edit_share, args.edit_weight, args.epochs, args.edit_threshold) == (1, 1, 8, 0.8)
+    assert "| draft 1, 8 epochs | +0.0 | +0.0 | +25.0 | +25.0 |" in report.searched(lines)
 
 
 def test_models_of_masks_alone_do_not_edit_and_the_others_differ_in_the_noise():
