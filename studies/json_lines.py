@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import logging
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Run = dict[str, Any]  # what names a run, and the first part of its line
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
@@ -29,3 +36,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:  # a line that a kill left incomplete
             continue
     return found
+
+
+def complete(file: Path, runs: Sequence[Run], output: Path, line: Callable[[Run], dict[str, Any]]) -> None:
+    """Appends the lines of the runs that `file` does not have. Other processes may do the same: each run has a lock."""
+    for run in runs:
+        lock = output / "locks" / "-".join(map(str, (file.stem, *run.values())))
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("a") as claim, contextlib.suppress(BlockingIOError):
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if run not in [{name: one[name] for name in run} for one in read_lines(file)]:
+                append_line(file, {**run, **line(run)})
+                logger.info("done: %s", run)

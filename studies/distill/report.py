@@ -12,12 +12,13 @@ import numpy as np
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
-from studies.distill.points import aup, chosen, mean_over, points
+from studies.distill.choice import chosen, mean_over
 from studies.distill.run import DATA, EXACT, METHODS, UNDISTILLED
 from studies.distill.teachers import SEEDS, TASKS
 from studies.json_lines import read_lines
 from studies.leaderboard.statistics import percent
 from studies.leaderboard.statistics import points as in_points
+from studies.samplers.points import aup, points
 
 MARGIN = 1.0  # points of accuracy below the undistilled exact sampler
 Line = Mapping[str, Any]

@@ -10,36 +10,27 @@ tables.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import logging
 import shutil
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from d1.distill.train import main as distil
 from d1.distill.train import make_parser as distil_parser
 from d1.models import load_model, load_tokenizer
 from d1.ranges import SEED
 from d1.runs.entry import OneLineParser, run_script
-from d1.sampling import eos_cut
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
-from studies.distill.points import best_rate
+from studies.distill.choice import best_rate
 from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
-from studies.json_lines import append_line, read_lines
-from studies.samplers.cost import prompts_of, sample, solved, work_of
+from studies.json_lines import Run, complete, read_lines
+from studies.samplers.cost import measured
 from studies.samplers.fresh import FRESH
-
-logger = logging.getLogger(__name__)
 
 DATA = Path(__file__).resolve().parent / "data"
 LENGTH, VALIDATION, TEST = 32, 256, 500
-Run = dict[str, Any]
 UNDISTILLED = "undistilled"
 STEPS = {"dparallel": 128, "t3d": 256, "d-opsd": 60}  # optimizer steps
 METHODS = (UNDISTILLED, *STEPS)
@@ -83,35 +74,12 @@ def distilled(start: Path, task: str, seed: int, method: str, rate: float, folde
     return folder / job
 
 
-def measured(folder: Path, task: str, split: str) -> dict[str, dict[str, Any]]:
-    """For each sampler: whether each problem was solved, as a text of 0 and 1, and, per problem, forward passes, tokens
-    of the completion up to its EOS, and tokens that the model computed."""
-    torch.set_grad_enabled(False)
+def outcomes(folder: Path, task: str, split: str) -> dict[str, dict[str, Any]]:
+    """What every sampler does with a split's problems."""
     model, tokenizer = load_model(str(folder)).eval(), load_tokenizer(str(folder))
     rows = load_task(RECIPES[task].task).load_rows("validation") if split == "validation" else FRESH[task](TEST, 0)
     rows = rows.select(range(VALIDATION)) if split == "validation" else rows
-    prompts, found = prompts_of(rows, tokenizer, model.device), {}
-    for name, options in SAMPLERS.items():
-        parts, width = sample(model, tokenizer, prompts, LENGTH, 128, **options), prompts.shape[1]
-        own = sum(int(eos_cut(part.ids[:, width:], [tokenizer.eos_token_id]).sum()) for part in parts)
-        passes, computed = work_of(parts)
-        right = solved(parts, tokenizer, width, rows, task)
-        found[name] = {"solved": "".join(str(int(one)) for one in right), "passes": round(passes, 4)}
-        found[name] |= {"tokens": round(own / len(rows), 4), "computed": round(computed, 2)}
-    torch.set_grad_enabled(True)
-    return found
-
-
-def complete(file: Path, runs: list[Run], output: Path, line: Callable[[Run], dict[str, Any]]) -> None:
-    """Appends the lines of the runs that `file` does not have. Other processes may do the same: each run has a lock."""
-    for run in runs:
-        lock = output / "locks" / "-".join(map(str, (file.stem, *run.values())))
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with lock.open("a") as claim, contextlib.suppress(BlockingIOError):
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if run not in [{name: one[name] for name in run} for one in read_lines(file)]:
-                append_line(file, {**run, **line(run)})
-                logger.info("done: %s", run)
+    return measured(model, tokenizer, rows, task, LENGTH, SAMPLERS)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -121,14 +89,14 @@ def main(args: argparse.Namespace) -> None:
     def searched(run: Run) -> dict[str, Any]:
         start = teacher(run["task"], run["seed"], output)
         folder = distilled(start, run["task"], run["seed"], run["method"], run["rate"], start.parent)
-        return {"samplers": measured(folder, run["task"], "validation")}
+        return {"samplers": outcomes(folder, run["task"], "validation")}
 
     def judged(run: Run) -> dict[str, Any]:
         task, seed = run["task"], run["seed"]
         start = folder = teacher(task, seed, output)
         if run["rate"]:
             folder = distilled(start, task, seed, run["method"], run["rate"], start.parent)
-        return {split: measured(folder, task, split) for split in ("validation", "test")}
+        return {split: outcomes(folder, task, split) for split in ("validation", "test")}
 
     if args.search:
         grid = [(method, rate) for method in args.methods for rate in RATES.get(method, ())]

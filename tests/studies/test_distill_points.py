@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from studies.distill.points import area, aup, best_rate, chosen
+from studies.distill.choice import best_rate, chosen
+from studies.samplers.points import area, aup
 
 
 def sampler(right: int, passes: float, tokens: float = 20.0) -> dict[str, Any]:
