@@ -31,7 +31,8 @@ def teacher(task: str, seed: int, output_dir: str | Path = OUTPUT) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        run_phases(phases, folder, jobs=1, console=Console())
+        if not (folder / "sft_grpo" / "README.md").exists():  # the card, which is written last
+            run_phases(phases, folder, jobs=1, console=Console())
     return folder / "sft_grpo"
 
 

@@ -147,7 +147,7 @@ Written by `python -m studies.samplers.run`. All runs of a task start from SFT a
 core, with the settings of pocket.yaml and different samplers for their rollouts. Every model is judged by the **exact**
 sampler, greedy, on the test problems. `one_step` is d1's estimator. `replay` scores each token in the state in which it
 was revealed; everything else is d1's, so only the estimators differ. `tracerl` has TraceRL's values. The samplers'
-levels were chosen on validation problems by `studies/samplers/search.py`.
+levels were chosen on validation problems by an earlier `studies/samplers/frontier.py`.
 
 {reading}
 

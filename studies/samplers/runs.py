@@ -43,7 +43,7 @@ class Level(NamedTuple):
     steps: int | None = None
 
 
-# Levels were chosen on validation problems by search.py; Countdown uses Sudoku's.
+# Levels were chosen on validation problems by an earlier frontier.py; Countdown uses Sudoku's.
 OF_ANY_TASK = {"exact": Level(), "cached": Level(("--kv_cache", "dual"))}
 OF_SUDOKU = OF_ANY_TASK | {
     "parallel": Level(("--reveal", "entropy", "--reveal_level", 1.75), blocks=1, steps=4),

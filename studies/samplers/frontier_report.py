@@ -1,0 +1,133 @@
+"""The tables and the figure of docs/samplers.md, from data/frontier.jsonl."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from d1.sampling.caches import CACHES
+from d1.show.curves import legend, panels, save_figure
+from d1.show.tables import markdown_table
+from pocket.recipes import ROOT
+from pocket.uncertainty import Mean, mean_of
+from studies.distill.teachers import SEEDS, TASKS
+from studies.leaderboard.statistics import percent, points
+from studies.samplers.frontier import (
+    EXACT,
+    MARGIN,
+    REFERENCES,
+    Line,
+    chosen,
+    family,
+    frontier,
+    lines_of,
+    mean_over,
+)
+from studies.samplers.points import accuracy, aup
+
+PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.png"
+GOAL = 10.0  # times fewer computed tokens
+SHOWN = 5.0  # points below exact on validation problems, down to which a table shows settings
+HEAD = ["sampler", "solved, % [95%]", "minus exact [95%]", "computed tokens", "fewer", "passes", "TPF", "ms"]
+
+
+def outcomes(lines: Sequence[Line], name: str) -> np.ndarray:
+    """(seeds, problems), 1 where a problem is solved."""
+    return np.array([[*map(int, line["samplers"][name]["solved"])] for line in lines], dtype=float)
+
+
+def against(lines: Sequence[Line], name: str, reference: str = EXACT) -> Mean:
+    return mean_of(outcomes(lines, name) - outcomes(lines, reference))
+
+
+def row(lines: Sequence[Line], name: str, mark: str = "") -> list[str]:
+    computed, passes = (mean_over(lines, name, value) for value in ("computed", "passes"))
+    cells = [f"{mark}{name}", percent(mean_of(outcomes(lines, name)))]
+    cells += ["" if name == EXACT else points(against(lines, name)), f"{computed:.0f}"]
+    cells += [f"{mean_over(lines, EXACT, 'computed') / computed:.1f}", f"{passes:.2f}"]
+    return [
+        *cells,
+        f"{mean_over(lines, name, 'tokens') / passes:.1f}",
+        f"{1000 * mean_over(lines, name, 'seconds'):.1f}",
+    ]
+
+
+def sentence(task: str, lines: Sequence[Line], name: str | None, reference: str) -> str:
+    """What became of a choice on fresh problems."""
+    if name is None:
+        return f"{task.capitalize()}: no setting is within {MARGIN:g} point of {reference} on validation problems.\n"
+    found, fewer = (
+        against(lines, name, reference),
+        mean_over(lines, EXACT, "computed") / mean_over(lines, name, "computed"),
+    )
+    kept = "no loss" if 100 * found.low > -MARGIN else "a loss is not excluded"
+    goal = "reached" if kept == "no loss" and fewer >= GOAL and reference == EXACT else "not reached"
+    said = f" The goal is {goal}." if reference == EXACT else ""
+    return (
+        f"{task.capitalize()}, within {MARGIN:g} point of {reference} on validation problems: `{name}`, {fewer:.1f} "
+        f"times fewer computed tokens, {points(found)} points on fresh problems: {kept}.{said}\n"
+    )
+
+
+def of_task(task: str) -> list[str]:
+    """The table of a task and what is said of its choices; empty if a model is missing."""
+    validation, test = lines_of(task, "validation"), lines_of(task, "test")
+    if min(len(validation), len(test)) < len(SEEDS):
+        return []
+    choices = {reference: chosen(validation, reference) for reference in REFERENCES}
+    least = mean_over(validation, EXACT, "accuracy") - SHOWN
+    names = [name for name in test[0]["samplers"] if name not in REFERENCES]
+    names = [name for name in names if mean_over(validation, name, "accuracy") >= least or name in choices.values()]
+    names.sort(key=lambda name: -mean_over(test, name, "computed"))
+    rows = [row(test, name) for name in REFERENCES]
+    rows += [row(test, name, "**chosen**: " * (name in choices.values())) for name in names]
+    said = [sentence(task, test, name, reference) for reference, name in choices.items()]
+    return [f"### {task}\n", *said, markdown_table(HEAD, rows)]
+
+
+def areas() -> str:
+    """AUP of exact and every cache's frontier of accuracy against passes: mean and standard deviation of the seeds."""
+    rows = []
+    for task in TASKS:
+        lines, validation = lines_of(task, "test"), lines_of(task, "validation")
+        highest = max(accuracy(one) for line in lines for one in line["samplers"].values())
+        for cache in ("no cache", *CACHES):
+            names = [name for name in lines[0]["samplers"] if family(name) == cache]
+            names = [EXACT, *frontier(validation, names, "passes")]
+            found = [aup({name: line["samplers"][name] for name in names}, highest) for line in lines]
+            rows.append([task, cache, f"{statistics.fmean(found):.0f} ± {statistics.stdev(found):.0f}"])
+    return "### Area under accuracy against TPF (AUP)\n\n" + markdown_table(["task", "cache", "AUP"], rows)
+
+
+def left() -> int:
+    """The parts of the study that are not measured."""
+    planned = 2 * len(TASKS) * len(SEEDS)
+    return planned - sum(len(lines_of(task, split)) for task in TASKS for split in ("validation", "test"))
+
+
+def figure(path: Path = FIGURE) -> None:
+    """Plots accuracy against computed tokens, a colour per cache; nothing while parts are missing."""
+    if left():
+        return
+    drawn, axes = panels(1, len(TASKS), size=(9, 4.2))
+    for axis, task in zip(axes, TASKS, strict=True):
+        lines = lines_of(task, "test")
+        for cache in ("exact", "no cache", *CACHES):
+            names = [name for name in lines[0]["samplers"] if family(name) == cache]
+            tokens, solved = ([mean_over(lines, name, value) for name in names] for value in ("computed", "accuracy"))
+            axis.plot(tokens, solved, "*" if cache == "exact" else ".", markersize=9, label=cache)
+        axis.set_xscale("log")
+        axis.set(title=task, xlabel="computed tokens per problem", ylabel="fresh problems solved, %")
+    legend(drawn, columns=6)
+    save_figure(drawn, path)
+
+
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
+    found = [part for task in TASKS for part in of_task(task)]
+    if left():
+        found.append(f"{left()} parts are not measured yet; `python -m studies.samplers.frontier` continues.\n")
+    return {PAGE: "\n".join([*found, *([] if left() else [areas()])])}
