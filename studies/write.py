@@ -13,13 +13,21 @@ from d1.runs.entry import OneLineParser, run_script
 from studies import pages
 from studies.distill.report import parts as distill
 from studies.editing.report import parts as editing
+from studies.estimators import report as estimators
 from studies.leaderboard import report as leaderboard
 from studies.preference.report import parts as preference
 from studies.samplers import frontier_report
 from studies.staleness.report import parts as staleness
 
 # Each gives the written part of its pages.
-STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (distill, editing, preference, frontier_report.parts, staleness)
+STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
+    distill,
+    editing,
+    estimators.parts,
+    preference,
+    frontier_report.parts,
+    staleness,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,6 +39,7 @@ def main(args: argparse.Namespace) -> None:
         for page, text in parts().items():
             pages.write(page, text)
     frontier_report.figure()
+    estimators.figure()
     if (leaderboard.DATA / "final.jsonl").exists():
         leaderboard.write(leaderboard.DATA, leaderboard.PAGE)
 

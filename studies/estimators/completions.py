@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,23 @@ from d1.scoring.rollouts import Randomness
 BLOCK, TEMPERATURE = 8, 0.9  # as in pocket.yaml
 
 
+class Sampled(NamedTuple):
+    """Completions, and the tokens that their forward passes processed."""
+
+    rows: SampledRows
+    tokens: int
+
+
 def sample_rows(
-    model: Any, tokenizer: Any, prompts: Sequence[list[dict[str, str]]], gen_length: int, seed: int
-) -> SampledRows:
-    """One completion per prompt (chat messages), of `gen_length` tokens, two per step; generators are (seed, row)."""
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[list[dict[str, str]]],
+    gen_length: int,
+    seed: int,
+    eos_stop: bool = False,
+) -> Sampled:
+    """One completion per prompt (chat messages), of `gen_length` tokens, two per step; generators are (seed, row).
+    With `eos_stop`, which is on in RL, blocks after a completion's EOS are not computed."""
     texts = [encode_prompt(tokenizer, render_prompt(tokenizer, prompt)) for prompt in prompts]
     longest = max(map(len, texts))
     ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(text)) + text for text in texts])
@@ -35,10 +48,11 @@ def sample_rows(
         block_length=BLOCK,
         steps=gen_length // 2,
         temperature=TEMPERATURE,
+        eos_token_ids=[tokenizer.eos_token_id] if eos_stop else None,
     )
     canvas = sampled.ids[:, longest:]
     ends = canvas == tokenizer.eos_token_id
-    return SampledRows(
+    rows = SampledRows(
         prompt_ids=ids,
         attention_mask=mask,
         maskable=mask.bool(),
@@ -48,6 +62,7 @@ def sample_rows(
         logps=sampled.logps,
         entropies=sampled.entropies,
     )
+    return Sampled(rows, int(sampled.forward_tokens.sum()))
 
 
 def texts_of(sampled: SampledRows, tokenizer: Any) -> list[str]:
@@ -69,6 +84,6 @@ def trajectory_logps(model: Any, sampled: SampledRows, mask_token_id: int) -> Te
 def divergence(of: Any, start: Any, tokenizer: Any, prompts: Sequence[list[dict[str, str]]], gen_length: int) -> float:
     """The KL of `of` to `start` in nats per token, on completions that `of` samples: the mean difference of their
     log-probabilities of each token in the state in which it was revealed."""
-    sampled = sample_rows(of, tokenizer, prompts, gen_length, seed=0)
+    sampled = sample_rows(of, tokenizer, prompts, gen_length, seed=0).rows
     other = trajectory_logps(start, sampled, tokenizer.mask_token_id)
     return ((sampled.logps - other) * sampled.scored).sum().item() / int(sampled.scored.sum())

@@ -2,81 +2,49 @@
 
 For completions o_i with advantages A_i an estimator gives v_i, its value of log p(o_i) in nats per token; the gradient
 is that of the mean of A_i v_i. It is compared with two targets: the any-order bound (`d1/scoring/elbo.py`), which is
-too large to enumerate and is approximated by many draws, and the sampler's own trajectory, which replay of every step
-gives exactly (`d1/scoring/replay.py`).
+too large to enumerate and is approximated by many draws, and replay of every step (`d1/scoring/replay.py`), the
+log-probability of the sampler's tokens in their states without that of its choice of places.
+
+Completions whose advantage is 0 have no weight in a gradient: as in RL, they are neither scored nor charged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from d1.masking import keyed_generator
 from d1.scoring import ESTIMATORS, Randomness, SampledRows, Views, ViewSettings, score
+from studies.estimators.choices import PAIRS, TRAJECTORY, Choice
 
 BLOCK = 8  # tokens per block
-LONG_RUN = 1_000_000  # the number of the first draw of a long run, far above those of a choice's draws
+LONG_RUN = 1_000_000  # the number of the first draw of the bound, far above those of a choice's draws
 STREAM = 7
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An estimator with its settings.
-
-    Attributes:
-        views: views per row, for the table.
-        weight: the average sum of its weights for a token; its value is divided by this.
-        is_mean: it gives a mean over tokens; others give a sum.
-        random: its draws differ.
-    """
-
-    name: str
-    estimator: str
-    views: int
-    settings: dict[str, Any] = field(default_factory=dict)
-    weight: float = 1.0
-    is_mean: bool = False
-    random: bool = True
-
-
-TRAJECTORY = Choice("replay, every step", "replay", 16, random=False)
-PAIRS = {"antithetic": True, "stratified": True}
-CHOICES = [
-    Choice("one step, prompt hidden by .15", "one_step", 1, {"p_mask_prompt": 0.15}),
-    Choice("one step", "one_step", 1, random=False),
-    *(Choice("random mask", "random_masks", n, {"num_views": n}) for n in (1, 35)),
-    Choice("coupled", "coupled", 3, weight=1.5),
-    Choice("complements", "complements", 4, {"num_views": 2, "stratified": True}, weight=0.5),
-    *(Choice("spg", "spg", n, {"num_views": n, "p_mask_prompt": 0.15}, is_mean=True) for n in (1, 2, 4)),
-    *(Choice("elbo", "elbo", n, {"num_views": n}) for n in (1, 2, 4, 8)),
-    Choice("elbo, stratified", "elbo", 16, {"num_views": 16, "stratified": True}),
-    *(Choice("elbo, opposite, stratified", "elbo", 2 * n, {"num_views": n, **PAIRS}) for n in (1, 2, 4)),
-    Choice("counts, stratified", "counts", 16, {"num_views": 16, "stratified": True}),
-    Choice("gauss", "gauss", 3),
-    *(Choice("espo, opposite, stratified", "espo", 2 * n, {"num_views": n, **PAIRS}) for n in (1, 2, 4)),
-    *(Choice("replay, drawn evenly", "replay", n, {"num_views": n}) for n in (1, 2, 4, 8, 24)),
-    *(Choice("replay, drawn by entropy", "replay", n, {"num_views": n, "draw_steps": "entropy"}) for n in (1, 4, 24)),
-    *(Choice("replay, merged", "replay", n, {"segment_steps": 16 // n}, random=False) for n in (1, 2, 4, 8)),
-    TRAJECTORY,
-    Choice("segments, prompt hidden by .15", "segments", 16, {"segments": 16, "p_mask_prompt": 0.15}),
-    Choice("states", "states", 4, {"num_views": 4}),
-    Choice("left to right", "left_to_right", 32, random=False),
-]
+MEASURES = ("snr", "cosine_to_bound", "cosine_to_trajectory")  # those with intervals
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its completions, in groups of `group` rows with the same prompt; advantages are (rows,)."""
+    """A model and its completions, in groups of `group` rows with the same problem.
+
+    Attributes:
+        advantages: (rows,).
+        tokens: tokens that the rollout processed.
+        seed: of the draws.
+    """
 
     model: Any
     sampled: SampledRows
     advantages: Tensor
     group: int
     mask_token_id: int
+    tokens: int
+    seed: int = 0
 
     @property
     def lengths(self) -> Tensor:
@@ -90,26 +58,49 @@ class Case:
     def weights(self) -> list[Tensor]:
         return [weight for weight in self.model.parameters() if weight.requires_grad]
 
+    @property
+    def groups(self) -> Sequence[slice]:
+        return [slice(start, start + self.group) for start in range(0, len(self.advantages), self.group)]
+
+
+class Gradients(NamedTuple):
+    """One draw of an estimator.
+
+    Attributes:
+        values: (rows,) in nats per token; 0 for rows without weight.
+        gradients: (groups, weights), of each group's mean of advantage times value.
+        tokens: the compute of the update: 1 per token of a forward pass and 2 for its backward pass.
+    """
+
+    values: Tensor
+    gradients: Tensor
+    tokens: int
+
 
 class Target(NamedTuple):
-    """The targets of estimators: values (rows,) in nats per token, gradients (weights,), and the relative standard
-    errors of the bound's mean and of its gradient."""
+    """The targets of estimators.
+
+    Attributes:
+        bound, trajectory: (rows,) in nats per token.
+        bound_gradients, trajectory_gradients: (groups, weights).
+        bound_error: relative standard error of the bound's gradient, the mean over groups.
+    """
 
     bound: Tensor
     trajectory: Tensor
-    bound_gradient: Tensor
-    trajectory_gradient: Tensor
+    bound_gradients: Tensor
+    trajectory_gradients: Tensor
     bound_error: float
-    gradient_error: float
 
 
 def draw(case: Case, choice: Choice, number: int) -> Views:
-    """Draw `number` of a choice's views, for all rows."""
-    rows = len(case.sampled.scored)
-    own = [keyed_generator(STREAM, number, row) for row in range(rows)]
-    random = Randomness(own, keyed_generator(STREAM, number), 0, rows)
+    """Draw `number` of a choice's views, for all rows; rows without weight score nothing."""
+    rows = len(case.advantages)
+    own = [keyed_generator(STREAM, case.seed, number, row) for row in range(rows)]
+    random = Randomness(own, keyed_generator(STREAM, case.seed, number), 0, rows)
     settings = ViewSettings(case.sampled.gen_length, case.steps, BLOCK, **choice.settings)
-    return ESTIMATORS[choice.estimator](case.sampled, random, settings)
+    views = ESTIMATORS[choice.estimator](case.sampled, random, settings)
+    return replace(views, weights=views.weights * (case.advantages != 0)[:, None, None])
 
 
 def some_rows(sampled: SampledRows, which: slice) -> SampledRows:
@@ -119,7 +110,7 @@ def some_rows(sampled: SampledRows, which: slice) -> SampledRows:
 
 
 def values_of(case: Case, choice: Choice, views: Views, which: slice) -> tuple[Tensor, int]:
-    """For the rows `which`: differentiable values (rows,) in nats per token, and the number of tokens processed."""
+    """For the rows `which`: differentiable values (rows,) in nats per token, and the compute of an update."""
     rows = some_rows(case.sampled, which)
     scores = score(
         case.model,
@@ -135,126 +126,78 @@ def values_of(case: Case, choice: Choice, views: Views, which: slice) -> tuple[T
     return totals if choice.is_mean else totals / case.lengths[which], int(scores.compute)
 
 
-def flat_gradient(case: Case, loss: Tensor) -> Tensor:
-    grads = torch.autograd.grad(loss, case.weights)
-    return torch.cat([grad.flatten() for grad in grads])
-
-
-def group_gradients(case: Case, choice: Choice, views: Views) -> tuple[Tensor, Tensor, int]:
-    """Values (rows,), gradients (groups, weights) of each group's mean of advantage times value, and the number of
-    tokens processed."""
-    values, gradients, fed = [], [], 0
-    for which in slices(case):
-        found, tokens = values_of(case, choice, views, which)
-        gradients.append(flat_gradient(case, (case.advantages[which] * found).mean()))
+def group_gradients(case: Case, choice: Choice, number: int) -> Gradients:
+    """Draw `number` of a choice."""
+    views, values, gradients, tokens = draw(case, choice, number), [], [], 0
+    nothing = torch.zeros(sum(weight.numel() for weight in case.weights), dtype=case.weights[0].dtype)
+    for which in case.groups:
+        if not case.advantages[which].any():
+            values.append(torch.zeros(case.group, dtype=nothing.dtype))
+            gradients.append(nothing)
+            continue
+        found, cost = values_of(case, choice, views, which)
+        of_weights = torch.autograd.grad((case.advantages[which] * found).mean(), case.weights)
+        gradients.append(torch.cat([gradient.flatten() for gradient in of_weights]))
         values.append(found.detach())
-        fed += tokens
-    return torch.cat(values), torch.stack(gradients), fed
+        tokens += cost
+    return Gradients(torch.cat(values), torch.stack(gradients), tokens)
 
 
-class Noise(NamedTuple):
-    """Signal and noise of the groups' gradients.
+def target_of(case: Case, bound_draws: int) -> Target:
+    """The targets of a case's estimators; the bound has `bound_draws` draws, each of 16 pairs of opposite masks."""
+    many = Choice("", "espo", 32, {"num_views": 16, **PAIRS})
+    drawn = [group_gradients(case, many, LONG_RUN + number) for number in range(bound_draws)]
+    gradients = torch.stack([one.gradients for one in drawn])
+    whole = gradients.mean(1)
+    error = (whole.var(0).sum() / bound_draws / whole.mean(0).square().sum()).sqrt().item()
+    exact = group_gradients(case, TRAJECTORY, 0)
+    bound = torch.stack([one.values for one in drawn]).mean(0)
+    return Target(bound, exact.values, gradients.mean(0), exact.gradients, error)
 
-    Attributes:
-        signal: the square of their mean over groups, corrected for the noise of draws.
-        between: the variance (a trace) of a group's gradient between groups.
-        within: the variance of a group's gradient between its draws.
+
+def of_groups(products: np.ndarray, kept: np.ndarray, budget: float) -> dict[str, float | None]:
+    """`MEASURES` of the gradient over some groups.
+
+    Args:
+        products: (n x groups, n x groups), inner products of the groups' gradients: those of each draw, then those of
+            the bound, then those of the trajectory.
+        kept: (groups,) 1 for groups that count, else 0.
+        budget: draws that a rollout's tokens pay for.
+
+    Returns:
+        Means of the draws' cosines; and the signal-to-noise ratio: the gradient's square over its variance between
+        draws, times `budget`, with an unbiased estimate of both. It can be below 0, and is None for one draw.
     """
-
-    signal: float
-    between: float
-    within: float
-
-
-def noise_of(gradients: Tensor) -> Noise:
-    """Unbiased estimates from (draws, groups, weights). Draws of different groups may depend on each other, as
-    stratified draws do, so `within` is the variance of the mean over groups, times the number of groups; it is 0 for
-    one draw."""
-    draws, groups, _ = gradients.shape
-    means, whole = gradients.mean(0), gradients.mean(1)
-    mean = whole.mean(0)
-    own = within = 0.0
+    means = np.kron(np.eye(len(products) // len(kept)), kept / kept.sum())
+    inner = means @ products @ means.T
+    lengths = np.sqrt(np.diag(inner))
+    draws = len(inner) - 2
+    cosines = (inner / np.outer(lengths, lengths))[:draws, draws:].mean(0)
+    of_mean, snr = inner[:draws, :draws].mean(), None
     if draws > 1:
-        own = (gradients - means).square().sum().item() / ((draws - 1) * groups)
-        within = groups * (whole - mean).square().sum().item() / (draws - 1)
-    between = (means - mean).square().sum().item() / (groups - 1) - own / draws
-    return Noise(mean.square().sum().item() - within / (groups * draws), between, within)
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    return torch.nn.functional.cosine_similarity(a, b, dim=-1).mean().item()
+        noise = (np.trace(inner[:draws, :draws]) / draws - of_mean) * draws / (draws - 1)
+        snr = float(budget * (of_mean - noise / draws) / noise)
+    return {"snr": snr, "cosine_to_bound": float(cosines[0]), "cosine_to_trajectory": float(cosines[1])}
 
 
 def measure(case: Case, choice: Choice, target: Target, draws: int) -> dict[str, Any]:
-    """All measurements of a choice, over `draws` draws of its views (one if it draws nothing)."""
-    rows, count = len(case.advantages), draws if choice.random else 1
-    taken = [group_gradients(case, choice, draw(case, choice, number)) for number in range(count)]
-    values = torch.stack([one[0] for one in taken])
-    gradients = torch.stack([one[1] for one in taken])
-    whole, mean = gradients.mean(1), values.mean(0)
-    variance = values.var(0) if count > 1 else torch.zeros_like(mean)
-    noise = noise_of(gradients)
-    long = whole.mean(0)
-    clear = noise.signal / long.square().sum().item()  # the share that is not noise; noise lowers the mean's cosine
+    """All measurements of a choice, over `draws` draws of its views.
 
-    def long_cosine(to: Tensor) -> float | None:
-        """None if the mean is mostly noise."""
-        return min(1.0, cosine(long, to) / clear**0.5) if clear > 0.5 else None
-
-    return {
-        "draws": count,
-        "bias_to_bound": (mean - target.bound).mean().item(),
-        "bias_to_trajectory": (mean - target.trajectory).mean().item(),
-        "bias_error": (variance.sum() / count).sqrt().item() / rows,
-        "deviation": variance.mean().sqrt().item(),
-        "signal": noise.signal,
-        "between": noise.between,
-        "within": noise.within,
-        "tokens_of_update": sum(one[2] for one in taken) / count / rows,
-        "cosine_to_bound": cosine(whole, target.bound_gradient),
-        "cosine_to_trajectory": cosine(whole, target.trajectory_gradient),
-        "long_cosine_to_bound": long_cosine(target.bound_gradient),
-        "long_cosine_to_trajectory": long_cosine(target.trajectory_gradient),
-    }
-
-
-@torch.no_grad()
-def long_run_bound(case: Case, relative_error: float, most_draws: int, chunk: int = 16) -> tuple[Tensor, float]:
-    """The any-order bound (rows,) in nats per token, with as many draws as `relative_error` needs, and the relative
-    standard error of its mean over rows."""
-    many = Choice("", "espo", 2 * chunk, {"num_views": chunk, **PAIRS})
-    batches: list[Tensor] = []
-    while True:
-        views = draw(case, many, LONG_RUN + len(batches))
-        batches.append(torch.cat([values_of(case, many, views, which)[0] for which in slices(case)]))
-        if len(batches) >= 8:
-            values = torch.stack(batches)
-            means = values.mean(1)
-            error = (means.std() / len(means) ** 0.5 / means.mean().abs()).item()
-            if error < relative_error or len(batches) * chunk >= most_draws:
-                return values.mean(0), error
-
-
-def slices(case: Case) -> Sequence[slice]:
-    return [slice(start, start + case.group) for start in range(0, len(case.advantages), case.group)]
-
-
-def long_run(case: Case, relative_error: float = 0.01, most_draws: int = 20_000, gradient_draws: int = 8) -> Target:
-    """The targets of a case's estimators.
-
-    Args:
-        relative_error: of the bound's mean; draws end when it is reached, or at `most_draws`.
-        gradient_draws: draws for the bound's gradient, each of 16 pairs of opposite masks.
+    `MEASURES` come with their values on all groups but one, for each group: `without`, for the jackknife.
     """
-    bound, error = long_run_bound(case, relative_error, most_draws)
-    many = Choice("", "espo", 32, {"num_views": 16, **PAIRS})
-    drawn = [
-        group_gradients(case, many, draw(case, many, 2 * LONG_RUN + number))[1].mean(0)
-        for number in range(gradient_draws)
-    ]
-    gradients = torch.stack(drawn)
-    gradient = gradients.mean(0)
-    left = gradients.var(0).sum().item() / gradient_draws
-    values, exact, _ = group_gradients(case, TRAJECTORY, draw(case, TRAJECTORY, 0))
-    share = (left / max(gradient.square().sum().item(), 1e-30)) ** 0.5
-    return Target(bound, values, gradient, exact.mean(0), error, share)
+    taken = [group_gradients(case, choice, number) for number in range(draws)]
+    tokens = sum(one.tokens for one in taken) / len(taken)
+    counted = case.advantages != 0
+    values = torch.stack([one.values for one in taken])[:, counted]
+    bias = {name: (values.mean(0) - getattr(target, name)[counted]).mean().item() for name in ("bound", "trajectory")}
+    flat = torch.cat([*(one.gradients for one in taken), target.bound_gradients, target.trajectory_gradients])
+    products, groups = (flat @ flat.T).double().numpy(), len(case.groups)
+    without = [of_groups(products, 1 - row, case.tokens / tokens) for row in np.eye(groups)]
+    return {
+        "draws": len(taken),
+        "cost": tokens / case.tokens,
+        **{f"bias_to_{name}": value for name, value in bias.items()},
+        "deviation": values.var(0).mean().sqrt().item() if len(taken) > 1 else 0.0,
+        **of_groups(products, np.ones(groups), case.tokens / tokens),
+        "without": {name: [one[name] for one in without] for name in MEASURES},
+    }

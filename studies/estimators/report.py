@@ -1,194 +1,208 @@
-"""The report of the study of estimators: a figure, one table per model, and whether it predicts the leaderboard."""
+"""The tables and the figure of docs/estimators.md and the tables of README.md, from data/runs.jsonl."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from d1.show.curves import LINES, legend, panels, save_figure
+from d1.show.curves import OKABE_ITO, legend, panels, save_figure
 from d1.show.tables import markdown_table
-from studies.estimators.measures import CHOICES
-from studies.leaderboard.statistics import correlation
-from studies.pages import reading
+from pocket.recipes import ROOT
+from pocket.uncertainty import Mean
+from studies.estimators.choices import CHOICE_OF, CHOICES, CLAIMS, SHOWN
+from studies.estimators.intervals import Lines, difference, mean_over, rank_correlation
+from studies.estimators.run import DATA, MODELS, runs
+from studies.json_lines import Run, read_lines
+from studies.leaderboard.plan import SETUPS, TASKS, Setup
+from studies.leaderboard.results import at_the_end, read_results
+from studies.leaderboard.statistics import Interval, holm
 
-Line = dict[str, Any]
-COLUMNS = {  # of the figure: title -> the value of a result
-    "deviation of a value, nats a token": lambda line: line["deviation"],
-    "signal to noise, for a rollout's tokens": lambda line: signal_to_noise(line),
-    "cosine to the bound's gradient": lambda line: line["cosine_to_bound"],
-    "cosine to the trajectory's gradient": lambda line: line["cosine_to_trajectory"],
-}
-PREDICTORS = {  # of a method's rank on the leaderboard: title -> the value of a result
-    "cosine to bound": lambda line: line["cosine_to_bound"],
-    "cosine to trajectory": lambda line: line["cosine_to_trajectory"],
+PAGE, FIGURE = ROOT / "docs" / "estimators.md", ROOT / "docs" / "estimators.png"
+README = Path(__file__).with_name("README.md")
+NAMES = {"base": "base", "sft": "SFT"}
+PLOTTED = (
+    "one step, prompt hidden by .15",
+    "one step",
+    "elbo, opposite, stratified",
+    "replay, drawn evenly",
+    "replay, drawn by entropy",
+    "replay, merged",
+)
+FULL = {"SNR": "snr", "cosine to the bound": "cosine_to_bound", "to the trajectory": "cosine_to_trajectory"}
+PREDICTORS: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "cosine to the trajectory": lambda line: line["cosine_to_trajectory"],
+    "cosine to the bound": lambda line: line["cosine_to_bound"],
     "deviation": lambda line: line["deviation"],
-    "update / rollout": lambda line: line["tokens_of_update"] / line["tokens_of_rollout"],
-}
-# Method -> the choice that is its estimator. Left out are just-grpo, which samples left to right and so has another
-# trajectory, and methods that score a few chosen states.
-CHOICE_OF = {
-    "d1": ("one step, prompt hidden by .15", 1),
-    "wd1": ("one step, prompt hidden by .15", 1),
-    "coupled-grpo": ("coupled", 3),
-    "espo": ("espo, opposite, stratified", 4),
-    "spg": ("spg", 2),
-    "agrpo": ("replay, drawn evenly", 24),
-    "agrpo-entropy": ("replay, drawn by entropy", 24),
-    "cj-grpo": ("replay, every step", 16),
-    "d2": ("segments, prompt hidden by .15", 16),
-    "tracerl": ("replay, merged", 2),
-    "unigrpo": ("random mask", 35),
-    "bgpo": ("counts, stratified", 16),
-    "stable-drl": ("spg", 2),
-    "gdpo": ("gauss", 3),
-    "gdsd": ("complements", 4),
-    "dipo": ("replay, every step", 16),
-    "ebpo": ("counts, stratified", 16),
-    "trajectory": ("replay, drawn by entropy", 24),
-    "reinforce": ("elbo, opposite, stratified", 8),
+    "update / rollout": lambda line: line["cost"],
 }
 
-
-def signal_to_noise(line: Line) -> float | None:
-    """Signal to noise of the gradient on the given completions: its square over the variance from drawing views, for as
-    many draws as the tokens of one rollout pay for. None if nothing is drawn."""
-    if not line["within"]:
-        return None
-    draws = line["tokens_of_rollout"] / line["tokens_of_update"]
-    return max(0.0, line["signal"]) / (line["within"] / line["of"]["groups"]) * draws
+Key = tuple[str, int]
+Study = dict[Setup, dict[Key, dict[int, dict[str, Any]]]]  # model -> estimator and views -> seed -> line
 
 
-def share_of_views(line: Line) -> float:
-    """The share of the variance that comes from drawing views."""
-    return line["within"] / (line["between"] + line["within"])
+def study_of(lines: Sequence[dict[str, Any]]) -> Study:
+    found: Study = {}
+    for line in lines:
+        own = found.setdefault(Setup(line["task"], line["model"]), {})
+        own.setdefault((line["estimator"], line["views"]), {})[line["seed"]] = line
+    return found
 
 
-def table(lines: list[Line]) -> str:
-    """One row per choice."""
-    rows = [
-        [
-            line["name"],
-            str(line["views"]),
-            f"{line['tokens_of_update'] / line['tokens_of_rollout']:.2f}",
-            f"{line['bias_to_bound']:+.3f}",
-            f"{line['bias_to_trajectory']:+.3f}",
-            f"{line['deviation']:.3f}",
-            two_digits(signal_to_noise(line)),
-            f"{100 * share_of_views(line):.0f}%",
-            *(two_digits(line[f"{kind}cosine_to_{to}"]) for to in ("bound", "trajectory") for kind in ("", "long_")),
-        ]
-        for line in lines
-    ]
-    header = ["estimator", "views", "update / rollout", "bias to bound", "to trajectory", "deviation", "SNR"]
-    header += ["of views", "cosine to bound", "in the mean", "to trajectory", "in the mean"]
-    return markdown_table(header, rows)
+def all_models() -> list[Setup]:
+    return [Setup(task, model) for task in TASKS for model in MODELS]
 
 
-def two_digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def cell(mean: Mean | Interval | None, signed: bool = False) -> str:
+    """ ".71 [.65, .77]"; empty without a value."""
+    if mean is None:
+        return ""
+    value, low, high = (f"{number:{'+' if signed else ''}.2f}" for number in mean[:3])
+    return f"{value} [{low}, {high}]"
 
 
-def draw(by_model: dict[str, list[Line]], path: Path) -> None:
-    """Plots one row per model, one column for each of `COLUMNS`, against views; a line or a point per estimator."""
-    figure, axes = panels(len(by_model), len(COLUMNS), size=(4 * len(COLUMNS), 3.4 * len(by_model)))
-    places = iter(axes)
-    names = [*dict.fromkeys(choice.name for choice in CHOICES)]
-    for model, lines in by_model.items():
-        for title, value in COLUMNS.items():
-            axis = next(places)
-            for number, name in enumerate(names):
-                found = ((line["views"], value(line)) for line in lines if line["name"] == name)
-                own = sorted(pair for pair in found if pair[1] is not None)
-                marker = "os^Dv<>Pp*Xh"[number % 12]
-                axis.plot(
-                    *zip(*own, strict=True), marker=marker, label=name, **LINES[number % len(LINES)]
-                ) if own else None
-            axis.set(title=f"{model}\n{title}", xlabel="views", xscale="log")
-            axis.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
-    legend(figure, columns=6)
-    save_figure(figure, path)
+def left_of(lines: Sequence[Mapping[str, Any]]) -> list[Run]:
+    """The planned lines that are not measured."""
+    there = [{name: line[name] for name in runs()[0]} for line in lines]
+    return [run for run in runs() if run not in there]
 
 
-def write_report(lines: list[Line], path: Path, accuracies: Mapping[str, Mapping[str, float]]) -> str:
-    """Writes the page and its figure; `accuracies` are the leaderboard's, task -> method -> share solved."""
-    order = {(choice.name, choice.views): place for place, choice in enumerate(CHOICES)}
-    by_model: dict[str, list[Line]] = {}
-    for line in sorted(lines, key=lambda line: order[line["name"], line["views"]]):
-        by_model.setdefault(line["of"]["model"], []).append(line)
-    if not by_model:
-        return "Nothing has been measured yet."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure = path.with_suffix(".png")
-    draw(by_model, figure)
-    text = PAGE.format(figure=figure.name, reading=reading(path))
-    for model, own in sorted(by_model.items()):
-        text += heading(model, own) + table(own) + "\n"
-    text += prediction(by_model, accuracies)
-    path.write_text(text.rstrip() + "\n")
-    return f"Tables: {path}"
-
-
-def heading(model: str, lines: list[Line]) -> str:
-    first, of = lines[0], lines[0]["of"]
-    partial = "" if len(lines) == len(CHOICES) else f" **Partial: {len(lines)} of {len(CHOICES)} rows.**"
-    errors = f"relative error {100 * first['bound_error']:.2f}%, of its gradient {100 * first['gradient_error']:.1f}%"
-    return (
-        f"## {model}\n\n{of['groups']} training problems with {of['group']} completions each.{partial} The any-order "
-        f"bound is {first['bound']:.3f} nats per token ({errors}), the sampler's own trajectory "
-        f"{first['trajectory']:.3f}; a rollout processes {first['tokens_of_rollout']:.0f} tokens per completion.\n\n"
+def status(lines: Sequence[Mapping[str, Any]]) -> str:
+    planned, missing = runs(), left_of(lines)
+    total, left = (len({(run["task"], run["model"], run["seed"]) for run in of}) for of in (planned, missing))
+    told = (
+        f"{len(planned) - len(missing)} of {len(planned)} planned lines are measured, {total - left} of {total} models"
     )
+    return f"{told} completely. {UNFINISHED if missing else ''}".rstrip() + "\n"
 
 
-def prediction(by_model: dict[str, list[Line]], accuracies: Mapping[str, Mapping[str, float]]) -> str:
-    """One table per task: each method's estimator on the SFT model, its accuracy on the leaderboard, and rank
-    correlations of the two; empty if either is missing."""
-    text = ""
-    for task, ends in accuracies.items():
-        lines = {(line["name"], line["views"]): line for line in by_model.get(f"{task}: SFT", [])}
-        found = {method: lines[choice] for method, choice in CHOICE_OF.items() if method in ends and choice in lines}
-        if found:
-            text += f"### {task}\n\n{prediction_table(found, ends)}\n"
-    return text and PREDICTION + text
+def claims(study: Study, finished: bool) -> str:
+    """One row per comparison, one column per model: differences, bold in the finished study if separated (Holm)."""
+    models = [setup for setup in all_models() if setup in study]
+    found: dict[tuple[int, Setup], Mean] = {}
+    for number, claim in enumerate(CLAIMS):
+        for setup in models:
+            own, other = (study[setup].get(key, {}) for key in (claim.choice, claim.other))
+            if mean := difference(own, other, claim.measure):
+                found[number, setup] = mean
+    adjusted = dict(zip(found, holm([mean.p for mean in found.values()]), strict=True))
+
+    def entry(number: int, setup: Setup) -> str:
+        place = number, setup
+        mark = "**" if finished and adjusted.get(place, 1.0) < 0.05 else ""
+        return f"{mark}{cell(found.get(place), signed=True)}{mark}"
+
+    rows = [[claim.title, *(entry(number, setup) for setup in models)] for number, claim in enumerate(CLAIMS)]
+    return markdown_table(["difference of cosines", *(f"{one.task}, {NAMES[one.start]}" for one in models)], rows)
 
 
-def prediction_table(found: Mapping[str, Line], ends: Mapping[str, float]) -> str:
-    """One row per method, the best first, and a last row of correlations."""
-    values = {title: {method: of(line) for method, line in found.items()} for title, of in PREDICTORS.items()}
-    rows = [
-        [method, "{}, {}".format(*CHOICE_OF[method]), f"{100 * ends[method]:.1f}"]
-        + [two_digits(column[method]) for column in values.values()]
-        for method in sorted(found, key=lambda method: -ends[method])
-    ]
-    rows.append(["rank correlation", "", "", *(correlation(ends, column) for column in values.values())])
-    return markdown_table(["method", "estimator, views", "leaderboard, %", *PREDICTORS], rows)
+def cost(lines: Lines) -> str:
+    return f"{statistics.fmean(line['cost'] for line in lines.values()):.2f}" if lines else ""
 
 
-PAGE = """# Which estimator of log-probabilities, with how many views?
+def compact(task: str, study: Study) -> str:
+    """A task's table on the page: the estimators of `SHOWN`, both models."""
+    models = [study.get(Setup(task, model), {}) for model in MODELS]
+    names = [NAMES[model] for model in MODELS]
+    head = ["estimator, views", *(f"{name}: update / rollout" for name in names)]
+    head += [f"{name}: {title}" for title in ("cosine to the trajectory", "SNR") for name in names]
+    rows = []
+    for key in SHOWN:
+        own = [model.get(key, {}) for model in models]
+        cells = [cell(mean_over(of, name)) for name in ("cosine_to_trajectory", "snr") for of in own]
+        rows.append(["{}, {}".format(*key), *map(cost, own), *cells])
+    return f"### {task}\n\n{markdown_table(head, rows)}"
 
-Written by `python -m studies.estimators.run`. For completions that a pocket model sampled as in RL, every estimator of
-`d1/scoring/` is compared with two values of log p: the any-order bound, estimated from many draws, and the sampler's
-own trajectory, which replay of every step gives exactly.
 
-{reading}
+def full(setup: Setup, of: Mapping[Key, Lines]) -> str:
+    """All measurements of a model."""
+    common = [next(iter(lines.values())) for lines in of.values()]
+    errors = ", ".join(f"{100 * error:.0f}%" for error in sorted({line["bound_error"] for line in common}))
+    rows = []
+    for choice in CHOICES:
+        if lines := of.get(choice.key):
+            means = {
+                name: statistics.fmean(line[name] for line in lines.values())
+                for name in ("bias_to_bound", "bias_to_trajectory", "deviation")
+            }
+            signed = [f"{value:.3f}" if name == "deviation" else f"{value:+.3f}" for name, value in means.items()]
+            intervals = [cell(mean_over(lines, name)) for name in FULL.values()]
+            rows.append([choice.name, str(choice.views), str(len(lines)), cost(lines), *signed, *intervals])
+    head = ["estimator", "views", "seeds", "update / rollout", "bias to bound", "to trajectory", "deviation", *FULL]
+    told = f"Relative standard error of the bound's gradient: {errors}.\n\n"
+    return f"## {setup.task}, {NAMES[setup.start]}\n\n{told}{markdown_table(head, rows)}"
 
-![Deviation, signal to noise and cosines against views]({figure})
 
-- update / rollout: tokens of one update (backward passes count twice) divided by those of its rollout.
-- bias: mean value minus the bound's, and minus the trajectory's, in nats per token. `coupled` is divided by the
-  sum of its weights, 1.5.
-- deviation: standard deviation of a completion's value between draws, in nats per token.
-- SNR: square of the policy gradient on these completions, divided by its variance from drawing views, for as many draws
-  as the tokens of one rollout pay for. Empty if nothing is drawn, because then there is only bias.
-- of views: the share of the variance of a group's gradient that comes from drawing views; the rest is between groups.
-- cosine: between the gradient on these completions (from one draw; and from all draws, corrected for noise) and that of
-  the bound or the trajectory. Left empty where the estimate is mostly noise.
+def prediction(study: Study, accuracies: Mapping[Setup, Mapping[str, float]]) -> str:
+    """Rank correlations of an estimator's measures with the accuracy of its methods, one row per setup of the
+    leaderboard; empty without its final runs. Methods with the same estimator count once, with their mean accuracy."""
+    rows = []
+    for setup, ends in accuracies.items():
+        of: dict[Key, list[float]] = {}
+        for method, key in CHOICE_OF.items():
+            if method in ends and key in study.get(setup, {}):
+                of.setdefault(key, []).append(ends[method])
+        reached = [statistics.fmean(values) for values in of.values()]
+        cells = []
+        for value in PREDICTORS.values():
+            own = [statistics.fmean(map(value, study[setup][key].values())) for key in of]
+            cells.append(cell(rank_correlation(own, reached), signed=True))
+        if any(cells):
+            rows.append([setup.label, str(len(of)), *cells])
+    head = ["setup", "estimators", *PREDICTORS]
+    return f"\n## Does it predict the leaderboard?\n\n{PREDICTION}\n\n{markdown_table(head, rows)}" if rows else ""
 
-"""
 
-PREDICTION = """## Does it predict the leaderboard?
+def page(lines: Sequence[dict[str, Any]], accuracies: Mapping[Setup, Mapping[str, float]]) -> str:
+    study = study_of(lines)
+    if not study:
+        return status(lines)
+    tables = "\n".join(compact(task, study) for task in TASKS if any(one.task == task for one in study))
+    figure = f"![Cosine to the trajectory's gradient against the cost of an update]({FIGURE.name})"
+    found = [status(lines), f"## Conclusions\n\n{CONCLUSIONS}\n", claims(study, not left_of(lines))]
+    return "\n".join([*found, f"## The measurements\n\n{figure}\n", tables]) + prediction(study, accuracies)
 
-Each method's estimator on the SFT model, the method's final accuracy in [leaderboard.md](leaderboard.md), and
-Spearman's rank correlation of the two over the methods.
 
-"""
+def parts() -> dict[Path, str]:
+    """Page -> the part of it that is written."""
+    lines, results = read_lines(DATA), read_results()
+    study = study_of(lines)
+    tables = [full(setup, study[setup]) for setup in all_models() if setup in study]
+    accuracies = {setup: at_the_end(results, setup) for setup in SETUPS.values()}
+    return {PAGE: page(lines, accuracies), README: "\n".join([status(lines), *tables])}
+
+
+def figure() -> None:
+    """Plots the cosine to the trajectory against the cost, one panel per setup of the leaderboard."""
+    study = study_of(read_lines(DATA))
+    if not study:
+        return
+    drawing, axes = panels(2, 2, size=(10, 7), share_y=True)
+    for setup, axis in zip(SETUPS.values(), axes, strict=True):
+        for name, colour, marker in zip(PLOTTED, OKABE_ITO, "os^Dv<", strict=True):
+            points = []
+            for key, lines in study.get(setup, {}).items():
+                if key[0] == name and (mean := mean_over(lines, "cosine_to_trajectory")):
+                    points.append((statistics.fmean(line["cost"] for line in lines.values()), mean))
+            points.sort(key=lambda point: point[0])
+            values = [mean.value for _, mean in points]
+            bars = [[mean.value - mean.low for _, mean in points], [mean.high - mean.value for _, mean in points]]
+            axis.errorbar(
+                [at for at, _ in points], values, bars, label=name, color=colour, marker=marker, markersize=5, capsize=2
+            )
+        axis.set(title=f"{setup.task}, {NAMES[setup.start]}", xscale="log", ylim=(-0.1, 1.05))
+        axis.set(xlabel="tokens of an update / of its rollout", ylabel="cosine to the trajectory")
+    legend(drawing, columns=3)
+    save_figure(drawing, FIGURE)
+
+
+UNFINISHED = "Tables have what is there; nothing is concluded from a part. One seed alone has intervals over problems."
+
+CONCLUSIONS = """Differences of the cosine to the trajectory's gradient (in the last row: to the bound's) between two
+estimators on the same completions, with 95% intervals over seeds and problems. Bold: separated from 0 after Holm's
+correction over all differences of the table."""
+
+PREDICTION = """Rank correlations of an estimator's measures with the accuracy of its methods in
+[leaderboard.md](leaderboard.md), and their 95% intervals over estimators. Methods with the same estimator count once,
+with their mean accuracy."""

@@ -1,154 +1,119 @@
 """Measure the effect of each estimator and its number of views on the policy gradient of pocket models.
 
-    python -m studies.estimators.run                  # half an hour on one core; docs/estimators.md and its figure
-    python -m studies.estimators.run --tasks sudoku --models runs/demo/seed0/sft_grpo --output_dir runs/mine
-    python -m studies.estimators.run --only_report    # the tables of existing results
+    OMP_NUM_THREADS=1 python -m studies.estimators.run    # what is missing; then `make studies` writes the pages
 
-The models are each task's base and its SFT model. Results are lines of `results.jsonl` in the output folder. If the
-study is killed, run the same command to continue.
+The models are each task's base and its SFT models, one per seed. Each task, model, seed and estimator appends a line to
+data/runs.jsonl; a killed run continues with the same command. Several processes may share the work; give each its own
+`--tasks` or `--seeds`, because a process that measures a model computes its targets first.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 from d1.models import load_model, load_tokenizer
+from d1.ranges import SEED
 from d1.runs.entry import OneLineParser, run_script
 from d1.runs.record import run_record
 from d1.tasks import load_task
-from pocket.demo import sft
-from pocket.phases import run_phases
+from studies.estimators.choices import BY_KEY, CHOICES, Choice
 from studies.estimators.completions import sample_rows, texts_of
-from studies.estimators.measures import CHOICES, Case, Target, long_run, measure
-from studies.estimators.report import write_report
-from studies.json_lines import append_line, read_lines
-from studies.leaderboard.plan import ROOT, TASKS, Setup
-from studies.leaderboard.results import DATA, at_the_end, read_results
+from studies.estimators.measures import Case, Target, measure, target_of
+from studies.json_lines import Run, complete
+from studies.leaderboard.one_run import make_start
+from studies.leaderboard.plan import TASKS, Setup
 
-RESULTS = "results.jsonl"
-DOCUMENT = ROOT / "docs" / "estimators.md"
+DATA = Path(__file__).parent / "data" / "runs.jsonl"
+MODELS, SEEDS = ("base", "sft"), (1, 2, 3)
+SETTINGS = {"groups": 16, "group": 8, "bound_draws": 6}
+
+
+def runs(tasks: Sequence[str] = (*TASKS,), seeds: Sequence[int] = SEEDS) -> list[Run]:
+    """All lines of the study, in the order in which they are measured."""
+    cells = product(seeds, tasks, MODELS, CHOICES)
+    return [
+        {"task": task, "model": model, "seed": seed, "estimator": choice.name, "views": choice.views}
+        for seed, task, model, choice in cells
+    ]
+
+
+def draws_of(choice: Choice) -> int:
+    """2 to 4 draws, so that most estimators have at most 32 views in total."""
+    return min(4, max(2, 32 // choice.views)) if choice.random else 1
+
+
+def advantages_of(rewards: torch.Tensor, group: int) -> torch.Tensor:
+    """(rows,) rewards minus their group's mean, as in d1.
+
+    Raises:
+        ValueError: in every group all rewards are equal, so no completion has a weight.
+    """
+    grouped = rewards.view(-1, group)
+    if bool((grouped == grouped[:, :1]).all()):
+        raise ValueError(f"all {group} completions of each problem have the same reward: there is no gradient")
+    centred = grouped - grouped.mean(-1, keepdim=True)
+    return torch.where(grouped.eq(grouped[:, :1]).all(-1, keepdim=True), 0.0, centred).flatten()
+
+
+def make_case(task: str, path: Path, groups: int, group: int, seed: int = 0) -> Case:
+    """Completions of the first training problems, sampled as in RL, with their advantages."""
+    module, length = load_task(TASKS[task].dataset), TASKS[task].length
+    rows = [row for row in module.load_rows("train").select(range(groups)) for _ in range(group)]
+    model, tokenizer = load_model(str(path)), load_tokenizer(str(path))
+    sampled, tokens = sample_rows(model, tokenizer, [row["prompt"] for row in rows], length, seed, eos_stop=True)
+    columns = {name: [row[name] for row in rows] for name in ("question", "ground_truth")}
+    texts = texts_of(sampled, tokenizer)
+    rewards = torch.as_tensor(sum(torch.tensor(reward(texts, **columns)) for reward in module.REWARDS))
+    return Case(model, sampled, advantages_of(rewards, group), group, tokenizer.mask_token_id, tokens, seed)
+
+
+@lru_cache(maxsize=1)
+def measured_case(task: str, model: str, seed: int, folder: Path) -> tuple[Case, Target, dict[str, Any]]:
+    """A model's completions, the targets of estimators on them, and what the lines of this model have in common."""
+    case = make_case(task, make_start(folder, Setup(task, model), seed), SETTINGS["groups"], SETTINGS["group"], seed)
+    target, counted = target_of(case, SETTINGS["bound_draws"]), case.advantages != 0
+    found = {name: getattr(target, name)[counted].mean().item() for name in ("bound", "trajectory")}
+    found |= {"bound_error": target.bound_error, "weighted": counted.double().mean().item()}
+    return case, target, found
+
+
+def line_of(run: Run, folder: Path) -> dict[str, Any]:
+    """What is measured of a run."""
+    case, target, common = measured_case(run["task"], run["model"], run["seed"], folder)
+    choice = BY_KEY[run["estimator"], run["views"]]
+    found = rounded(measure(case, choice, target, draws_of(choice)) | common)
+    return {**found, "settings": {**SETTINGS, "estimator": choice.estimator, **choice.settings}, **run_record()}
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with five digits: enough for a table, and small files."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], choices=[*TASKS])
-    parser.add_argument("--models", nargs="+", type=Path, help="folders of one task's models; default: base and SFT")
-    parser.add_argument("--groups", type=int, default=16, help="problems, with --group completions each")
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--draws", type=int, default=4, help="draws of each estimator's views")
-    parser.add_argument("--relative_error", type=float, default=0.01, help="relative error of the any-order bound")
-    parser.add_argument("--gradient_draws", type=int, default=8, help="draws of 32 views, for the bound's gradient")
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "estimators")
-    parser.add_argument("--document", type=Path, help="default: docs/estimators.md; with --models in --output_dir")
-    parser.add_argument("--board", type=Path, default=DATA, help="folder of the leaderboard's data")
-    parser.add_argument("--only_report", action="store_true", help="measure nothing, report existing results")
+    parser.add_argument("--seeds", nargs="+", type=SEED, default=[*SEEDS])
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/estimators"), help="of the SFT models")
     return parser
 
 
-def models_of(args: argparse.Namespace, task: str, console: Console) -> dict[str, Path]:
-    """The models by their names in the tables; a missing SFT model is trained."""
-    if args.models:
-        return {f"{task}: {path.name}": path for path in args.models}
-    folder = args.output_dir / task
-    run_phases([sft(folder, 0, miniature=False, task=task)], folder, 1, console)
-    return {f"{task}: base": ROOT / "pocket" / TASKS[task].base, f"{task}: SFT": folder / "sft"}
-
-
-def advantages_of(rewards: torch.Tensor, group: int) -> torch.Tensor:
-    """(rows,) rewards minus their group's mean, as in d1. If all groups have equal rewards, as with an untrained model,
-    every other completion counts as good."""
-    centred = rewards.view(-1, group) - rewards.view(-1, group).mean(-1, keepdim=True)
-    if not centred.any():
-        centred = 0.5 - (torch.arange(group) % 2).float().expand_as(centred)
-    return centred.flatten()
-
-
-def make_case(task: str, path: Path, groups: int, group: int) -> Case:
-    """Completions of training problems, sampled as in RL, with their advantages."""
-    module, length = load_task(TASKS[task].dataset), TASKS[task].length
-    rows = [row for row in module.load_rows("train").select(range(groups)) for _ in range(group)]
-    model, tokenizer = load_model(str(path)), load_tokenizer(str(path))
-    sampled = sample_rows(model, tokenizer, [row["prompt"] for row in rows], length, seed=0)
-    columns = {name: [row[name] for row in rows] for name in ("question", "ground_truth")}
-    texts = texts_of(sampled, tokenizer)
-    rewards = sum(torch.tensor(reward(texts, **columns)) for reward in module.REWARDS)
-    return Case(model, sampled, advantages_of(torch.as_tensor(rewards), group), group, tokenizer.mask_token_id)
-
-
-def target_of(case: Case, args: argparse.Namespace, file: Path) -> Target:
-    """The long run, which is kept in a file because it takes most of the time."""
-    if not file.exists():
-        found = long_run(case, args.relative_error, gradient_draws=args.gradient_draws)
-        tensors = {name: torch.as_tensor(value).contiguous() for name, value in found._asdict().items()}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        save_file(tensors, partial)
-        partial.rename(file)
-    values: dict[str, Any] = {name: v if v.dim() else v.item() for name, v in load_file(file).items()}
-    return Target(**values)
-
-
-def identity(args: argparse.Namespace, name: str, path: Path) -> dict[str, Any]:
-    """The model and the settings that a result belongs to."""
-    settings = {key: getattr(args, key) for key in ("groups", "group", "draws")}
-    return {"model": name, "path": os.path.relpath(path, ROOT), **settings}
-
-
-def study(args: argparse.Namespace, task: str, name: str, path: Path, console: Console) -> None:
-    """Measures what is missing for one model."""
-    of, file = identity(args, name, path), args.output_dir / RESULTS
-    done = {(line["name"], line["views"]) for line in read_lines(file) if line["of"] == of}
-    missing = [choice for choice in CHOICES if (choice.name, choice.views) not in done]
-    if not missing:
-        return
-    case = make_case(task, path, args.groups, args.group)
-    stem = "_".join([name.replace(": ", "_"), str(args.groups), str(args.group), str(args.gradient_draws)])
-    target = target_of(case, args, args.output_dir / f"{stem}.safetensors")
-    prompts = case.sampled.attention_mask.sum(-1).float().mean().item()
-    common = {
-        "of": of,
-        "tokens_of_rollout": case.steps * (prompts + case.sampled.gen_length),
-        "bound": target.bound.mean().item(),
-        "trajectory": target.trajectory.mean().item(),
-        "bound_error": target.bound_error,
-        "gradient_error": target.gradient_error,
-        "record": run_record(),
-    }
-    for choice in missing:
-        console.print(f"{name}: {choice.name}, {choice.views} views")
-        found = measure(case, choice, target, args.draws)
-        append_line(file, {"name": choice.name, "views": choice.views, **found, **common})
-
-
-def accuracies(board: Path) -> dict[str, dict[str, float]]:
-    """Task -> method -> final accuracy on validation problems when training starts from SFT, if there is one."""
-    results = read_results(board)
-    return {task: at_the_end(results, Setup(task, "sft")) for task in TASKS}
-
-
 def main(args: argparse.Namespace) -> None:
-    if args.groups < 2 or args.group < 2 or args.draws < 2:
-        raise ValueError("--groups, --group and --draws must be at least 2: one value has no variance")
-    if args.models and len(args.tasks) > 1:
-        raise ValueError("--models must be models of one task: name it with --tasks")
-    console = Console()
-    args.output_dir = args.output_dir.resolve()
-    path = args.document or (args.output_dir / "estimators.md" if args.models else DOCUMENT)
-    if not args.only_report:
-        for task in args.tasks:
-            for name, model in models_of(args, task, console).items():
-                study(args, task, name, model, console)
-    latest = {
-        (line["of"]["model"], line["name"], line["views"]): line for line in read_lines(args.output_dir / RESULTS)
-    }
-    console.print(write_report([*latest.values()], path.resolve(), accuracies(args.board)), markup=False)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    folder = args.output_dir.resolve()
+    complete(DATA, runs(args.tasks, args.seeds), folder, lambda run: line_of(run, folder))
 
 
 if __name__ == "__main__":

@@ -37,9 +37,8 @@ def make_pairs(
     rows = module.load_rows("train")
     rows = rows.select(rng.sample(range(len(rows)), min(problems, len(rows))))
     sampled = [sample_rows(model, tokenizer, rows["prompt"], length, 1000 * seed + draw) for draw in range(samples)]
-    compute = sum(int((draw.attention_mask.sum(1) + length).sum()) * (length // 2) for draw in sampled)
     lines = []
-    for row, *texts in zip(rows, *(texts_of(draw, tokenizer) for draw in sampled), strict=True):
+    for row, *texts in zip(rows, *(texts_of(draw.rows, tokenizer) for draw in sampled), strict=True):
         right = [next(iter(module.score(text, row).values())) == 1 for text in texts]
         if any(right) and not all(right):
             pair = {"chosen": texts[right.index(True)], "rejected": texts[right.index(False)]}
@@ -47,7 +46,7 @@ def make_pairs(
             lines.append({"prompt": row["prompt"], **turns})
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return {"pairs": len(lines), "sampling": compute}
+    return {"pairs": len(lines), "sampling": sum(draw.tokens for draw in sampled)}
 
 
 def make_parser() -> argparse.ArgumentParser:

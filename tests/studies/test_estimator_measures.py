@@ -1,29 +1,30 @@
 """The estimator study's figures on models so small that all masks can be enumerated."""
 
-import itertools
 from dataclasses import replace
 from math import comb
 
+import numpy as np
 import pytest
 import torch
 
 from d1.rl.methods import METHODS
 from d1.scoring import ESTIMATORS, ViewSettings
-from studies.estimators.measures import (
-    CHOICES,
-    PAIRS,
-    TRAJECTORY,
-    Case,
-    Choice,
-    draw,
-    group_gradients,
-    long_run,
-    measure,
-    noise_of,
+from studies.estimators import report, run
+from studies.estimators.choices import BY_KEY, CHOICE_OF, CHOICES, CLAIMS, PAIRS, SHOWN, TRAJECTORY, Choice
+from studies.estimators.measures import Case, group_gradients, measure, of_groups, target_of
+from studies.json_lines import complete, read_lines
+from studies.leaderboard.plan import Setup
+from tests.d1.scoring.enumeration import (
+    CANVAS,
+    LENGTHS,
+    MASK,
+    SAMPLED,
+    VISIBLE,
+    all_states,
+    any_order_bound,
+    some_rows,
+    tiny,
 )
-from studies.estimators.report import CHOICE_OF, signal_to_noise, write_report
-from studies.estimators.run import advantages_of, make_case
-from tests.d1.scoring.enumeration import CANVAS, LENGTHS, MASK, SAMPLED, all_states, any_order_bound, some_rows, tiny
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +32,26 @@ def case():
     """Four rows in two groups, the last a second copy of the first with another advantage."""
     rows = [0, 1, 2, 0]
     sampled = replace(some_rows(SAMPLED, rows), reveal_steps=SAMPLED.reveal_steps[rows].clamp(min=0))
-    return Case(tiny(2), sampled, torch.tensor([0.5, -0.5, 0.25, -0.25]), group=2, mask_token_id=MASK)
+    return Case(tiny(2), sampled, torch.tensor([0.5, -0.5, 0.25, -0.25]), group=2, mask_token_id=MASK, tokens=100)
 
 
 @pytest.fixture(scope="module")
 def target(case):
-    return long_run(case, relative_error=0.01, gradient_draws=24)
+    return target_of(case, bound_draws=48)
 
 
 def flat(case, total):
     return torch.cat([grad.flatten() for grad in torch.autograd.grad(total, case.weights)])
 
 
-def test_the_long_run_is_the_enumerated_bound_and_every_steps_replay_the_trajectory(case, target):
+def test_targets_are_the_enumerated_bound_and_the_replay_of_every_step(case, target):
     lengths = torch.tensor([4.0, 3, 1, 4])
     exact = any_order_bound(case.model)[[0, 1, 2, 0]].sum(-1) / lengths
-    assert target.bound_error < 0.01
-    assert target.bound.mean().item() == pytest.approx(exact.mean().item(), rel=4 * target.bound_error)
+    assert target.bound.mean().item() == pytest.approx(exact.mean().item(), rel=0.03)
     gradient = flat(case, (case.advantages * exact).mean())
-    distance = ((target.bound_gradient - gradient).norm() / gradient.norm()).item()
-    assert target.gradient_error < 0.1
-    assert distance < 3 * target.gradient_error
+    distance = ((target.bound_gradients.mean(0) - gradient).norm() / gradient.norm()).item()
+    assert target.bound_error < 0.1
+    assert distance < 3 * target.bound_error
 
     steps, states = case.sampled.reveal_steps, []
     for row, of in enumerate([0, 1, 2, 0]):
@@ -60,7 +60,7 @@ def test_the_long_run_is_the_enumerated_bound_and_every_steps_replay_the_traject
         states.append(sum(state(case, row, hidden)[place] for place, hidden in enumerate(visible)) / length)
     torch.testing.assert_close(target.trajectory, torch.stack(states).detach(), rtol=0, atol=1e-6)
     expected = flat(case, (case.advantages * torch.stack(states)).mean())
-    torch.testing.assert_close(target.trajectory_gradient, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(target.trajectory_gradients.mean(0), expected, rtol=1e-5, atol=1e-7)
 
 
 def state(case, row, hidden):
@@ -85,65 +85,87 @@ def test_bias_and_deviation_are_those_of_all_masks(case, target):
         means.append(mean)
         variances.append(sum(chance * (value - mean) ** 2 for chance, value in outcomes))
     found = measure(case, Choice("", "espo", 1, {"num_views": 1}), target, draws=300)
-    assert found["bias_error"] == pytest.approx((sum(variances) / 300) ** 0.5 / 4, rel=0.15)
-    assert abs(found["bias_to_bound"]) < 5 * found["bias_error"]
+    error = (sum(variances) / 300) ** 0.5 / 4
     assert found["deviation"] == pytest.approx((sum(variances) / 4) ** 0.5, rel=0.15)
-    expected = sum(means) / 4 - target.trajectory.mean().item()
-    assert found["bias_to_trajectory"] == pytest.approx(expected, abs=5 * found["bias_error"])
-    assert found["long_cosine_to_bound"] == pytest.approx(1.0, abs=0.1)
+    for name in ("bound", "trajectory"):
+        expected = sum(means) / 4 - getattr(target, name).mean().item()
+        assert found[f"bias_to_{name}"] == pytest.approx(expected, abs=4 * error)
 
 
 def test_the_trajectory_itself_has_neither_bias_nor_noise(case, target):
-    found = measure(case, TRAJECTORY, target, draws=5)
-    assert found["draws"] == 1
-    for name in ("bias_to_trajectory", "bias_error", "deviation", "within"):
-        assert found[name] == 0
+    found = measure(case, TRAJECTORY, target, draws=1)
+    assert (found["bias_to_trajectory"], found["deviation"], found["snr"]) == (0, 0, None)
     assert found["cosine_to_trajectory"] == pytest.approx(1.0, abs=1e-12)
     assert found["bias_to_bound"] == pytest.approx((target.trajectory - target.bound).mean().item())
 
 
-def test_cosines_and_tokens_are_those_of_each_draw(case, target):
+def test_cosines_signal_and_noise_are_those_of_the_whole_gradients(case, target):
     choice = Choice("", "elbo", 2, {"num_views": 1, **PAIRS})
     found = measure(case, choice, target, draws=3)
-    drawn = [group_gradients(case, choice, draw(case, choice, number)) for number in range(3)]
-    whole = [gradients.mean(0) for _, gradients, _ in drawn]
-    cosines = [(g @ target.bound_gradient / g.norm() / target.bound_gradient.norm()).item() for g in whole]
-    assert found["cosine_to_bound"] == pytest.approx(sum(cosines) / 3, rel=1e-9)
-    assert found["tokens_of_update"] == sum(fed for _, _, fed in drawn) / 3 / 4
+    drawn = [group_gradients(case, choice, number) for number in range(3)]
+    whole = torch.stack([one.gradients.mean(0) for one in drawn])
+    for name in ("bound", "trajectory"):
+        to = getattr(target, f"{name}_gradients").mean(0)
+        cosines = [(g @ to / g.norm() / to.norm()).item() for g in whole]
+        assert found[f"cosine_to_{name}"] == pytest.approx(sum(cosines) / 3, rel=1e-9)
+    noise = whole.var(0).sum().item()
+    signal = whole.mean(0).square().sum().item() - noise / 3
+    budget = 100 / (sum(one.tokens for one in drawn) / 3)
+    assert found["cost"] == pytest.approx(1 / budget)
+    assert found["snr"] == pytest.approx(budget * signal / noise, rel=1e-9)
 
 
 def test_signal_and_noise_are_unbiased():
-    """Over every outcome of two groups with two draws each: a group is one of three, and a draw adds one of two."""
-    kinds, extras = torch.tensor([[1.0, 0.0], [3.0, 1.0], [-1.0, 2.0]]), torch.tensor([[0.5, -1.0], [-0.5, 1.0]])
-    found = []
-    for groups in itertools.product(kinds, repeat=2):
-        for picks in itertools.product(range(2), repeat=4):
-            draws = extras[list(picks)].view(2, 2, 2)  # draws, groups, weights
-            found.append(noise_of(torch.stack(groups) + draws))
-    mean = kinds.mean(0)
-    between = (kinds - mean).square().sum(-1).mean().item()
-    within = extras.square().sum(-1).mean().item()
-    # The signal is that of the given groups: the square of their mean, which includes half of the variance between two.
-    signal = mean.square().sum().item() + between / 2
-    for name, expected in (("signal", signal), ("between", between), ("within", within)):
-        assert sum(getattr(one, name) for one in found) / len(found) == pytest.approx(expected, rel=1e-5)
+    """Over every outcome of three draws with two possible extras: SNR times noise is the true signal on average."""
+    signal, extras = torch.tensor([2.0, 1.0]).double(), torch.tensor([[0.5, -1.0], [-0.5, 1.0]]).double()
+    signals, noises = [], []
+    for picks in torch.cartesian_prod(*[torch.arange(2)] * 3):
+        whole = signal + extras[picks]
+        flat_rows = torch.cat([whole, signal.expand(2, -1)])
+        snr = of_groups((flat_rows @ flat_rows.T).numpy(), np.ones(1), 1.0)["snr"]
+        noise = whole.var(0).sum().item()
+        if noise:
+            signals.append(snr * noise)
+        else:
+            signals.append(whole.mean(0).square().sum().item())
+        noises.append(noise)
+    assert sum(noises) / 8 == pytest.approx(extras[0].square().sum().item())
+    assert sum(signals) / 8 == pytest.approx(signal.square().sum().item())
 
 
-def test_signal_to_noise_is_at_the_compute_of_a_rollout():
-    line = {"tokens_of_rollout": 600, "tokens_of_update": 200, "signal": 2.0, "within": 4.0, "of": {"groups": 10}}
-    assert signal_to_noise(line) == 2.0 / (4.0 / 10) * 3
-    assert signal_to_noise(line | {"within": 0.0}) is None
+def test_without_a_problem_a_measure_is_that_of_the_other_problems(case, target):
+    found = measure(case, BY_KEY["one step", 1], target, draws=1)
+    first = replace(case, sampled=some_rows(case.sampled, slice(0, 2)), advantages=case.advantages[:2])
+    alone = measure(first, BY_KEY["one step", 1], target_of(first, 2), draws=1)
+    assert found["without"]["cosine_to_trajectory"][1] == pytest.approx(alone["cosine_to_trajectory"], rel=1e-9)
+    assert found["without"]["snr"] == [None, None]
 
 
-def test_advantages_are_d1s_and_never_all_zero():
+def test_rows_without_weight_are_neither_scored_nor_charged(case):
+    """Whole groups and single rows; 3 per token of a view with gradients."""
+    tokens = [int(VISIBLE[row].sum()) + CANVAS for row in (0, 1, 2, 0)]
+    for advantages, paid in (([0.5, -0.5, 0.0, 0.0], (0, 1)), ([0.5, 0.0, 0.25, -0.25], (0, 2, 3))):
+        few = replace(case, advantages=torch.tensor(advantages))
+        found = group_gradients(few, BY_KEY["one step", 1], 0)
+        assert found.tokens == 3 * sum(tokens[row] for row in paid)
+        assert found.values.ne(0).nonzero().flatten().tolist() == list(paid)
+    both = [group_gradients(of, BY_KEY["elbo", 4], 0).gradients for of in (few, case)]
+    torch.testing.assert_close(both[0][1], both[1][1])  # draws do not depend on which rows count
+
+
+def test_advantages_are_d1s_and_all_equal_rewards_are_an_error():
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.5])
-    assert advantages_of(rewards, 2).tolist() == [0.5, -0.5, 0.0, 0.0]
-    assert advantages_of(torch.ones(4), 2).tolist() == [0.5, -0.5, 0.5, -0.5]
+    assert run.advantages_of(rewards, 2).tolist() == [0.5, -0.5, 0.0, 0.0]
+    third = torch.full((3,), 0.1) + torch.full((3,), 0.2)
+    assert not run.advantages_of(torch.cat([third, torch.tensor([0.0, 1.0, 2.0])]), 3)[:3].any()
+    with pytest.raises(ValueError, match="the same reward"):
+        run.advantages_of(torch.ones(4), 2)
 
 
 def test_every_estimator_and_the_settings_of_every_method_are_among_the_choices():
     assert {choice.estimator for choice in CHOICES} == {*ESTIMATORS}
-    assert len({(choice.name, choice.views) for choice in CHOICES}) == len(CHOICES)
+    assert len(BY_KEY) == len(CHOICES)
+    assert {*SHOWN} | {key for claim in CLAIMS for key in (claim.choice, claim.other)} <= {*BY_KEY}
     assert {method.values["estimator"] for method in METHODS.values()} <= {choice.estimator for choice in CHOICES}
 
 
@@ -162,25 +184,23 @@ def test_a_methods_estimator_is_a_choice_with_the_methods_own_settings():
     assert by_name[CHOICE_OF["tracerl"]].settings == {"segment_steps": METHODS["tracerl"].values["segment_steps"]}
 
 
-def test_the_page_says_how_well_an_estimator_predicts_the_leaderboard(tmp_path):
-    cosines = {"d1": 0.1, "espo": 0.2, "agrpo": 0.3, "cj-grpo": 0.4, "d2": 0.5}
-    common = {"of": {"model": "sudoku: SFT", "groups": 2, "group": 2}, "tokens_of_rollout": 10, "tokens_of_update": 5}
-    names = ("bias_to_bound", "bias_to_trajectory", "deviation", "signal", "between", "bound", "trajectory")
-    names += ("long_cosine_to_bound", "long_cosine_to_trajectory", "bound_error", "gradient_error")
-    common |= dict.fromkeys(names, 1.0) | {"within": 1.0}
-    lines = []
-    for method, value in cosines.items():
-        name, views = CHOICE_OF[method]
-        own = {"name": name, "views": views, "cosine_to_bound": value, "cosine_to_trajectory": -value}
-        lines.append({**common, **own})
-    page = tmp_path / "estimators.md"
-    write_report(lines, page, {"sudoku": dict(zip(cosines, (0.5, 0.7, 0.6, 0.8, 0.9), strict=True)), "countdown": {}})
-    text = page.read_text()
-    assert "| d2 | segments, prompt hidden by .15, 16 | 90.0 | 0.50 | -0.50 | 1.00 | 0.50 |" in text
-    assert "| rank correlation |  |  | +0.90 (p 0.037) | -0.90 (p 0.037) |  |  |" in text
-    assert "### countdown" not in text
-    write_report(lines, page, {"sudoku": {}})
-    assert "Does it predict" not in page.read_text()
+def test_a_line_is_measured_once_and_has_what_the_pages_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "SETTINGS", {"groups": 3, "group": 4, "bound_draws": 2})
+    which = [one for one in run.runs(["sudoku"], [1]) if one["model"] == "base"][:2]
+    for _ in range(2):
+        complete(tmp_path / "runs.jsonl", which, tmp_path, lambda one: run.line_of(one, tmp_path))
+    lines = read_lines(tmp_path / "runs.jsonl")
+    assert [(found["estimator"], found["views"], found["draws"]) for found in lines] == [
+        ("one step, prompt hidden by .15", 1, 4),
+        ("one step", 1, 1),
+    ]
+    assert lines[0]["settings"] == {**run.SETTINGS, "estimator": "one_step", "p_mask_prompt": 0.15}
+    assert {"versions", "cpu", "weighted"} <= lines[0].keys()
+    assert len(lines[0]["without"]["snr"]) == 3
+    assert "2 of 486" in report.page(lines, {})
+    assert "| one step | 1 | 1 |" in report.full(
+        Setup("sudoku", "base"), report.study_of(lines)[Setup("sudoku", "base")]
+    )
 
 
 def test_completions_are_those_of_rl():
@@ -188,10 +208,10 @@ def test_completions_are_those_of_rl():
     from d1.models import load_model, load_tokenizer
     from d1.tasks import load_task
     from pocket.demo import ROOT
-    from studies.estimators.completions import divergence, texts_of, trajectory_logps
+    from studies.estimators.completions import divergence, sample_rows, texts_of, trajectory_logps
 
     base = ROOT / "pocket" / "base"
-    found = make_case("sudoku", base, groups=2, group=3)
+    found = run.make_case("sudoku", base, groups=2, group=3)
     assert found.advantages.view(2, 3).sum(-1).tolist() == pytest.approx([0, 0], abs=1e-6)
     replayed = trajectory_logps(found.model, found.sampled, found.mask_token_id)
     torch.testing.assert_close(replayed, found.sampled.logps * found.sampled.scored, rtol=0, atol=2e-5)
@@ -200,3 +220,7 @@ def test_completions_are_those_of_rl():
     model = load_model(str(base))
     prompts = load_task("sudoku").load_rows("validation")["prompt"][:2]
     assert divergence(model, found.model, tokenizer, prompts, 32) == pytest.approx(0, abs=1e-5)
+    whole = sample_rows(model, tokenizer, prompts, 32, seed=0)  # no EOS stop: 16 passes over everything
+    assert whole.tokens == 16 * int(whole.rows.attention_mask.sum() + 2 * 32)
+    stopped = sample_rows(model, tokenizer, prompts, 16, seed=0, eos_stop=True)
+    assert stopped.tokens <= 8 * int(stopped.rows.attention_mask.sum() + 2 * 16)
