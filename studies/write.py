@@ -15,11 +15,18 @@ from studies.distill.report import parts as distill
 from studies.editing.report import parts as editing
 from studies.leaderboard import report as leaderboard
 from studies.preference.report import parts as preference
-from studies.samplers import frontier_report
+from studies.samplers import frontier_report, rollouts_report
 from studies.staleness.report import parts as staleness
 
 # Each gives the written part of its pages.
-STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (distill, editing, preference, frontier_report.parts, staleness)
+STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
+    distill,
+    editing,
+    preference,
+    frontier_report.parts,
+    rollouts_report.parts,
+    staleness,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
