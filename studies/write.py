@@ -16,7 +16,7 @@ from studies.editing.report import parts as editing
 from studies.estimators import report as estimators
 from studies.leaderboard import report as leaderboard
 from studies.preference.report import parts as preference
-from studies.samplers import frontier_report
+from studies.samplers import frontier_report, rollouts_report
 from studies.staleness.report import parts as staleness
 
 # Each gives the written part of its pages.
@@ -26,6 +26,7 @@ STUDIES: tuple[Callable[[], dict[Path, str]], ...] = (
     estimators.parts,
     preference,
     frontier_report.parts,
+    rollouts_report.parts,
     staleness,
 )
 

@@ -26,11 +26,11 @@ def mean_over(lines: Sequence[Mapping[str, Any]], split: str, name: str, value: 
     return fmean(accuracy(one) if value == "accuracy" else one[value] for one in found)
 
 
-def chosen(lines: Sequence[Mapping[str, Any]], least: float) -> str:
-    """The sampler with the fewest passes among those that solve `least` percent of the validation problems in the mean
-    of these lines (the seeds of one model); if there is none, the most accurate one."""
+def chosen(lines: Sequence[Mapping[str, Any]], least: float, fewest: str = "computed") -> str:
+    """The sampler with the fewest computed tokens, or `passes`, among those that solve `least` percent of the
+    validation problems in the mean of these lines (the seeds of one model); if there is none, the most accurate one."""
     names = [*lines[0]["validation"]]
     good = [name for name in names if mean_over(lines, "validation", name, "accuracy") >= least]
     if good:
-        return min(good, key=lambda name: mean_over(lines, "validation", name, "passes"))
+        return min(good, key=lambda name: mean_over(lines, "validation", name, fewest))
     return max(names, key=lambda name: mean_over(lines, "validation", name, "accuracy"))

@@ -12,7 +12,8 @@ from studies.samplers.points import area, aup
 
 
 def sampler(right: int, passes: float, tokens: float = 20.0) -> dict[str, Any]:
-    return {"solved": "1" * right + "0" * (100 - right), "passes": passes, "tokens": tokens}
+    counts = {"passes": passes, "tokens": tokens, "computed": 100 / passes}
+    return {"solved": "1" * right + "0" * (100 - right), **counts}
 
 
 def test_aup_is_the_weighed_area_under_the_points() -> None:
@@ -26,7 +27,7 @@ def test_aup_is_the_weighed_area_under_the_points() -> None:
     assert aup({"slow": sampler(80, 10), "fast": sampler(80, 5)}) == pytest.approx(320.0)
 
 
-def test_rates_are_chosen_by_area_and_samplers_by_passes() -> None:
+def test_rates_are_chosen_by_area_and_samplers_by_tokens_or_passes() -> None:
     lines = [
         {"method": "t3d", "rate": 1e-4, "samplers": {"a": sampler(80, 10), "b": sampler(79, 5)}},
         {"method": "t3d", "rate": 3e-4, "samplers": {"a": sampler(80, 10), "b": sampler(79, 2)}},
@@ -34,6 +35,6 @@ def test_rates_are_chosen_by_area_and_samplers_by_passes() -> None:
     assert best_rate(lines, {"t3d": (1e-4, 3e-4), "d-opsd": (1e-4,)}) == {"t3d": 3e-4}
     assert best_rate(lines[:1], {"t3d": (1e-4, 3e-4)}) == {}
     seeds = [{"validation": {"a": sampler(80, 10), "b": sampler(78, 5), "c": sampler(60, 1)}}] * 2
-    assert chosen(seeds, 79.0) == "a"
-    assert chosen(seeds, 78.0) == "b"
-    assert chosen(seeds, 90.0) == "a"
+    assert chosen(seeds, 79.0, "passes") == chosen(seeds, 79.0) == "a"
+    assert [chosen(seeds, 78.0, "passes"), chosen(seeds, 78.0)] == ["b", "a"]
+    assert chosen(seeds, 90.0, "passes") == "a"

@@ -151,7 +151,7 @@ def sample(
     length, cfg_scale, temperature = settings.gen_length, settings.cfg_scale, settings.temperature
     row = Row([*prompt, *[MASK] * length], [0.0] * length, [0.0] * length, [-1] * length, [[] for _ in range(length)])
     above, budget = settings.edits, settings.post_steps
-    lasting = settings.kv_cache == "lasting"
+    lasting = (settings.kv_cache or "").startswith("lasting")
     delayed = settings.kv_cache == "delayed" or lasting
     ids, branches = row.ids, [Frozen(model, delayed) for _ in range(2 if cfg_scale else 1)]
     cached, parallel = "cached" in settings.sampler, "parallel" in settings.sampler
@@ -159,8 +159,9 @@ def sample(
     of_model = getattr(model.config, "block_size", None)
     start, stored = len(prompt), 0
     before: list[int] = []
-    for size, steps in blocks_of(len(prompt), settings, model):
+    for block, (size, steps) in enumerate(blocks_of(len(prompt), settings, model)):
         end, scheduled, post = start + size, 0, 0
+        anew = {"lasting+prompt": len(prompt), "lasting+whole": 0 if block % 2 else len(ids)}.get(settings.kv_cache, 0)
         last = end if settings.kv_cache == "dual" else len(ids)
         before = before if lasting else []
         for step, count in enumerate(parts(size, steps) + [0] * (above is not None) * (budget + 1)):
@@ -175,6 +176,7 @@ def sample(
             window = list(range(max(0, start - shift), last)) if cached and step > 0 else None
             if delayed and row.passes > 0 and (lasting or step > 0):
                 window = sorted({*before, *(left if lasting else [])})  # tokens hidden in the last pass or in this one
+                window = window if step else sorted({*window, *range(anew)})
             before = left
             seen = [ids, [MASK] * len(prompt) + ids[len(prompt) :]]
             both = [branch.logits(tokens, window) for branch, tokens in zip(branches, seen, strict=False)]
