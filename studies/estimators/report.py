@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,16 @@ def all_models() -> list[Setup]:
     return [Setup(task, model) for task in TASKS for model in MODELS]
 
 
-def cell(mean: Mean | Interval | None, signed: bool = False) -> str:
-    """ ".71 [.65, .77]"; empty without a value."""
+def cell(mean: Mean | Interval | None, signed: bool = False, most: float = inf) -> str:
+    """0.71 [0.65, 0.77], an interval that ends at `most`; empty without a value."""
     if mean is None:
         return ""
-    value, low, high = (f"{number:{'+' if signed else ''}.2f}" for number in mean[:3])
+    value, low, high = (f"{min(number, most):{'+' if signed else ''}.2f}" for number in mean[:3])
     return f"{value} [{low}, {high}]"
+
+
+def measured(lines: Lines, name: str) -> str:
+    return cell(mean_over(lines, name), most=inf if name == "snr" else 1.0)
 
 
 def left_of(lines: Sequence[Mapping[str, Any]]) -> list[Run]:
@@ -93,7 +98,8 @@ def claims(study: Study, finished: bool) -> str:
         mark = "**" if finished and adjusted.get(place, 1.0) < 0.05 else ""
         return f"{mark}{cell(found.get(place), signed=True)}{mark}"
 
-    rows = [[claim.title, *(entry(number, setup) for setup in models)] for number, claim in enumerate(CLAIMS)]
+    there = {number for number, _ in found}
+    rows = [[CLAIMS[number].title, *(entry(number, setup) for setup in models)] for number in sorted(there)]
     return markdown_table(["difference of cosines", *(f"{one.task}, {NAMES[one.start]}" for one in models)], rows)
 
 
@@ -110,7 +116,9 @@ def compact(task: str, study: Study) -> str:
     rows = []
     for key in SHOWN:
         own = [model.get(key, {}) for model in models]
-        cells = [cell(mean_over(of, name)) for name in ("cosine_to_trajectory", "snr") for of in own]
+        if not any(own):
+            continue
+        cells = [measured(of, name) for name in ("cosine_to_trajectory", "snr") for of in own]
         rows.append(["{}, {}".format(*key), *map(cost, own), *cells])
     return f"### {task}\n\n{markdown_table(head, rows)}"
 
@@ -127,7 +135,7 @@ def full(setup: Setup, of: Mapping[Key, Lines]) -> str:
                 for name in ("bias_to_bound", "bias_to_trajectory", "deviation")
             }
             signed = [f"{value:.3f}" if name == "deviation" else f"{value:+.3f}" for name, value in means.items()]
-            intervals = [cell(mean_over(lines, name)) for name in FULL.values()]
+            intervals = [measured(lines, name) for name in FULL.values()]
             rows.append([choice.name, str(choice.views), str(len(lines)), cost(lines), *signed, *intervals])
     head = ["estimator", "views", "seeds", "update / rollout", "bias to bound", "to trajectory", "deviation", *FULL]
     told = f"Relative standard error of the bound's gradient: {errors}.\n\n"
@@ -180,19 +188,18 @@ def figure() -> None:
         return
     drawing, axes = panels(2, 2, size=(10, 7), share_y=True)
     for setup, axis in zip(SETUPS.values(), axes, strict=True):
-        for name, colour, marker in zip(PLOTTED, OKABE_ITO, "os^Dv<", strict=True):
-            points = []
-            for key, lines in study.get(setup, {}).items():
-                if key[0] == name and (mean := mean_over(lines, "cosine_to_trajectory")):
-                    points.append((statistics.fmean(line["cost"] for line in lines.values()), mean))
-            points.sort(key=lambda point: point[0])
-            values = [mean.value for _, mean in points]
-            bars = [[mean.value - mean.low for _, mean in points], [mean.high - mean.value for _, mean in points]]
-            axis.errorbar(
-                [at for at, _ in points], values, bars, label=name, color=colour, marker=marker, markersize=5, capsize=2
-            )
+        for number, name in enumerate(PLOTTED):
+            own = [lines for key, lines in study.get(setup, {}).items() if key[0] == name]
+            means = [mean for lines in own if (mean := mean_over(lines, "cosine_to_trajectory"))]
+            # A little apart, so that bars at the same cost do not cover each other.
+            at = [1.02**number * statistics.fmean(line["cost"] for line in lines.values()) for lines in own]
+            bars = [[mean.value - mean.low for mean in means], [mean.high - mean.value for mean in means]]
+            style = {"color": OKABE_ITO[number], "marker": "os^Dv<"[number], "markersize": 5, "capsize": 2}
+            axis.errorbar(at, [mean.value for mean in means], bars, label=name, **style)
         axis.set(title=f"{setup.task}, {NAMES[setup.start]}", xscale="log", ylim=(-0.1, 1.05))
         axis.set(xlabel="tokens of an update / of its rollout", ylabel="cosine to the trajectory")
+        axis.set_xticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
+        axis.minorticks_off()
     legend(drawing, columns=3)
     save_figure(drawing, FIGURE)
 
