@@ -20,6 +20,7 @@ SIZES = {  # vocabulary, hidden, feed-forward, layers, heads
     "60m": (26_000, 512, 2048, 8, 8),
     "wide": (126_464, 64, 128, 1, 4),  # LLaDA's vocabulary with a very small transformer: for the memory of logits
     "goal": (126_464, 512, 2048, 8, 8),
+    "small_head": (4870, 512, 2048, 8, 8),  # the body of "goal"; the head has LLaDA-8B's share of the work, 6.9%
     "llada": (126_464, 4096, 12_288, 32, 32),  # LLaDA-8B
 }
 

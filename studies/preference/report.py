@@ -11,6 +11,7 @@ from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
+from studies.leaderboard.statistics import percent, points
 from studies.preference.run import ARMS, DATA
 
 NAMES = {"sft": "SFT, where all others start", "vrpo": "VRPO", "elbo-kto": "ELBO-KTO", "diffu-grpo": "diffu-GRPO"}
@@ -22,8 +23,16 @@ def scores(lines: list[dict[str, Any]]) -> np.ndarray:
     return np.array([[float(one) for one in line["right"]] for line in by_seed])
 
 
+def against(found: list[dict[str, Any]], arm: str, here: list[dict[str, Any]]) -> str:
+    """The gain over another arm's runs of the same seeds, with its 95% interval over seeds and problems; empty for this
+    arm itself."""
+    seeds = {line["seed"] for line in found}
+    other = [line for line in here if line["arm"] == arm and line["seed"] in seeds]
+    return "" if found[0]["arm"] == arm or len(other) < len(seeds) else points(mean_of(scores(found) - scores(other)))
+
+
 def table() -> str:
-    """Accuracy by task and arm; the gain over SFT of the same seeds, with its 95% interval over seeds and problems."""
+    """Accuracy by task and arm, and its gain over SFT and over diffu-GRPO."""
     lines, rows = read_lines(DATA / "runs.jsonl"), []
     for task in dict.fromkeys(line["task"] for line in lines):
         here = [line for line in lines if line["task"] == task]
@@ -31,16 +40,12 @@ def table() -> str:
             {(line["arm"], line["rate"]) for line in here}, key=lambda one: (ARMS.index(one[0]), one[1])
         ):
             found = [line for line in here if (line["arm"], line["rate"]) == (arm, rate)]
-            seeds = {line["seed"] for line in found}
-            start = scores([line for line in here if line["arm"] == "sft" and line["seed"] in seeds])
-            own = scores(found)
-            gain = mean_of(own - start)
             name = NAMES[arm] if rate is None else f"{NAMES[arm]}, learning rate {rate:g}"
-            shown = "" if arm == "sft" else f"{gain.value:+.1%} [{gain.low:+.1%}, {gain.high:+.1%}]"
+            gains = against(found, "sft", here), "" if arm == "sft" else against(found, "diffu-grpo", here)
             million = np.mean([line["compute"] for line in found]) / 1e6
-            rows.append([task, name, str(len(seeds)), f"{own.mean():.1%}", shown, f"{million:.2f}"])
-    header = ["task", "training", "seeds", "test problems solved", "gain over SFT [95%]", "million compute tokens"]
-    return markdown_table(header, rows)
+            rows.append([task, name, str(len(found)), percent(mean_of(scores(found))), *gains, f"{million:.2f}"])
+    header = ["task", "training", "seeds", "solved, % [95%]", "minus SFT [95%]", "minus diffu-GRPO [95%]"]
+    return markdown_table([*header, "million compute tokens"], rows)
 
 
 def parts() -> dict[Path, str]:
