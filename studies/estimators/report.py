@@ -194,7 +194,7 @@ def figure() -> None:
             # A little apart, so that bars at the same cost do not cover each other.
             at = [1.02**number * statistics.fmean(line["cost"] for line in lines.values()) for lines in own]
             bars = [[mean.value - mean.low for mean in means], [mean.high - mean.value for mean in means]]
-            style = {"color": OKABE_ITO[number], "marker": "os^Dv<"[number], "markersize": 5, "capsize": 2}
+            style: Any = {"color": OKABE_ITO[number], "marker": "os^Dv<"[number], "markersize": 5, "capsize": 2}
             axis.errorbar(at, [mean.value for mean in means], bars, label=name, **style)
         axis.set(title=f"{setup.task}, {NAMES[setup.start]}", xscale="log", ylim=(-0.1, 1.05))
         axis.set(xlabel="tokens of an update / of its rollout", ylabel="cosine to the trajectory")
