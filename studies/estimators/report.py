@@ -204,7 +204,9 @@ def figure() -> None:
     save_figure(drawing, FIGURE)
 
 
-UNFINISHED = "Tables have what is there; nothing is concluded from a part. One seed alone has intervals over problems."
+UNFINISHED = (
+    "Tables have what is there; nothing is concluded from a part. Intervals of one seed leave out its variation."
+)
 
 CONCLUSIONS = """Differences of the cosine to the trajectory's gradient (in the last row: to the bound's) between two
 estimators on the same completions, with 95% intervals over seeds and problems. Bold: separated from 0 after Holm's
