@@ -12,15 +12,14 @@ import numpy as np
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
-from studies.distill.choice import chosen, mean_over
-from studies.distill.run import CACHED, DATA, EXACT, METHODS, UNDISTILLED
+from studies.distill.choice import FEWER, MARGIN, chosen, mean_over
+from studies.distill.run import CACHED, EXACT, GOAL, METHODS, RUNS, UNDISTILLED
 from studies.distill.teachers import SEEDS, TASKS
 from studies.json_lines import read_lines
 from studies.leaderboard.statistics import percent
 from studies.leaderboard.statistics import points as in_points
 from studies.samplers.points import aup, points
 
-MARGIN = 1.0  # points of accuracy below the undistilled exact sampler
 Line = Mapping[str, Any]
 
 
@@ -29,9 +28,14 @@ def uncached(samplers: Mapping[str, Any]) -> dict[str, Any]:
     return {name: found for name, found in samplers.items() if not name.startswith(CACHED)}
 
 
-def outcomes(lines: Sequence[Line], name: str) -> np.ndarray:
+def solved(found: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """(seeds, problems), 1 where a problem is solved."""
-    return np.array([[float(one) for one in line["test"][name]["solved"]] for line in lines])
+    return np.array([[*map(int, one["solved"])] for one in found], dtype=float)
+
+
+def outcomes(lines: Sequence[Line], name: str) -> np.ndarray:
+    """The same of a sampler on test problems."""
+    return solved([line["test"][name] for line in lines])
 
 
 def cost(lines: Sequence[Line], name: str) -> tuple[float, float, float]:
@@ -40,14 +44,14 @@ def cost(lines: Sequence[Line], name: str) -> tuple[float, float, float]:
     return passes, tokens / passes, computed
 
 
-def summary(task: str, lines: Sequence[Line]) -> tuple[list[list[str]], str]:
-    """The rows of the table for one task, and a sentence about the goal."""
+def summary(task: str, lines: Sequence[Line]) -> list[list[str]]:
+    """The rows of the table for one task."""
     by_method = {method: [line for line in lines if line["method"] == method] for method in METHODS}
     by_method = {method: found for method, found in by_method.items() if found}
     start = by_method[UNDISTILLED]
     highest = max(y for line in lines for _, y in points(uncached(line["test"])))
     exact = cost(start, EXACT)
-    rows, judged = [], {}
+    rows = []
     for method, found in [("exact", start), *by_method.items()]:
         seeds = [line["seed"] for line in found]
         paired = [line for line in start if line["seed"] in seeds]
@@ -63,29 +67,29 @@ def summary(task: str, lines: Sequence[Line]) -> tuple[list[list[str]], str]:
         shown = "undistilled" if method == "exact" else method
         cells = [percent(mean_of(own)), gain, f"{passes:.2f}", f"{per_pass:.1f}", f"{exact[2] / computed:.1f}"]
         rows.append([task, shown, str(len(seeds)), area, name, *cells])
-        judged[method] = (found, paired, name, passes, exact[2] / computed)
-    least = mean_over(start, "validation", EXACT, "accuracy") - MARGIN
-    return rows, verdict(task, judged, chosen(start, least, "passes"))
+    return rows
 
 
-def verdict(task: str, judged: Mapping[str, Any], slow: str) -> str:
-    """Whether a distilled model reached the goal: of those that did, or else of all, the one that computes the fewest
-    tokens. `slow`: the undistilled sampler with the fewest passes."""
-    before, found = cost(judged[UNDISTILLED][0], slow)[0], []
-    for method in METHODS[1:]:
-        if method in judged:
-            own, paired, name, passes, fewer = judged[method]
-            difference = mean_of(outcomes(own, name) - outcomes(paired, slow))
-            reached = passes <= before / 2 and difference.low >= -MARGIN / 100 and fewer >= 10
-            found.append((not reached, -fewer, method, name, passes, difference))
-    if not found:
+def verdict(task: str) -> str:
+    """Whether the candidate reached the goal, on problems of its own; empty before it was tried with all seeds."""
+    lines = [line for line in read_lines(GOAL) if line["task"] == task]
+    if len(lines) < len(SEEDS):
         return ""
-    missed, fewer, method, name, passes, difference = min(found, key=lambda one: one[:2])
-    takes = f"{passes:.2f} passes, {before / passes:.2f} times fewer than the best undistilled sampler"
+    slow, name = lines[0]["slow"], lines[0]["name"]
+    own, before, exact = (
+        [line[model][sampler] for line in lines]
+        for model, sampler in (("distilled", name), (UNDISTILLED, slow), (UNDISTILLED, EXACT))
+    )
+    passes, slowest = (statistics.fmean(one["passes"] for one in of) for of in (own, before))
+    tokens, most = (statistics.fmean(one["computed"] for one in of) for of in (own, exact))
+    gain, over_exact = (mean_of(solved(own) - solved(of)) for of in (before, exact))
+    reached = passes <= slowest / 2 and 100 * gain.low >= -MARGIN and most / tokens >= FEWER
     return (
-        f"{task.capitalize()}: {method} ({name}) takes {takes} ({slow}, {before:.2f}), at {in_points(difference)} "
-        f"points of accuracy, and computes {-fewer:.1f} times fewer tokens than the exact sampler. The goal is "
-        f"{'not reached' if missed else 'reached'}.\n"
+        f"{task.capitalize()}: {lines[0]['method']} ({name}) takes {passes:.2f} passes, {slowest / passes:.2f} times "
+        f"fewer than the best undistilled sampler ({slow}, {slowest:.2f}), and computes {most / tokens:.1f} times fewer "
+        f"tokens than exact. It solves {percent(mean_of(solved(own)))}%: {in_points(gain)} points against the best "
+        f"undistilled sampler, {in_points(over_exact)} against exact. The goal is "
+        f"{'reached' if reached else 'not reached'}.\n"
     )
 
 
@@ -104,13 +108,12 @@ def frontier(task: str, lines: Sequence[Line]) -> str:
 
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
-    lines, rows, verdicts, frontiers = read_lines(DATA / "runs.jsonl"), [], [], []
+    lines, rows, verdicts, frontiers = read_lines(RUNS), [], [], []
     for task in TASKS:
         own = sorted((line for line in lines if line["task"] == task), key=lambda line: line["seed"])
         if any(line["method"] == UNDISTILLED for line in own):
-            table, sentence = summary(task, own)
-            rows += table
-            verdicts.append(sentence)
+            rows += summary(task, own)
+            verdicts.append(verdict(task))
             frontiers.append(frontier(task, own))
     head = [
         "task",
@@ -124,7 +127,7 @@ def parts() -> dict[Path, str]:
         "TPF",
         "fewer",
     ]
-    result = markdown_table(head, rows) + "\n" + "\n".join(verdicts)
+    result = markdown_table(head, rows) + "\n" + "\n".join(filter(None, verdicts))
     models = len(TASKS) * len(SEEDS) * len(METHODS)
     if len(lines) < models:
         result += f"\nThis table is incomplete: {len(lines)} of {models} models are measured. "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,16 @@ from d1.ranges import SEED
 from d1.runs.entry import OneLineParser, run_script
 from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
-from studies.distill.choice import best_rate
+from studies.distill.choice import Candidate, best_rate, for_goal
 from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
 from studies.json_lines import Run, complete, read_lines
 from studies.samplers.cost import measured
 from studies.samplers.fresh import FRESH
 
 DATA = Path(__file__).resolve().parent / "data"
+RUNS, GOAL = DATA / "runs.jsonl", DATA / "goal.jsonl"
 LENGTH, VALIDATION, TEST = 32, 512, 1000
-FRESH_SEED = 1  # of the problems that judge; those of seed 0 were used before the samplers had caches
+FRESH_SEEDS = {"test": 1, "goal": 2}  # of the problems that judge; those of seed 0 judged before there were caches
 UNDISTILLED = "undistilled"
 STEPS = {"dparallel": 128, "t3d": 256, "d-opsd": 60}  # optimizer steps
 METHODS = (UNDISTILLED, *STEPS)
@@ -78,16 +80,23 @@ def distilled(start: Path, task: str, seed: int, method: str, rate: float, folde
     return folder / job
 
 
-def outcomes(folder: Path, task: str, split: str) -> dict[str, dict[str, Any]]:
-    """What every sampler does with a split's problems."""
+def outcomes(folder: Path, task: str, split: str, names: Sequence[str] = tuple(SAMPLERS)) -> dict[str, dict[str, Any]]:
+    """What samplers do with a split's problems."""
     model, tokenizer = load_model(str(folder)).eval(), load_tokenizer(str(folder))
-    rows = (
-        load_task(RECIPES[task].task).load_rows("validation")
-        if split == "validation"
-        else FRESH[task](TEST, FRESH_SEED)
-    )
-    rows = rows.select(range(VALIDATION)) if split == "validation" else rows
-    return measured(model, tokenizer, rows, task, LENGTH, SAMPLERS)
+    if split == "validation":
+        rows = load_task(RECIPES[task].task).load_rows("validation").select(range(VALIDATION))
+    else:
+        rows = FRESH[task](TEST, FRESH_SEEDS[split])
+    return measured(model, tokenizer, rows, task, LENGTH, {name: SAMPLERS[name] for name in names})
+
+
+def candidate(task: str) -> Candidate | None:
+    """What is tried on the goal of a task; None before all of its models are judged."""
+    own = [line for line in read_lines(RUNS) if line["task"] == task]
+    by_method = {method: [line for line in own if line["method"] == method] for method in METHODS}
+    if any(len(lines) < len(SEEDS) for lines in by_method.values()):
+        return None
+    return for_goal(by_method.pop(UNDISTILLED), by_method, EXACT)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -115,7 +124,18 @@ def main(args: argparse.Namespace) -> None:
         for seed, task, method in product(args.seeds, args.tasks, args.methods)
         if method == UNDISTILLED or method in rates
     ]
-    complete(DATA / "runs.jsonl", runs, output, judged)
+    complete(RUNS, runs, output, judged)
+
+    def tried(run: Run) -> dict[str, Any]:
+        start, one = teacher(run["task"], run["seed"], output), Candidate(run["slow"], run["method"], run["name"])
+        folder = distilled(start, run["task"], run["seed"], one.method, rates[one.method], start.parent)
+        found = {UNDISTILLED: outcomes(start, run["task"], "goal", [EXACT, one.slow])}
+        return found | {"distilled": outcomes(folder, run["task"], "goal", [one.name])}
+
+    for task in args.tasks:
+        one = candidate(task)
+        if one is not None:
+            complete(GOAL, [{"task": task, "seed": seed, **one._asdict()} for seed in SEEDS], output, tried)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from studies.distill.choice import best_rate, chosen
+from studies.distill.choice import best_rate, chosen, for_goal
 from studies.samplers.points import area, aup
 
 
@@ -38,3 +38,18 @@ def test_rates_are_chosen_by_area_and_samplers_by_tokens_or_passes() -> None:
     assert chosen(seeds, 79.0, "passes") == chosen(seeds, 79.0) == "a"
     assert [chosen(seeds, 78.0, "passes"), chosen(seeds, 78.0)] == ["b", "a"]
     assert chosen(seeds, 90.0, "passes") == "a"
+
+
+def test_the_goal_is_tried_with_the_most_accurate_sampler_that_is_cheap_enough() -> None:
+    """A pass computes ten tokens here; the best undistilled sampler takes 8 passes, exact computes 160 tokens."""
+
+    def line(**samplers: tuple[int, float]) -> dict[str, Any]:
+        counts = {name: sampler(*of) | {"computed": 10 * of[1]} for name, of in samplers.items()}
+        return {"validation": counts}
+
+    start = [line(exact=(80, 16), fast=(79, 8), faster=(70, 2))] * 3
+    own = [line(a=(95, 4.1), b=(90, 1.6), c=(85, 1.5), d=(99, 16))] * 3
+    assert for_goal(start, {"t3d": own, "d-opsd": []}, "exact") == ("fast", "t3d", "b")
+    assert for_goal(start, {"t3d": own, "dparallel": [line(e=(91, 1.0))]}, "exact") == ("fast", "dparallel", "e")
+    assert for_goal(start, {"t3d": [line(a=(95, 4.1), b=(90, 1.7))]}, "exact") is None
+    assert for_goal([line(exact=(80, 16), fast=(79, 3))], {"t3d": own}, "exact") == ("fast", "t3d", "c")
