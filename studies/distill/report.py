@@ -86,7 +86,7 @@ def verdict(task: str) -> str:
     reached = passes <= slowest / 2 and 100 * gain.low >= -MARGIN and most / tokens >= FEWER
     return (
         f"{task.capitalize()}: {lines[0]['method']} ({name}) takes {passes:.2f} passes, {slowest / passes:.2f} times "
-        f"fewer than the best undistilled sampler ({slow}, {slowest:.2f}), and computes {most / tokens:.1f} times fewer "
+        f"fewer than the best undistilled sampler ({slow}, {slowest:.2f}); it computes {most / tokens:.1f} times fewer "
         f"tokens than exact. It solves {percent(mean_of(solved(own)))}%: {in_points(gain)} points against the best "
         f"undistilled sampler, {in_points(over_exact)} against exact. The goal is "
         f"{'reached' if reached else 'not reached'}.\n"
