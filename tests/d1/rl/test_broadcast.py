@@ -19,23 +19,14 @@ from d1.rl.config import DiffuGRPOConfig
 from d1.serve import KEY, broadcast
 from d1.serve.broadcast import send
 from d1.serve.client import FRESH, RolloutServer, Unavailable, Weights
-from tests.d1.rl.fleet import LIMIT, PROCESSES, SECRET, Fleet, trainers
+from tests.d1.rl.fleet import LIMIT, PROCESSES, Fleet, trainers
 from tests.d1.rl.test_fleet import LORA, PARTS, assert_same, in_background, trained
 from tests.d1.serve.serving import serving
 from tests.tiny_grpo import clockless
 
+pytestmark = pytest.mark.usefixtures("server_key")
 SENT = {"rollout_weights": "broadcast"}
 AHEAD = {"rollout_staleness": 1, "sampling_weight_cap": 1.2, "max_steps": 7}
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv(KEY, SECRET)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")

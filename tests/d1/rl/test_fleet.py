@@ -20,9 +20,10 @@ from d1.rl.trainer import DiffuGRPOTrainer
 from d1.rl.weights_folder import place
 from d1.serve import KEY
 from d1.serve.client import RolloutServer
-from tests.d1.rl.fleet import LIMIT, SECRET, Fleet, trainers
+from tests.d1.rl.fleet import LIMIT, Fleet, trainers
 from tests.tiny_grpo import clockless, make_method, weights
 
+pytestmark = pytest.mark.usefixtures("server_key")
 PARTS = {"rollout_batch_size": 2, "rollout_server_timeout": LIMIT}  # of four rows per process
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 CASES = {
@@ -31,16 +32,6 @@ CASES = {
     "blocks": ("d1", {"block_length": 4}),
     "lora": ("d1", {"peft_config": LORA}),
 }
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv(KEY, SECRET)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
