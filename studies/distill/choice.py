@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
-from studies.samplers.points import accuracy, aup, points
+from studies.samplers import points
 
 MARGIN = 1.0  # points of accuracy that count as no loss
 FEWER = 10.0  # times fewer computed tokens than exact: the goal
@@ -19,15 +18,14 @@ def best_rate(lines: Sequence[Line], rates: Mapping[str, Sequence[float]]) -> di
     for method, tried in rates.items():
         own = {line["rate"]: line["samplers"] for line in lines if line["method"] == method}
         if {*own} == {*tried}:
-            highest = max(y for samplers in own.values() for _, y in points(samplers))
-            best[method] = max(own, key=lambda rate: aup(own[rate], highest))
+            highest = max(y for samplers in own.values() for _, y in points.points(samplers))
+            best[method] = max(own, key=lambda rate: points.aup(own[rate], highest))
     return best
 
 
 def mean_over(lines: Sequence[Line], split: str, name: str, value: str) -> float:
     """A sampler's accuracy, or its passes, tokens or computed tokens per problem: the mean of the seeds."""
-    found = [line[split][name] for line in lines]
-    return fmean(accuracy(one) if value == "accuracy" else one[value] for one in found)
+    return points.mean_over([line[split][name] for line in lines], value)
 
 
 def chosen(lines: Sequence[Line], least: float, fewest: str = "computed") -> str:

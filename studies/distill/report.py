@@ -7,35 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
-from studies.distill.choice import FEWER, MARGIN, chosen, mean_over
+from studies.distill.choice import FEWER, MARGIN, Line, chosen, mean_over
 from studies.distill.run import CACHED, EXACT, GOAL, METHODS, RUNS, UNDISTILLED
 from studies.distill.teachers import SEEDS, TASKS
 from studies.json_lines import read_lines
 from studies.leaderboard.statistics import percent
 from studies.leaderboard.statistics import points as in_points
-from studies.samplers.points import aup, points
-
-Line = Mapping[str, Any]
+from studies.samplers.points import aup, outcomes, points
 
 
 def uncached(samplers: Mapping[str, Any]) -> dict[str, Any]:
     """The samplers without a cache, whose points AUP is taken of."""
     return {name: found for name, found in samplers.items() if not name.startswith(CACHED)}
-
-
-def solved(found: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """(seeds, problems), 1 where a problem is solved."""
-    return np.array([[*map(int, one["solved"])] for one in found], dtype=float)
-
-
-def outcomes(lines: Sequence[Line], name: str) -> np.ndarray:
-    """The same of a sampler on test problems."""
-    return solved([line["test"][name] for line in lines])
 
 
 def cost(lines: Sequence[Line], name: str) -> tuple[float, float, float]:
@@ -58,8 +44,8 @@ def summary(task: str, lines: Sequence[Line]) -> list[list[str]]:
         least = mean_over(paired, "validation", EXACT, "accuracy") - MARGIN
         name = EXACT if method == "exact" else chosen(found, least)
         passes, per_pass, computed = cost(found, name)
-        own = outcomes(found, name)
-        difference = own - outcomes(paired, EXACT)
+        own = outcomes(line["test"][name] for line in found)
+        difference = own - outcomes(line["test"][EXACT] for line in paired)
         gain = "" if method == "exact" else in_points(mean_of(difference))
         areas = [aup(uncached(line["test"]), highest) for line in found]
         spread = f" ± {statistics.stdev(areas):.0f}" if len(areas) > 1 else ""
@@ -82,12 +68,12 @@ def verdict(task: str) -> str:
     )
     passes, slowest = (statistics.fmean(one["passes"] for one in of) for of in (own, before))
     tokens, most = (statistics.fmean(one["computed"] for one in of) for of in (own, exact))
-    gain, over_exact = (mean_of(solved(own) - solved(of)) for of in (before, exact))
+    gain, over_exact = (mean_of(outcomes(own) - outcomes(of)) for of in (before, exact))
     reached = passes <= slowest / 2 and 100 * gain.low >= -MARGIN and most / tokens >= FEWER
     return (
         f"{task.capitalize()}: {lines[0]['method']} ({name}) takes {passes:.2f} passes, {slowest / passes:.2f} times "
         f"fewer than the best undistilled sampler ({slow}, {slowest:.2f}); it computes {most / tokens:.1f} times fewer "
-        f"tokens than exact. It solves {percent(mean_of(solved(own)))}%: {in_points(gain)} points against the best "
+        f"tokens than exact. It solves {percent(mean_of(outcomes(own)))}%: {in_points(gain)} points against the best "
         f"undistilled sampler, {in_points(over_exact)} against exact. The goal is "
         f"{'reached' if reached else 'not reached'}.\n"
     )

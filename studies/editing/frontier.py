@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from studies.samplers.points import outcomes
+
 Runs = dict[int, dict[str, Any]]  # seed -> what one sampler did with one model
 
 
 def passes(runs: Runs) -> float:
     return statistics.fmean(run["passes"] for run in runs.values())
-
-
-def outcomes(runs: Runs, seeds: list[int]) -> np.ndarray:
-    """(seeds, problems), 1 where a problem is solved."""
-    return np.array([[*map(int, runs[seed]["solved"])] for seed in seeds], dtype=float)
 
 
 def gains(runs: Runs, unedited: list[Runs]) -> np.ndarray:
@@ -25,6 +22,6 @@ def gains(runs: Runs, unedited: list[Runs]) -> np.ndarray:
     cheaper = [other for other in unedited if passes(other) <= passes(runs) and runs.keys() & other.keys()]
     if not cheaper:
         return np.zeros((0, 0))
-    best = max(cheaper, key=lambda other: outcomes(other, [*other]).mean())
+    best = max(cheaper, key=lambda other: outcomes(other.values()).mean())
     seeds = [seed for seed in runs if seed in best]
-    return outcomes(runs, seeds) - outcomes(best, seeds)
+    return outcomes(runs[seed] for seed in seeds) - outcomes(best[seed] for seed in seeds)

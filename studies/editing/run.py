@@ -127,7 +127,7 @@ def measured(folder: Path, task: str, rows: Any, samplers: dict[str, dict[str, A
     found = {}
     for name, options in samplers.items():
         settings = {"block": BLOCKS[task] or LENGTH, "steps": LENGTH, "sampler": "parallel", **options}
-        parts = sample(model, tokenizer, prompts, LENGTH, 128, **settings)
+        parts = sample(model, tokenizer, prompts, LENGTH, **settings)
         tokens = [int((row[width:] != end).sum()) + 1 for part in parts for row in part.ids]
         found[name] = {
             "solved": as_text(solved(parts, tokenizer, width, rows, task)),

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m studies.editing.search
 
 A line per candidate and task goes to data/search.jsonl, and one that is there is not made again. Prints the choice as
-flags of `run.py`. The protocol is in README.md; the table is made by `python -m studies.editing.report`.
+flags of `run.py`. The protocol is in README.md; `make studies` writes the table.
 """
 
 from __future__ import annotations

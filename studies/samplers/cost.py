@@ -20,7 +20,6 @@ def sample(
     tokenizer: Any,
     prompts: Tensor,
     length: int,
-    batch: int,
     *,
     block: int = 8,
     steps: int | None = None,
@@ -40,7 +39,7 @@ def sample(
             sampler=sampler,
             **options,
         )
-        for rows in prompts.split(batch)
+        for rows in prompts.split(BATCH)
     ]
 
 
@@ -75,7 +74,7 @@ def measured(
     width = prompts.shape[1]
     for name, options in samplers.items():
         began = time.process_time()
-        parts = sample(model, tokenizer, prompts, length, BATCH, **options)
+        parts = sample(model, tokenizer, prompts, length, **options)
         seconds = time.process_time() - began
         own = sum(int(eos_cut(part.ids[:, width:], [tokenizer.eos_token_id]).sum()) for part in parts)
         passes, computed = work_of(parts)

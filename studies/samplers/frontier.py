@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from benchmarks.machine import describe
@@ -25,9 +24,9 @@ from d1.tasks import load_task
 from pocket.recipes import RECIPES
 from studies.distill.teachers import OUTPUT, SEEDS, TASKS, teacher
 from studies.json_lines import complete, read_lines
+from studies.samplers import points
 from studies.samplers.cost import measured
 from studies.samplers.fresh import FRESH
-from studies.samplers.points import accuracy
 
 DATA = Path(__file__).parent / "data" / "frontier.jsonl"
 LENGTH, VALIDATION, TEST = 32, 512, 1000
@@ -63,8 +62,7 @@ def family(name: str) -> str:
 
 def mean_over(lines: Sequence[Line], name: str, value: str) -> float:
     """A setting's accuracy, or one of its counts per problem: the mean of the lines, which are the seeds of a task."""
-    found = [line["samplers"][name] for line in lines]
-    return fmean(accuracy(one) if value == "accuracy" else one[value] for one in found)
+    return points.mean_over([line["samplers"][name] for line in lines], value)
 
 
 def frontier(lines: Sequence[Line], names: Iterable[str], of: str) -> list[str]:

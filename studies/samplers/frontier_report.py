@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from d1.sampling.caches import CACHES
 from d1.show.curves import legend, panels, save_figure
 from d1.show.tables import markdown_table
@@ -26,7 +24,7 @@ from studies.samplers.frontier import (
     lines_of,
     mean_over,
 )
-from studies.samplers.points import accuracy, aup
+from studies.samplers.points import accuracy, aup, outcomes
 
 PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.png"
 GOAL = 10.0  # times fewer computed tokens
@@ -34,18 +32,14 @@ SHOWN = 5.0  # points below exact on validation problems, down to which a table 
 HEAD = ["sampler", "solved, % [95%]", "minus exact [95%]", "computed tokens", "fewer", "passes", "TPF", "ms"]
 
 
-def outcomes(lines: Sequence[Line], name: str) -> np.ndarray:
-    """(seeds, problems), 1 where a problem is solved."""
-    return np.array([[*map(int, line["samplers"][name]["solved"])] for line in lines], dtype=float)
-
-
 def against(lines: Sequence[Line], name: str, reference: str = EXACT) -> Mean:
-    return mean_of(outcomes(lines, name) - outcomes(lines, reference))
+    own, other = ([line["samplers"][one] for line in lines] for one in (name, reference))
+    return mean_of(outcomes(own) - outcomes(other))
 
 
 def row(lines: Sequence[Line], name: str, mark: str = "") -> list[str]:
     computed, passes = (mean_over(lines, name, value) for value in ("computed", "passes"))
-    cells = [f"{mark}{name}", percent(mean_of(outcomes(lines, name)))]
+    cells = [f"{mark}{name}", percent(mean_of(outcomes(line["samplers"][name] for line in lines)))]
     cells += ["" if name == EXACT else points(against(lines, name)), f"{computed:.0f}"]
     cells += [f"{mean_over(lines, EXACT, 'computed') / computed:.1f}", f"{passes:.2f}"]
     return [

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 PENALTY, ALLOWED = 3.0, 5.0  # AUP's alpha, and points of accuracy below the slowest point
 
@@ -12,6 +15,17 @@ PENALTY, ALLOWED = 3.0, 5.0  # AUP's alpha, and points of accuracy below the slo
 def accuracy(found: Mapping[str, Any]) -> float:
     """In percent, of one sampler's outcomes."""
     return 100 * found["solved"].count("1") / len(found["solved"])
+
+
+def mean_over(found: Iterable[Mapping[str, Any]], value: str) -> float:
+    """The mean over what one sampler did with several seeds: of its accuracy in percent, or of a count per problem
+    (passes, tokens, computed tokens, seconds)."""
+    return fmean(accuracy(one) if value == "accuracy" else one[value] for one in found)
+
+
+def outcomes(found: Iterable[Mapping[str, Any]]) -> np.ndarray:
+    """(seeds, problems), 1 where a problem is solved."""
+    return np.array([[*map(int, one["solved"])] for one in found], dtype=float)
 
 
 def points(samplers: Mapping[str, Any]) -> list[tuple[float, float]]:

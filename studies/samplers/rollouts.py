@@ -69,7 +69,7 @@ STAGES = {
 
 
 def settings(arm: Arm, seed: int, steps: int = 0) -> list[str]:
-    """The flags of RL that define a run, beside pocket.yaml; `steps` replaces the arm's, for a quick look."""
+    """The flags of RL that define a run, in addition to pocket.yaml's; `steps`, if above 0, replaces the arm's."""
     flags: list[object] = [*METHOD, *arm.sampler, "--dataset", TASKS[TASK].dataset, *TASKS[TASK].flags]
     flags += ["--seed", seed, "--num_generations", 8, "--learning_rate", RATE, "--lr_scheduler_type", "linear"]
     flags += ["--lr_scheduler_kwargs", "{}", "--warmup_steps", 0, "--max_steps", steps or arm.steps]
