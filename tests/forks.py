@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import glob
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,6 +49,16 @@ def module(name: str, *words: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def die_at(pattern: str) -> None:
+    """SIGKILL to this process as soon as a file of this pattern exists.
+
+    A thread of the process itself: it cannot come too late on a busy machine, as a test that watches from outside can.
+    """
+    while not glob.glob(pattern, recursive=True, include_hidden=True):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def within(log: Path, folder: Path, environment: dict[str, str], work: Callable[..., object], *given: Any) -> None:
     """Runs `work(*given)` as a process of its own session, in `folder`, with both outputs appended to `log`."""
     gc.freeze()  # or each collection would search all libraries
@@ -55,6 +69,8 @@ def within(log: Path, folder: Path, environment: dict[str, str], work: Callable[
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if "KILLED_AT" in environment and environment.get("RANK", "0") == "0":
+        threading.Thread(target=die_at, args=[environment["KILLED_AT"]], daemon=True).start()
     work(*given)
 
 
@@ -63,7 +79,7 @@ def start(
 ) -> list[BaseProcess]:
     """`processes` processes that call `work(*given)`; of several, each has the variables that launchers set.
 
-    A variable that is None is not set.
+    A variable that is None is not set. `KILLED_AT`: a pattern of files; the first process kills itself when one exists.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     log.touch()
@@ -90,6 +106,13 @@ def finish(started: Sequence[BaseProcess], log: Path, status: int = 0, timeout: 
     finally:
         kill(started)
     return text
+
+
+def wait_for_kill(started: Sequence[BaseProcess], log: Path, timeout: float = 900) -> None:
+    """Waits until the first process has met `KILLED_AT`, then kills the others."""
+    started[0].join(timeout)
+    kill(started)
+    assert started[0].exitcode == -signal.SIGKILL, log.read_text()[-4000:]
 
 
 def kill(started: Sequence[BaseProcess]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -121,17 +120,8 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
     shared = [*flags, "--method", "d-opsd", "--num_iterations", "2", "--save_steps", "2", "--num_epochs", "2"]
     shared += ["--batch_size", "4", "--grad_accum_steps", "1"]
     killed = tmp_path / "killed"
-    (process,) = start(shared, killed)
-    deadline = time.monotonic() + 900
-    while not (killed / "job/checkpoint-4").exists():
-        assert process.is_alive(), (killed / "log").read_text()[-4000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    forks.kill([process])
+    forks.wait_for_kill(start(shared, killed, KILLED_AT=str(killed / "job/checkpoint-4")), killed / "log")
     run(shared, tmp_path / "whole")
-    for later in killed.glob("job/checkpoint-*"):
-        if later.name not in ("checkpoint-2", "checkpoint-4"):
-            shutil.rmtree(later)
     assert (killed / "job/checkpoint-4/reference.safetensors").exists()
     run([*shared, "--resume"], killed)
     for name in ("loss", "grad_norm", "kl", "right", "compute_tokens", "train_loss"):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -77,28 +78,51 @@ def test_one_and_two_processes_say_the_same(tiny_model_dir, tmp_path):
     assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
 
 
-def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model_dir, tmp_path):
-    flags = ("--model_path", tiny_model_dir, "--limit", 200, "--batch_size", 2)
-    folder = tmp_path / "run"
-    started = start(1, folder, *flags)
-    partial = folder / f"sudoku_{tiny_model_dir.name}_12_6.partial"
+STANDS_STILL = f"""
+import os, runpy, sys, time
+from pathlib import Path
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-    def written() -> list[dict]:
-        lines = [line for path in partial.glob("rank_*.jsonl") for line in path.read_bytes().splitlines(keepends=True)]
-        return [json.loads(line) for line in lines if line.endswith(b"\n") and line.strip()]
+rank, folder = os.environ.get("RANK", "0"), Path(sys.argv[sys.argv.index("--output_dir") + 1])
+most = int(os.environ["MOST"].split()[int(rank)])
 
-    deadline = time.monotonic() + 600
-    while len(written()) < 20 and time.monotonic() < deadline:
+def wait(module, args):
+    while sum(path.read_bytes().count(b"}}\\n") for path in folder.glob(f"*.partial/rank_{{rank}}.jsonl")) >= most:
         time.sleep(0.01)
+
+register_module_forward_pre_hook(wait)
+runpy.run_path({str(EVAL / "eval.py")!r}, run_name="__main__")
+"""
+
+
+def kill_half_way(most: Sequence[int], folder: Path, flags: Sequence[object]) -> list[list[dict]]:
+    """What each process had written when all were killed: process i stands still after `most[i]` problems."""
+    script = folder.with_suffix(".py")
+    script.write_text(STANDS_STILL)
+    started = start(len(most), folder, *flags, script=script, MOST=" ".join(map(str, most)))
+
+    def written() -> list[list[dict]]:
+        paths = (next(folder.glob(f"*.partial/rank_{rank}.jsonl"), None) for rank in range(len(most)))
+        texts = (path.read_text() if path else "" for path in paths)
+        return [[json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")] for text in texts]
+
+    while [len(lines) for lines in written()] != list(most):
+        assert all(process.is_alive() for process in started), log_of(folder).read_text()
+        time.sleep(0.02)
     forks.kill(started)
-    kept = written()
-    assert 20 <= len(kept) < 200, "the run was to be killed half-way"
-    with open(next(partial.glob("rank_*.jsonl")), "ab") as journal:
+    return written()
+
+
+def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model_dir, tmp_path):
+    flags = ("--model_path", tiny_model_dir, "--limit", 100, "--batch_size", 2)
+    folder = tmp_path / "run"
+    (kept,) = kill_half_way([20], folder, flags)
+    with open(next(folder.glob("*.partial/rank_0.jsonl")), "ab") as journal:
         journal.write(b'{"index": 3, "generat')  # an incomplete line, as after a kill
-    assert "200/200" in finish(start(2, folder, *flags), folder)
-    assert not partial.exists()
+    assert "100/100" in finish(start(2, folder, *flags), folder)
+    assert not list(folder.glob("*.partial"))
     results = {item["index"]: item for item in items(folder)}
-    assert len(items(folder)) == len(results) == 200
+    assert len(items(folder)) == len(results) == 100
     for entry in kept:  # the very measurement, so it was not made again
         assert results[entry["index"]]["seconds"] == entry["seconds"]
     whole = tmp_path / "whole"
@@ -106,46 +130,15 @@ def test_a_killed_run_continues_without_repeating_or_losing_a_problem(tiny_model
     assert texts(whole) == texts(folder)
 
 
-SLOW_SECOND = f"""
-import os, runpy, time
-from torch.nn.modules.module import register_module_forward_pre_hook
-
-def wait(module, args):
-    if type(module).__name__ == "LlamaModel":
-        time.sleep(0.5)
-
-if os.environ["RANK"] == "1":
-    register_module_forward_pre_hook(wait)
-runpy.run_path({str(EVAL / "eval.py")!r}, run_name="__main__")
-"""
-
-
-def test_a_slow_process_takes_fewer_problems_and_a_killed_queue_continues(tiny_model_dir, tmp_path):
-    script = tmp_path / "slow_second.py"
-    script.write_text(SLOW_SECOND)
+def test_a_fast_process_takes_more_problems_and_a_killed_queue_continues(tiny_model_dir, tmp_path):
+    """More than its half of them: the other one stands still after its second batch."""
     flags = ("--model_path", tiny_model_dir, "--limit", 300, "--batch_size", 4, "--eos_stop")
     flags += ("--sampler", "parallel", "--reveal_level", 0.1)
-    started = start(2, tmp_path / "two", *flags, script=script)
-    partial = tmp_path / "two" / f"sudoku_{tiny_model_dir.name}_12_6.partial"
-
-    def written() -> list[int]:
-        """Whole lines in each rank's journal."""
-        paths = [partial / f"rank_{rank}.jsonl" for rank in (0, 1)]
-        return [path.read_bytes().count(b"}\n") if path.exists() else 0 for path in paths]
-
-    deadline = time.monotonic() + 600
-    while (min(written()) < 3 or sum(written()) < 60) and time.monotonic() < deadline:
-        assert all(process.is_alive() for process in started), log_of(tmp_path / "two").read_text()
-        time.sleep(0.02)
-    forks.kill(started)
-    fast, slow = written()
-    assert 0 < slow < fast
-    assert fast + slow < 300, "the run was to be killed half-way"
-    kept = [json.loads(line) for path in partial.glob("rank_*.jsonl") for line in path.read_text().splitlines()[:-1]]
+    fast, slow = kill_half_way([200, 8], tmp_path / "two", flags)
     assert "300/300" in finish(start(2, tmp_path / "two", *flags), tmp_path / "two")
     results = {item["index"]: item for item in items(tmp_path / "two")}
     assert len(items(tmp_path / "two")) == len(results) == 300
-    for entry in kept:
+    for entry in [*fast, *slow]:
         assert results[entry["index"]]["seconds"] == entry["seconds"]
     evaluate(*flags, "--output_dir", tmp_path / "one", "--batch_size", 7)
     for one, two in zip(items(tmp_path / "one"), items(tmp_path / "two"), strict=True):

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +15,10 @@ from d1.models import load_model
 from d1.models.fit import LiveStorages
 from d1.preference.train import main, make_parser
 from d1.runs.start import on_gpu
+from tests import forks
 from tests.commands import ROOT
 
-SINGLE = [sys.executable, "prefer_train.py"]
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
+HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]
 STEP = ["--learning_rate", "1e-3", "--warmup_steps", "0", "--num_views", "2", "--logging_steps", "1"]
 METHODS = ["vrpo", "vrpo-dare", "elbo-kto"]
 
@@ -54,25 +49,10 @@ def run(flags: list[str], folder: Path, *more: str) -> Any:
     return main(make_parser().parse_args([*flags, "--output_dir", str(folder), "--job_name", "job", *more]))
 
 
-def start(command: list[str], flags: list[str], folder: Path, **environment: str) -> subprocess.Popen[bytes]:
-    folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [*command, *flags, "--output_dir", str(folder), "--job_name", "job"],
-        cwd=ROOT / "preference",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-        stdout=(folder / "log").open("ab"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
-    try:
-        process.wait(900)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, (folder / "log").read_text()[-4000:]
+def start(flags: list[str], folder: Path, processes: int = 1, **environment: str) -> list[BaseProcess]:
+    words = [*flags, "--output_dir", str(folder), "--job_name", "job"]
+    place: dict[str, Any] = {"log": folder / "log", "folder": ROOT / "preference", "processes": processes}
+    return forks.start(forks.script, "prefer_train.py", *words, **place, **environment)
 
 
 def logged(folder: Path, name: str) -> list[float]:
@@ -116,9 +96,7 @@ def test_neither_accumulation_nor_processes_change_a_run(flags: list[str], tmp_p
     shared, one, parts, both = [*flags, "--method", "elbo-kto"], tmp_path / "one", tmp_path / "parts", tmp_path / "both"
     run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], one)
     run([*shared, "--batch_size", "1", "--grad_accum_steps", "4", "--views_at_once", "2"], parts)
-    launch = [*LAUNCH, "--config_file", "../launch/ddp.yaml", "prefer_train.py"]
-    half = ["--batch_size", "1", "--grad_accum_steps", "2"]
-    finish(start(launch, [*shared, *half], both, ACCELERATE_USE_CPU="true"), both)
+    forks.finish(start([*shared, *HALF], both, 2, ACCELERATE_USE_CPU="true"), both / "log")
     settings = json.loads((both / "job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, "MULTI_CPU")
     for name in ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "compute_tokens"):
@@ -130,13 +108,9 @@ def test_neither_accumulation_nor_processes_change_a_run(flags: list[str], tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "how"), [(2, []), (3, []), (3, ["--full_finetuning"])])
 def test_zero_gives_the_run_of_one_process(zero: int, how: list[str], flags: list[str], tmp_path: Path) -> None:
-    config = (ROOT / "launch/zero3.yaml").read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'")
-    (tmp_path / "zero.yaml").write_text(config.replace("zero_stage: 3", f"zero_stage: {zero}"))
     shared = [*flags, *how, "--method", "elbo-kto"]
     run([*shared, "--batch_size", "4", "--grad_accum_steps", "1"], tmp_path / "one")
-    two = [*LAUNCH, "--config_file", str(tmp_path / "zero.yaml"), "prefer_train.py"]
-    both = ["--batch_size", "1", "--grad_accum_steps", "2"]
-    finish(start(two, [*shared, *both], tmp_path / "two", CUDA_VISIBLE_DEVICES=""), tmp_path / "two")
+    forks.finish(start([*shared, *HALF], tmp_path / "two", 2, **forks.deepspeed(zero)), tmp_path / "two/log")
     settings = json.loads((tmp_path / "two/job/run.json").read_text())["settings"]
     assert (settings["world_size"], settings["distributed_type"]) == (2, "DEEPSPEED")
     for name in ("loss", "rewards/chosen", "rewards/margins", "compute_tokens"):
@@ -149,17 +123,7 @@ def test_a_killed_run_repeats_an_unbroken_one(flags: list[str], tmp_path: Path) 
     training += ["--num_epochs", "4", "--method", "elbo-kto"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(training, whole)
-    process = start(SINGLE, training, killed)
-    deadline = time.monotonic() + 900
-    while not (killed / "job/checkpoint-9").exists():
-        assert process.poll() is None, (killed / "log").read_text()[-4000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for later in killed.glob("job/checkpoint-*"):
-        if later.name not in ("checkpoint-6", "checkpoint-9"):
-            shutil.rmtree(later)
+    forks.wait_for_kill(start(training, killed, KILLED_AT=str(killed / "job/checkpoint-9")), killed / "log")
     run([*training, "--resume"], killed)
     for name in ("loss", "grad_norm", "rewards/chosen", "logps/rejected", "rewards/accuracies", "compute_tokens"):
         assert logged(killed, name) == logged(whole, name), name

@@ -1,12 +1,10 @@
 """diffu-GRPO as users start it: one and two real processes, killed and resumed."""
 
-import glob
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -107,18 +105,11 @@ def logs(folder):
     return [{key: value for key, value in entry.items() if not any(t in key for t in TIMES)} for entry in history]
 
 
-def sampling(folder):
-    return (folder / "run.json").exists()  # before the model is loaded; the first reward takes a second
-
-
-def saving(folder):
-    """The first checkpoint is half written: with weights, but it does not have its name."""
-    return glob.glob(f"{folder}/.saving/**/*.safetensors", recursive=True)  # whatever disappears in the meantime
-
-
-def updating(folder):
-    """In the middle of a cycle: a checkpoint's step is not a multiple of three."""
-    return (folder / "checkpoint-10").exists()
+PHASES = {
+    "sampling": "run.json",  # before the model is loaded; the first reward takes a second
+    "saving": ".saving/**/*.safetensors",  # the first checkpoint is half written: it does not have its name
+    "updating": "checkpoint-10",  # in the middle of a cycle: a checkpoint's step is not a multiple of three
+}
 
 
 @pytest.mark.parametrize("launcher", ["alone", pytest.param("ddp", marks=pytest.mark.slow)])
@@ -126,13 +117,10 @@ def test_a_run_killed_in_each_phase_resumes_bit_for_bit(tiny_model_dir, alone, t
     whole, killed = alone, tmp_path / "killed"
     if launcher != "alone":
         run(tiny_model_dir, whole := tmp_path / "whole", launcher=launcher)
-    for reached in (sampling, saving, updating):
-        options = {"launcher": launcher, "LETTERS_SECONDS": "1" if reached is sampling else "0.05"}
-        started = start(tiny_model_dir, killed, "--resume_from_checkpoint", "true", **options)
-        while not reached(killed):
-            assert all(process.is_alive() for process in started), "the run ended before it was killed"
-            time.sleep(0.001)
-        forks.kill(started)
+    for phase, file in PHASES.items():
+        options = {"LETTERS_SECONDS": "1" if phase == "sampling" else "0.05", "KILLED_AT": str(killed / file)}
+        started = start(tiny_model_dir, killed, "--resume_from_checkpoint", "true", launcher=launcher, **options)
+        forks.wait_for_kill(started, killed / "log")
         assert not (killed / "model.safetensors").exists()
     run(tiny_model_dir, killed, "--resume_from_checkpoint", "true", launcher=launcher)
     expected, found = final_weights(whole), final_weights(killed)

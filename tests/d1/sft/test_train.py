@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -85,11 +84,8 @@ def test_killed_run_repeats_an_uninterrupted_one(flags: list[str], tmp_path: Pat
     assert list((whole / "job/wandb").glob("offline-run-*"))
     names = {"padding_share", "answer_tokens_per_second", "eval_loss_t0.0-0.2", "eval_loss_t0.8-1.0"}
     assert names <= history_names(whole)
-    (process,) = start([*flags, *training, "--debugging"], killed)
-    while not (killed / "job/checkpoint-10").exists():
-        assert process.is_alive(), (killed / "log").read_text()[-4000:]
-        time.sleep(0.005)
-    forks.kill([process])
+    once = {"KILLED_AT": str(killed / "job/checkpoint-10")}
+    forks.wait_for_kill(start([*flags, *training, "--debugging"], killed, **once), killed / "log")
     assert not (killed / "job/trainer_state.json").exists()
     assert (killed / "job/metrics.jsonl").exists()
     forks.finish(start([*flags, *training, "--debugging", "--resume"], killed), killed / "log")
