@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from d1.models import prepare
 from d1.models.head import body_and_head
 from d1.models.kinds import block_size
 from d1.models.two_streams import two_stream_states
+from d1.ranges import COUNT
 from d1.runs.entry import run_script
 from d1.sampling import generate
 from d1.tasks import load_task
@@ -158,18 +160,28 @@ def pretrain(
     return model, tokenizer
 
 
+def widened(recipe: Recipe, hidden_size: int | None) -> Recipe:
+    """The recipe for a model of another width, at learning rates that are proportional to 1 / width (as in Tensor
+    Programs V, arXiv 2203.03466, for Adam)."""
+    if hidden_size is None:
+        return recipe
+    first, second = (rate * recipe.hidden_size / hidden_size for rate in recipe.peak_lr)
+    return replace(recipe, hidden_size=hidden_size, peak_lr=(first, second))
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=[*RECIPES], default="sudoku")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--block_size", type=int, help="make a block-causal model with blocks of this many tokens")
+    parser.add_argument("--block_size", type=COUNT, help="make a block-causal model with blocks of this many tokens")
+    parser.add_argument("--hidden_size", type=COUNT, help="width, a multiple of 8; default: the recipe's")
     parser.add_argument("--output_dir", type=Path, help="default: the task's folder in pocket/")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # more than 2 threads slow so small a model down
-    recipe = RECIPES[args.task]
+    recipe = widened(RECIPES[args.task], args.hidden_size)
     draw = recipe.traces.problems(ROOT / "dataset" / recipe.training_file)
     for part in pretrain(recipe, draw, recipe.steps, args.seed, args.block_size):
         part.save_pretrained(args.output_dir or ROOT / "pocket" / recipe.base)

@@ -68,6 +68,13 @@ def not_worse(draws: np.ndarray, margin: float = 0.02) -> bool:
     return bool(np.quantile(draws, LEVEL) > -margin)
 
 
+def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Spearman's correlation of each column of two arrays (methods, draws) without ties: (draws,)."""
+    first, second = (values.argsort(0).argsort(0) for values in (a, b))
+    methods = len(a)
+    return 1 - 6 * ((first - second) ** 2).sum(0) / (methods * (methods**2 - 1))
+
+
 class Order(NamedTuple):
     """What all pairs of a table's methods say.
 

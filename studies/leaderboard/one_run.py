@@ -23,7 +23,17 @@ from d1.tasks import load_task
 from pocket.demo import sft
 from pocket.recipes import ROOT
 from studies.json_lines import append_line
-from studies.leaderboard.plan import START, TASKS, Protocol, Run, Setup, accuracy, own_sampler, sft_folder, start_model
+from studies.leaderboard.plan import (
+    ALL_TASKS,
+    START,
+    Protocol,
+    Run,
+    Setup,
+    accuracy,
+    own_sampler,
+    sft_folder,
+    start_model,
+)
 from studies.leaderboard.results import file_of, values_of
 
 logger = logging.getLogger(__name__)
@@ -53,7 +63,7 @@ def evaluate(name: str, model: Path, folder: Path, flags: Sequence[object] = ())
     """
     from d1.eval import run as evaluation
 
-    task = TASKS[name]
+    task = ALL_TASKS[name]
     own: list[object] = ["--model_path", model, "--dataset", task.dataset, "--gen_length", task.length]
     own += ["--block_length", 8, "--batch_size", 128, "--eos_stop", "--output_dir", folder]
     evaluation.main(evaluation.make_parser().parse_args([*map(str, (*own, *flags))]))
@@ -98,8 +108,10 @@ def make_start(folder: Path, setup: Setup, seed: int) -> Path:
         with (own / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (own / "done").exists():
-                command = sft(own, seed, miniature=False, task=setup.task).command
-                sft_train.main(sft_train.make_parser().parse_args([*map(str, command[2:])]))
+                task = ALL_TASKS[setup.task]
+                command = sft(own, seed, miniature=False, task=task.recipe).command
+                flags = [*map(str, command[2:]), "--model_name", str(task.base)]
+                sft_train.main(sft_train.make_parser().parse_args(flags))
                 (own / "done").touch()
     return start_model(folder, setup, seed)
 
@@ -108,13 +120,13 @@ def kl_to_start(task: str, model: Path, start: Path) -> float:
     from d1.models import load_model, load_tokenizer
     from studies.estimators.completions import divergence
 
-    prompts = load_task(TASKS[task].dataset).load_rows("validation")["prompt"][:KL_PROMPTS]
+    prompts = load_task(ALL_TASKS[task].dataset).load_rows("validation")["prompt"][:KL_PROMPTS]
     both = load_model(str(model)), load_model(str(start))
-    return divergence(*both, load_tokenizer(str(start)), prompts, TASKS[task].length)
+    return divergence(*both, load_tokenizer(str(start)), prompts, ALL_TASKS[task].length)
 
 
 def sealed_flags(task: str) -> list[object]:
-    (file,) = SEALED.glob(f"{TASKS[task].dataset}.*")
+    (file,) = SEALED.glob(f"{ALL_TASKS[task].dataset}.*")
     return ["--data_file", file]
 
 
@@ -128,7 +140,7 @@ def judged(run: Run, model: Path | None, folder: Path, protocol: Protocol) -> di
     exact = evaluate(run.task, model or start_model(folder.parent, run.setup, run.seed), folder / "exact", flags)
     outcomes = {"exact": exact["right"]}
     if run.stage == "final" and run.method != START:
-        own = own_sampler(run.method, TASKS[run.task].length)
+        own = own_sampler(run.method, ALL_TASKS[run.task].length)
         outcomes["own"] = (
             evaluate(run.task, model, folder / "own", [*flags, *own])["right"] if own and model else exact["right"]
         )

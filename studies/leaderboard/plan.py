@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from d1.rl.methods import METHODS
 from pocket.recipes import RECIPES, ROOT
+from studies.leaderboard.variants import flags_of, values_of
 
 START = "none"  # in place of a method: the model that runs start from
 CANDIDATES: tuple[str, ...] = ()  # rows of METHODS that are the protocol's candidates of our own
@@ -25,14 +26,16 @@ class BoardTask:
     """A row of `TASKS`.
 
     Attributes:
+        recipe: its row of `RECIPES`.
         dataset: the task's name in d1's `TASKS`.
-        base: the model's folder in pocket/.
+        base: the folder of the base model.
         length: tokens per completion, in training and evaluation.
         flags: flags of RL in addition to pocket.yaml.
     """
 
+    recipe: str
     dataset: str
-    base: str
+    base: Path
     length: int
     flags: tuple[object, ...]
 
@@ -42,10 +45,11 @@ def board_task(task: str) -> BoardTask:
     recipe = RECIPES[task]
     length = recipe.lengths[0]
     flags = ("--max_prompt_length", recipe.prompt_tokens, "--max_completion_length", length)
-    return BoardTask(recipe.task, recipe.base, length, flags)
+    return BoardTask(task, recipe.task, ROOT / "pocket" / recipe.base, length, flags)
 
 
 TASKS = {name: board_task(name) for name in ("sudoku", "countdown", "arithmetic")}
+ALL_TASKS = TASKS | {"large-sudoku": replace(TASKS["sudoku"], base=ROOT / "runs" / "large_base")}  # of the part "scale"
 
 
 class Setup(NamedTuple):
@@ -94,8 +98,8 @@ class Run:
 
     def settings(self) -> list[str]:
         """The flags of RL that define the run, without folders."""
-        task, values = TASKS[self.task], METHODS[self.method].values
-        flags: list[object] = ["--method", self.method, "--dataset", task.dataset, *task.flags]
+        task, values = ALL_TASKS[self.task], values_of(self.method)
+        flags: list[object] = [*flags_of(self.method), "--dataset", task.dataset, *task.flags]
         flags += ["--seed", self.seed, "--num_generations", 8, "--num_iterations", self.num_iterations]
         flags += ["--learning_rate", self.learning_rate, "--lr_scheduler_type", "linear", "--warmup_steps", 0]
         # Two tokens per step, except for methods that set the number of steps.
@@ -131,7 +135,7 @@ class Protocol:
     few: int = 3
     far: float = 0.08
     near: float = 0.04
-    most: int = 10
+    most: int = 6
     limit: int = 0
     curve: int = 256
     sealed: bool = True
@@ -236,7 +240,7 @@ def accuracy(outcomes: str) -> float:
 
 def updates_of(method: str) -> tuple[int, ...]:
     """The values of num_iterations that are searched."""
-    values = METHODS[method].values
+    values = values_of(method)
     if values["num_iterations"] == 1:
         return (1,)
     return (2, 4) if values["split_views"] else (1, 4)
@@ -244,7 +248,7 @@ def updates_of(method: str) -> tuple[int, ...]:
 
 def own_sampler(method: str, length: int) -> list[str] | None:
     """Flags of evaluation for the sampler of a method's own rollouts, at temperature 0; None if it is the judge's."""
-    values = METHODS[method].values
+    values = values_of(method)
     own = {name: values[name] for name in OWN if values.get(name, JUDGE.get(name)) != JUDGE.get(name)}
     if "diffusion_steps" in values:
         own["diffusion_steps"] = values["diffusion_steps"] or length
@@ -256,5 +260,4 @@ def sft_folder(folder: Path, task: str, seed: int) -> Path:
 
 
 def start_model(folder: Path, setup: Setup, seed: int) -> Path:
-    base = ROOT / "pocket" / TASKS[setup.task].base
-    return base if setup.start == "base" else sft_folder(folder, setup.task, seed) / "sft"
+    return ALL_TASKS[setup.task].base if setup.start == "base" else sft_folder(folder, setup.task, seed) / "sft"

@@ -19,11 +19,21 @@ from d1.rl.methods import METHODS
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
-from studies.leaderboard.bootstrap import Order, interval, not_worse, order, p_value, resampled_means
+from studies.leaderboard.bootstrap import (
+    Order,
+    interval,
+    not_worse,
+    order,
+    p_value,
+    rank_correlations,
+    resampled_means,
+)
 from studies.leaderboard.figures import draw_curves, draw_places
-from studies.leaderboard.plan import CANDIDATES, FULL, START, Protocol, Run, Setup
+from studies.leaderboard.parts import PARTS, every_seed
+from studies.leaderboard.plan import CANDIDATES, FULL, SETUPS, START, Protocol, Run, Setup
 from studies.leaderboard.results import DATA, Line, read_results
 from studies.leaderboard.statistics import Interval, holm, percent, points
+from studies.leaderboard.variants import row_of
 from studies.pages import reading
 
 PAGE = ROOT / "docs" / "leaderboard.md"
@@ -66,7 +76,8 @@ def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
     for setup, budget in product(protocol.setups, reversed(protocol.budgets)):
         runs: dict[str, dict[int, Line]] = {}
         for run, line in results.items():
-            if run.stage == "final" and run.setup == setup and run.budget in (budget, 0):
+            named = run.method in (*protocol.methods, START)
+            if named and run.stage == "final" and run.setup == setup and run.budget in (budget, 0):
                 runs.setdefault(run.method, {})[run.seed] = line
         if START in runs and set(range(protocol.few)) <= runs.get(REFERENCE, {}).keys():
             yield table_of(setup, budget, runs, protocol)
@@ -173,8 +184,35 @@ def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
         cells = [
             f"{one.learning_rate:g}, {one.num_iterations}: {100 * one.accuracy:.1f}" if one else "" for one in found
         ]
-        rows.append([method, str(METHODS[method].scale.get("learning_rate", "")), *cells])
+        rows.append([method, str(METHODS[row_of(method)].scale.get("learning_rate", "")), *cells])
     return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups)], rows)
+
+
+def order_kept(small: Table, large: Table) -> Interval:
+    """Spearman's correlation of two tables over the methods and seeds of the second, with its interval."""
+    names = [name for name in large.places if name != START and name in small.runs]
+    seeds = sorted(set.intersection(*({*table.runs[name]} for table in (small, large) for name in names)))
+    of_tables = [np.stack([outcomes(table.runs[name], seeds) for name in names]) for table in (small, large)]
+    (value,) = rank_correlations(*(scores.mean((1, 2))[:, None] for scores in of_tables))
+    draws = rank_correlations(*(resampled_means(scores, seed=seed) for seed, scores in enumerate(of_tables)))
+    return interval(value, draws)
+
+
+def parts_text(results: dict[Run, Line]) -> str:
+    """The protocol's further parts, once the search has said what they compare."""
+    try:
+        parts = {name: PARTS[name](results) for name in ("candidates", "way", "scale")}
+    except ValueError:
+        return ""
+    text = f"## The search of a candidate\n\n{search_table(results, parts['candidates'])}\n"
+    for table in tables_of(results, parts["way"]):
+        text += f"## From {REFERENCE} to the best method\n\n{places_table(table)}\n"
+    for table in tables_of(results, parts["scale"]):
+        (small,) = tables_of(results, every_seed(parts["scale"].methods, SETUPS["sudoku-sft"]))
+        kept = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*order_kept(small, table))
+        text += f"## On a model with ten times as many parameters\n\n{places_table(table)}\n"
+        text += f"Spearman's correlation with the small model's accuracies: {kept}.\n\n"
+    return text
 
 
 def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path: Path) -> str:
@@ -185,6 +223,7 @@ def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path
         text += f"## {table.setup.task} from {table.setup.start}, {table.budget:,} tokens\n\n{places_table(table)}\n"
     if wins := wins_table(tables, protocol):
         text += f"## Candidates of our own\n\n{wins}\n"
+    text += parts_text(results)
     text += f"## The search\n\n{SEARCH}\n\n{search_table(results, protocol)}\n## What the runs were\n\n"
     for table in tables:
         text += f"### {table.setup.task} from {table.setup.start}, {table.budget:,}\n\n{cost_table(table)}\n"

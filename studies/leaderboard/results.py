@@ -12,6 +12,7 @@ from typing import Any
 from d1.rl.methods import METHODS
 from pocket.recipes import ROOT
 from studies.json_lines import read_lines
+from studies.leaderboard import variants
 from studies.leaderboard.plan import START, Run, Setup
 
 DATA = ROOT / "studies" / "leaderboard" / "data"
@@ -25,7 +26,7 @@ def file_of(data: Path, run: Run) -> Path:
 def read_results(data: Path = DATA, final_table: bool = False) -> dict[Run, Line]:
     """The line of each run, without its outcomes on sealed problems; the last line if a run has several.
 
-    Lines of a method whose row of `METHODS` has changed since are left out. Only the final table reads the outcomes
+    Lines of a method or variant whose values have changed since are left out. Only the final table reads the outcomes
     on sealed problems (`final_table`).
     """
     found = {}
@@ -39,8 +40,8 @@ def read_results(data: Path = DATA, final_table: bool = False) -> dict[Run, Line
 
 
 def values_of(method: str) -> dict[str, Any] | None:
-    """A method's row, converted as in JSON; None for a start model or a method that no longer exists."""
-    return json.loads(json.dumps(METHODS[method].values)) if method in METHODS else None
+    """The values of a row or variant, converted as in JSON; None for a start model or a row that no longer exists."""
+    return json.loads(json.dumps(variants.values_of(method))) if variants.row_of(method) in METHODS else None
 
 
 def at_the_end(results: Mapping[Run, Line], setup: Setup) -> dict[str, float]:

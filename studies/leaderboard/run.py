@@ -2,6 +2,7 @@
 
     python -m studies.leaderboard.run --jobs 2 --hours 8    # start no run after eight hours
     python -m studies.leaderboard.run --setups sudoku-sft   # only one setup
+    python -m studies.leaderboard.run --part way            # another part of the protocol, after the board's search
     python -m studies.leaderboard.run --quick               # a few minutes, in runs/leaderboard_quick
 
 First it searches each method's learning rate and number of updates, then it does the final runs, seed by seed. If it is
@@ -28,7 +29,8 @@ from d1.ranges import COUNT, POSITIVE
 from d1.runs.entry import OneLineParser, RunError, run_script
 from pocket.phases import ENVIRONMENT
 from pocket.recipes import ROOT
-from studies.leaderboard.plan import FULL, QUICK, SETUPS, Protocol, Run
+from studies.leaderboard.parts import PARTS, WIDTH
+from studies.leaderboard.plan import ALL_TASKS, QUICK, SETUPS, Protocol, Run
 from studies.leaderboard.results import DATA, read_results
 
 RUNS_PER_PROCESS = 25  # then a new process replaces it, so that memory leaks cannot grow
@@ -39,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=COUNT, default=min(2, os.cpu_count() or 1), help="runs at the same time")
     parser.add_argument("--hours", type=POSITIVE, help="start no run later than this; default: until all are done")
     parser.add_argument("--setups", nargs="+", choices=[*SETUPS], metavar="SETUP", help=f"default: {' '.join(SETUPS)}")
+    parser.add_argument("--part", choices=[*PARTS], default="board", help="default: board")
     parser.add_argument("--quick", action="store_true", help="two methods, one setup, one seed, one rate")
     parser.add_argument("--output_dir", type=Path, help="folder for models in use; default: runs/leaderboard")
     return parser
@@ -111,10 +114,21 @@ def work(protocol: Protocol, folder: Path, data: Path, jobs: int, hours: float |
                     )
 
 
+def check_bases(protocol: Protocol) -> None:
+    """Raises FileNotFoundError if a base model is missing."""
+    for task in (ALL_TASKS[setup.task] for setup in protocol.setups):
+        if not (task.base / "config.json").exists():
+            make = f"python -m pocket.make_base --task {task.recipe} --hidden_size {WIDTH} --output_dir {task.base}"
+            raise FileNotFoundError(f"no base model {task.base}: make it with {make} (half an hour)")
+
+
 def main(args: argparse.Namespace) -> None:
     console = Console(soft_wrap=True)
-    protocol = QUICK if args.quick else FULL
+    if args.setups and args.part != "board":
+        raise ValueError(f"--setups chooses setups of the board: leave it out with --part {args.part}")
+    protocol = QUICK if args.quick else PARTS[args.part](read_results())
     protocol = replace(protocol, setups=tuple(SETUPS[name] for name in args.setups)) if args.setups else protocol
+    check_bases(protocol)
     folder = (args.output_dir or ROOT / "runs" / f"leaderboard{'_quick' * args.quick}").resolve()
     failed = work(protocol, folder, folder / "data" if args.quick else DATA, args.jobs, args.hours, console)
     if failed:

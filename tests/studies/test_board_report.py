@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from studies.json_lines import append_line
-from studies.leaderboard.bootstrap import interval, not_worse, order, p_value, resampled_means
+from studies.leaderboard.bootstrap import interval, not_worse, order, p_value, rank_correlations, resampled_means
 from studies.leaderboard.plan import SETUPS, START, Protocol
-from studies.leaderboard.report import write
+from studies.leaderboard.report import Table, order_kept, write
 from studies.leaderboard.results import file_of, values_of
 
 
@@ -58,6 +59,12 @@ def test_ranks_and_ties_follow_the_separated_pairs():
     assert all(pair == tuple(sorted(pair)) for pair in found.p_values)  # the better one first
 
 
+def test_rank_correlations_are_spearmans():
+    a, b = np.random.default_rng(4).normal(size=(2, 6, 50))
+    expected = [spearmanr(x, y).statistic for x, y in zip(a.T, b.T, strict=True)]
+    assert rank_correlations(a, b) == pytest.approx(expected, abs=1e-12)
+
+
 SMALL = Protocol(
     methods=("d1", "tracerl", "wd1"), setups=(SETUPS["sudoku-base"],), budgets=(100, 200), seeds=4, few=2, most=2
 )
@@ -86,6 +93,23 @@ def fill(data, chances):
             results[run] = line
             append_line(file_of(data, run), line)
     return results
+
+
+def test_the_order_of_two_tables_is_compared_over_the_methods_and_seeds_of_both():
+    generator = np.random.default_rng(5)
+
+    def table(chances, seeds):
+        def lines(chance):
+            texts = ["".join(map(str, (generator.uniform(size=300) < chance).astype(int))) for _ in range(seeds)]
+            return {seed: {"sealed": {"exact": text}} for seed, text in enumerate(texts)}
+
+        runs = {name: lines(chance) for name, chance in chances.items()}
+        return Table(SETUPS["sudoku-sft"], 1, runs, dict.fromkeys(runs), None)
+
+    large = table({START: 0.1, "a": 0.2, "b": 0.5, "c": 0.8}, 3)
+    for chances, expected in (((0.3, 0.6, 0.9), 1), ((0.9, 0.6, 0.3), -1), ((0.6, 0.3, 0.9), 0.5)):
+        small = table({"other": 0.9, **dict(zip("abc", chances, strict=True))}, 8)
+        assert order_kept(small, large) == pytest.approx((expected, expected, expected))
 
 
 def test_a_page_from_lines_alone(tmp_path):

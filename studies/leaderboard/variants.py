@@ -1,0 +1,80 @@
+"""Rows of `METHODS` with some of their settings changed: for the way from one method to another and for the search of a
+candidate.
+
+The name of a variant says what it is, so a line of data needs no table: "d1 > tracerl: prompt, advantages" is d1 with
+tracerl's settings of two `IDEAS`; "tracerl, beta=0" is tracerl with another value (in JSON).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from d1.rl.methods import METHODS
+
+# Settings that belong together, in the order of the way. All others are `REST`: an estimator often needs its own
+# objective, penalty and mean.
+IDEAS = {
+    "prompt": ("p_mask_prompt",),
+    "advantages": ("advantage", "scale_rewards", "right_share"),
+    "rollouts": ("temperature", "top_k", "top_p", "remasking", "sampler", "reveal", "reveal_level"),
+    "clipping": ("epsilon", "epsilon_high", "delta", "max_grad_norm"),
+}
+REST = "scores and loss"
+
+
+def row_of(name: str) -> str:
+    """The row of `METHODS` that a name, also of a variant, begins with."""
+    return name.partition(" > ")[0].partition(", ")[0]
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """The settings of a row of `METHODS` or of a variant of it.
+
+    Raises:
+        KeyError: there is no such row or idea.
+        ValueError: a variant's value is not JSON.
+    """
+    values = dict(METHODS[row_of(name)].values)
+    if " > " in name:
+        rows, _, ideas = name.partition(": ")
+        found = changes(*rows.split(" > "))
+        for idea in ideas.split(", "):
+            values |= found[idea]
+    else:
+        pairs = (one.split("=") for one in name.split(", ")[1:])
+        values |= {setting: json.loads(value) for setting, value in pairs}
+    return values
+
+
+def changes(start: str, end: str) -> dict[str, dict[str, Any]]:
+    """Idea -> the settings of a row `end` that `start` has otherwise, in the order of the way."""
+    own = METHODS[start].values
+    found: dict[str, dict[str, Any]] = {idea: {} for idea in (*IDEAS, REST)}
+    for name, value in METHODS[end].values.items():
+        if own.get(name) != value:
+            found[next((idea for idea, settings in IDEAS.items() if name in settings), REST)][name] = value
+    return {idea: values for idea, values in found.items() if values}
+
+
+def way(start: str, end: str) -> tuple[str, ...]:
+    """The variants between two rows: `start` with one idea of `end` each, then with the first two, three, ... of them.
+
+    `REST` alone has "prompt" too, because estimators that replay need the whole prompt. With all ideas a variant would
+    be `end` itself, so it is left out.
+    """
+    ideas = [*changes(start, end)]
+    alone = [["prompt", idea] if idea == REST and "prompt" in ideas else [idea] for idea in ideas]
+    together = [ideas[:count] for count in range(2, len(ideas))]
+    return tuple(dict.fromkeys(f"{start} > {end}: {', '.join(of)}" for of in (*alone, *together)))
+
+
+def flags_of(name: str) -> list[str]:
+    """Flags of RL for a row or a variant, without the number of updates, which each run sets."""
+    row = row_of(name)
+    found = ["--method", row]
+    for setting, value in values_of(name).items():
+        if setting != "num_iterations" and METHODS[row].values.get(setting) != value:
+            words = value if isinstance(value, (list, tuple)) else [value]
+            found += [f"--{setting}", *(str(word).lower() if isinstance(word, bool) else str(word) for word in words)]
+    return found

@@ -1,0 +1,100 @@
+"""The leaderboard's variants of rows, and its parts that wait for the search."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from d1.rl.methods import METHODS
+from d1.rl.train import make_parser
+from pocket.make_base import build_model, widened
+from pocket.recipes import RECIPES
+from pocket.tokenizer import build_tokenizer
+from studies.leaderboard.parts import CHANGES, PARTS, WIDTH, ranking
+from studies.leaderboard.plan import ALL_TASKS, FULL, SETUPS, START, TASKS, Choice, Run, updates_of
+from studies.leaderboard.results import values_of as written_values
+from studies.leaderboard.run import check_bases, main
+from studies.leaderboard.run import make_parser as board_parser
+from studies.leaderboard.variants import REST, changes, values_of, way
+
+ROOT = Path(__file__).parents[2]
+SUDOKU = SETUPS["sudoku-sft"]
+
+
+@pytest.mark.parametrize("name", [*way("d1", "tracerl"), *(f"tracerl, {change}" for change in CHANGES)])
+def test_a_variant_runs_with_exactly_the_values_of_its_name(name, tmp_path):
+    run = Run("tuning", *SUDOKU, name, 1, 3e-5, 2, 5000)
+    flags = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), *run.settings(), "--output_dir", str(tmp_path)]
+    config, _ = make_parser().parse_args_and_config([*flags, "--model_path", str(TASKS["sudoku"].base)])
+    values = values_of(name) | {"num_iterations": 2}
+    assert {setting: getattr(config, setting) for setting in values} == values
+    assert written_values(name) == json.loads(json.dumps(values_of(name)))
+
+
+@pytest.mark.parametrize("end", ["tracerl", "coupled-grpo", "agrpo-entropy"])
+def test_the_way_begins_at_one_row_and_ends_at_the_other(end):
+    found = changes("d1", end)
+    assert values_of(f"d1 > {end}: {', '.join(found)}") == METHODS["d1"].values | METHODS[end].values
+    names = way("d1", end)
+    assert len(names) == len({*names})
+    for name in names:
+        ideas = name.partition(": ")[2].split(", ")
+        assert len(ideas) == 1 or ideas == [*found][: len(ideas)] or ideas == ["prompt", REST]
+        assert values_of(name) != values_of(end)
+        assert updates_of(name) == updates_of(end if REST in ideas else "d1")
+
+
+def whole_search(best):
+    """Results in which the search of the whole board is complete and `best` has the highest score."""
+    results = {}
+    while todo := [run for run in FULL.missing(results) if run.stage == "tuning"]:
+        for run in todo:
+            score = 60 + 20 * (run.method == best) - [*METHODS].index(run.method) - 5 * (run.learning_rate != 3e-4)
+            results[run] = {"validation": {"exact": f"{'1' * score:0<100}"}}
+    return results
+
+
+def test_the_parts_compare_what_the_search_found_best():
+    results = whole_search("tracerl")
+    assert ranking(results)[:3] == ["tracerl", "d1", "wd1"]
+    protocol = PARTS["way"](results)
+    assert protocol.methods == ("d1", *way("d1", "tracerl"), "tracerl")
+    protocol = PARTS["scale"](results)
+    assert protocol.methods == ("d1", "tracerl", *[*METHODS][1:5])
+    runs = protocol.missing(results)
+    assert {(run.task, run.start) for run in runs} == {("large-sudoku", "sft")}
+    assert {run.stage for run in runs if run.method != START} == {"tuning"}
+    protocol = PARTS["candidates"](results)
+    assert protocol.missing(results) == [run for run in protocol.missing(results) if run.stage == "tuning"]
+    assert len(protocol.methods) == 11
+    with pytest.raises(ValueError, match="the board's search is not complete: d1, sudoku-sft needs 6 more runs"):
+        PARTS["way"]({})
+
+
+def test_every_method_of_a_part_gets_every_seed():
+    protocol = PARTS["way"](whole_search("tracerl"))
+    chosen = {(SUDOKU, method): Choice(1e-4, 1, 0.1 * number) for number, method in enumerate(protocol.methods)}
+    runs = [run for run in protocol.final(chosen) if run.method != START]
+    assert len(runs) == len({*runs}) == 8 * len(protocol.methods)
+    assert {run.budget for run in runs} == {1_500_000}
+
+
+def test_a_part_without_its_base_model_or_its_search_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(ALL_TASKS, "large-sudoku", replace(TASKS["sudoku"], base=tmp_path / "large"))
+    command = rf"python -m pocket.make_base --task sudoku --hidden_size {WIDTH} --output_dir {tmp_path / 'large'}"
+    with pytest.raises(FileNotFoundError, match=command):
+        check_bases(PARTS["scale"](whole_search("tracerl")))
+    check_bases(FULL)
+    with pytest.raises(ValueError, match="leave it out with --part way"):
+        main(board_parser().parse_args(["--part", "way", "--setups", "sudoku-sft"]))
+
+
+def test_the_large_model_is_the_small_ones_recipe_with_ten_times_the_parameters():
+    recipe, tokenizer = RECIPES["sudoku"], build_tokenizer("sudoku")
+    large = widened(recipe, WIDTH)
+    assert replace(large, hidden_size=64, peak_lr=recipe.peak_lr) == recipe
+    assert large.peak_lr == pytest.approx([rate * 64 / WIDTH for rate in recipe.peak_lr])
+    small, wide = (build_model(tokenizer, 0, size.hidden_size).num_parameters() for size in (recipe, large))
+    assert 2_000_000 < wide < 5_000_000
+    assert wide > 9 * small
