@@ -113,12 +113,12 @@ def test_countdown(text, right):
 
 
 def test_a_tower_of_powers_does_not_hang():
-    started = time.perf_counter()
+    started = time.process_time()
     row = {"question": "", "ground_truth": [[99, 80, 50], 1]}
     assert score_published("countdown", r"\boxed{99**80**50}", row) == (0, 1)
     assert score_published("countdown", r"\boxed{(99**80)**50}", row) == (0, 1)
     assert score_published("countdown", r"\boxed{" + "(" * 20_000 + "99+80+50" + ")" * 20_000 + "}", row) == (0, 1)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize(

@@ -98,11 +98,11 @@ def test_rewards_are_one_a_tenth_and_nothing():
     ],
 )
 def test_hostile_expressions_return_at_once_and_unexecuted(expression):
-    start = time.perf_counter()
+    start = time.process_time()  # other processes do not slow it down
     assert countdown.evaluate(expression, [1, 2, 2]) is None
     assert accuracy(expression) == 0.0
     assert accuracy(rf"\boxed{{{expression}}}") == 0.0
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 TREES = st.recursive(
