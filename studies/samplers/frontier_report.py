@@ -27,8 +27,9 @@ from studies.samplers.frontier import (
 from studies.samplers.points import accuracy, aup, outcomes
 
 PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.png"
+TICKS = (100, 200, 400, 800)  # computed tokens
 GOAL = 10.0  # times fewer computed tokens
-SHOWN = 5.0  # points below exact on validation problems, down to which a table shows settings
+SHOWN = 5.0  # points below exact on validation problems, down to which a table shows the frontier of all settings
 HEAD = ["sampler", "solved, % [95%]", "minus exact [95%]", "computed tokens", "fewer", "passes", "TPF", "ms"]
 
 
@@ -73,11 +74,12 @@ def of_task(task: str) -> list[str]:
         return []
     choices = {reference: chosen(validation, reference) for reference in REFERENCES}
     least = mean_over(validation, EXACT, "accuracy") - SHOWN
-    names = [name for name in test[0]["samplers"] if name not in REFERENCES]
-    names = [name for name in names if mean_over(validation, name, "accuracy") >= least or name in choices.values()]
-    names.sort(key=lambda name: -mean_over(test, name, "computed"))
+    best = frontier(validation, (name for name in test[0]["samplers"] if name not in REFERENCES), "computed")
+    names = {name for name in best if mean_over(validation, name, "accuracy") >= least}
+    names |= {name for name in choices.values() if name}
     rows = [row(test, name) for name in REFERENCES]
-    rows += [row(test, name, "**chosen**: " * (name in choices.values())) for name in names]
+    for name in sorted(names, key=lambda name: -mean_over(test, name, "computed")):
+        rows.append(row(test, name, "**chosen**: " * (name in choices.values())))
     said = [sentence(task, test, name, reference) for reference, name in choices.items()]
     return [f"### {task}\n", *said, markdown_table(HEAD, rows)]
 
@@ -114,6 +116,8 @@ def figure(path: Path = FIGURE) -> None:
             tokens, solved = ([mean_over(lines, name, value) for name in names] for value in ("computed", "accuracy"))
             axis.plot(tokens, solved, "*" if cache == "exact" else ".", markersize=9, label=cache)
         axis.set_xscale("log")
+        axis.set_xticks(TICKS, [str(tick) for tick in TICKS], minor=False)
+        axis.set_xticks([], minor=True)
         axis.set(title=task, xlabel="computed tokens per problem", ylabel="fresh problems solved, %")
     legend(drawn, columns=6)
     save_figure(drawn, path)
