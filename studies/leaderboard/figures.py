@@ -17,7 +17,7 @@ CURVES = 5  # the most accurate methods, drawn in a panel together with d1
 
 
 def draw_places(tables: list[Table], path: Path) -> None:
-    """Accuracy of each method with its interval, the best at the top; the start as a dashed line."""
+    """Accuracy and rank of each method with their intervals, the best at the top; the start as a dashed line."""
     figure, axes = panels(1, len(tables), size=(4.2 * len(tables), 6))
     for axis, table in zip(axes, tables, strict=True):
         names = [name for name in table.places if name != START]
@@ -30,11 +30,18 @@ def draw_places(tables: list[Table], path: Path) -> None:
                 color=OKABE_ITO[0] if ranked else "0.5", mfc=None if ranked else "none", capsize=2,
             )  # fmt: skip
         axis.axvline(100 * table.places[START].solved.value, color="0.4", linestyle="--")
-        axis.set_yticks(range(len(names)), [*reversed(names)], fontsize=8)
+        labels = [label(name, table.order.ranks.get(name)) for name in reversed(names)]
+        axis.set_yticks(range(len(names)), labels, fontsize=8)
         axis.set(title=f"{table.setup.task} from {table.setup.start}", xlabel="sealed problems solved, %")
-    legend = "filled: all seeds; hollow: three seeds; dashed: the start"
-    figure.supxlabel(legend, fontsize=9)
+    figure.supxlabel("filled: all seeds, with the rank; hollow: three seeds; dashed: the start", fontsize=9)
     save_figure(figure, path)
+
+
+def label(name: str, rank: tuple[int, int] | None) -> str:
+    """A method's name with the ranks that are open for it: "tracerl  1", "wd1  3 to 5"."""
+    if rank is None:
+        return name
+    return f"{name}  {rank[0]}" if rank[0] == rank[1] else f"{name}  {rank[0]} to {rank[1]}"
 
 
 def draw_curves(tables: list[Table], path: Path) -> None:
