@@ -128,7 +128,7 @@ class Protocol:
     setups: tuple[Setup, ...] = (*SETUPS.values(),)
     budgets: tuple[int, ...] = (1_500_000, 5_000_000)
     tuning_seeds: tuple[int, ...] = (100, 101)
-    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
+    rates: tuple[float, ...] = (3e-5, 1e-4, 3e-4)
     lowest: float = LADDER[0]
     highest: float = LADDER[-1]
     seeds: int = 8

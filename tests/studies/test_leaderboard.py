@@ -182,10 +182,10 @@ def peak(at, slope=0.05):
 
 
 def test_a_peak_inside_the_grid_needs_no_other_rate():
-    tried, choice = searched(lambda rate, mu, seed: peak(3e-4)(rate) - 0.2 * (mu == 4))
-    assert tried[100] == {(rate, mu) for rate in (1e-4, 3e-4, 1e-3) for mu in (1, 4)}
-    assert tried[101] == {(3e-4, 1)}  # the others are more than 4 points behind
-    assert choice == Choice(3e-4, 1, 0.7)
+    tried, choice = searched(lambda rate, mu, seed: peak(1e-4)(rate) - 0.2 * (mu == 4))
+    assert tried[100] == {(rate, mu) for rate in (3e-5, 1e-4, 3e-4) for mu in (1, 4)}
+    assert tried[101] == {(1e-4, 1)}  # the others are more than 4 points behind
+    assert choice == Choice(1e-4, 1, 0.7)
 
 
 @pytest.mark.parametrize(("at", "last"), [(1e-5, 3e-6), (3e-3, 1e-2), (1e-6, 1e-6), (1e-2, 1e-2)])
@@ -193,16 +193,16 @@ def test_rates_are_extended_until_the_best_is_inside_or_at_the_limits(at, last):
     tried, choice = searched(lambda rate, mu, seed: peak(at)(rate), method="just-grpo")
     rates = sorted(rate for rate, _ in tried[100])
     assert choice[:2] == (at, 1)
-    assert rates == [rate for rate in LADDER if min(last, 1e-4) <= rate <= max(last, 1e-3)]
+    assert rates == [rate for rate in LADDER if min(last, 3e-5) <= rate <= max(last, 3e-4)]
 
 
 def test_a_mu_is_extended_unless_it_is_far_behind():
     def score(gap):
-        return lambda rate, mu, seed: peak(3e-4)(rate) if mu == 4 else peak(1e-5)(rate) - gap
+        return lambda rate, mu, seed: peak(1e-4)(rate) if mu == 4 else peak(1e-5)(rate) - gap
 
-    for gap, lowest in ((0.02, 3e-6), (0.15, 1e-4)):  # of mu 1 the best of the grid is 15 or 28 points behind
+    for gap, lowest in ((0.02, 3e-6), (0.25, 3e-5)):  # of mu 1 the best of the grid is 7 or 30 points behind
         tried, choice = searched(score(gap), far=0.2)
-        assert choice[:2] == (3e-4, 4)
+        assert choice[:2] == (1e-4, 4)
         assert min(rate for rate, mu in tried[100] if mu == 1) == lowest
 
 
