@@ -37,10 +37,11 @@ CANVAS = ("--block_length", 8, "--diffusion_steps", 16)
 
 
 class Arm(NamedTuple):
-    """The settings that the runs of an arm share: the cache of its rollouts (None: the exact sampler), and steps."""
+    """What the runs of an arm share: the cache of rollouts (None: the exact sampler), steps, flags that override."""
 
     cache: str | None
     steps: int
+    flags: tuple[str, ...] = ()
 
     @property
     def sampler(self) -> list[str]:
@@ -58,13 +59,16 @@ class Stage(NamedTuple):
 
 
 ARMS = {EXACT: Arm(None, 100), "lasting": Arm("lasting", 174)}
+CACHES_TRIED = {"lasting+prompt": Arm("lasting+prompt", 116), "lasting+whole": Arm("lasting+whole", 140)}
+CAUSES = {  # why `lasting` may lose: one setting each
+    "lasting, gradient norm 0.2": Arm("lasting", 174, ("--max_grad_norm", "0.2")),
+    "lasting, temperature 0.9": Arm("lasting", 174, ("--temperature", "0.9")),
+    "lasting, two steps per view": Arm("lasting", 174, ("--segment_steps", "2")),
+    "lasting, half the rate": Arm("lasting", 174, ("--learning_rate", "1e-4")),
+}
 STAGES = {
     "test": Stage("test", range(40, 60), ARMS | {"prefix": Arm("prefix", 96)}),
-    "trial": Stage(
-        "validation",
-        range(64, 68),
-        ARMS | {"lasting+prompt": Arm("lasting+prompt", 116), "lasting+whole": Arm("lasting+whole", 140)},
-    ),
+    "trial": Stage("validation", range(64, 68), ARMS | CACHES_TRIED | CAUSES),
 }
 
 
@@ -73,7 +77,7 @@ def settings(arm: Arm, seed: int, steps: int = 0) -> list[str]:
     flags: list[object] = [*METHOD, *arm.sampler, "--dataset", TASKS[TASK].dataset, *TASKS[TASK].flags]
     flags += ["--seed", seed, "--num_generations", 8, "--learning_rate", RATE, "--lr_scheduler_type", "linear"]
     flags += ["--lr_scheduler_kwargs", "{}", "--warmup_steps", 0, "--max_steps", steps or arm.steps]
-    return [*map(str, flags)]
+    return [*map(str, flags), *arm.flags]
 
 
 def trained(arm: Arm, seed: int, start: Path, folder: Path, steps: int) -> dict[str, Any]:

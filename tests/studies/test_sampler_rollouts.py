@@ -17,7 +17,7 @@ from studies.json_lines import append_line
 from studies.leaderboard.statistics import percent, points
 from studies.samplers import rollouts, rollouts_report
 from studies.samplers.refreshing import REFRESHING
-from studies.samplers.rollouts import STAGES, Arm, line, runs, settings
+from studies.samplers.rollouts import ARMS, CAUSES, STAGES, Arm, line, runs, settings
 from studies.samplers.rollouts_report import MARGIN, collapsed, of_stage, p_not_worse, share, verdicts
 
 
@@ -32,13 +32,24 @@ def config_of(arm, tmp_path):
     return vars(rl_parser().parse_args_and_config([*places, *settings(arm, 7)])[0])
 
 
+CHANGED = {"max_grad_norm": 0.2, "temperature": 0.9, "segment_steps": 2, "learning_rate": 1e-4}
+
+
+def test_each_cause_is_one_setting_away_from_lasting(tmp_path):
+    lasting, *others = (config_of(arm, tmp_path) for arm in (ARMS["lasting"], *CAUSES.values()))
+    found = [{name: config[name] for name in config if config[name] != lasting[name]} for config in others]
+    assert [{name: one[name] for name in one.keys() - {"distributed_state"}} for one in found] == [
+        {name: value} for name, value in CHANGED.items()
+    ]
+
+
 @pytest.mark.parametrize("stage", STAGES.values(), ids=[*STAGES])
 def test_the_arms_differ_by_their_sampler_and_their_steps_alone(stage, tmp_path):
     configs = [config_of(arm, tmp_path) for arm in stage.arms.values()]
     assert [config["max_steps"] for config in configs] == [arm.steps for arm in stage.arms.values()]
     for one, other in combinations(configs, 2):
         differing = {name for name in one if one[name] != other[name]} - {"distributed_state"}
-        assert differing <= {"sampler", "kv_cache", "reveal", "reveal_level", "max_steps"}
+        assert differing <= {"sampler", "kv_cache", "reveal", "reveal_level", "max_steps", *CHANGED}
     own = METHODS["tracerl"].values | {"num_iterations": 1, "split_views": False, "learning_rate": 2e-4}
     own |= {"block_length": 8, "diffusion_steps": 16, "max_completion_length": 32}
     assert {name: configs[0][name] for name in own} == own
