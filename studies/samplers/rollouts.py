@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 
 from d1.runs.entry import OneLineParser, run_script
 from d1.runs.record import run_record
-from d1.sampling.caches import CACHES
 from pocket.recipes import ROOT
 from studies.json_lines import complete
 from studies.leaderboard.one_run import commit, evaluate, logs_of, make_start, train
 from studies.leaderboard.plan import TASKS, Setup
-from studies.samplers.refreshing import REFRESHING
 
 DATA = Path(__file__).parent / "data" / "rollouts.jsonl"
 TASK, RATE = "arithmetic", 2e-4
@@ -59,7 +57,6 @@ class Stage(NamedTuple):
 
 
 ARMS = {EXACT: Arm(None, 100), "lasting": Arm("lasting", 174)}
-CACHES_TRIED = {"lasting+prompt": Arm("lasting+prompt", 116), "lasting+whole": Arm("lasting+whole", 140)}
 CAUSES = {  # why `lasting` may lose: one setting each
     "lasting, gradient norm 0.2": Arm("lasting", 174, ("--max_grad_norm", "0.2")),
     "lasting, temperature 0.9": Arm("lasting", 174, ("--temperature", "0.9")),
@@ -68,7 +65,7 @@ CAUSES = {  # why `lasting` may lose: one setting each
 }
 STAGES = {
     "test": Stage("test", range(40, 60), ARMS | {"prefix": Arm("prefix", 96)}),
-    "trial": Stage("validation", range(64, 68), ARMS | CACHES_TRIED | CAUSES),
+    "trial": Stage("validation", range(64, 68), ARMS | CAUSES),
 }
 
 
@@ -132,7 +129,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    CACHES.update(REFRESHING)
     folder = Path(args.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:

@@ -84,19 +84,19 @@ def verdicts(arms: Mapping[str, Runs]) -> str:
 
 
 def of_stage(stage: str) -> str:
-    """What is written of a stage; only a complete one has a verdict."""
+    """What is written of a stage, also of arms that were removed since; only a complete stage has a verdict."""
     lines = [line for line in read_lines(DATA) if line["stage"] == stage]
-    arms: dict[str, dict[int, Any]] = {
-        name: {line["seed"]: line for line in lines if line["arm"] == name} for name in STAGES[stage].arms
-    }
-    planned = len(runs(stage))
+    arms: dict[str, dict[int, Any]] = {name: {} for name in STAGES[stage].arms}
+    for line in lines:
+        arms.setdefault(line["arm"], {})[line["seed"]] = line
+    planned, done = len(runs(stage)), sum(len(arms[name]) for name in STAGES[stage].arms)
     text = f"### {stage.capitalize()}, {STAGES[stage].split} problems\n\n"
-    text += f"{len(lines)} of {planned} planned runs are done.\n"
+    text += f"{done} of {planned} planned runs are done.\n"
     there = {name: arm for name, arm in arms.items() if arm and arms[EXACT].keys() & arm.keys()}
     if there:
         rows = [row(name, arm, arms[EXACT]) for name, arm in there.items()]
         text += f"\n{markdown_table(HEAD, rows)}"
-    if stage == "test" and len(lines) == planned:
+    if stage == "test" and done == planned:
         text += f"\n{verdicts(arms)}"
     return text
 

@@ -10,21 +10,13 @@ from scipy.stats import beta, ttest_1samp
 
 from d1.rl.methods import METHODS
 from d1.rl.train import make_parser as rl_parser
-from d1.sampling.caches import CACHES
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import append_line
 from studies.leaderboard.statistics import percent, points
 from studies.samplers import rollouts, rollouts_report
-from studies.samplers.refreshing import REFRESHING
 from studies.samplers.rollouts import ARMS, CAUSES, STAGES, Arm, line, runs, settings
 from studies.samplers.rollouts_report import MARGIN, collapsed, of_stage, p_not_worse, share, verdicts
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch):
-    for name, cache in REFRESHING.items():
-        monkeypatch.setitem(CACHES, name, cache)
 
 
 def config_of(arm, tmp_path):
@@ -125,9 +117,13 @@ def test_the_table_pairs_seeds_and_has_a_verdict_only_when_all_is_there(tmp_path
     assert cells[6].startswith("1: 50.0 [1.3, 98.7]")
     assert cells[7:-1] == ["100", "300", "2.00", "3.00", "60.0", "2.00"]
     assert "after Holm" not in text
-    for one in made_up([*STAGES["test"].seeds][2:], RIGHT):
+    removed = [one | {"arm": "removed"} for one in lines if one["arm"] == "lasting"]
+    for one in [*removed, *made_up([*STAGES["test"].seeds][2:], RIGHT)]:
         append_line(rollouts_report.DATA, one)
-    assert of_stage("test").count("after Holm") == 2
+    text = of_stage("test")
+    assert "60 of 60 planned runs are done." in text
+    assert "| removed | 2 |" in text  # an arm that exists no more
+    assert text.count("after Holm") == 3
 
 
 def test_verdicts_are_adjusted_for_both_comparisons():
@@ -137,7 +133,7 @@ def test_verdicts_are_adjusted_for_both_comparisons():
     assert "`prefix`: not worse than exact" in said[1]
 
 
-@pytest.mark.parametrize(("stage", "name"), [("test", "exact"), ("trial", "lasting+prompt")])
+@pytest.mark.parametrize(("stage", "name"), [("test", "exact"), ("trial", "lasting, two steps per view")])
 def test_a_miniature(stage, name, tmp_path):
     shutil.copytree(ROOT / "pocket" / "arithmetic_base", tmp_path / "arithmetic_sft64" / "sft")
     (tmp_path / "arithmetic_sft64" / "done").touch()
