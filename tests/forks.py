@@ -96,6 +96,15 @@ def start(
     return started
 
 
+def job(
+    path: Path, flags: Sequence[str], output_dir: Path, processes: int = 1, **environment: str | None
+) -> list[BaseProcess]:
+    """The script at `path` in its own folder, as the job "job" in `output_dir`; its log is `output_dir`/log."""
+    words = [path.name, *flags, "--output_dir", str(output_dir), "--job_name", "job"]
+    place: dict[str, Any] = {"log": output_dir / "log", "folder": path.parent, "processes": processes}
+    return start(script, *words, **place, **environment)
+
+
 def finish(started: Sequence[BaseProcess], log: Path, status: int = 0, timeout: float = 900) -> str:
     """What the processes wrote, once all have ended with `status`."""
     try:

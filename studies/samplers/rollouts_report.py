@@ -97,7 +97,7 @@ def of_stage(stage: str) -> str:
         rows = [row(name, arm, arms[EXACT]) for name, arm in there.items()]
         text += f"\n{markdown_table(HEAD, rows)}"
     if stage == "test" and done == planned:
-        text += f"\n{verdicts(arms)}"
+        text += f"\n{verdicts({name: arms[name] for name in STAGES[stage].arms})}"
     return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from d1.models import load_model
 from tests import forks
 from tests.commands import ROOT
 
+start = partial(forks.job, ROOT / "distill" / "distill_train.py")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
 # Any text is an answer, and about two thirds of them are right.
 TASK = """
@@ -59,12 +60,6 @@ def run(flags: list[str], folder: Path, *more: object) -> Any:
 def logged(folder: Path, name: str) -> list[float]:
     lines = [json.loads(line) for line in (folder / "job/metrics.jsonl").read_text().splitlines()]
     return [line[name] for line in lines if name in line]
-
-
-def start(flags: list[str], folder: Path, processes: int = 1, **environment: str) -> list[BaseProcess]:
-    words = [*flags, "--output_dir", str(folder), "--job_name", "job"]
-    place: dict[str, Any] = {"log": folder / "log", "folder": ROOT / "distill", "processes": processes}
-    return forks.start(forks.script, "distill_train.py", *words, **place, **environment)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from d1.runs.start import on_gpu
 from tests import forks
 from tests.commands import ROOT
 
+start = partial(forks.job, ROOT / "preference" / "prefer_train.py")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]
 STEP = ["--learning_rate", "1e-3", "--warmup_steps", "0", "--num_views", "2", "--logging_steps", "1"]
 METHODS = ["vrpo", "vrpo-dare", "elbo-kto"]
@@ -47,12 +48,6 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> lis
 
 def run(flags: list[str], folder: Path, *more: str) -> Any:
     return main(make_parser().parse_args([*flags, "--output_dir", str(folder), "--job_name", "job", *more]))
-
-
-def start(flags: list[str], folder: Path, processes: int = 1, **environment: str) -> list[BaseProcess]:
-    words = [*flags, "--output_dir", str(folder), "--job_name", "job"]
-    place: dict[str, Any] = {"log": folder / "log", "folder": ROOT / "preference", "processes": processes}
-    return forks.start(forks.script, "prefer_train.py", *words, **place, **environment)
 
 
 def logged(folder: Path, name: str) -> list[float]:

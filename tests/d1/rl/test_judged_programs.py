@@ -78,6 +78,7 @@ def test_a_run_killed_while_programs_are_judged_leaves_none_and_repeats_an_unbro
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     until(lambda: not any(sandbox.is_running() for sandbox in sandboxes))
+    assert not (killed / "checkpoint-3").exists()
     for folder in (killed, whole):
         train.main(*train.make_parser().parse_args_and_config(flags(folder)))
     assert [line["step"] for line in logs(killed)] == [line["step"] for line in logs(whole)]

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from d1.sft.train import main, make_parser
 from tests import forks
 
 SFT = Path(__file__).parents[3] / "SFT"
+start = partial(forks.job, SFT / "sft_train.py", ACCELERATE_USE_CPU="true")
 ZERO2 = ["accelerate.commands.launch", "--config_file", "ddp_config.yaml", "--num_processes", "2"]
 ZERO2 += ["--mixed_precision", "no"]
 
@@ -36,13 +37,6 @@ def flags(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> lis
             row = {"question": f"{i}+{i}=?", "thinking_trajectories": ["add " * (1 + i % 9)], "attempt": str(2 * i)}
             lines.write(json.dumps(row) + "\n")
     return ["--model_name", str(tiny_model_dir), "--train_data", str(path), "--test_split", "0.2", "--batch_size", "4"]
-
-
-def start(flags: list[str], folder: Path, processes: int = 1, **environment: str | None) -> list[BaseProcess]:
-    """sft_train.py in the folder of d1's command line, writing to `folder`/log."""
-    words = ["sft_train.py", *flags, "--output_dir", str(folder), "--job_name", "job"]
-    variables = {"ACCELERATE_USE_CPU": "true", **environment}
-    return forks.start(forks.script, *words, log=folder / "log", folder=SFT, processes=processes, **variables)
 
 
 def run(flags: list[str], folder: Path, *more: str) -> Any:
