@@ -19,8 +19,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from d1.runs.output_dir import write_atomically
 
-# One thread is fastest for models this small.
+# One thread is fastest for models this small. glibc returns large blocks to the kernel when they are freed, which then
+# maps and clears new ones for the next tensors; the MALLOC values keep them.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": f"{2**34}", "MALLOC_TOP_PAD_": f"{2**26}"}
 PERCENT = re.compile(r"(\d+)%\|")  # in tqdm's progress bar, which every command writes to its log
 
 

@@ -34,7 +34,7 @@ from studies.leaderboard.plan import (
     sft_folder,
     start_model,
 )
-from studies.leaderboard.results import file_of, values_of
+from studies.leaderboard.results import file_of, written_values
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,8 @@ def complete(run: Run, folder: Path, data: Path, protocol: Protocol) -> dict[str
     start = make_start(folder, run.setup, run.seed)
     own.mkdir(parents=True)
     settings = run.settings() if run.method != START else []
-    line = {**asdict(run), "values": values_of(run.method), "settings": settings, **measured(run, own, start, protocol)}
+    line = {**asdict(run), "values": written_values(run.method), "settings": settings}
+    line |= measured(run, own, start, protocol)
     line["start_weights"] = hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()[:12]
     append_line(file_of(data, run), line | {"commit": commit(), **run_record()})
     shutil.rmtree(own)

@@ -12,8 +12,8 @@ from typing import Any
 from d1.rl.methods import METHODS
 from pocket.recipes import ROOT
 from studies.json_lines import read_lines
-from studies.leaderboard import variants
 from studies.leaderboard.plan import START, Run, Setup
+from studies.leaderboard.variants import row_of, values_of
 
 DATA = ROOT / "studies" / "leaderboard" / "data"
 Line = dict[str, Any]
@@ -34,14 +34,14 @@ def read_results(data: Path = DATA, final_table: bool = False) -> dict[Run, Line
         for line in read_lines(file):
             if not final_table:
                 line.pop("sealed", None)
-            if line["values"] == values_of(line["method"]):
+            if line["values"] == written_values(line["method"]):
                 found[Run(**{field.name: line[field.name] for field in fields(Run)})] = line
     return found
 
 
-def values_of(method: str) -> dict[str, Any] | None:
+def written_values(method: str) -> dict[str, Any] | None:
     """The values of a row or variant, converted as in JSON; None for a start model or a row that no longer exists."""
-    return json.loads(json.dumps(variants.values_of(method))) if variants.row_of(method) in METHODS else None
+    return json.loads(json.dumps(values_of(method))) if row_of(method) in METHODS else None
 
 
 def at_the_end(results: Mapping[Run, Line], setup: Setup) -> dict[str, float]:

@@ -13,7 +13,7 @@ from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
 from studies.leaderboard.parts import CHANGES, PARTS, WIDTH, ranking
 from studies.leaderboard.plan import ALL_TASKS, FULL, SETUPS, START, TASKS, Choice, Run, updates_of
-from studies.leaderboard.results import values_of as written_values
+from studies.leaderboard.results import written_values
 from studies.leaderboard.run import check_bases, main
 from studies.leaderboard.run import make_parser as board_parser
 from studies.leaderboard.variants import REST, changes, values_of, way

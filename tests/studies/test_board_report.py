@@ -10,7 +10,7 @@ from studies.json_lines import append_line
 from studies.leaderboard.bootstrap import interval, not_worse, order, p_value, rank_correlations, resampled_means
 from studies.leaderboard.plan import SETUPS, START, Protocol
 from studies.leaderboard.report import Table, order_kept, write
-from studies.leaderboard.results import file_of, values_of
+from studies.leaderboard.results import file_of, written_values
 
 
 def second_moments(scores):
@@ -81,7 +81,7 @@ def fill(data, chances):
             text = "".join(map(str, right))
             line = {
                 **run.__dict__,
-                "values": values_of(run.method),
+                "values": written_values(run.method),
                 "steps": 5,
                 "rollouts": 2,
                 "processor_seconds": 1.0,

@@ -35,7 +35,7 @@ from studies.leaderboard.plan import (
     own_sampler,
     updates_of,
 )
-from studies.leaderboard.results import at_the_end, file_of, read_results, values_of
+from studies.leaderboard.results import at_the_end, file_of, read_results, written_values
 from tests import forks
 
 ROOT = Path(__file__).parents[2]
@@ -268,7 +268,7 @@ def test_an_empty_board_begins_with_every_search():
 
 
 def line_of(run, **changes):
-    return {**asdict(run), "values": values_of(run.method), **changes}
+    return {**asdict(run), "values": written_values(run.method), **changes}
 
 
 def test_results_are_read_without_sealed_outcomes_and_of_rows_as_they_are_now(tmp_path):
