@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from itertools import product
 from statistics import fmean
 from typing import Any
 
-from studies.leaderboard.plan import FULL, SETUPS, Protocol, Run, Setup
+from studies.leaderboard.plan import CANDIDATES, FULL, SETUPS, Protocol, Run, Setup
 from studies.leaderboard.variants import way
 
 Results = Mapping[Run, Mapping[str, Any]]
@@ -20,28 +20,43 @@ CHANGES = (
     "right_share=[1e-06,0.999999]",
     'advantage="trl"',
     "epsilon_high=0.5",
-    "temperature=0.6",
+    "temperature=1.0",
+    "num_iterations=8",
     "segment_steps=4",
     "segment_steps=16",
     'segment_steps=null, num_views=8, draw_steps="entropy"',
     'estimator="elbo", segment_steps=null, num_views=4, antithetic=true, stratified=true',
+    'sampler="parallel", reveal="threshold", reveal_level=0.9',
     'sampler="cached+parallel", kv_cache="prefix", reveal_level=0.9',
 )
+SEARCHED = ("sudoku-sft", "countdown-sft", "arithmetic-sft")  # setups of the search of a candidate
 
 
 def ranking(results: Results) -> list[str]:
-    """The methods, best first: by the mean over setups of what the search's choice solves of the validation problems.
+    """The published methods, best first: by the mean over setups of what the search's choice solves of the validation
+    problems.
 
     Raises:
         ValueError: the search is not complete.
     """
-    solved: dict[str, list[float]] = {}
-    for setup, method in product(FULL.setups, FULL.methods):
+    published = [method for method in FULL.methods if method not in CANDIDATES]
+    solved = {method: searched(results, method, FULL.setups) for method in published}
+    return sorted(solved, key=lambda method: -solved[method])
+
+
+def searched(results: Results, method: str, setups: Iterable[Setup]) -> float:
+    """The mean over setups of what the search's choice solves of the validation problems.
+
+    Raises:
+        ValueError: the search of the method is not complete.
+    """
+    found = []
+    for setup in setups:
         runs, choice = FULL.tuning(results, setup, method)
         if choice is None:
             raise ValueError(f"the board's search is not complete: {method}, {setup.label} needs {len(runs)} more runs")
-        solved.setdefault(method, []).append(choice.accuracy)
-    return sorted(solved, key=lambda method: -fmean(solved[method]))
+        found.append(choice.accuracy)
+    return fmean(found)
 
 
 def every_seed(methods: Iterable[str], setup: Setup) -> Protocol:
@@ -62,10 +77,35 @@ def scale(results: Results) -> Protocol:
 
 
 def candidate_search(results: Results) -> Protocol:
-    """The best row with one change each: the search alone, on validation problems."""
+    """The best row with one change each, then with several: the search alone, on validation problems."""
     best = ranking(results)[0]
-    names = (best, *(f"{best}, {change}" for change in CHANGES))
-    return replace(FULL, methods=names, setups=(SETUPS["sudoku-sft"], SETUPS["arithmetic-sft"]), seeds=0)
+    names = [best, *(f"{best}, {change}" for change in CHANGES)]
+    setups = tuple(SETUPS[label] for label in SEARCHED)
+    with suppress(ValueError):  # as long as the first round is not complete
+        names += combined({name: searched(results, name, setups) for name in names})
+    return replace(FULL, methods=(*names,), setups=setups, seeds=0)
+
+
+def combined(solved: Mapping[str, float]) -> tuple[str, ...]:
+    """The row with all changes that are better than the row itself, with the best three and with the best two.
+
+    Of the changes of the same setting, only the best one counts.
+
+    Args:
+        solved: name -> the mean accuracy of the search; the row itself comes first.
+    """
+    row, *changed = solved
+    kept: list[str] = []
+    for name in sorted(changed, key=lambda one: -solved[one]):
+        if solved[name] > solved[row] and not any(settings_of(name) & settings_of(other) for other in kept):
+            kept.append(name)
+    changes = [name.removeprefix(f"{row}, ") for name in kept]
+    return tuple(dict.fromkeys(", ".join([row, *changes[:most]]) for most in (99, 3, 2) if len(changes) > 1))
+
+
+def settings_of(name: str) -> set[str]:
+    """The settings that a row with changes has otherwise."""
+    return {change.partition("=")[0] for change in name.split(", ")[1:]}
 
 
 PARTS: dict[str, Callable[[Results], Protocol]] = {

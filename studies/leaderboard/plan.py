@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from d1.rl.methods import METHODS
 from pocket.recipes import RECIPES, ROOT
-from studies.leaderboard.variants import flags_of, values_of
+from studies.leaderboard.variants import flags_of, is_changed, values_of
 
 START = "none"  # in place of a method: the model that runs start from
 CANDIDATES: tuple[str, ...] = ()  # rows of METHODS that are the protocol's candidates of our own
@@ -117,8 +117,9 @@ class Protocol:
     Attributes:
         tuning_seeds: the first seed runs every cell of the grid; the others run the cells `near` the best.
         rates: learning rates of the grid, before it is extended within `lowest` and `highest`.
-        far, near: differences of accuracy. The grid is not extended for a mu more than `far` below the best; a method
-            more than `far` below the best, or not among the `most` best of its setup, gets only `few` seeds.
+        far, near: differences of accuracy. The grid is not extended for a mu more than `far` below the best; a
+            published method more than `far` below the best, or not among the `most` best of its setup, gets only `few`
+            seeds.
         limit: number of problems for tuning and for the final table; 0: all.
         curve: number of validation problems at each quarter of the last budget, for the first `few` seeds.
         sealed: final runs are judged on sealed problems, else on validation problems.
@@ -201,8 +202,10 @@ class Protocol:
             here = {method: choice for (of, method), choice in chosen.items() if of == setup}
             if seed >= self.few and len(here) < len(self.methods):
                 continue
-            ranked = sorted(here, key=lambda method: -here[method].accuracy)
+            published = [method for method in here if method not in CANDIDATES]
+            ranked = sorted(published, key=lambda method: -here[method].accuracy)
             ahead = [one for one in ranked[: self.most] if here[one].accuracy >= here[ranked[0]].accuracy - self.far]
+            ahead += CANDIDATES
             for budget, (method, choice) in product(self.budgets, here.items()):
                 if seed < self.few or method in ahead:
                     yield Run("final", *setup, method, seed, choice.learning_rate, choice.num_iterations, budget)
@@ -239,10 +242,10 @@ def accuracy(outcomes: str) -> float:
 
 
 def updates_of(method: str) -> tuple[int, ...]:
-    """The values of num_iterations that are searched."""
+    """The values of num_iterations that are searched; a row with other values is searched with one alone."""
     values = values_of(method)
-    if values["num_iterations"] == 1:
-        return (1,)
+    if values["num_iterations"] == 1 or is_changed(method):
+        return (values["num_iterations"],)
     return (2, 4) if values["split_views"] else (1, 4)
 
 

@@ -28,6 +28,11 @@ def row_of(name: str) -> str:
     return name.partition(" > ")[0].partition(", ")[0]
 
 
+def is_changed(name: str) -> bool:
+    """Whether a name says a row with other values, not a step of the way between two rows."""
+    return " > " not in name and ", " in name
+
+
 def values_of(name: str) -> dict[str, Any]:
     """The settings of a row of `METHODS` or of a variant of it.
 

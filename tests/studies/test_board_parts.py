@@ -11,7 +11,7 @@ from d1.rl.train import make_parser
 from pocket.make_base import build_model, widened
 from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
-from studies.leaderboard.parts import CHANGES, PARTS, WIDTH, ranking
+from studies.leaderboard.parts import CHANGES, PARTS, SEARCHED, WIDTH, combined, ranking
 from studies.leaderboard.plan import ALL_TASKS, FULL, SETUPS, START, TASKS, Choice, Run, updates_of
 from studies.leaderboard.results import written_values
 from studies.leaderboard.run import check_bases, main
@@ -24,10 +24,11 @@ SUDOKU = SETUPS["sudoku-sft"]
 
 @pytest.mark.parametrize("name", [*way("d1", "tracerl"), *(f"tracerl, {change}" for change in CHANGES)])
 def test_a_variant_runs_with_exactly_the_values_of_its_name(name, tmp_path):
-    run = Run("tuning", *SUDOKU, name, 1, 3e-5, 2, 5000)
+    mu = updates_of(name)[0]
+    run = Run("tuning", *SUDOKU, name, 1, 3e-5, mu, 5000)
     flags = ["--config", str(ROOT / "diffu-grpo" / "pocket.yaml"), *run.settings(), "--output_dir", str(tmp_path)]
     config, _ = make_parser().parse_args_and_config([*flags, "--model_path", str(TASKS["sudoku"].base)])
-    values = values_of(name) | {"num_iterations": 2}
+    values = values_of(name) | {"num_iterations": mu}
     assert {setting: getattr(config, setting) for setting in values} == values
     assert written_values(name) == json.loads(json.dumps(values_of(name)))
 
@@ -67,9 +68,40 @@ def test_the_parts_compare_what_the_search_found_best():
     assert {run.stage for run in runs if run.method != START} == {"tuning"}
     protocol = PARTS["candidates"](results)
     assert protocol.missing(results) == [run for run in protocol.missing(results) if run.stage == "tuning"]
-    assert len(protocol.methods) == 11
+    assert protocol.methods == ("tracerl", *(f"tracerl, {change}" for change in CHANGES))
     with pytest.raises(ValueError, match="the board's search is not complete: d1, sudoku-sft needs 6 more runs"):
         PARTS["way"]({})
+
+
+def test_the_changes_that_help_are_combined():
+    solved = {
+        "row": 50,
+        "row, a=1": 60,
+        "row, b=2": 55,
+        "row, b=3, c=1": 58,
+        "row, d=1": 49,
+        "row, e=1": 52,
+        "row, f=1": 51,
+    }
+    every = "row, a=1, b=3, c=1, e=1, f=1"
+    assert combined(solved) == (every, "row, a=1, b=3, c=1, e=1", "row, a=1, b=3, c=1")
+    assert combined({"row": 50, "row, a=1": 60, "row, b=2": 55}) == ("row, a=1, b=2",)
+    assert combined({"row": 50, "row, a=1": 60, "row, b=2": 50}) == ()
+
+
+def test_combinations_are_searched_after_the_changes_alone():
+    results = whole_search("tracerl")
+    alone = PARTS["candidates"](results).methods
+    better = ("tracerl, beta=0", "tracerl, num_iterations=8")
+    while todo := PARTS["candidates"](results).missing(results):
+        assert {run.setup.label for run in todo} <= {*SEARCHED}
+        for run in todo:
+            score = 60 + 30 * (run.method in better) - 5 * (run.learning_rate != 3e-4)
+            results[run] = {"validation": {"exact": f"{'1' * score:0<100}"}}
+    both = "tracerl, beta=0, num_iterations=8"
+    assert PARTS["candidates"](results).methods == (*alone, both)
+    searched = {run.method: run.num_iterations for run in results if run.method in (*better, both)}
+    assert searched == {better[0]: 4, better[1]: 8, both: 8}
 
 
 def test_every_method_of_a_part_gets_every_seed():

@@ -20,6 +20,7 @@ from dataset.make_problems import main as make_problems
 from dataset.make_problems import make_parser as problems_parser
 from pocket.recipes import RECIPES
 from studies.json_lines import append_line, read_lines
+from studies.leaderboard import plan
 from studies.leaderboard.one_run import SEALED, commit, logs_of
 from studies.leaderboard.plan import (
     FULL,
@@ -250,6 +251,12 @@ def test_at_most_six_methods_have_every_seed():
     runs = list(replace(PAIR, most=1).final(chosen(d1=0.7, just=0.71, wd1=0.69)))
     assert {run.method for run in runs if run.seed > 2} - {START} == {"just-grpo"}
     assert FULL.most == 6
+
+
+def test_a_candidate_has_every_seed_and_takes_no_other_methods_place(monkeypatch):
+    monkeypatch.setattr(plan, "CANDIDATES", ("wd1",))
+    runs = list(replace(PAIR, most=1).final(chosen(d1=0.7, just=0.71, wd1=0.99)))
+    assert {run.method for run in runs if run.seed > 2} - {START} == {"just-grpo", "wd1"}
 
 
 def test_seeds_beyond_the_third_wait_for_the_search_of_every_method():
