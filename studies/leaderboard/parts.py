@@ -8,11 +8,10 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from studies.leaderboard.plan import CANDIDATES, FULL, SETUPS, Protocol, Run, Setup
+from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, Protocol, Run, Setup
 from studies.leaderboard.variants import way
 
 Results = Mapping[Run, Mapping[str, Any]]
-FIRST = "d1"
 WIDTH = 200  # of the large model, which has 2.1 million parameters
 # One change each to the best row of the search, written as in the names of `variants.py`.
 CHANGES = (
@@ -32,15 +31,15 @@ CHANGES = (
 SEARCHED = ("sudoku-sft", "countdown-sft", "arithmetic-sft")  # setups of the search of a candidate
 
 
-def ranking(results: Results) -> list[str]:
-    """The published methods, best first: by the mean over setups of what the search's choice solves of the validation
+def ranking(results: Results, setups: Iterable[Setup] = FULL.setups) -> list[str]:
+    """The published methods, best first: by the mean over `setups` of what the search's choice solves of the validation
     problems.
 
     Raises:
         ValueError: the search is not complete.
     """
     published = [method for method in FULL.methods if method not in CANDIDATES]
-    solved = {method: searched(results, method, FULL.setups) for method in published}
+    solved = {method: searched(results, method, setups) for method in published}
     return sorted(solved, key=lambda method: -solved[method])
 
 
@@ -66,14 +65,14 @@ def every_seed(methods: Iterable[str], setup: Setup) -> Protocol:
 
 def best_way(results: Results) -> Protocol:
     """From d1 to the best other method: one idea at a time, and one after the other."""
-    best = next(method for method in ranking(results) if method != FIRST)
-    return every_seed((FIRST, *way(FIRST, best), best), SETUPS["sudoku-sft"])
+    best = next(method for method in ranking(results) if method != REFERENCE)
+    return every_seed((REFERENCE, *way(REFERENCE, best), best), SETUPS["sudoku-sft"])
 
 
 def scale(results: Results) -> Protocol:
-    """d1 and the five best others, on a model with ten times as many parameters."""
-    best = [method for method in ranking(results) if method != FIRST]
-    return every_seed((FIRST, *best[:5]), Setup("large-sudoku", "sft"))
+    """d1 and the five best others of the same task, on a model with ten times as many parameters."""
+    best = [method for method in ranking(results, [SETUPS["sudoku-sft"]]) if method != REFERENCE]
+    return every_seed((REFERENCE, *best[:5]), Setup("large-sudoku", "sft"))
 
 
 def candidate_search(results: Results) -> Protocol:

@@ -14,6 +14,7 @@ from pocket.recipes import RECIPES, ROOT
 from studies.leaderboard.variants import flags_of, is_changed, values_of
 
 START = "none"  # in place of a method: the model that runs start from
+REFERENCE = "d1"  # the row that tables give differences to
 CANDIDATES: tuple[str, ...] = ()  # rows of METHODS that are the protocol's candidates of our own
 LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates, by factors of about 3
 # The settings of a method's row that define its sampler, and the judge's values.
@@ -119,7 +120,7 @@ class Protocol:
         rates: learning rates of the grid, before it is extended within `lowest` and `highest`.
         far, near: differences of accuracy. The grid is not extended for a mu more than `far` below the best; a
             published method more than `far` below the best, or not among the `most` best of its setup, gets only `few`
-            seeds.
+            seeds, unless it is the reference.
         limit: number of problems for tuning and for the final table; 0: all.
         curve: number of validation problems at each quarter of the last budget, for the first `few` seeds.
         sealed: final runs are judged on sealed problems, else on validation problems.
@@ -205,7 +206,7 @@ class Protocol:
             published = [method for method in here if method not in CANDIDATES]
             ranked = sorted(published, key=lambda method: -here[method].accuracy)
             ahead = [one for one in ranked[: self.most] if here[one].accuracy >= here[ranked[0]].accuracy - self.far]
-            ahead += CANDIDATES
+            ahead += (REFERENCE, *CANDIDATES)
             for budget, (method, choice) in product(self.budgets, here.items()):
                 if seed < self.few or method in ahead:
                     yield Run("final", *setup, method, seed, choice.learning_rate, choice.num_iterations, budget)

@@ -30,14 +30,13 @@ from studies.leaderboard.bootstrap import (
 )
 from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.parts import PARTS, every_seed
-from studies.leaderboard.plan import CANDIDATES, FULL, SETUPS, START, Protocol, Run, Setup
+from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run, Setup
 from studies.leaderboard.results import DATA, Line, read_results
 from studies.leaderboard.statistics import Interval, holm, percent, points
 from studies.leaderboard.variants import row_of
 from studies.pages import reading
 
 PAGE = ROOT / "docs" / "leaderboard.md"
-REFERENCE = "d1"
 
 
 class Place(NamedTuple):
@@ -247,9 +246,9 @@ Written by `make studies` from {runs} lines in [studies/leaderboard/data](../stu
 [protocol](../studies/leaderboard/PROTOCOL.md) says what was run and how it is judged; it is older than every run.
 
 {cut}Solved: percent of the sealed problems, by the exact sampler, with the 95% interval over seeds and problems
-(two-way bootstrap). Rank: what the separated pairs leave open; two methods are separated if Holm's p-value of their
-difference, over all pairs of the table, is below 0.05. Methods that share a letter under "ties" are not separated. A
-method with three seeds has no rank. "Not worse": the one-sided 95% interval of the difference lies above -2 points.
+(two-way bootstrap). Rank: among the methods with eight seeds, what the separated pairs leave open; two methods are
+separated if Holm's p-value of their difference, over all pairs of these methods, is below 0.05. Methods that share a
+letter under "ties" are not separated. "Not worse": the one-sided 95% interval of the difference lies above -2 points.
 
 ![Accuracy of all methods with intervals, one panel per setup](leaderboard.png)
 

@@ -134,7 +134,8 @@ def test_a_page_from_lines_alone(tmp_path):
         assert len(right) == 4
         assert float(found["tracerl"][2].split()[0]) == pytest.approx(100 * np.mean(right), abs=0.051)
         assert found["tracerl"][3:5] == ["1", "a"]
-        assert found["wd1"][1:4:2] == found["d1"][1:4:2] == ["2", ""]  # far behind: two seeds and no rank
+        assert found["d1"][1:4:2] == ["4", "2"]
+        assert found["wd1"][1:4:2] == ["2", ""]  # far behind: two seeds and no rank
         assert found["d1"][5] == ""
     assert "3e-04" not in text
     assert "0.0003, 1: " in text

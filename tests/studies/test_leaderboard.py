@@ -247,16 +247,16 @@ def test_final_runs_go_seed_by_seed_and_those_far_behind_have_three():
         assert starts == ([*range(8)] if setup.start == "sft" else [0])
 
 
-def test_at_most_six_methods_have_every_seed():
-    runs = list(replace(PAIR, most=1).final(chosen(d1=0.7, just=0.71, wd1=0.69)))
-    assert {run.method for run in runs if run.seed > 2} - {START} == {"just-grpo"}
+def test_at_most_six_methods_and_d1_have_every_seed():
+    runs = list(replace(PAIR, most=1).final(chosen(d1=0.6, just=0.71, wd1=0.69)))
+    assert {run.method for run in runs if run.seed > 2} - {START} == {"just-grpo", "d1"}
     assert FULL.most == 6
 
 
 def test_a_candidate_has_every_seed_and_takes_no_other_methods_place(monkeypatch):
     monkeypatch.setattr(plan, "CANDIDATES", ("wd1",))
     runs = list(replace(PAIR, most=1).final(chosen(d1=0.7, just=0.71, wd1=0.99)))
-    assert {run.method for run in runs if run.seed > 2} - {START} == {"just-grpo", "wd1"}
+    assert {run.method for run in runs if run.seed > 2} - {START} == {"just-grpo", "wd1", "d1"}
 
 
 def test_seeds_beyond_the_third_wait_for_the_search_of_every_method():
