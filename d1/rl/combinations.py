@@ -158,7 +158,7 @@ def contradictions(s: Any) -> Iterator[str]:
         if s.split_views and not over_views:
             yield (
                 f"split_views gives each update some of a row's views, but {name} with loss_type {s.loss_type} needs "
-                f"all of them: use --objective clipped_views --loss_type views, or clipped_steps, and "
+                f"all of them: use --objective clipped_views --loss_type views, clipped_steps or rldf, and "
                 f"--kl {names(PENALTIES, by_view=True)}"
             )
     if s.state_reward and s.num_iterations > 1 and not s.split_views:

@@ -212,7 +212,7 @@ OBJECTIVES: dict[str, Objective] = {
     "clipped_sequences": Objective(clipped_sequences, settings=CLIP[:2], idle=CLIP[:2]),
     "bgpo": Objective(bgpo, per_view=True, per_draw=True, settings=CLIP, idle=CLIP),
     "gdsd": Objective(gdsd, per_view=True, per_draw=True, settings=("epsilon",), idle=("epsilon",)),
-    "rldf": Objective(rldf, reads_old=False, per_view=True, reads_steps=True, settings=()),
+    "rldf": Objective(rldf, reads_old=False, per_view=True, by_view=True, reads_steps=True, settings=()),
     "spg": Objective(
         spg, reads_old=False, per_view=True, linear=False, loss_types=ROW_MEANS, settings=("loss_type", *BOUND)
     ),

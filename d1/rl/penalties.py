@@ -61,7 +61,7 @@ PENALTIES: dict[str, Penalty] = {
     "k3": Penalty(k3, settings=("loss_type",), by_view=True),
     "k3_to_old": Penalty(k3_to_old, to="old", settings=(), by_view=True),
     "k3_steps": Penalty(k3_steps, settings=(), by_view=True),
-    "k3_likely": Penalty(k3_likely, settings=(), reads_steps=True),
+    "k3_likely": Penalty(k3_likely, settings=(), by_view=True, reads_steps=True),
     "k2_sequence": Penalty(k2_sequence, settings=()),
     "k2_draws": Penalty(k2_draws, settings=()),
 }

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SUDOKU = SETUPS["sudoku-sft"]
 
 
-@pytest.mark.parametrize("name", [*way("d1", "tracerl"), *(f"tracerl, {change}" for change in CHANGES)])
+@pytest.mark.parametrize("name", [*way("d1", "tracerl"), *(f"rldf, {change}" for change in CHANGES)])
 def test_a_variant_runs_with_exactly_the_values_of_its_name(name, tmp_path):
     mu = updates_of(name)[0]
     run = Run("tuning", *SUDOKU, name, 1, 3e-5, mu, 5000)
@@ -92,13 +92,13 @@ def test_the_changes_that_help_are_combined():
 def test_combinations_are_searched_after_the_changes_alone():
     results = whole_search("tracerl")
     alone = PARTS["candidates"](results).methods
-    better = ("tracerl, beta=0", "tracerl, num_iterations=8")
+    better = ("tracerl, beta=0", "tracerl, num_iterations=8, split_views=true")
     while todo := PARTS["candidates"](results).missing(results):
         assert {run.setup.label for run in todo} <= {*SEARCHED}
         for run in todo:
             score = 60 + 30 * (run.method in better) - 5 * (run.learning_rate != 3e-4)
             results[run] = {"validation": {"exact": f"{'1' * score:0<100}"}}
-    both = "tracerl, beta=0, num_iterations=8"
+    both = "tracerl, beta=0, num_iterations=8, split_views=true"
     assert PARTS["candidates"](results).methods == (*alone, both)
     searched = {run.method: run.num_iterations for run in results if run.method in (*better, both)}
     assert searched == {better[0]: 4, better[1]: 8, both: 8}

@@ -299,8 +299,11 @@ REFUSED = [
         {"method": "bgpo", "num_iterations": 2, "split_views": True},
         "some of a row's views, but bgpo with loss_type sum",
     ),
-    ({"method": "egspo", "kl": "k2_draws"}, "k2_draws with .* needs all .* --kl k3, k3_to_old, k3_steps or k3_again"),
-    ({"method": "tracerl", "kl": "k3_likely"}, "some of a row's views, but k3_likely with loss_type views needs all"),
+    (
+        {"method": "egspo", "kl": "k2_draws"},
+        "k2_draws with .* needs all .* --kl k3, k3_to_old, k3_steps, k3_likely or k3_again",
+    ),
+    ({"method": "tracerl", "kl": "k2_draws"}, "some of a row's views, but k2_draws with loss_type views needs all"),
     (
         {"method": "egspo-sa", "split_views": False},
         "state_reward needs one draw of views for all updates: set --split_views",

@@ -240,6 +240,9 @@ def test_rldf_is_the_policy_gradient_of_what_a_state_revealed_and_what_is_likely
     counts, first = likely(inputs), likely(replace(inputs, view_logps=inputs.view_logps - 9))
     assert 0 < first.sum() < counts.sum() < inputs.scored.sum()
     assert metrics["likely"] == pytest.approx(counts.sum().item() / inputs.scored.sum().item(), rel=1e-6)
+    shares = torch.arange(inputs.weights[:, :, 0].numel()).view(inputs.weights.shape[:2]) % 2  # as `split_views` deals
+    for update in (0, 1):
+        check("rldf", replace(inputs, weights=inputs.weights * (shares == update).unsqueeze(-1)), settings())
 
 
 def bounds_written_out(inputs: LossInputs, beta: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
