@@ -230,8 +230,11 @@ def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path
 
 
 def write(data: Path, path: Path, protocol: Protocol = FULL) -> None:
+    """Writes the page at `path` and its figures; nothing as long as no table has its first seeds."""
     results = read_results(data, final_table=True)
     tables = [*tables_of(results, protocol)]
+    if not tables:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     largest = [table for table in tables if table.budget == protocol.budgets[-1]]
     if largest:
