@@ -203,13 +203,22 @@ class Protocol:
             here = {method: choice for (of, method), choice in chosen.items() if of == setup}
             if seed >= self.few and len(here) < len(self.methods):
                 continue
-            published = [method for method in here if method not in CANDIDATES]
-            ranked = sorted(published, key=lambda method: -here[method].accuracy)
-            ahead = [one for one in ranked[: self.most] if here[one].accuracy >= here[ranked[0]].accuracy - self.far]
-            ahead += (REFERENCE, *CANDIDATES)
+            few = self.fewer_seeds(here)
             for budget, (method, choice) in product(self.budgets, here.items()):
-                if seed < self.few or method in ahead:
+                if seed < self.few or method not in few:
                     yield Run("final", *setup, method, seed, choice.learning_rate, choice.num_iterations, budget)
+
+    def fewer_seeds(self, here: Mapping[str, Choice]) -> dict[str, str]:
+        """Method -> why it gets only the first `few` seeds, given the choices of the search in a setup."""
+        published = [method for method in here if method not in CANDIDATES]
+        ranked = sorted(published, key=lambda method: -here[method].accuracy)
+        why = {}
+        for place, method in enumerate(ranked):
+            if method != REFERENCE and here[method].accuracy < here[ranked[0]].accuracy - self.far:
+                why[method] = "behind"
+            elif method != REFERENCE and place >= self.most:
+                why[method] = f"not of the best {self.most}"
+        return why
 
 
 class Choice(NamedTuple):

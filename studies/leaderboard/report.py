@@ -56,6 +56,7 @@ class Table:
         runs: method -> seed -> the line of the run; `START` is among the methods.
         places: by method, the most accurate first.
         order: of the methods that have all seeds.
+        few: why a method has fewer seeds.
     """
 
     setup: Setup
@@ -63,6 +64,7 @@ class Table:
     runs: dict[str, dict[int, Line]]
     places: dict[str, Place]
     order: Order
+    few: dict[str, str]
 
 
 def outcomes(lines: dict[int, Line], seeds: Iterable[int], judge: str = "exact") -> np.ndarray:
@@ -79,10 +81,12 @@ def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
             if named and run.stage == "final" and run.setup == setup and run.budget in (budget, 0):
                 runs.setdefault(run.method, {})[run.seed] = line
         if START in runs and set(range(protocol.few)) <= runs.get(REFERENCE, {}).keys():
-            yield table_of(setup, budget, runs, protocol)
+            searched = {method: protocol.tuning(results, setup, method)[1] for method in protocol.methods}
+            few = protocol.fewer_seeds({method: choice for method, choice in searched.items() if choice})
+            yield Table(setup, budget, runs, *placed(runs, protocol), few)
 
 
-def table_of(setup: Setup, budget: int, runs: dict[str, dict[int, Line]], protocol: Protocol) -> Table:
+def placed(runs: dict[str, dict[int, Line]], protocol: Protocol) -> tuple[dict[str, Place], Order]:
     """The places of all methods: those with all seeds on these, the others on the first few. Differences to d1 are on
     the seeds that both have."""
     groups = {
@@ -103,7 +107,7 @@ def table_of(setup: Setup, budget: int, runs: dict[str, dict[int, Line]], protoc
     in_order = dict(sorted(places.items(), key=lambda item: -item[1].solved.value))
     ranked = [name for name in groups[every] if name != START]
     compared = order({name: means[every][name] for name in ranked}, {name: draws[every][name] for name in ranked})
-    return Table(setup, budget, runs, in_order, compared)
+    return in_order, compared
 
 
 def places_table(table: Table) -> str:
@@ -119,7 +123,7 @@ def places_table(table: Table) -> str:
                 "the start itself" if name == START else name + "*" * (name in CANDIDATES),
                 str(place.seeds),
                 percent(place.solved),
-                (f"{first}" if first == last else f"{first} to {last}") if ranked else "",
+                (f"{first}" if first == last else f"{first} to {last}") if ranked else table.few.get(name, ""),
                 letters,
                 "" if name == REFERENCE else points(place.less),
                 "" if name in (REFERENCE, START) else "yes" if place.not_worse else "no",

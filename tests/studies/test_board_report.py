@@ -104,7 +104,7 @@ def test_the_order_of_two_tables_is_compared_over_the_methods_and_seeds_of_both(
             return {seed: {"sealed": {"exact": text}} for seed, text in enumerate(texts)}
 
         runs = {name: lines(chance) for name, chance in chances.items()}
-        return Table(SETUPS["sudoku-sft"], 1, runs, dict.fromkeys(runs), None)
+        return Table(SETUPS["sudoku-sft"], 1, runs, dict.fromkeys(runs), None, {})
 
     large = table({START: 0.1, "a": 0.2, "b": 0.5, "c": 0.8}, 3)
     for chances, expected in (((0.3, 0.6, 0.9), 1), ((0.9, 0.6, 0.3), -1), ((0.6, 0.3, 0.9), 0.5)):
@@ -135,7 +135,7 @@ def test_a_page_from_lines_alone(tmp_path):
         assert float(found["tracerl"][2].split()[0]) == pytest.approx(100 * np.mean(right), abs=0.051)
         assert found["tracerl"][3:5] == ["1", "a"]
         assert found["d1"][1:4:2] == ["4", "2"]
-        assert found["wd1"][1:4:2] == ["2", ""]  # far behind: two seeds and no rank
+        assert found["wd1"][1:4:2] == ["2", "behind"]
         assert found["d1"][5] == ""
     assert "3e-04" not in text
     assert "0.0003, 1: " in text
