@@ -250,7 +250,8 @@ def write(data: Path, path: Path, protocol: Protocol = FULL) -> None:
 INTRODUCTION = """# Which method is best at the same compute?
 
 Written by `make studies` from {runs} lines in [studies/leaderboard/data](../studies/leaderboard/README.md). The
-[protocol](../studies/leaderboard/PROTOCOL.md) says what was run and how it is judged; it is older than every run.
+[protocol](../studies/leaderboard/PROTOCOL.md) says what was run and how it is judged. It is older than every run; its
+changes have dates.
 
 {cut}Solved: percent of the sealed problems, by the exact sampler, with the 95% interval over seeds and problems
 (two-way bootstrap). Rank: among the methods with eight seeds, what the separated pairs leave open; two methods are
