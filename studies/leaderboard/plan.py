@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -88,7 +89,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        parts = [self.stage, self.task, self.start, self.method, f"seed{self.seed}"]
+        """For folders and messages. A variant's long name ends with a hash: file names have at most 255 bytes."""
+        method = self.method
+        if len(method) > 100:
+            method = f"{method[:90]}-{hashlib.sha256(method.encode()).hexdigest()[:8]}"
+        parts = [self.stage, self.task, self.start, method, f"seed{self.seed}"]
         if self.method != START:
             parts += [f"rate{self.learning_rate:g}", f"mu{self.num_iterations}", str(self.budget)]
         return "_".join(parts)

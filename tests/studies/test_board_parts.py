@@ -31,6 +31,13 @@ def test_a_variant_runs_with_exactly_the_values_of_its_name(name, tmp_path):
     values = values_of(name) | {"num_iterations": mu}
     assert {setting: getattr(config, setting) for setting in values} == values
     assert written_values(name) == json.loads(json.dumps(values_of(name)))
+    assert len(run.name) < 180  # of the 255 bytes of a file name; evaluations add the task and more
+
+
+def test_long_names_differ_as_their_variants_do():
+    long = f"rldf, {CHANGES[-2]}"
+    names = [Run("tuning", *SUDOKU, long + end, 1, 3e-5, 4, 5000).name for end in ("", ", beta=0", ", beta=1")]
+    assert len({*names}) == 3
 
 
 @pytest.mark.parametrize("end", ["tracerl", "coupled-grpo", "agrpo-entropy"])
