@@ -16,8 +16,10 @@ from studies.estimators.choices import CHOICE_OF, CHOICES, CLAIMS, SHOWN
 from studies.estimators.intervals import Lines, difference, mean_over, rank_correlation
 from studies.estimators.run import DATA, MODELS, runs
 from studies.json_lines import Run, read_lines
+from studies.leaderboard.plan import FULL as BOARD
 from studies.leaderboard.plan import SETUPS, TASKS, Setup
-from studies.leaderboard.results import at_the_end, read_results
+from studies.leaderboard.plan import Run as BoardRun
+from studies.leaderboard.results import read_results
 from studies.leaderboard.statistics import Interval, holm
 
 PAGE, FIGURE = ROOT / "docs" / "estimators.md", ROOT / "docs" / "estimators.png"
@@ -144,7 +146,7 @@ def full(setup: Setup, of: Mapping[Key, Lines]) -> str:
 
 def prediction(study: Study, accuracies: Mapping[Setup, Mapping[str, float]]) -> str:
     """Rank correlations of an estimator's measures with the accuracy of its methods, one row per setup of the
-    leaderboard; empty without its final runs. Methods with the same estimator count once, with their mean accuracy."""
+    leaderboard; empty without its search. Methods with the same estimator count once, with their mean accuracy."""
     rows = []
     for setup, ends in accuracies.items():
         of: dict[Key, list[float]] = {}
@@ -172,12 +174,18 @@ def page(lines: Sequence[dict[str, Any]], accuracies: Mapping[Setup, Mapping[str
     return "\n".join([*found, f"## The measurements\n\n{figure}\n", tables]) + prediction(study, accuracies)
 
 
+def found_by_search(results: Mapping[BoardRun, Any], setup: Setup) -> dict[str, float]:
+    """Method -> the accuracy of the search's choice, for the methods whose search is complete."""
+    choices = {method: BOARD.tuning(results, setup, method)[1] for method in BOARD.methods}
+    return {method: choice.accuracy for method, choice in choices.items() if choice}
+
+
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
     lines, results = read_lines(DATA), read_results()
     study = study_of(lines)
     tables = [full(setup, study[setup]) for setup in all_models() if setup in study]
-    accuracies = {setup: at_the_end(results, setup) for setup in SETUPS.values()}
+    accuracies = {setup: found_by_search(results, setup) for setup in SETUPS.values()}
     return {PAGE: page(lines, accuracies), README: "\n".join([status(lines), *tables])}
 
 
@@ -212,6 +220,6 @@ CONCLUSIONS = """Differences of the cosine to the trajectory's gradient (in the 
 estimators on the same completions, with 95% intervals over seeds and problems. Bold: separated from 0 after Holm's
 correction over all differences of the table."""
 
-PREDICTION = """Rank correlations of an estimator's measures with the accuracy of its methods in
-[leaderboard.md](leaderboard.md), and their 95% intervals over estimators. Methods with the same estimator count once,
-with their mean accuracy."""
+PREDICTION = """Rank correlations of an estimator's measures with the percentage of validation problems that its methods
+solve in the search of the [leaderboard](leaderboard.md#the-search), and their 95% intervals over estimators. Methods
+with the same estimator count once, with their mean accuracy."""

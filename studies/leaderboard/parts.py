@@ -30,6 +30,8 @@ CHANGES = (
     TRACERL,
     REINFORCE,
 )
+# One change each to the best row of the first two rounds.
+LAST_CHANGES = ("temperature=0.8", "reveal_level=0.95", "segment_steps=4", "num_iterations=8")
 SEARCHED = ("sudoku-sft", "countdown-sft", "arithmetic-sft")  # setups of the search of a candidate
 
 
@@ -41,7 +43,7 @@ def ranking(results: Results, setups: Iterable[Setup] = FULL.setups) -> list[str
         ValueError: the search is not complete.
     """
     published = [method for method in FULL.methods if method not in CANDIDATES]
-    solved = {method: searched(results, method, setups) for method in published}
+    solved = solved_by(results, published, tuple(setups))
     return sorted(solved, key=lambda method: -solved[method])
 
 
@@ -78,13 +80,21 @@ def scale(results: Results) -> Protocol:
 
 
 def candidate_search(results: Results) -> Protocol:
-    """The best row with one change each, then with several: the search alone, on validation problems."""
+    """The best row with one change each, then with several, then the best of these with one more: the search alone, on
+    validation problems."""
     best = ranking(results)[0]
-    names = [best, *(f"{best}, {change}" for change in CHANGES)]
     setups = tuple(SETUPS[label] for label in SEARCHED)
-    with suppress(ValueError):  # as long as the first round is not complete
-        names += combined({name: searched(results, name, setups) for name in names})
+    names = [best, *(f"{best}, {change}" for change in CHANGES)]
+    with suppress(ValueError):  # as long as a round is not complete
+        names += combined(solved_by(results, names, setups))
+        solved = solved_by(results, names, setups)
+        names += [f"{max(names, key=solved.__getitem__)}, {change}" for change in LAST_CHANGES]
     return replace(FULL, methods=(*names,), setups=setups, seeds=0)
+
+
+def solved_by(results: Results, names: Iterable[str], setups: tuple[Setup, ...]) -> dict[str, float]:
+    """Name -> the mean over setups of what the search's choice solves; ValueError if a search is not complete."""
+    return {name: searched(results, name, setups) for name in names}
 
 
 def combined(solved: Mapping[str, float]) -> tuple[str, ...]:

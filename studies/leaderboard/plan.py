@@ -125,7 +125,7 @@ class Protocol:
         rates: learning rates of the grid, before it is extended within `lowest` and `highest`.
         far, near: differences of accuracy. The grid is not extended for a mu more than `far` below the best; a
             published method more than `far` below the best, or not among the `most` best of its setup, gets only `few`
-            seeds, unless it is the reference.
+            seeds of the smallest budget, unless it is the reference.
         limit: number of problems for tuning and for the final table; 0: all.
         curve: number of validation problems at each quarter of the last budget, for the first `few` seeds.
         sealed: final runs are judged on sealed problems, else on validation problems.
@@ -200,21 +200,25 @@ class Protocol:
         return [other for other in around if other not in tried and self.lowest <= other <= self.highest]
 
     def final(self, chosen: Mapping[tuple[Setup, str], Choice]) -> Iterator[Run]:
-        """The final runs, seed by seed, so that an incomplete leaderboard has all methods. Seeds after the first `few`
-        wait for the search of all methods of their setup, which decides which methods are too far below the best."""
-        for seed, setup in product(range(self.seeds), self.setups):
-            if setup.start == "sft" or seed == 0:
+        """The final runs, budget by budget and seed by seed, so that an incomplete leaderboard has all methods. Seeds
+        after the first `few` and larger budgets wait for the search of all methods of their setup, which decides
+        `fewer_seeds`."""
+        for budget, seed, setup in product(self.budgets, range(self.seeds), self.setups):
+            first = budget == self.budgets[0]
+            if first and (setup.start == "sft" or seed == 0):
                 yield Run("final", *setup, START, seed)
             here = {method: choice for (of, method), choice in chosen.items() if of == setup}
-            if seed >= self.few and len(here) < len(self.methods):
+            screened = first and seed < self.few
+            if not screened and len(here) < len(self.methods):
                 continue
-            few = self.fewer_seeds(here)
-            for budget, (method, choice) in product(self.budgets, here.items()):
-                if seed < self.few or method not in few:
+            fewer = self.fewer_seeds(here)
+            for method, choice in here.items():
+                if screened or method not in fewer:
                     yield Run("final", *setup, method, seed, choice.learning_rate, choice.num_iterations, budget)
 
     def fewer_seeds(self, here: Mapping[str, Choice]) -> dict[str, str]:
-        """Method -> why it gets only the first `few` seeds, given the choices of the search in a setup."""
+        """Method -> why it gets only the first `few` seeds and the smallest budget, given the search's choices in a
+        setup."""
         published = [method for method in here if method not in CANDIDATES]
         ranked = sorted(published, key=lambda method: -here[method].accuracy)
         why = {}

@@ -162,18 +162,19 @@ def mean_of(lines: list[Line], field: str) -> float:
     return fmean(line[field] for line in lines)
 
 
-def wins_table(tables: list[Table], protocol: Protocol) -> str:
-    """Each candidate against every published method, in every setup at the largest budget; Holm over all of them."""
+def wins_table(tables: list[Table]) -> str:
+    """Each candidate against every published method, in every setup at both budgets; Holm over all of them."""
     compared = []
     for table, candidate in product(tables, CANDIDATES):
-        if table.budget != protocol.budgets[-1] or candidate not in table.runs:
+        if candidate not in table.places:
             continue
         for other in (name for name in table.places if name not in (*CANDIDATES, START)):
             seeds = sorted(table.runs[candidate].keys() & table.runs[other].keys())
             scores = np.stack([outcomes(table.runs[name], seeds) for name in (candidate, other)])
             ours, theirs = resampled_means(scores)
             gain = interval(scores[0].mean() - scores[1].mean(), ours - theirs)
-            compared.append((candidate, table.setup.label, other, gain, p_value(ours - theirs)))
+            place = f"{table.setup.label}, {table.budget:,}"
+            compared.append((candidate, place, other, gain, p_value(ours - theirs)))
     adjusted = holm([p for *_, p in compared])
     rows = [[*names, points(gain), f"{p:.2g}"] for (*names, gain, _), p in zip(compared, adjusted, strict=True)]
     return markdown_table(["candidate", "setup", "against", "difference", "Holm's p"], rows) if rows else ""
@@ -224,7 +225,7 @@ def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path
     text = INTRODUCTION.format(cut=cut, reading=reading(path), runs=len(results))
     for table in tables:
         text += f"## {table.setup.task} from {table.setup.start}, {table.budget:,} tokens\n\n{places_table(table)}\n"
-    if wins := wins_table(tables, protocol):
+    if wins := wins_table(tables):
         text += f"## Candidates of our own\n\n{wins}\n"
     text += parts_text(results)
     text += f"## The search\n\n{SEARCH}\n\n{search_table(results, protocol)}\n## What the runs were\n\n"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from d1.rl.methods import METHODS
 from pocket.recipes import ROOT
 from studies.json_lines import read_lines
-from studies.leaderboard.plan import START, Run, Setup
+from studies.leaderboard.plan import Run
 from studies.leaderboard.variants import row_of, values_of
 
 DATA = ROOT / "studies" / "leaderboard" / "data"
@@ -42,13 +40,3 @@ def read_results(data: Path = DATA, final_table: bool = False) -> dict[Run, Line
 def written_values(method: str) -> dict[str, Any] | None:
     """The values of a row or variant, converted as in JSON; None for a start model or a row that no longer exists."""
     return json.loads(json.dumps(values_of(method))) if row_of(method) in METHODS else None
-
-
-def at_the_end(results: Mapping[Run, Line], setup: Setup) -> dict[str, float]:
-    """Method -> the mean over seeds of the accuracy on validation problems at the end of the largest budget."""
-    most = max((run.budget for run in results), default=0)
-    found: dict[str, list[float]] = {}
-    for run, line in results.items():
-        if (run.stage, run.task, run.start, run.budget) == ("final", *setup, most) and run.method != START:
-            found.setdefault(run.method, []).extend(value for share, value in line["curve"] if share == 1)
-    return {method: fmean(values) for method, values in found.items() if values}

@@ -11,7 +11,7 @@ from d1.rl.train import make_parser
 from pocket.make_base import build_model, widened
 from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
-from studies.leaderboard.parts import CHANGES, PARTS, SEARCHED, WIDTH, combined, ranking
+from studies.leaderboard.parts import CHANGES, LAST_CHANGES, PARTS, SEARCHED, WIDTH, combined, ranking
 from studies.leaderboard.plan import ALL_TASKS, FULL, SETUPS, START, TASKS, Choice, Run, updates_of
 from studies.leaderboard.results import written_values
 from studies.leaderboard.run import check_bases, main
@@ -106,9 +106,10 @@ def test_combinations_are_searched_after_the_changes_alone():
             score = 60 + 30 * (run.method in better) - 5 * (run.learning_rate != 3e-4)
             results[run] = {"validation": {"exact": f"{'1' * score:0<100}"}}
     both = "tracerl, beta=0, num_iterations=8, split_views=true"
-    assert PARTS["candidates"](results).methods == (*alone, both)
-    searched = {run.method: run.num_iterations for run in results if run.method in (*better, both)}
-    assert searched == {better[0]: 4, better[1]: 8, both: 8}
+    last = [f"tracerl, beta=0, {change}" for change in LAST_CHANGES]  # of equal scores, the first one's
+    assert PARTS["candidates"](results).methods == (*alone, both, *last)
+    searched = {run.method: run.num_iterations for run in results if run.method in (*better, both, last[-1])}
+    assert searched == {better[0]: 4, better[1]: 8, both: 8, last[-1]: 8}
 
 
 def test_every_method_of_a_part_gets_every_seed():
