@@ -30,8 +30,9 @@ CHANGES = (
     TRACERL,
     REINFORCE,
 )
-# One change each to the best row of the first two rounds.
-LAST_CHANGES = ("temperature=0.8", "reveal_level=0.95", "segment_steps=4", "num_iterations=8")
+# One change each to the best row of the first two rounds, which is the row with `TRACERL`. The last one scores every
+# merged step, as tracerl does: with the row's own num_views, four of them are drawn.
+LAST_CHANGES = ("temperature=0.8", "reveal_level=0.95", "segment_steps=4", "num_iterations=8", "num_views=null")
 SEARCHED = ("sudoku-sft", "countdown-sft", "arithmetic-sft")  # setups of the search of a candidate
 
 

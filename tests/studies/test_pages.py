@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from studies.leaderboard.plan import FULL
 from studies.leaderboard.report import PAGE, page, tables_of
 from studies.leaderboard.results import read_results
-from studies.pages import WRITTEN, write, written
+from studies.pages import WRITTEN, reading, write, written
 from studies.write import STUDIES
 
 
@@ -25,6 +27,13 @@ def test_the_page_of_the_leaderboard_has_the_tables_of_the_data():
     if not tables:
         pytest.skip("there is no final run yet")
     assert PAGE.read_text() == page(results, tables, FULL, PAGE)
+
+
+def test_what_the_leaderboard_says_by_hand_has_only_numbers_of_its_tables():
+    by_hand = reading(PAGE)
+    number = re.compile(r"\d+\.\d+")
+    tables = PAGE.read_text().replace(by_hand, "")
+    assert set(number.findall(by_hand)) <= set(number.findall(tables))
 
 
 def test_only_the_written_part_changes(tmp_path):
