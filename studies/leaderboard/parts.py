@@ -9,13 +9,11 @@ from statistics import fmean
 from typing import Any
 
 from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, Protocol, Run, Setup
-from studies.leaderboard.variants import way
+from studies.leaderboard.variants import TRACERL, way
 
 Results = Mapping[Run, Mapping[str, Any]]
 WIDTH = 200  # of the large model, which has 2.1 million parameters
 # One change each to the best row of the search, rldf, written as in the names of `variants.py`.
-TRACERL = 'estimator="replay", scored_tokens="text", segment_steps=8, objective="clipped_views", loss_type="views", '
-TRACERL += 'kl="k3_to_old", advantage="standardised", right_share=[0.2,0.8], num_iterations=4, split_views=true'
 REINFORCE = 'estimator="elbo", antithetic=true, stratified=true, objective="reinforce", loss_type="grpo", beta=0'
 CHANGES = (
     "beta=0",

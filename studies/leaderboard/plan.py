@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from d1.rl.methods import METHODS
 from pocket.recipes import RECIPES, ROOT
-from studies.leaderboard.variants import flags_of, is_changed, values_of
+from studies.leaderboard.variants import TRACERL, flags_of, is_changed, values_of
 
 START = "none"  # in place of a method: the model that runs start from
 REFERENCE = "d1"  # the row that tables give differences to
-CANDIDATES: tuple[str, ...] = ()  # rows of METHODS that are the protocol's candidates of our own
+# Rows of METHODS that are the protocol's candidates of our own, and the variants as which they were searched.
+CANDIDATES = {"quick-replay": f"rldf, {TRACERL}"}
 LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates, by factors of about 3
 # The settings of a method's row that define its sampler, and the judge's values.
 JUDGE = {"sampler": "exact", "remasking": "low_confidence", "block_length": 8}
@@ -163,10 +164,11 @@ class Protocol:
     ) -> tuple[list[Run], Choice | None]:
         """The runs that a method's search needs next in a setup; if there are none, the search's choice."""
         first, *others = self.tuning_seeds
-        mus = updates_of(method)
+        name = CANDIDATES.get(method, method)
+        mus = updates_of(name)
 
         def run_of(rate: float, mu: int, seed: int) -> Run:
-            return Run("tuning", *setup, method, seed, rate, mu, self.budgets[0])
+            return Run("tuning", *setup, name, seed, rate, mu, self.budgets[0])
 
         scores: dict[tuple[float, int], list[float]] = {}
         for rate, mu in product(LADDER, mus):
@@ -200,21 +202,29 @@ class Protocol:
         return [other for other in around if other not in tried and self.lowest <= other <= self.highest]
 
     def final(self, chosen: Mapping[tuple[Setup, str], Choice]) -> Iterator[Run]:
-        """The final runs, budget by budget and seed by seed, so that an incomplete leaderboard has all methods. Seeds
-        after the first `few` and larger budgets wait for the search of all methods of their setup, which decides
-        `fewer_seeds`."""
-        for budget, seed, setup in product(self.budgets, range(self.seeds), self.setups):
-            first = budget == self.budgets[0]
-            if first and (setup.start == "sft" or seed == 0):
+        """The final runs in the order of `turns`. All but the first `few` seeds of the smallest budget wait for the
+        search of all methods of their setup, which decides `fewer_seeds`."""
+        for budget, seed, setup in self.turns():
+            smallest = budget == self.budgets[0]
+            if smallest and (setup.start == "sft" or seed == 0):
                 yield Run("final", *setup, START, seed)
             here = {method: choice for (of, method), choice in chosen.items() if of == setup}
-            screened = first and seed < self.few
-            if not screened and len(here) < len(self.methods):
+            every_method = smallest and seed < self.few
+            if not every_method and len(here) < len(self.methods):
                 continue
             fewer = self.fewer_seeds(here)
             for method, choice in here.items():
-                if screened or method not in fewer:
+                if every_method or method not in fewer:
                     yield Run("final", *setup, method, seed, choice.learning_rate, choice.num_iterations, budget)
+
+    def turns(self) -> Iterator[tuple[int, int, Setup]]:
+        """(budget, seed, setup): the first `few` seeds of the smallest budget, the larger budgets, the other seeds. So
+        an incomplete leaderboard has the same seeds for all methods that it compares."""
+        smallest, *larger = self.budgets
+        seeds = range(self.seeds)
+        yield from product([smallest], seeds[: self.few], self.setups)
+        yield from product(larger, seeds, self.setups)
+        yield from product([smallest], seeds[self.few :], self.setups)
 
     def fewer_seeds(self, here: Mapping[str, Choice]) -> dict[str, str]:
         """Method -> why it gets only the first `few` seeds and the smallest budget, given the search's choices in a

@@ -74,15 +74,17 @@ def outcomes(lines: dict[int, Line], seeds: Iterable[int], judge: str = "exact")
 
 
 def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
+    """The tables in which every planned method has its first seeds."""
     for setup, budget in product(protocol.setups, reversed(protocol.budgets)):
+        searched = {method: protocol.tuning(results, setup, method)[1] for method in protocol.methods}
+        few = protocol.fewer_seeds({method: choice for method, choice in searched.items() if choice})
+        planned = [name for name in protocol.methods if budget == protocol.budgets[0] or name not in few]
         runs: dict[str, dict[int, Line]] = {}
         for run, line in results.items():
-            named = run.method in (*protocol.methods, START)
+            named = run.method in (*planned, START)
             if named and run.stage == "final" and run.setup == setup and run.budget in (budget, 0):
                 runs.setdefault(run.method, {})[run.seed] = line
-        if START in runs and set(range(protocol.few)) <= runs.get(REFERENCE, {}).keys():
-            searched = {method: protocol.tuning(results, setup, method)[1] for method in protocol.methods}
-            few = protocol.fewer_seeds({method: choice for method, choice in searched.items() if choice})
+        if START in runs and all({*range(protocol.few)} <= runs.get(name, {}).keys() for name in planned):
             yield Table(setup, budget, runs, *placed(runs, protocol), few)
 
 

@@ -21,6 +21,9 @@ IDEAS = {
     "clipping": ("epsilon", "epsilon_high", "delta", "max_grad_norm"),
 }
 REST = "scores and loss"
+# tracerl's updates in place of another row's.
+TRACERL = 'estimator="replay", scored_tokens="text", segment_steps=8, objective="clipped_views", loss_type="views", '
+TRACERL += 'kl="k3_to_old", advantage="standardised", right_share=[0.2,0.8], num_iterations=4, split_views=true'
 
 
 def row_of(name: str) -> str:

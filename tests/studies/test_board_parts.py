@@ -11,12 +11,12 @@ from d1.rl.train import make_parser
 from pocket.make_base import build_model, widened
 from pocket.recipes import RECIPES
 from pocket.tokenizer import build_tokenizer
-from studies.leaderboard.parts import CHANGES, LAST_CHANGES, PARTS, SEARCHED, TRACERL, WIDTH, combined, ranking
-from studies.leaderboard.plan import ALL_TASKS, FULL, SETUPS, START, TASKS, Choice, Run, updates_of
+from studies.leaderboard.parts import CHANGES, LAST_CHANGES, PARTS, SEARCHED, WIDTH, combined, ranking
+from studies.leaderboard.plan import ALL_TASKS, CANDIDATES, FULL, SETUPS, START, TASKS, Choice, Run, updates_of
 from studies.leaderboard.results import written_values
 from studies.leaderboard.run import check_bases, main
 from studies.leaderboard.run import make_parser as board_parser
-from studies.leaderboard.variants import REST, changes, values_of, way
+from studies.leaderboard.variants import REST, TRACERL, changes, values_of, way
 
 ROOT = Path(__file__).parents[2]
 SUDOKU = SETUPS["sudoku-sft"]
@@ -36,6 +36,13 @@ def test_a_variant_runs_with_exactly_the_values_of_its_name(name, tmp_path):
     assert {setting: getattr(config, setting) for setting in values} == values
     assert written_values(name) == json.loads(json.dumps(values_of(name)))
     assert len(run.name) < 180  # of the 255 bytes of a file name; evaluations add the task and more
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_a_candidate_is_the_variant_that_was_searched(name):
+    assert values_of(name) == values_of(CANDIDATES[name])
+    runs, _ = FULL.tuning({}, SUDOKU, name)
+    assert {run.method for run in runs} == {CANDIDATES[name]}
 
 
 def test_long_names_differ_as_their_variants_do():
