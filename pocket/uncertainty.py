@@ -34,10 +34,10 @@ class Square(NamedTuple):
     freedom: float
 
 
-def mean_of(scores: np.ndarray, of_seeds: Square | None = None) -> Mean:
-    """The mean of a table (seeds, problems) of scores or differences of scores; `of_seeds` replaces the table's M_s."""
+def mean_of(scores: np.ndarray) -> Mean:
+    """The mean of a table (seeds, problems) of scores or differences of scores."""
     value = float(scores.mean())
-    variance, freedom = variance_of_mean(scores, of_seeds)
+    variance, freedom = variance_of_mean(scores)
     if variance <= 1e-18:  # all scores are equal, so the variance cannot be estimated
         return Mean(value, value, value, 1.0 if abs(value) < 1e-12 else 0.0)
     error = math.sqrt(variance)
@@ -45,7 +45,7 @@ def mean_of(scores: np.ndarray, of_seeds: Square | None = None) -> Mean:
     return Mean(value, value - half, value + half, 2 * float(student.sf(abs(value) / error, freedom)))
 
 
-def variance_of_mean(scores: np.ndarray, of_seeds: Square | None = None) -> tuple[float, float]:
+def variance_of_mean(scores: np.ndarray) -> tuple[float, float]:
     """The variance of the mean of a table (seeds, problems), and its degrees of freedom.
 
     Raises:
@@ -59,11 +59,11 @@ def variance_of_mean(scores: np.ndarray, of_seeds: Square | None = None) -> tupl
     of_problems = Square(seeds * float((by_problem**2).sum()) / (problems - 1), problems - 1)
     if seeds == 1:
         return of_problems.value / problems, of_problems.freedom
-    own = Square(problems * float((by_seed**2).sum()) / (seeds - 1), seeds - 1)
+    of_seeds = Square(problems * float((by_seed**2).sum()) / (seeds - 1), seeds - 1)
     rest = scores - total - by_problem - by_seed[:, None]
     freedom = (seeds - 1) * (problems - 1)
     of_rest = Square(float((rest**2).sum()) / freedom, freedom)
-    counted = [square for square in (of_seeds or own, of_problems) if square.value > of_rest.value]
+    counted = [square for square in (of_seeds, of_problems) if square.value > of_rest.value]
     if len(counted) == 2:
         counted.append(Square(-of_rest.value, freedom))
     counted = counted or [of_rest]

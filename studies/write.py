@@ -1,7 +1,6 @@
 """Writes every table of the studies into its page, from the data in the repository: `make studies`.
 
-A study whose data are incomplete says so in its page. The leaderboard's page is written once d1 has
-its first three seeds in a setup.
+A study whose data are incomplete says so in its page.
 """
 
 from __future__ import annotations

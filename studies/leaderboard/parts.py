@@ -34,15 +34,14 @@ LAST_CHANGES = ("temperature=0.8", "reveal_level=0.95", "segment_steps=4", "num_
 SEARCHED = ("sudoku-sft", "countdown-sft", "arithmetic-sft")  # setups of the search of a candidate
 
 
-def ranking(results: Results, setups: Iterable[Setup] = FULL.setups) -> list[str]:
-    """The published methods, best first: by the mean over `setups` of what the search's choice solves of the validation
-    problems.
+def ranking(results: Results, setups: Iterable[Setup] = FULL.setups, candidates: bool = True) -> list[str]:
+    """The methods, best first: by the mean over `setups` of what the search's choice solves of the validation problems.
 
     Raises:
         ValueError: the search is not complete.
     """
-    published = [method for method in FULL.methods if method not in CANDIDATES]
-    solved = solved_by(results, published, tuple(setups))
+    methods = [method for method in FULL.methods if candidates or method not in CANDIDATES]
+    solved = solved_by(results, methods, tuple(setups))
     return sorted(solved, key=lambda method: -solved[method])
 
 
@@ -61,9 +60,9 @@ def searched(results: Results, method: str, setups: Iterable[Setup]) -> float:
     return fmean(found)
 
 
-def every_seed(methods: Iterable[str], setup: Setup) -> Protocol:
-    """All methods with all seeds, at the smaller budget."""
-    return replace(FULL, methods=(*methods,), setups=(setup,), budgets=FULL.budgets[:1], most=99, far=1.0)
+def every_seed(methods: Iterable[str], setup: Setup, seeds: int = FULL.seeds) -> Protocol:
+    """All methods with the same seeds, at the smaller budget."""
+    return replace(FULL, methods=(*methods,), setups=(setup,), budgets=FULL.budgets[:1], seeds=seeds, most=99, far=1.0)
 
 
 def best_way(results: Results) -> Protocol:
@@ -75,13 +74,13 @@ def best_way(results: Results) -> Protocol:
 def scale(results: Results) -> Protocol:
     """d1 and the five best others of the same task, on a model with ten times as many parameters."""
     best = [method for method in ranking(results, [SETUPS["sudoku-sft"]]) if method != REFERENCE]
-    return every_seed((REFERENCE, *best[:5]), Setup("large-sudoku", "sft"))
+    return every_seed((REFERENCE, *best[:5]), Setup("large-sudoku", "sft"), seeds=4)
 
 
 def candidate_search(results: Results) -> Protocol:
     """The best row with one change each, then with several, then the best of these with one more: the search alone, on
     validation problems."""
-    best = ranking(results)[0]
+    best = ranking(results, candidates=False)[0]
     setups = tuple(SETUPS[label] for label in SEARCHED)
     names = [best, *(f"{best}, {change}" for change in CHANGES)]
     with suppress(ValueError):  # as long as a round is not complete

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -29,11 +29,11 @@ from studies.leaderboard.bootstrap import (
     resampled_means,
 )
 from studies.leaderboard.figures import draw_curves, draw_places
-from studies.leaderboard.parts import PARTS, every_seed
+from studies.leaderboard.parts import PARTS, REINFORCE, every_seed
 from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run, Setup
 from studies.leaderboard.results import DATA, Line, read_results
 from studies.leaderboard.statistics import Interval, holm, percent, points
-from studies.leaderboard.variants import row_of
+from studies.leaderboard.variants import TRACERL, row_of
 from studies.pages import reading
 
 PAGE = ROOT / "docs" / "leaderboard.md"
@@ -122,7 +122,7 @@ def places_table(table: Table) -> str:
         own = fmean(outcomes(table.runs[name], table.runs[name], "own").mean(1)) if name != START else None
         rows.append(
             [
-                "the start itself" if name == START else name + "*" * (name in CANDIDATES),
+                "the start itself" if name == START else short(name),
                 str(place.seeds),
                 percent(place.solved),
                 (f"{first}" if first == last else f"{first} to {last}") if ranked else table.few.get(name, ""),
@@ -148,11 +148,11 @@ def cost_table(table: Table) -> str:
             [
                 name,
                 f"{lines[0]['learning_rate']:g}, {lines[0]['num_iterations']}",
-                f"{mean_of(lines, 'rollouts'):.0f}",
-                f"{mean_of(lines, 'steps'):.0f}",
-                f"{100 * mean_of(lines, 'overshoot') / table.budget:.1f}",
+                f"{average(lines, 'rollouts'):.0f}",
+                f"{average(lines, 'steps'):.0f}",
+                f"{100 * average(lines, 'overshoot') / table.budget:.1f}",
                 f"{fmean(kls):.3f}" if kls else "",
-                f"{mean_of(lines, 'processor_seconds'):.0f}",
+                f"{average(lines, 'processor_seconds'):.0f}",
                 f"{sum(line['diverged'] for line in lines)} of {len(lines)}",
             ]
         )
@@ -160,7 +160,7 @@ def cost_table(table: Table) -> str:
     return markdown_table([*header, "diverged"], rows)
 
 
-def mean_of(lines: list[Line], field: str) -> float:
+def average(lines: list[Line], field: str) -> float:
     return fmean(line[field] for line in lines)
 
 
@@ -183,15 +183,25 @@ def wins_table(tables: list[Table]) -> str:
 
 
 def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
-    """The rate and number of updates that the search chose, and the share of validation problems solved with them."""
+    """The rate and number of updates that the search chose, the share of validation problems solved with them, and its
+    mean over the setups."""
     rows = []
     for method in protocol.methods:
         found = [protocol.tuning(results, setup, method)[1] for setup in protocol.setups]
         cells = [
             f"{one.learning_rate:g}, {one.num_iterations}: {100 * one.accuracy:.1f}" if one else "" for one in found
         ]
-        rows.append([method, str(METHODS[row_of(method)].scale.get("learning_rate", "")), *cells])
-    return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups)], rows)
+        known = [one.accuracy for one in found if one]
+        mean = f"{100 * fmean(known):.1f}" if len(known) == len(found) else ""
+        rows.append([short(method), str(METHODS[row_of(method)].scale.get("learning_rate", "")), *cells, mean])
+    return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups), "mean"], rows)
+
+
+def short(method: str) -> str:
+    """A method's name in a table: with a star if it is a candidate; of a variant, with names of what it changes."""
+    for changes, name in ((TRACERL, "tracerl's updates"), (REINFORCE, "reinforce's updates")):
+        method = method.replace(changes, name)
+    return method + "*" * (method in CANDIDATES)
 
 
 def order_kept(small: Table, large: Table) -> Interval:
@@ -210,8 +220,9 @@ def parts_text(results: dict[Run, Line]) -> str:
         parts = {name: PARTS[name](results) for name in ("candidates", "way", "scale")}
     except ValueError:
         return ""
-    text = f"## The search of a candidate\n\n{search_table(results, parts['candidates'])}\n"
+    text = f"## The search of a candidate\n\n{CANDIDATE}\n\n{search_table(results, parts['candidates'])}\n"
     for table in tables_of(results, parts["way"]):
+        table = replace(table, places={name: table.places[name] for name in (START, *parts["way"].methods)})
         text += f"## From {REFERENCE} to the best method\n\n{places_table(table)}\n"
     for table in tables_of(results, parts["scale"]):
         (small,) = tables_of(results, every_seed(parts["scale"].methods, SETUPS["sudoku-sft"]))
@@ -242,18 +253,17 @@ def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path
     if wins := wins_table(tables):
         text += f"## Candidates of our own\n\n{wins}\n"
     text += parts_text(results)
-    text += f"## The search\n\n{SEARCH}\n\n{search_table(results, protocol)}\n## What the runs were\n\n"
+    text += f"## The search\n\n{SEARCH}\n\n{search_table(results, protocol)}\n"
+    text += "## What the runs were\n\n" if tables else ""
     for table in tables:
         text += f"### {table.setup.task} from {table.setup.start}, {table.budget:,}\n\n{cost_table(table)}\n"
     return text.rstrip() + "\n"
 
 
 def write(data: Path, path: Path, protocol: Protocol = FULL) -> None:
-    """Writes the page at `path` and its figures; nothing as long as no table has its first seeds."""
+    """Writes the page at `path` and its figures."""
     results = read_results(data, final_table=True)
     tables = [*tables_of(results, protocol)]
-    if not tables:
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
     if shown := of_every_setup(tables, protocol):
         draw_places(shown, path.with_suffix(".png"))
@@ -325,7 +335,10 @@ python -m d1 parse results    # --compare A B gives the difference of two files,
 
 """
 SEARCH = """Per setup: the rate and number of updates that were chosen on validation problems, and the percentage of
-these that the models solved then (mean of two seeds, at the smaller budget)."""
+these that the models solved then (mean of two seeds, at the smaller budget). A choice among several looks better than
+it is."""
+CANDIDATE = """The best row of the search with one change each, then the best of these with one more, on three setups.
+The row with the highest mean is the candidate."""
 
 
 def main(args: argparse.Namespace) -> None:

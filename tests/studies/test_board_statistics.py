@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from pocket.uncertainty import Square, mean_of, variance_of_mean
-from studies.leaderboard.statistics import holm, pooled_seeds, rank_correlation
+from pocket.uncertainty import mean_of, variance_of_mean
+from studies.leaderboard.statistics import holm
 
 
 def written_out(scores):
@@ -81,62 +81,8 @@ def test_an_interval_holds_the_true_mean_of_seeds_and_problems_as_often_as_it_sa
     assert 0.93 < held / 400 <= 0.995
 
 
-def test_the_seeds_of_many_methods_are_the_mean_of_those_of_all_their_pairs():
-    """Each pair's own M_s, written out; for two methods it is the estimate itself. Seeds that one method lacks do not
-    count."""
-    generator = np.random.default_rng(5)
-    methods = [{seed: generator.normal(size=30) for seed in (0, 1, 2)} for _ in range(4)]
-    methods[3][7] = generator.normal(size=30)
-
-    def own(a, b):
-        return written_out([[float(value) for value in b[seed] - a[seed]] for seed in (0, 1, 2)])[0]
-
-    pairs = [own(a, b) for place, a in enumerate(methods) for b in methods[:place]]
-    found = pooled_seeds(methods)
-    assert found == (pytest.approx(fmean(pairs), rel=1e-12), 3 * 2)
-    assert pooled_seeds(methods[:2]) == (pytest.approx(own(*methods[:2]), rel=1e-12), 2)
-    assert pooled_seeds([{0: methods[0][0]}, methods[1]]) is None
-    assert pooled_seeds(methods[:1]) is None
-    difference = np.stack([methods[1][seed] - methods[0][seed] for seed in (0, 1, 2)])
-    own_square = Square(own(*methods[:2]), 2)
-    assert variance_of_mean(difference, own_square) == pytest.approx(variance_of_mean(difference), rel=1e-12)
-    wide = Square(9.0, 6)
-    _, of_problems, rest = written_out(difference.tolist())
-    assert variance_of_mean(difference, wide)[0] == pytest.approx((9 + max(of_problems - rest, 0)) / 90, rel=1e-12)
-
-
-def test_an_interval_with_the_seeds_of_all_methods_is_as_often_right_and_shorter():
-    generator = np.random.default_rng(1)
-    held, lengths = 0, []
-    for trial in range(400):
-        problems, seeds = generator.normal(size=60), generator.normal(size=3)
-        methods = [
-            {s: problems + seeds[s] + 0.5 * generator.normal() + generator.normal(size=60) for s in range(3)}
-            for _ in range(8)
-        ]
-        difference = np.stack([methods[1][seed] - methods[0][seed] for seed in range(3)])
-        found = mean_of(difference, pooled_seeds(methods))
-        held += found.low < 0.0 < found.high
-        if trial < 50:
-            alone = mean_of(difference)
-            lengths.append((found.high - found.low, alone.high - alone.low))
-    assert 0.925 < held / 400 < 0.975
-    assert np.median(lengths, axis=0)[0] < 0.7 * np.median(lengths, axis=0)[1]
-
-
 def test_holms_rule_by_hand():
     # 4 x .005, then 3 x .01, then 2 x .03, and .04, which may not fall below the one before it
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
-
-
-def test_spearmans_correlation_by_hand():
-    a, b = np.array([1.0, 2, 3, 4, 5]), np.array([2.0, 1, 4, 3, 5])
-    found = rank_correlation(a, b)  # squared differences of ranks sum to 4
-    assert found.value == pytest.approx(1 - 6 * 4 / (5 * 24))
-    assert found.p == pytest.approx(0.104088, abs=1e-6)  # t = 2.3094 with three degrees of freedom
-    ties = rank_correlation(np.array([1.0, 2, 2, 3]), np.array([10.0, 40, 30, 90]))
-    assert ties.value == pytest.approx(np.corrcoef([1, 2.5, 2.5, 4], [1, 3, 2, 4])[0, 1])
-    assert rank_correlation(np.ones(4), np.arange(4.0)) is None
-    assert rank_correlation(a, np.exp(-a)) == pytest.approx((-1, 0), abs=1e-12)

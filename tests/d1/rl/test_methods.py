@@ -382,6 +382,7 @@ def token_number(completion_ids, **columns):
 
 UNEVEN = {"max_completion_length": 12, "diffusion_steps": 9, "per_device_train_batch_size": 8, "max_steps": 1}
 UNMERGED = {"tracerl": {"segment_steps": 1}, "just-grpo": {"diffusion_steps": None}}
+UNMERGED["quick-replay"] = {"segment_steps": 1, "num_views": None}
 
 
 @pytest.mark.parametrize(
@@ -395,9 +396,9 @@ UNMERGED = {"tracerl": {"segment_steps": 1}, "just-grpo": {"diffusion_steps": No
 )
 @pytest.mark.parametrize("method", REPLAYS)
 def test_replay_scores_tokens_as_they_were_sampled(tiny_model_dir, tmp_path, method, sampler, eos_stop):
-    """With 3 steps for each block of 4 tokens. A random order has no parallel sampler."""
-    if METHODS[method].values["remasking"] == "random":
-        sampler = "exact"
+    """With 3 steps for each block of 4 tokens. A row may name its sampler; a random order has no parallel one."""
+    values = METHODS[method].values
+    sampler = "exact" if values["remasking"] == "random" else values.get("sampler", sampler)
     if SCORED[method] in ("steps", "canvas"):
         eos_stop = None
     options = UNEVEN | {"sampler": sampler, "eos_stop": eos_stop} | UNMERGED.get(method, {}) | ALL_KEPT

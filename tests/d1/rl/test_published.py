@@ -475,7 +475,7 @@ PUBLISHED = {
     "dipo": dipo,
     "ebpo": ebpo,
 }
-OURS = {"trajectory", "reinforce"}  # not published, see tests/d1/scoring
+OURS = {"trajectory", "reinforce", "quick-replay"}  # not published, see tests/d1/scoring and studies/leaderboard
 
 
 def stated():
