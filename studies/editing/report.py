@@ -13,7 +13,7 @@ from studies.editing import search
 from studies.editing.frontier import Runs, gains, passes
 from studies.editing.run import BASES, DATA
 from studies.json_lines import read_lines
-from studies.leaderboard.statistics import points
+from studies.statistics import points
 
 FIRST = DATA.with_name("first.jsonl")
 HEAD = [

@@ -20,7 +20,7 @@ from studies.leaderboard.plan import FULL as BOARD
 from studies.leaderboard.plan import SETUPS, TASKS, Setup
 from studies.leaderboard.plan import Run as BoardRun
 from studies.leaderboard.results import read_results
-from studies.leaderboard.statistics import Interval, holm
+from studies.statistics import Interval, holm
 
 PAGE, FIGURE = ROOT / "docs" / "estimators.md", ROOT / "docs" / "estimators.png"
 README = Path(__file__).with_name("README.md")

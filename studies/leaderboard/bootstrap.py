@@ -14,7 +14,7 @@ from typing import NamedTuple
 import networkx
 import numpy as np
 
-from studies.leaderboard.statistics import Interval, holm
+from studies.statistics import Interval, holm
 
 DRAWS = 10_000
 AT_ONCE = 250  # draws: what fits in the processor's cache matters more than their number

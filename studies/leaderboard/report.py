@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -32,9 +33,9 @@ from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.parts import PARTS, REINFORCE, every_seed
 from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run, Setup
 from studies.leaderboard.results import DATA, Line, read_results
-from studies.leaderboard.statistics import Interval, holm, percent, points
 from studies.leaderboard.variants import TRACERL, row_of
 from studies.pages import reading
+from studies.statistics import Interval, holm, percent, points
 
 PAGE = ROOT / "docs" / "leaderboard.md"
 
@@ -216,19 +217,23 @@ def order_kept(small: Table, large: Table) -> Interval:
 
 def parts_text(results: dict[Run, Line]) -> str:
     """The protocol's further parts, once the search has said what they compare."""
-    try:
-        parts = {name: PARTS[name](results) for name in ("candidates", "way", "scale")}
-    except ValueError:
-        return ""
-    text = f"## The search of a candidate\n\n{CANDIDATE}\n\n{search_table(results, parts['candidates'])}\n"
-    for table in tables_of(results, parts["way"]):
-        table = replace(table, places={name: table.places[name] for name in (START, *parts["way"].methods)})
-        text += f"## From {REFERENCE} to the best method\n\n{places_table(table)}\n"
-    for table in tables_of(results, parts["scale"]):
-        (small,) = tables_of(results, every_seed(parts["scale"].methods, SETUPS["sudoku-sft"]))
-        kept = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*order_kept(small, table))
-        text += f"## On a model with ten times as many parameters\n\n{places_table(table)}\n"
-        text += f"Spearman's correlation with the small model's accuracies: {kept}.\n\n"
+    parts: dict[str, Protocol] = {}
+    for name in ("candidates", "way", "scale"):
+        with suppress(ValueError):  # the search is not complete
+            parts[name] = PARTS[name](results)
+    text = ""
+    if part := parts.get("candidates"):
+        text += f"## The search of a candidate\n\n{CANDIDATE}\n\n{search_table(results, part)}\n"
+    if part := parts.get("way"):
+        for table in tables_of(results, part):
+            table = replace(table, places={name: table.places[name] for name in (START, *part.methods)})
+            text += f"## From {REFERENCE} to the best method\n\n{places_table(table)}\n"
+    if part := parts.get("scale"):
+        for table in tables_of(results, part):
+            (small,) = tables_of(results, every_seed(part.methods, SETUPS["sudoku-sft"]))
+            kept = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*order_kept(small, table))
+            text += f"## On a model with ten times as many parameters\n\n{places_table(table)}\n"
+            text += f"Spearman's correlation with the small model's accuracies: {kept}.\n\n"
     return text
 
 

@@ -11,16 +11,10 @@ from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
-from studies.leaderboard.statistics import percent, points
 from studies.preference.run import ARMS, DATA
+from studies.statistics import percent, points, scores
 
 NAMES = {"sft": "SFT, where all others start", "vrpo": "VRPO", "elbo-kto": "ELBO-KTO", "diffu-grpo": "diffu-GRPO"}
-
-
-def scores(lines: list[dict[str, Any]]) -> np.ndarray:
-    """(seeds, problems), 1 where a problem is solved."""
-    by_seed = sorted(lines, key=lambda line: line["seed"])
-    return np.array([[float(one) for one in line["right"]] for line in by_seed])
 
 
 def against(found: list[dict[str, Any]], arm: str, here: list[dict[str, Any]]) -> str:

@@ -12,7 +12,6 @@ from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
 from studies.distill.teachers import SEEDS, TASKS
-from studies.leaderboard.statistics import percent, points
 from studies.samplers.frontier import (
     EXACT,
     MARGIN,
@@ -25,6 +24,7 @@ from studies.samplers.frontier import (
     mean_over,
 )
 from studies.samplers.points import accuracy, aup, outcomes
+from studies.statistics import percent, points
 
 PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.png"
 TICKS = (100, 200, 400, 800)  # computed tokens

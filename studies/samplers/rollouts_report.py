@@ -15,8 +15,8 @@ from pocket.recipes import ROOT
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
 from studies.leaderboard.plan import accuracy
-from studies.leaderboard.statistics import Interval, holm, percent, points, table
 from studies.samplers.rollouts import DATA, EXACT, STAGES, runs
+from studies.statistics import Interval, holm, percent, points
 
 PAGE = ROOT / "docs" / "fast_rollouts.md"
 MARGIN, LEVEL = 0.02, 0.05
@@ -62,7 +62,7 @@ def row(name: str, arm: Runs, exact: Runs) -> list[str]:
     bad = collapsed(arm, exact)
     own = "" if name == EXACT else f"{100 * fmean(accuracy(line['right']['own']) for line in arm.values()):.1f}"
     return [
-        *(name, str(len(arm)), percent(mean_of(table(outcomes(arm))))),
+        *(name, str(len(arm)), percent(mean_of(np.stack([*outcomes(arm).values()])))),
         "" if name == EXACT else points(mean_of(differences(arm, exact))),
         *(own, f"{len(bad)}: {percent(share(len(bad), len(arm)))}%"),
         f"{fmean(line['steps'] for line in arm.values()):.0f}",

@@ -10,17 +10,11 @@ import numpy as np
 from d1.show.tables import markdown_table
 from pocket.uncertainty import mean_of
 from studies.json_lines import read_lines
-from studies.leaderboard.statistics import percent, points
 from studies.staleness.run import ARMS, DATA, RATE, SEEDS, free_seconds
+from studies.statistics import percent, points, scores
 
 HEADER = ["task", "arm", "seeds", "solved", "difference to in turn", "rollouts", "seconds on two free cores"]
 HEADER += ["trainer, processor s", "server, processor s", "seconds of the clock here"]
-
-
-def scores(lines: list[dict[str, Any]]) -> np.ndarray:
-    """(seeds, problems), 1 where a problem is solved."""
-    by_seed = sorted(lines, key=lambda line: line["seed"])
-    return np.array([[float(one) for one in line["right"]] for line in by_seed])
 
 
 def seconds_of(line: dict[str, Any]) -> float:

@@ -1,9 +1,9 @@
-"""Significance of many differences, and how intervals are written."""
+"""Outcomes of runs, significance of many differences, and how intervals are written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,9 +18,10 @@ class Interval(NamedTuple):
     high: float
 
 
-def table(scores: Mapping[int, np.ndarray]) -> np.ndarray:
-    """(seeds, problems), by seed."""
-    return np.stack([scores[seed] for seed in sorted(scores)])
+def scores(lines: Iterable[Mapping[str, Any]]) -> np.ndarray:
+    """(seeds, problems), 1 where a line's model solves a problem ("0110..."), in the order of seeds."""
+    by_seed = sorted(lines, key=lambda line: line["seed"])
+    return np.array([[float(one) for one in line["right"]] for line in by_seed])
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
