@@ -6,7 +6,7 @@ python -m studies.leaderboard.report    # also part of `make studies`
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -57,7 +57,7 @@ class Table:
         runs: method -> seed -> the line of the run; `START` is among the methods.
         places: by method, the most accurate first.
         order: of the methods that have all seeds.
-        few: why a method has fewer seeds.
+        few: why a method is planned with fewer seeds.
     """
 
     setup: Setup
@@ -86,12 +86,14 @@ def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
             if named and run.stage == "final" and run.setup == setup and run.budget in (budget, 0):
                 runs.setdefault(run.method, {})[run.seed] = line
         if START in runs and all({*range(protocol.few)} <= runs.get(name, {}).keys() for name in planned):
-            yield Table(setup, budget, runs, *placed(runs, protocol), few)
+            yield Table(setup, budget, runs, *placed(runs, protocol, few), few)
 
 
-def placed(runs: dict[str, dict[int, Line]], protocol: Protocol) -> tuple[dict[str, Place], Order]:
+def placed(
+    runs: dict[str, dict[int, Line]], protocol: Protocol, fewer: Collection[str]
+) -> tuple[dict[str, Place], Order]:
     """The places of all methods: those with all seeds on these, the others on the first few. Differences to d1 are on
-    the seeds that both have."""
+    the seeds that both have. There is an order only once all methods that are not in `fewer` have all seeds."""
     groups = {
         seeds: [name for name in runs if name == START or set(seeds) <= runs[name].keys()]
         for seeds in (tuple(range(protocol.seeds)), tuple(range(protocol.few)))
@@ -108,7 +110,8 @@ def placed(runs: dict[str, dict[int, Line]], protocol: Protocol) -> tuple[dict[s
         difference = interval(means[shared][name] - means[shared][REFERENCE], less)
         places[name] = Place(interval(means[own][name], draws[own][name]), difference, not_worse(less), len(own))
     in_order = dict(sorted(places.items(), key=lambda item: -item[1].solved.value))
-    ranked = [name for name in groups[every] if name != START]
+    ranked = [name for name in runs if name not in (START, *fewer)]
+    ranked = ranked if {*ranked} <= {*groups[every]} else []
     compared = order({name: means[every][name] for name in ranked}, {name: draws[every][name] for name in ranked})
     return in_order, compared
 
@@ -117,24 +120,31 @@ def places_table(table: Table) -> str:
     """What the final table says of a setup and budget; methods that share a letter are not separated."""
     rows = []
     for name, place in table.places.items():
-        ranked = name in table.order.ranks
+        complete = name in table.order.ranks or name in table.few
         letters = "".join(chr(97 + number) for number, tie in enumerate(table.order.ties) if name in tie)
-        first, last = table.order.ranks.get(name, (0, 0))
         own = fmean(outcomes(table.runs[name], table.runs[name], "own").mean(1)) if name != START else None
         rows.append(
             [
                 "the start itself" if name == START else short(name),
                 str(place.seeds),
                 percent(place.solved),
-                (f"{first}" if first == last else f"{first} to {last}") if ranked else table.few.get(name, ""),
+                rank_of(table, name),
                 letters,
                 "" if name == REFERENCE else points(place.less),
-                "" if name in (REFERENCE, START) else "yes" if place.not_worse else "no",
+                "" if name == REFERENCE or not complete else "yes" if place.not_worse else "no",
                 "" if own is None else f"{100 * own:.1f}",
             ]
         )
     header = ["method", "seeds", "solved, %", "rank", "ties", f"difference to {REFERENCE}"]
     return markdown_table([*header, f"not worse than {REFERENCE}", "own sampler, %"], rows)
+
+
+def rank_of(table: Table, name: str) -> str:
+    """The ranks that are open for a method, or why it has none."""
+    if name in table.order.ranks:
+        first, last = table.order.ranks[name]
+        return f"{first}" if first == last else f"{first} to {last}"
+    return "" if name == START else table.few.get(name, "not all seeds yet")
 
 
 def cost_table(table: Table) -> str:
@@ -255,7 +265,7 @@ def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path
     text = INTRODUCTION.format(cut=cut, figures=figures, reading=reading(path), runs=len(results), scale=EIGHT_BILLION)
     for table in tables:
         text += f"## {table.setup.task} from {table.setup.start}, {table.budget:,} tokens\n\n{places_table(table)}\n"
-    if wins := wins_table(tables):
+    if not missing and (wins := wins_table(tables)):
         text += f"## Candidates of our own\n\n{wins}\n"
     text += parts_text(results)
     text += f"## The search\n\n{SEARCH}\n\n{search_table(results, protocol)}\n"
