@@ -95,10 +95,12 @@ def placed(
     """The places of all methods: those with all seeds on these, the others on the first few. Differences to d1 are on
     the seeds that both have. There is an order only once all methods that are not in `fewer` have all seeds."""
     groups = {
-        seeds: [name for name in runs if name == START or set(seeds) <= runs[name].keys()]
+        seeds: [name for name in runs if set(seeds) <= runs[name].keys() or (name, len(runs[name])) == (START, 1)]
         for seeds in (tuple(range(protocol.seeds)), tuple(range(protocol.few)))
     }
-    scores = {seeds: np.stack([outcomes(runs[name], seeds) for name in names]) for seeds, names in groups.items()}
+    scores = {
+        seeds: np.stack([outcomes(runs[name], seeds) for name in names]) for seeds, names in groups.items() if names
+    }
     means = {seeds: dict(zip(groups[seeds], of.mean((1, 2)), strict=True)) for seeds, of in scores.items()}
     draws = {seeds: dict(zip(groups[seeds], resampled_means(of), strict=True)) for seeds, of in scores.items()}
     every, few = groups
