@@ -33,6 +33,7 @@ from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.parts import PARTS, REINFORCE, every_seed
 from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run, Setup
 from studies.leaderboard.results import DATA, Line, read_results
+from studies.leaderboard.texts import CANDIDATE, CURVES, EIGHT_BILLION, INTRODUCTION, PLACES, SEARCH
 from studies.leaderboard.variants import TRACERL, row_of
 from studies.pages import reading
 from studies.statistics import Interval, holm, percent, points
@@ -287,75 +288,6 @@ def write(data: Path, path: Path, protocol: Protocol = FULL) -> None:
         if shown[0].budget == protocol.budgets[-1]:
             draw_curves(shown, path.with_name(f"{path.stem}_curves.png"))
     path.write_text(page(results, tables, protocol, path))
-
-
-INTRODUCTION = """# Which method is best at the same compute?
-
-Written by `make studies` from {runs} lines in [studies/leaderboard/data](../studies/leaderboard/README.md). The
-[protocol](../studies/leaderboard/PROTOCOL.md) says what was run and how it is judged. It is older than every run;
-its changes have dates.
-
-{cut}Compute: 1 per token of a forward pass, 2 for its backward pass, rollouts included. Each budget has its own
-runs, whose learning rate falls to 0. Methods that are behind on validation problems were run with three seeds at
-the smaller budget, and not at the larger one.
-
-Solved: percent of the sealed problems, by the exact sampler, with the 95% interval over seeds and problems (two-way
-bootstrap). Rank: among the methods with eight seeds, what the separated pairs leave open; two methods are separated
-if Holm's p-value of their difference, over all pairs of these methods, is below 0.05. Methods that share a letter
-under "ties" are not separated. "Not worse": the one-sided 95% interval of the difference lies above -2 points. *:
-built here on validation problems.
-
-{figures}## What it means
-
-{reading}
-
-{scale}"""
-PLACES = """![Accuracy of all methods with intervals at {budget:,} tokens, one panel per setup](leaderboard.png)
-
-"""
-CURVES = """![Accuracy on validation problems against compute, mean and range of three seeds](leaderboard_curves.png)
-
-"""
-EIGHT_BILLION = r"""## How far this speaks for 8B models
-
-The models here have 0.2 to 0.5 million parameters, all of them trained, and completions of 24 to 32 tokens. RL
-recovers a skill that their pretraining hid on purpose. No 8B model has been trained with this library yet. Rules
-for a fair comparison carry over: tune the rate of every method, count the same compute, run several seeds. Do not
-expect that the rates, the sizes of differences or the order of the best methods carry over.
-
-The framework DARE ([2604.04215](https://arxiv.org/abs/2604.04215)) reran five of these methods on LLaDA-8B. It
-gives all of them the same settings (5e-7, one update per rollout, no KL penalty, temperature 0.6), so its "d1" and
-"spg" are not those of their authors. Percent solved, without intervals:
-
-| | base | d1 | coupled-grpo | cj-grpo | spg | bgpo |
-| --- | --- | --- | --- | --- | --- | --- |
-| GSM8K | 76.5 | 83.7 | 85.3 | 85.6 | 83.5 | 82.3 |
-| Countdown | 16.8 | 10.7 | 77.9 | 65.2 | 10.1 | 10.0 |
-| Sudoku | 26.2 | 31.8 | 21.3 | 25.0 | 27.9 | 42.6 |
-
-To compare two methods on LLaDA-8B at equal compute, first choose the rate of each on validation problems, then run
-several seeds. A budget of 1e9 tokens is 1.6e19 floating-point operations (2 per weight and token):
-
-```bash
-for method in d1 tracerl; do
-    for seed in 0 1 2; do
-        accelerate launch --config_file diffu-grpo/accelerate.yaml --num_processes 8 diffu-grpo/diffu_grpo_train.py \
-            --config recipes/llada-8b-instruct-rl.yaml --method $method --learning_rate 3e-6 --seed $seed \
-            --lr_scheduler_type linear --warmup_steps 0 --max_compute_tokens 1000000000 --max_steps 100000 \
-            --output_dir runs/$method-$seed
-        python -m d1 eval --model_path GSAI-ML/LLaDA-8B-Instruct --checkpoint_path runs/$method-$seed \
-            --dataset gsm8k --output_dir results --suffix $method-$seed
-    done
-done
-python -m d1 parse results    # --compare A B gives the difference of two files, paired by problem
-```
-
-"""
-SEARCH = """Per setup: the rate and number of updates that were chosen on validation problems, and the percentage of
-these that the models solved then (mean of two seeds, at the smaller budget). A choice among several looks better than
-it is."""
-CANDIDATE = """The best row of the search with one change each, then the best of these with one more, on three setups.
-The row with the highest mean is the candidate."""
 
 
 def main(args: argparse.Namespace) -> None:

@@ -172,7 +172,7 @@ def test_every_estimator_and_the_settings_of_every_method_are_among_the_choices(
 def test_a_methods_estimator_is_a_choice_with_the_methods_own_settings():
     """Except for TraceRL, whose choice divides the 16 steps of these completions, and AGRPO's mean, which is the sum
     divided by the number of a row's steps."""
-    assert METHODS.keys() - CHOICE_OF.keys() == {"just-grpo", "egspo", "egspo-sa", "rldf"}
+    assert METHODS.keys() - CHOICE_OF.keys() == {"just-grpo", "egspo", "egspo-sa", "rldf", "quick-replay"}
     by_name = {(choice.name, choice.views): choice for choice in CHOICES}
     for method, place in CHOICE_OF.items():
         choice, values = by_name[place], METHODS[method].values
