@@ -30,11 +30,11 @@ from studies.leaderboard.bootstrap import (
     resampled_means,
 )
 from studies.leaderboard.figures import draw_curves, draw_places
-from studies.leaderboard.parts import PARTS, REINFORCE, every_seed
+from studies.leaderboard.parts import PARTS, every_seed
 from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run, Setup
 from studies.leaderboard.results import DATA, Line, read_results
-from studies.leaderboard.texts import CANDIDATE, CURVES, EIGHT_BILLION, INTRODUCTION, PLACES, SEARCH
-from studies.leaderboard.variants import TRACERL, row_of
+from studies.leaderboard.texts import CANDIDATE, CURVES, EIGHT_BILLION, INTRODUCTION, PLACES, SEARCH, short
+from studies.leaderboard.variants import row_of
 from studies.pages import reading
 from studies.statistics import Interval, holm, percent, points
 
@@ -209,13 +209,6 @@ def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
         mean = f"{100 * fmean(known):.1f}" if len(known) == len(found) else ""
         rows.append([short(method), str(METHODS[row_of(method)].scale.get("learning_rate", "")), *cells, mean])
     return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups), "mean"], rows)
-
-
-def short(method: str) -> str:
-    """A method's name in a table: with a star if it is a candidate; of a variant, with names of what it changes."""
-    for changes, name in ((TRACERL, "tracerl's updates"), (REINFORCE, "reinforce's updates")):
-        method = method.replace(changes, name)
-    return method + "*" * (method in CANDIDATES)
 
 
 def order_kept(small: Table, large: Table) -> Interval:

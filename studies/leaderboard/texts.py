@@ -1,4 +1,10 @@
-"""The sentences of docs/leaderboard.md, for `report.py`."""
+"""The sentences and names of docs/leaderboard.md, for `report.py`."""
+
+from __future__ import annotations
+
+from studies.leaderboard.parts import REINFORCE
+from studies.leaderboard.plan import CANDIDATES
+from studies.leaderboard.variants import TRACERL
 
 INTRODUCTION = """# Which method is best at the same compute?
 
@@ -51,7 +57,7 @@ several seeds, each like this one. A budget of 1e9 tokens is 1.6e19 floating-poi
 accelerate launch --config_file diffu-grpo/accelerate.yaml --num_processes 8 diffu-grpo/diffu_grpo_train.py \
     --config recipes/llada-8b-instruct-rl.yaml --method tracerl --learning_rate 3e-6 --seed 0 \
     --lr_scheduler_type linear --warmup_steps 0 --max_compute_tokens 1000000000 --max_steps 100000 \
-    --output_dir runs/tracerl-0
+    --per_device_train_batch_size 8 --rollout_batch_size 8 --output_dir runs/tracerl-0
 python -m d1 eval --model_path GSAI-ML/LLaDA-8B-Instruct --checkpoint_path runs/tracerl-0 \
     --dataset gsm8k --output_dir results --suffix tracerl-0
 python -m d1 parse results    # --compare A B gives the difference of two files, paired by problem
@@ -63,3 +69,10 @@ these that the models solved then (mean of two seeds, at the smaller budget). A 
 it is."""
 CANDIDATE = """The best row of the search with one change each, then the best of these with one more, on three setups.
 The row with the highest mean is the candidate."""
+
+
+def short(method: str) -> str:
+    """A method's name in a table: with a star if it is a candidate; of a variant, with names of what it changes."""
+    for changes, name in ((TRACERL, "tracerl's updates"), (REINFORCE, "reinforce's updates")):
+        method = method.replace(changes, name)
+    return method + "*" * (method in CANDIDATES)
