@@ -94,7 +94,7 @@ AGRPO = D1 | MEAN_STEP | run(1, 0.6, 1.0, top_p=0.99, top_k=150, remasking="rand
 AGRPO_SCALE = scale(5e-06, 8, weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps=0.01) | canvas(384, 128, 12)
 TRACERL = loss("clipped_views", "views", kl="k3_to_old", beta=0.01, right_share=[0.2, 0.8]) | GROUP
 TRACERL |= run(4, 0.8, 1.0, split_views=True)
-QUICK = {"temperature": 1.0, "sampler": "parallel", "reveal": "threshold", "reveal_level": 0.9}
+THRESHOLD = {"sampler": "parallel", "reveal": "threshold", "reveal_level": 0.9}
 EGSPO = D1 | estimator("replay", "canvas", num_views=8, draw_steps="top") | run(4, split_views=True)
 EGSPO |= loss("clipped_steps", "views", epsilon_high=0.5, kl="k3_steps", beta=0.04)
 BOUNDS = {"eubo_beta": 1.5, "eubo_share": 0.5}
@@ -206,8 +206,7 @@ METHODS: dict[str, Method] = {
         | estimator("states", num_views=4)
         | loss("rldf", "sum", kl="k3_likely", beta=0.01)
         | advantage("floored")
-        | run(1, 1.0, 1.0)
-        | QUICK,
+        | run(1, 1.0, 1.0, **THRESHOLD),
         scale(1e-06, 4, **FULL) | canvas(256, 256, 32),
     ),
     "dipo": Method(
@@ -235,7 +234,7 @@ METHODS: dict[str, Method] = {
     ),
     "quick-replay": Method(
         "TraceRL's loss on the rollouts of RLDF; of this library, from studies/leaderboard",
-        D1 | estimator("replay", "text", segment_steps=8, num_views=4) | TRACERL | QUICK,
+        D1 | estimator("replay", "text", segment_steps=8, num_views=4) | TRACERL | THRESHOLD | {"temperature": 1.0},
         scale(1e-06, 8, **FULL) | canvas(256, 256, 32),
     ),
     "reinforce": Method(

@@ -18,7 +18,6 @@ from studies.estimators.run import DATA, MODELS, runs
 from studies.json_lines import Run, read_lines
 from studies.leaderboard.plan import FULL as BOARD
 from studies.leaderboard.plan import SETUPS, TASKS, Setup
-from studies.leaderboard.plan import Run as BoardRun
 from studies.leaderboard.results import read_results
 from studies.statistics import Interval, holm
 
@@ -174,18 +173,13 @@ def page(lines: Sequence[dict[str, Any]], accuracies: Mapping[Setup, Mapping[str
     return "\n".join([*found, f"## The measurements\n\n{figure}\n", tables]) + prediction(study, accuracies)
 
 
-def found_by_search(results: Mapping[BoardRun, Any], setup: Setup) -> dict[str, float]:
-    """Method -> the accuracy of the search's choice, for the methods whose search is complete."""
-    choices = {method: BOARD.tuning(results, setup, method)[1] for method in BOARD.methods}
-    return {method: choice.accuracy for method, choice in choices.items() if choice}
-
-
 def parts() -> dict[Path, str]:
     """Page -> the part of it that is written."""
     lines, results = read_lines(DATA), read_results()
     study = study_of(lines)
     tables = [full(setup, study[setup]) for setup in all_models() if setup in study]
-    accuracies = {setup: found_by_search(results, setup) for setup in SETUPS.values()}
+    searched = {setup: BOARD.choices(results, setup) for setup in SETUPS.values()}
+    accuracies = {setup: {name: choice.accuracy for name, choice in of.items()} for setup, of in searched.items()}
     return {PAGE: page(lines, accuracies), README: "\n".join([status(lines), *tables])}
 
 

@@ -9,12 +9,11 @@ from statistics import fmean
 from typing import Any
 
 from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, Protocol, Run, Setup
-from studies.leaderboard.variants import TRACERL, way
+from studies.leaderboard.variants import REINFORCE, TRACERL, way
 
 Results = Mapping[Run, Mapping[str, Any]]
 WIDTH = 200  # of the large model, which has 2.1 million parameters
 # One change each to the best row of the search, rldf, written as in the names of `variants.py`.
-REINFORCE = 'estimator="elbo", antithetic=true, stratified=true, objective="reinforce", loss_type="grpo", beta=0'
 CHANGES = (
     "beta=0",
     "right_share=[0.2,0.8]",
@@ -115,6 +114,13 @@ def combined(solved: Mapping[str, float]) -> tuple[str, ...]:
 def settings_of(name: str) -> set[str]:
     """The settings that a row with changes has otherwise."""
     return {change.partition("=")[0] for change in name.split(", ")[1:]}
+
+
+def short(method: str) -> str:
+    """A method's name in a table. A candidate has a star; the updates of another row are named after that row."""
+    for changes, name in ((TRACERL, "tracerl's updates"), (REINFORCE, "reinforce's updates")):
+        method = method.replace(changes, name)
+    return method + "*" * (method in CANDIDATES)
 
 
 PARTS: dict[str, Callable[[Results], Protocol]] = {

@@ -195,6 +195,11 @@ class Protocol:
             return [run_of(other, mu, first) for other in more], None
         return [], Choice(rate, mu, fmean(near[rate, mu]))
 
+    def choices(self, results: Mapping[Run, Mapping[str, Any]], setup: Setup) -> dict[str, Choice]:
+        """Method -> the search's choice in a setup, for the methods whose search is complete."""
+        found = {method: self.tuning(results, setup, method)[1] for method in self.methods}
+        return {method: choice for method, choice in found.items() if choice}
+
     def beyond(self, rate: float, tried: Collection[float]) -> list[float]:
         """The learning rates next to `rate` that extend the grid, if `rate` is at an edge of the rates tried."""
         place = LADDER.index(rate)

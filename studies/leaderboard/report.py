@@ -30,10 +30,10 @@ from studies.leaderboard.bootstrap import (
     resampled_means,
 )
 from studies.leaderboard.figures import draw_curves, draw_places
-from studies.leaderboard.parts import PARTS, every_seed
+from studies.leaderboard.parts import PARTS, every_seed, short
 from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run, Setup
 from studies.leaderboard.results import DATA, Line, read_results
-from studies.leaderboard.texts import CANDIDATE, CURVES, EIGHT_BILLION, INTRODUCTION, PLACES, SEARCH, short
+from studies.leaderboard.texts import CANDIDATE, CURVES, EIGHT_BILLION, INTRODUCTION, PLACES, SEARCH
 from studies.leaderboard.variants import row_of
 from studies.pages import reading
 from studies.statistics import Interval, holm, percent, points
@@ -78,8 +78,7 @@ def outcomes(lines: dict[int, Line], seeds: Iterable[int], judge: str = "exact")
 def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
     """The tables in which every planned method has its first seeds."""
     for setup, budget in product(protocol.setups, reversed(protocol.budgets)):
-        searched = {method: protocol.tuning(results, setup, method)[1] for method in protocol.methods}
-        few = protocol.fewer_seeds({method: choice for method, choice in searched.items() if choice})
+        few = protocol.fewer_seeds(protocol.choices(results, setup))
         planned = [name for name in protocol.methods if budget == protocol.budgets[0] or name not in few]
         runs: dict[str, dict[int, Line]] = {}
         for run, line in results.items():
@@ -199,9 +198,9 @@ def wins_table(tables: list[Table]) -> str:
 def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
     """The rate and number of updates that the search chose, the share of validation problems solved with them, and its
     mean over the setups."""
-    rows = []
+    rows, choices = [], [protocol.choices(results, setup) for setup in protocol.setups]
     for method in protocol.methods:
-        found = [protocol.tuning(results, setup, method)[1] for setup in protocol.setups]
+        found = [of.get(method) for of in choices]
         cells = [
             f"{one.learning_rate:g}, {one.num_iterations}: {100 * one.accuracy:.1f}" if one else "" for one in found
         ]
@@ -258,7 +257,7 @@ def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path
     shown = of_every_setup(tables, protocol)
     figures = PLACES.format(budget=shown[0].budget) if shown else ""
     figures += CURVES if shown and shown[0].budget == protocol.budgets[-1] else ""
-    text = INTRODUCTION.format(cut=cut, figures=figures, reading=reading(path), runs=len(results), scale=EIGHT_BILLION)
+    text = INTRODUCTION.format(cut=cut, figures=figures, reading=reading(path), runs=len(results)) + EIGHT_BILLION
     for table in tables:
         text += f"## {table.setup.task} from {table.setup.start}, {table.budget:,} tokens\n\n{places_table(table)}\n"
     if not missing and (wins := wins_table(tables)):

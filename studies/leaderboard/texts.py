@@ -1,10 +1,4 @@
-"""The sentences and names of docs/leaderboard.md, for `report.py`."""
-
-from __future__ import annotations
-
-from studies.leaderboard.parts import REINFORCE
-from studies.leaderboard.plan import CANDIDATES
-from studies.leaderboard.variants import TRACERL
+"""The sentences of docs/leaderboard.md, for `report.py`."""
 
 INTRODUCTION = """# Which method is best at the same compute?
 
@@ -26,7 +20,7 @@ built here on validation problems.
 
 {reading}
 
-{scale}"""
+"""
 PLACES = """![Accuracy of all methods with intervals at {budget:,} tokens, one panel per setup](leaderboard.png)
 
 """
@@ -69,10 +63,3 @@ these that the models solved then (mean of two seeds, at the smaller budget). A 
 it is."""
 CANDIDATE = """The best row of the search with one change each, then the best of these with one more, on three setups.
 The row with the highest mean is the candidate."""
-
-
-def short(method: str) -> str:
-    """A method's name in a table: with a star if it is a candidate; of a variant, with names of what it changes."""
-    for changes, name in ((TRACERL, "tracerl's updates"), (REINFORCE, "reinforce's updates")):
-        method = method.replace(changes, name)
-    return method + "*" * (method in CANDIDATES)

@@ -21,9 +21,10 @@ IDEAS = {
     "clipping": ("epsilon", "epsilon_high", "delta", "max_grad_norm"),
 }
 REST = "scores and loss"
-# tracerl's updates in place of another row's.
+# The updates of tracerl and of reinforce, in place of another row's.
 TRACERL = 'estimator="replay", scored_tokens="text", segment_steps=8, objective="clipped_views", loss_type="views", '
 TRACERL += 'kl="k3_to_old", advantage="standardised", right_share=[0.2,0.8], num_iterations=4, split_views=true'
+REINFORCE = 'estimator="elbo", antithetic=true, stratified=true, objective="reinforce", loss_type="grpo", beta=0'
 
 
 def row_of(name: str) -> str:
