@@ -9,7 +9,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,18 +23,13 @@ import d1.serve.app  # noqa: F401
 from d1.__main__ import main, make_parser
 from d1.runs.entry import leave
 from d1.serve import KEY
+from tests.forks import free_port
 from tests.tiny_grpo import logged, make_method, weights
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__])
 SECRET = "secret"
 LIMIT = 300.0  # seconds that a test waits for a process, however busy the machine is
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def serve(model: Path, port: int, flags: list[str]) -> None:

@@ -1,7 +1,6 @@
 """Two nodes, simulated by two launchers on this machine: they connect, and one of them fails."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,15 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.forks import free_port
+
 ROOT = Path(__file__).parents[3]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "../launch/ddp.yaml"]
 LAUNCH += ["--mixed_precision", "no", "--num_processes", "2"]
-
-
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def start(model_dir, folder, nodes):
