@@ -124,7 +124,7 @@ def places_table(table: Table) -> str:
     for name, place in table.places.items():
         complete = name in table.order.ranks or name in table.few
         letters = "".join(chr(97 + number) for number, tie in enumerate(table.order.ties) if name in tie)
-        own = fmean(outcomes(table.runs[name], table.runs[name], "own").mean(1)) if name != START else None
+        own = outcomes(table.runs[name], range(place.seeds), "own").mean() if name != START else None
         rows.append(
             [
                 "the start itself" if name == START else short(name),

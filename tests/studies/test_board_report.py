@@ -149,3 +149,7 @@ def test_a_page_from_lines_alone(tmp_path):
     file.write_text("\n".join(line for line in lines if json.loads(line)["seed"] != 3) + "\n")
     write(tmp_path / "data", page, SMALL)
     assert "**The board is not complete: " in page.read_text()
+    for row in page.read_text().split("base, 200 tokens")[1].split("\n\n")[1].splitlines()[2:4]:
+        cells = row.strip("| ").split(" | ")
+        assert cells[1] == "2"
+        assert cells[-1] == cells[2].split()[0]  # both samplers solved the same, so on the same seeds they are equal
