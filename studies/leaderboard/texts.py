@@ -24,7 +24,7 @@ built here on validation problems.
 PLACES = """![Accuracy of all methods with intervals at {budget:,} tokens, one panel per setup](leaderboard.png)
 
 """
-CURVES = """![Accuracy on validation problems against compute: the five best methods of each setup and d1, mean and range of three seeds](leaderboard_curves.png)
+CURVES = """![Validation problems solved: the five best and d1, mean and range of three seeds](leaderboard_curves.png)
 
 """
 EIGHT_BILLION = r"""## How far this speaks for 8B models
