@@ -33,7 +33,7 @@ def draw_places(tables: list[Table], path: Path) -> None:
         labels = [label(name, table.order.ranks.get(name)) for name in reversed(names)]
         axis.set_yticks(range(len(names)), labels, fontsize=8)
         axis.set(title=f"{table.setup.task} from {table.setup.start}", xlabel="sealed problems solved, %")
-    figure.supxlabel("filled: all seeds, with the rank; hollow: three seeds; dashed: the start", fontsize=9)
+    figure.supxlabel("filled: all seeds, with the rank; hollow: no rank; dashed: the start", fontsize=9)
     save_figure(figure, path)
 
 

@@ -76,7 +76,8 @@ def outcomes(lines: dict[int, Line], seeds: Iterable[int], judge: str = "exact")
 
 
 def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
-    """The tables in which every planned method has its first seeds."""
+    """The tables in which every planned method has its first seeds. No candidate has a rank before all runs are done."""
+    held = CANDIDATES if protocol.missing(results) else ()
     for setup, budget in product(protocol.setups, reversed(protocol.budgets)):
         few = protocol.fewer_seeds(protocol.choices(results, setup))
         planned = [name for name in protocol.methods if budget == protocol.budgets[0] or name not in few]
@@ -86,7 +87,9 @@ def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
             if named and run.stage == "final" and run.setup == setup and run.budget in (budget, 0):
                 runs.setdefault(run.method, {})[run.seed] = line
         if START in runs and all({*range(protocol.few)} <= runs.get(name, {}).keys() for name in planned):
-            yield Table(setup, budget, runs, *placed(runs, protocol, few), few)
+            places, (p_values, ranks, ties) = placed(runs, protocol, few)
+            ranks = {name: rank for name, rank in ranks.items() if name not in held}
+            yield Table(setup, budget, runs, places, Order(p_values, ranks, [tie - {*held} for tie in ties]), few)
 
 
 def placed(
@@ -143,10 +146,10 @@ def places_table(table: Table) -> str:
 
 def rank_of(table: Table, name: str) -> str:
     """The ranks that are open for a method, or why it has none."""
-    if name in table.order.ranks:
-        first, last = table.order.ranks[name]
-        return f"{first}" if first == last else f"{first} to {last}"
-    return "" if name == START else table.few.get(name, "not all seeds yet")
+    if rank := table.order.ranks.get(name):
+        return " to ".join(map(str, sorted({*rank})))
+    waits = "not before all runs are done" if name in CANDIDATES else "not all seeds yet"
+    return "" if name == START else table.few.get(name, waits)
 
 
 def cost_table(table: Table) -> str:

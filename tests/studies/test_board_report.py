@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 from studies.json_lines import append_line
 from studies.leaderboard.bootstrap import interval, not_worse, order, p_value, rank_correlations, resampled_means
 from studies.leaderboard.plan import SETUPS, START, Protocol
-from studies.leaderboard.report import Table, order_kept, write
+from studies.leaderboard.report import Table, order_kept, tables_of, write
 from studies.leaderboard.results import file_of, written_values
 
 
@@ -110,6 +110,17 @@ def test_the_order_of_two_tables_is_compared_over_the_methods_and_seeds_of_both(
     for chances, expected in (((0.3, 0.6, 0.9), 1), ((0.9, 0.6, 0.3), -1), ((0.6, 0.3, 0.9), 0.5)):
         small = table({"other": 0.9, **dict(zip("abc", chances, strict=True))}, 8)
         assert order_kept(small, large) == pytest.approx((expected, expected, expected))
+
+
+def test_a_candidate_is_ranked_once_every_run_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{write.__module__}.CANDIDATES", {"tracerl": "tracerl"})
+    results = fill(tmp_path / "data", {START: 0.3, "d1": 0.4, "tracerl": 0.8, "wd1": 0.1})
+    assert all("tracerl" in table.order.ranks for table in tables_of(results, SMALL))
+    del results[next(run for run in results if (run.stage, run.budget, run.seed) == ("final", 100, 3))]
+    (large,) = (table for table in tables_of(results, SMALL) if table.budget == 200)
+    assert {*large.order.ranks} == {"d1"}
+    assert "tracerl" in large.places
+    assert not any("tracerl" in tie for tie in large.order.ties)
 
 
 def test_a_page_from_lines_alone(tmp_path):
