@@ -76,7 +76,7 @@ def outcomes(lines: dict[int, Line], seeds: Iterable[int], judge: str = "exact")
 
 
 def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
-    """The tables in which every planned method has its first seeds. No candidate has a rank before all runs are done."""
+    """The tables in which every planned method has its first seeds; candidates have ranks once all runs are done."""
     held = CANDIDATES if protocol.missing(results) else ()
     for setup, budget in product(protocol.setups, reversed(protocol.budgets)):
         few = protocol.fewer_seeds(protocol.choices(results, setup))
