@@ -88,6 +88,11 @@ class Order(NamedTuple):
     ranks: dict[str, tuple[int, int]]
     ties: list[set[str]]
 
+    def rank(self, name: str) -> str:
+        """A method's open ranks in words: "1" or "3 to 5"; "" without a rank."""
+        first, last = self.ranks.get(name, ("", ""))
+        return f"{first}" if first == last else f"{first} to {last}"
+
 
 def order(means: Mapping[str, float], draws: Mapping[str, np.ndarray]) -> Order:
     """Compares all pairs of methods; `means` and `draws`, (draws,) each, have the same methods."""

@@ -30,18 +30,11 @@ def draw_places(tables: list[Table], path: Path) -> None:
                 color=OKABE_ITO[0] if ranked else "0.5", mfc=None if ranked else "none", capsize=2,
             )  # fmt: skip
         axis.axvline(100 * table.places[START].solved.value, color="0.4", linestyle="--")
-        labels = [label(name, table.order.ranks.get(name)) for name in reversed(names)]
+        labels = [f"{name}  {table.order.rank(name)}".rstrip() for name in reversed(names)]
         axis.set_yticks(range(len(names)), labels, fontsize=8)
         axis.set(title=f"{table.setup.task} from {table.setup.start}", xlabel="sealed problems solved, %")
     figure.supxlabel("filled: all seeds, with the rank; hollow: no rank; dashed: the start", fontsize=9)
     save_figure(figure, path)
-
-
-def label(name: str, rank: tuple[int, int] | None) -> str:
-    """A method's name with the ranks that are open for it: "tracerl  1", "wd1  3 to 5"."""
-    if rank is None:
-        return name
-    return f"{name}  {rank[0]}" if rank[0] == rank[1] else f"{name}  {rank[0]} to {rank[1]}"
 
 
 def draw_curves(tables: list[Table], path: Path) -> None:

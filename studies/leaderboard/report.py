@@ -146,8 +146,8 @@ def places_table(table: Table) -> str:
 
 def rank_of(table: Table, name: str) -> str:
     """The ranks that are open for a method, or why it has none."""
-    if rank := table.order.ranks.get(name):
-        return " to ".join(map(str, sorted({*rank})))
+    if rank := table.order.rank(name):
+        return rank
     waits = "not before all runs are done" if name in CANDIDATES else "not all seeds yet"
     return "" if name == START else table.few.get(name, waits)
 
