@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from d1.show.curves import LINES, OKABE_ITO, legend, panels, save_figure
 from studies.leaderboard.plan import START
-
-if TYPE_CHECKING:
-    from studies.leaderboard.report import Table
+from studies.leaderboard.tables import Table
 
 CURVES = 5  # the most accurate methods, drawn in a panel together with d1
 

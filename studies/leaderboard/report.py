@@ -6,119 +6,26 @@ python -m studies.leaderboard.report    # also part of `make studies`
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
-
-import numpy as np
 
 from d1.rl.methods import METHODS
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
-from studies.leaderboard.bootstrap import (
-    Order,
-    interval,
-    not_worse,
-    order,
-    p_value,
-    rank_correlations,
-    resampled_means,
-)
 from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.parts import PARTS, every_seed, short
-from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run, Setup
+from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run
 from studies.leaderboard.results import DATA, Line, read_results
-from studies.leaderboard.texts import CANDIDATE, CURVES, EIGHT_BILLION, INTRODUCTION, PLACES, SEARCH
+from studies.leaderboard.tables import Table, duels, order_kept, outcomes, tables_of
+from studies.leaderboard.texts import CANDIDATE, CURVES, DUELS, EIGHT_BILLION, INTRODUCTION, PLACES, SEARCH
 from studies.leaderboard.variants import row_of
 from studies.pages import reading
-from studies.statistics import Interval, holm, percent, points
+from studies.statistics import percent, points
 
 PAGE = ROOT / "docs" / "leaderboard.md"
-
-
-class Place(NamedTuple):
-    """A method in a table, by the judge "exact"; `less` is its difference to d1."""
-
-    solved: Interval
-    less: Interval
-    not_worse: bool
-    seeds: int
-
-
-@dataclass(frozen=True)
-class Table:
-    """A setup at a budget.
-
-    Attributes:
-        runs: method -> seed -> the line of the run; `START` is among the methods.
-        places: by method, the most accurate first.
-        order: of the methods that have all seeds.
-        few: why a method is planned with fewer seeds.
-    """
-
-    setup: Setup
-    budget: int
-    runs: dict[str, dict[int, Line]]
-    places: dict[str, Place]
-    order: Order
-    few: dict[str, str]
-
-
-def outcomes(lines: dict[int, Line], seeds: Iterable[int], judge: str = "exact") -> np.ndarray:
-    """(seeds, problems) of 0 and 1. A start without SFT has one model, whatever the seed."""
-    texts = [lines[seed if seed in lines else 0]["sealed"][judge] for seed in seeds]
-    return np.array([[*map(int, text)] for text in texts])
-
-
-def tables_of(results: dict[Run, Line], protocol: Protocol) -> Iterator[Table]:
-    """The tables in which every planned method has its first seeds; candidates have ranks once all runs are done."""
-    held = CANDIDATES if protocol.missing(results) else ()
-    for setup, budget in product(protocol.setups, reversed(protocol.budgets)):
-        few = protocol.fewer_seeds(protocol.choices(results, setup))
-        planned = [name for name in protocol.methods if budget == protocol.budgets[0] or name not in few]
-        runs: dict[str, dict[int, Line]] = {}
-        for run, line in results.items():
-            named = run.method in (*planned, START)
-            if named and run.stage == "final" and run.setup == setup and run.budget in (budget, 0):
-                runs.setdefault(run.method, {})[run.seed] = line
-        if START in runs and all({*range(protocol.few)} <= runs.get(name, {}).keys() for name in planned):
-            places, (p_values, ranks, ties) = placed(runs, protocol, few)
-            ranks = {name: rank for name, rank in ranks.items() if name not in held}
-            yield Table(setup, budget, runs, places, Order(p_values, ranks, [tie - {*held} for tie in ties]), few)
-
-
-def placed(
-    runs: dict[str, dict[int, Line]], protocol: Protocol, fewer: Collection[str]
-) -> tuple[dict[str, Place], Order]:
-    """The places of all methods: those with all seeds on these, the others on the first few. Differences to d1 are on
-    the seeds that both have. There is an order only once all methods that are not in `fewer` have all seeds."""
-    groups = {
-        seeds: [name for name in runs if set(seeds) <= runs[name].keys() or (name, len(runs[name])) == (START, 1)]
-        for seeds in (tuple(range(protocol.seeds)), tuple(range(protocol.few)))
-    }
-    scores = {
-        seeds: np.stack([outcomes(runs[name], seeds) for name in names]) for seeds, names in groups.items() if names
-    }
-    means = {seeds: dict(zip(groups[seeds], of.mean((1, 2)), strict=True)) for seeds, of in scores.items()}
-    draws = {seeds: dict(zip(groups[seeds], resampled_means(of), strict=True)) for seeds, of in scores.items()}
-    every, few = groups
-    places = {}
-    for name in groups[few]:
-        own = every if name in groups[every] else few
-        shared = own if REFERENCE in groups[own] else few
-        less = draws[shared][name] - draws[shared][REFERENCE]
-        difference = interval(means[shared][name] - means[shared][REFERENCE], less)
-        places[name] = Place(interval(means[own][name], draws[own][name]), difference, not_worse(less), len(own))
-    in_order = dict(sorted(places.items(), key=lambda item: -item[1].solved.value))
-    ranked = [name for name in runs if name not in (START, *fewer)]
-    ranked = ranked if {*ranked} <= {*groups[every]} else []
-    compared = order({name: means[every][name] for name in ranked}, {name: draws[every][name] for name in ranked})
-    return in_order, compared
 
 
 def places_table(table: Table) -> str:
@@ -180,22 +87,20 @@ def average(lines: list[Line], field: str) -> float:
     return fmean(line[field] for line in lines)
 
 
-def wins_table(tables: list[Table]) -> str:
-    """Each candidate against every published method, in every setup at both budgets; Holm over all of them."""
-    compared = []
-    for table, candidate in product(tables, CANDIDATES):
-        if candidate not in table.places:
-            continue
-        for other in (name for name in table.places if name not in (*CANDIDATES, START)):
-            seeds = sorted(table.runs[candidate].keys() & table.runs[other].keys())
-            scores = np.stack([outcomes(table.runs[name], seeds) for name in (candidate, other)])
-            ours, theirs = resampled_means(scores)
-            gain = interval(scores[0].mean() - scores[1].mean(), ours - theirs)
-            place = f"{table.setup.label}, {table.budget:,}"
-            compared.append((candidate, place, other, gain, p_value(ours - theirs)))
-    adjusted = holm([p for *_, p in compared])
-    rows = [[*names, points(gain), f"{p:.2g}"] for (*names, gain, _), p in zip(compared, adjusted, strict=True)]
-    return markdown_table(["candidate", "setup", "against", "difference", "Holm's p"], rows) if rows else ""
+def duels_text(tables: list[Table]) -> str:
+    """Whether a candidate tops the board, by the protocol's test, and all differences that it rests on."""
+    found, text = duels(tables), ""
+    for candidate in dict.fromkeys(duel.candidate for duel in found):
+        own = [duel for duel in found if duel.candidate == candidate]
+        won = sum(duel.won for duel in own)
+        verdict = "does not top" if won < len(own) else "tops"
+        text += f"{candidate} {verdict} the board: it has such a difference to the other in {won} of {len(own)} rows.\n"
+    header = ["candidate", "setup", "against", "difference", "Holm's p"]
+    rows = []
+    for candidate, table, other, difference, p in found:
+        setup = f"{table.setup.label}, {table.budget:,}"
+        rows.append([candidate, setup, other, points(difference), f"{p:.2g}"])
+    return f"{DUELS}\n\n{text}\n{markdown_table(header, rows)}" if rows else ""
 
 
 def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
@@ -211,16 +116,6 @@ def search_table(results: dict[Run, Line], protocol: Protocol) -> str:
         mean = f"{100 * fmean(known):.1f}" if len(known) == len(found) else ""
         rows.append([short(method), str(METHODS[row_of(method)].scale.get("learning_rate", "")), *cells, mean])
     return markdown_table(["method", "its authors' rate", *(setup.label for setup in protocol.setups), "mean"], rows)
-
-
-def order_kept(small: Table, large: Table) -> Interval:
-    """Spearman's correlation of two tables over the methods and seeds of the second, with its interval."""
-    names = [name for name in large.places if name != START and name in small.runs]
-    seeds = sorted(set.intersection(*({*table.runs[name]} for table in (small, large) for name in names)))
-    of_tables = [np.stack([outcomes(table.runs[name], seeds) for name in names]) for table in (small, large)]
-    (value,) = rank_correlations(*(scores.mean((1, 2))[:, None] for scores in of_tables))
-    draws = rank_correlations(*(resampled_means(scores, seed=seed) for seed, scores in enumerate(of_tables)))
-    return interval(value, draws)
 
 
 def parts_text(results: dict[Run, Line]) -> str:
@@ -263,8 +158,8 @@ def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path
     text = INTRODUCTION.format(cut=cut, figures=figures, reading=reading(path), runs=len(results)) + EIGHT_BILLION
     for table in tables:
         text += f"## {table.setup.task} from {table.setup.start}, {table.budget:,} tokens\n\n{places_table(table)}\n"
-    if not missing and (wins := wins_table(tables)):
-        text += f"## Candidates of our own\n\n{wins}\n"
+    if not missing and (tests := duels_text(tables)):
+        text += f"## Candidates of our own\n\n{tests}\n"
     text += parts_text(results)
     text += f"## The search\n\n{SEARCH}\n\n{search_table(results, protocol)}\n"
     text += "## What the runs were\n\n" if tables else ""

@@ -63,3 +63,5 @@ these that the models solved then (mean of two seeds, at the smaller budget). A 
 it is."""
 CANDIDATE = """The best row of the search with one change each, then the best of these with one more, on three setups.
 The row with the highest mean is the candidate."""
+DUELS = """Differences to every published method in every setup and at both budgets, on the seeds that both have. Holm's
+p-values are over all of them. A candidate tops the board if each difference is above 0 with a p-value below 0.05."""

@@ -9,8 +9,9 @@ from scipy.stats import spearmanr
 from studies.json_lines import append_line
 from studies.leaderboard.bootstrap import interval, not_worse, order, p_value, rank_correlations, resampled_means
 from studies.leaderboard.plan import SETUPS, START, Protocol
-from studies.leaderboard.report import Table, order_kept, tables_of, write
+from studies.leaderboard.report import write
 from studies.leaderboard.results import file_of, written_values
+from studies.leaderboard.tables import Table, duels, order_kept, tables_of
 
 
 def second_moments(scores):
@@ -113,7 +114,7 @@ def test_the_order_of_two_tables_is_compared_over_the_methods_and_seeds_of_both(
 
 
 def test_a_candidate_is_ranked_once_every_run_is_done(tmp_path, monkeypatch):
-    monkeypatch.setattr(f"{write.__module__}.CANDIDATES", {"tracerl": "tracerl"})
+    monkeypatch.setattr(f"{tables_of.__module__}.CANDIDATES", {"tracerl": "tracerl"})
     results = fill(tmp_path / "data", {START: 0.3, "d1": 0.4, "tracerl": 0.8, "wd1": 0.1})
     assert all("tracerl" in table.order.ranks for table in tables_of(results, SMALL))
     del results[next(run for run in results if (run.stage, run.budget, run.seed) == ("final", 100, 3))]
@@ -121,6 +122,33 @@ def test_a_candidate_is_ranked_once_every_run_is_done(tmp_path, monkeypatch):
     assert {*large.order.ranks} == {"d1"}
     assert "tracerl" in large.places
     assert not any("tracerl" in tie for tie in large.order.ties)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "other", "verdict"),
+    [
+        ("tracerl", "d1", "tops the board: it has such a difference to the other in 3 of 3 rows"),
+        ("d1", "tracerl", "does not top the board: it has such a difference to the other in 1 of 3 rows"),
+    ],
+)
+def test_a_candidate_tops_the_board_if_it_wins_every_duel(tmp_path, monkeypatch, candidate, other, verdict):
+    monkeypatch.setattr(f"{tables_of.__module__}.CANDIDATES", {candidate: candidate})
+    results = fill(tmp_path / "data", {START: 0.3, "d1": 0.4, "tracerl": 0.8, "wd1": 0.1})
+
+    def solved(name, budget, seeds):
+        of = [run for run in results if (run.stage, run.method, run.budget) == ("final", name, budget)]
+        return np.mean([results[run]["sealed"]["exact"].count("1") / 200 for run in of if run.seed < seeds])
+
+    found = duels(tables_of(results, SMALL))
+    assert [(one.table.budget, one.other) for one in found] == [(200, other), (100, other), (100, "wd1")]
+    for one, seeds in zip(found, (4, 4, 2), strict=True):
+        of_both = (solved(name, one.table.budget, seeds) for name in (candidate, one.other))
+        difference = next(of_both) - next(of_both)
+        assert one.difference.value == pytest.approx(difference, abs=1e-12)
+        assert one.p_value == pytest.approx(3 * 2 / 10_001)  # no draw has the other sign
+        assert one.won == (difference > 0)
+    write(tmp_path / "data", tmp_path / "page.md", SMALL)
+    assert f"{candidate} {verdict}" in (tmp_path / "page.md").read_text()
 
 
 def test_a_page_from_lines_alone(tmp_path):

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from studies.leaderboard.plan import FULL
-from studies.leaderboard.report import PAGE, page, tables_of
+from studies.leaderboard.report import PAGE, page
 from studies.leaderboard.results import read_results
+from studies.leaderboard.tables import tables_of
 from studies.pages import WRITTEN, reading, write, written
 from studies.write import STUDIES
 
