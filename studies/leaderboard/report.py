@@ -20,7 +20,7 @@ from studies.leaderboard.parts import PARTS, every_seed, short
 from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run
 from studies.leaderboard.results import DATA, Line, read_results
 from studies.leaderboard.tables import Table, duels, order_kept, outcomes, tables_of
-from studies.leaderboard.texts import CANDIDATE, CURVES, DUELS, EIGHT_BILLION, INTRODUCTION, PLACES, SEARCH
+from studies.leaderboard.texts import CANDIDATE, CURVES, DUELS, EIGHT_BILLION, INTRODUCTION, PLACES, SCALE, SEARCH, WAY
 from studies.leaderboard.variants import row_of
 from studies.pages import reading
 from studies.statistics import percent, points
@@ -130,12 +130,12 @@ def parts_text(results: dict[Run, Line]) -> str:
     if part := parts.get("way"):
         for table in tables_of(results, part):
             table = replace(table, places={name: table.places[name] for name in (START, *part.methods)})
-            text += f"## From {REFERENCE} to the best method\n\n{places_table(table)}\n"
+            text += f"## From {REFERENCE} to the best method\n\n{WAY}\n\n{places_table(table)}\n"
     if part := parts.get("scale"):
         for table in tables_of(results, part):
             (small,) = tables_of(results, every_seed(part.methods, SETUPS["sudoku-sft"]))
             kept = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*order_kept(small, table))
-            text += f"## On a model with ten times as many parameters\n\n{places_table(table)}\n"
+            text += f"## On a model with ten times as many parameters\n\n{SCALE}\n\n{places_table(table)}\n"
             text += f"Spearman's correlation with the small model's accuracies: {kept}.\n\n"
     return text
 

@@ -65,3 +65,8 @@ CANDIDATE = """The best row of the search with one change each, then the best of
 The row with the highest mean is the candidate."""
 DUELS = """Differences to every published method in every setup and at both budgets, on the seeds that both have. Holm's
 p-values are over all of them. A candidate tops the board if each difference is above 0 with a p-value below 0.05."""
+WAY = """Sudoku from SFT at the smaller budget. d1 gets one idea of the search's best row at a time, then the first two,
+three and so on; each row is tuned like a method. [variants.py](../studies/leaderboard/variants.py) says which settings
+an idea has."""
+SCALE = """Sudoku from SFT at the smaller budget, a model of 2.1 million parameters: d1 and the five best rows of the
+search on the small model, tuned anew, with four seeds."""
