@@ -142,8 +142,8 @@ def test_a_candidate_tops_the_board_if_it_wins_every_duel(tmp_path, monkeypatch,
     found = duels(tables_of(results, SMALL))
     assert [(one.table.budget, one.other) for one in found] == [(200, other), (100, other), (100, "wd1")]
     for one, seeds in zip(found, (4, 4, 2), strict=True):
-        of_both = (solved(name, one.table.budget, seeds) for name in (candidate, one.other))
-        difference = next(of_both) - next(of_both)
+        budget = one.table.budget
+        difference = solved(candidate, budget, seeds) - solved(one.other, budget, seeds)
         assert one.difference.value == pytest.approx(difference, abs=1e-12)
         assert one.p_value == pytest.approx(3 * 2 / 10_001)  # no draw has the other sign
         assert one.won == (difference > 0)
