@@ -130,13 +130,13 @@ def parts_text(results: dict[Run, Line]) -> str:
     if part := parts.get("way"):
         for table in tables_of(results, part):
             table = replace(table, places={name: table.places[name] for name in (START, *part.methods)})
-            text += f"## From {REFERENCE} to the best method\n\n{WAY}\n\n{places_table(table)}\n"
+            text += f"## From {REFERENCE} to the best method\n\n{WAY}\n\n{places_table(table)}\n{cost_table(table)}\n"
     if part := parts.get("scale"):
         for table in tables_of(results, part):
             (small,) = tables_of(results, every_seed(part.methods, SETUPS["sudoku-sft"]))
             kept = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*order_kept(small, table))
             text += f"## On a model with ten times as many parameters\n\n{SCALE}\n\n{places_table(table)}\n"
-            text += f"Spearman's correlation with the small model's accuracies: {kept}.\n\n"
+            text += f"Spearman's correlation with the small model's accuracies: {kept}.\n\n{cost_table(table)}\n"
     return text
 
 

@@ -29,10 +29,10 @@ CURVES = """![Validation problems solved: the five best and d1, mean and range o
 """
 EIGHT_BILLION = r"""## How far this speaks for 8B models
 
-The models here have 0.2 to 0.5 million parameters, all of them trained, and completions of 24 to 32 tokens. RL
-recovers a skill that their pretraining hid on purpose. No 8B model has been trained with this library yet. Rules
-for a fair comparison carry over: tune the rate of every method, count the same compute, run several seeds. Do not
-expect that the rates, the sizes of differences or the order of the best methods carry over.
+The models here have 0.2 to 0.5 million parameters, in one table 2.1 million, all of them trained, and completions of
+24 to 32 tokens. RL recovers a skill that their pretraining hid on purpose. No 8B model has been trained with this
+library yet. Rules for a fair comparison carry over: tune the rate of every method, count the same compute, run
+several seeds. Do not expect that the rates, the sizes of differences or the order of the best methods carry over.
 
 The framework DARE ([2604.04215](https://arxiv.org/abs/2604.04215)) reran five of these methods on LLaDA-8B. It
 gives all of them the same settings (5e-7, one update per rollout, no KL penalty, temperature 0.6), so its "d1" and
