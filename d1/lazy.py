@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -22,15 +23,22 @@ def lazily(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     return find
 
 
+class Uncached(SourceFileLoader):
+    """Reads a file as it is now. Python's cache takes a file of the same size and second of change for the same."""
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise OSError("no cache")  # what the loader expects where there is none
+
+
 def module_in(path: Path, name: str) -> ModuleType:
     """Run a user's `.py` file as the module `name`; if it raises, the module is removed again."""
-    spec = spec_from_file_location(name, path)
-    assert spec is not None  # it never is for a path that ends with .py
-    assert spec.loader is not None
+    loader = Uncached(name, str(path))
+    spec = spec_from_file_location(name, path, loader=loader)
+    assert spec is not None  # it never is with a loader
     module = module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 from dataclasses import fields, replace
 
 import pytest
@@ -211,12 +212,16 @@ def test_a_method_file_that_is_no_method_is_refused_with_the_reason(tmp_path, fi
         parsed(yaml=f"method: {path}", tmp_path=tmp_path)
 
 
-def test_a_method_file_that_failed_is_read_again_when_it_is_mended(tmp_path):
+def test_a_method_file_that_failed_is_read_again_when_it_is_mended(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
     path = tmp_path / "mended.py"
-    path.write_text("METHOD = {'epsilon': 0.3}\nraise ValueError('no')")
+    failing = "METHOD = {'epsilon': 0.3}\nraise ValueError('no')"
+    path.write_text(failing)
+    os.utime(path, (1, 1))
     with pytest.raises(ValueError, match="no"):
         config(method=str(path))
-    path.write_text("METHOD = {'epsilon': 0.3}  # and so it is longer")
+    path.write_text("METHOD = {'epsilon': 0.3}".ljust(len(failing)))
+    os.utime(path, (1, 1))  # Python's cache of bytecode compares the size and the second of the change
     assert config(method=str(path)).epsilon == 0.3
 
 
