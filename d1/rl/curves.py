@@ -3,9 +3,10 @@
     python diffu-grpo/plot_curves.py runs/gsm8k runs/countdown --output curves.png
     python diffu-grpo/plot_curves.py runs/gsm8k --html report.html
 
-There are four panels, as in d1's figure of training: reward, accuracy (training, and validation as dashed lines), KL to
-the reference, and completion length, each against the number of rollouts. The report has these panels and the settings.
-For runs with `--report true`, it also shows the same problems before and after the run, and whether each is solved.
+The panels are those of d1's figure of training: reward, accuracy, KL to the reference, and completion length, each
+against the number of rollouts; a metric that no run has logged has no panel. A thin line is each logged value, a bold
+line the mean of the last 5, a dashed line validation. The report has these panels and the settings. For runs with
+`--report true`, it also shows the same problems before and after the run, and whether each is solved.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from d1.runs.entry import OneLineParser
-from d1.show.curves import legend, panel_svg, panels, running_mean, save_figure
+from d1.show.curves import WIDTH, legend, panel_svg, panels, running_mean, save_figure, widen
 from d1.show.film import Film, verdict, without_folders
 from d1.show.page import Scene, film_page
 
@@ -33,13 +35,21 @@ PANELS = {
     "completions/mean_length": "tokens to the first EOS",
 }
 SMOOTH = 5  # points in the running mean
+FEW = 30  # points that are marked, because a line alone hides them
+LINES: dict[str, tuple[str, dict[str, Any]]] = {  # what is drawn of a metric: its name, its look
+    "thin": ("each logged value", {"linewidth": 0.8, "alpha": 0.6, "markersize": 3}),
+    "bold": (f"mean of the last {SMOOTH}", {"linewidth": 1.8}),
+    "dashed": ("validation", {"linestyle": "--", "marker": "o", "markersize": 3.5, "linewidth": 1.2}),
+}
 SHOWN_FILE = "shown_problems.json"  # written by `shown_problems.py`
+ORDER = """Below: the first problems of the validation data, or of the training data if the run has no validation.
+Those that are solved either before or after the run come first, then the others, each in the order of the data."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="output folders of diffu_grpo_train.py")
-    parser.add_argument("--output", help="the PNG to write (default: curves.png, if --html is not given)")
+    parser.add_argument("--output", type=Path, help="PNG or SVG (default: curves.png in the first run's folder)")
     parser.add_argument("--html", type=Path, help="write a report: curves, settings, completions before and after")
     return parser
 
@@ -63,36 +73,71 @@ def series(history: list[dict[str, Any]], name: str, steps_a_rollout: float) -> 
     return [x for x, _ in points], [y for _, y in points]
 
 
+def drawn(runs: list[Path], name: str) -> dict[str, bool]:
+    """Which of `LINES` some run has for a metric."""
+    own, validation = (
+        max((len(series(read_run(run)[0], metric, 1)[1]) for run in runs), default=0)
+        for metric in (name, f"eval_{name}")
+    )
+    return {"thin": own > 0, "bold": own > 1, "dashed": validation > 0 and name != "kl"}
+
+
+def panels_of(runs: list[Path]) -> list[str]:
+    """The metrics of `PANELS` that some run has logged."""
+    return [name for name in PANELS if any(drawn(runs, name).values())]
+
+
+def keys_of(runs: list[Path]) -> list[str]:
+    """The keys of `LINES` that the panels of some runs have."""
+    return [key for key in LINES if any(drawn(runs, name)[key] for name in PANELS)]
+
+
 def draw(runs: list[Path], labels: list[str], output: Path) -> None:
-    """Writes a PNG of the panels."""
-    figure, axes = panels(2, 2, size=(11, 7))
-    for axis, name in zip(axes, PANELS, strict=True):
+    """Writes a picture of the panels, two in a row. Raises ValueError if the runs have logged no metric of a panel."""
+    names = panels_of(runs)
+    if not names:
+        raise ValueError(f"nothing to plot: {', '.join(map(str, runs))} logged none of {', '.join(PANELS)}")
+    rows = (len(names) + 1) // 2
+    figure, axes = panels(rows, 2, size=(WIDTH, 2.2 * rows + 0.6))
+    for axis, name in zip(axes, names, strict=False):
         draw_panel(axis, name, runs, labels)
+    for axis in axes[len(names) :]:
+        axis.remove()
+    for key in keys_of(runs):
+        label, look = LINES[key]
+        axes[0].plot([], [], color="0.5", label=label, **look)
     legend(figure)
     save_figure(figure, output)
 
 
 def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str]) -> None:
-    """The smoothed curves of one metric, one line per run; validation, if there is one, is dashed."""
+    """The curves of one metric, one colour per run (see `LINES`)."""
     for run, label in zip(runs, labels, strict=True):
         history, steps_a_rollout = read_run(run)
         x, y = series(history, name, steps_a_rollout)
-        (line,) = axis.plot(x, running_mean(y, SMOOTH), label=label)
+        thin, bold, dashed = (look for _, look in LINES.values())
+        (line,) = axis.plot(x, running_mean(y, SMOOTH), label=label, **bold)
+        axis.plot(x, y, color=line.get_color(), marker="o" if len(x) <= FEW else "", **thin)
         if name != "kl":
-            axis.plot(*series(history, f"eval_{name}", steps_a_rollout), "--", color=line.get_color(), alpha=0.7)
+            axis.plot(*series(history, f"eval_{name}", steps_a_rollout), color=line.get_color(), **dashed)
     axis.set(title=PANELS[name], xlabel="rollouts")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    widen(axis)
 
 
 def report_page(runs: list[Path], labels: list[str]) -> str:
     """The HTML report on some runs: curves, settings, and the same problems before and after."""
     panel = partial(draw_panel, runs=runs, labels=labels)
-    figures = [panel_svg(partial(panel, name=name), PANELS[name], f"panel{i}") for i, name in enumerate(PANELS)]
+    names = panels_of(runs)
+    figures = [panel_svg(partial(panel, name=name), PANELS[name], f"panel{i}") for i, name in enumerate(names)]
     curves = "".join(f"<figure>{figure}</figure>" for figure in figures)
+    keys = "; ".join(f"{key}: {LINES[key][0]}" for key in keys_of(runs))
     about = "".join(map(about_run, runs, labels))
     scenes = [scene for run, label in zip(runs, labels, strict=True) for scene in scenes_of(run, label)]
-    lacking = "" if scenes else "<p>Problems before and after are kept by runs with <code>--report true</code>.</p>"
+    below = ORDER if scenes else "Problems before and after are kept by runs with <code>--report true</code>."
     title = f"What RL did: {', '.join(labels)}"
-    return film_page(title, scenes, f'<div class="curves">{curves}</div>{about}{lacking}')
+    lines = f'<p class="note">Lines: {keys}.</p>' if keys else ""
+    return film_page(title, scenes, f'<div class="curves">{curves}</div>{lines}{about}<p>{below}</p>')
 
 
 def about_run(run: Path, label: str) -> str:
@@ -124,19 +169,24 @@ def films_of(run: Path) -> list[tuple[Film, Film]]:
 
 
 def scenes_of(run: Path, label: str) -> list[Scene]:
-    """One scene per problem, whose title says whether it was solved."""
+    """One scene per problem, whose title says whether it was solved, in the order that `ORDER` states."""
+    numbered = sorted(enumerate(films_of(run), 1), key=lambda one: one[1][0].solved == one[1][1].solved)
     return [
         (f"{label}, problem {number}: {verdict(pair[0])} before, {verdict(pair[1])} after", pair)
-        for number, pair in enumerate(films_of(run), 1)
+        for number, pair in numbered
     ]
 
 
 def main(args: argparse.Namespace) -> None:
     runs = [Path(run) for run in args.runs]
-    labels = [run.name for run in runs]
+    labels = [run.resolve().name for run in runs]
+    written = []
     if args.html:
         args.html.write_text(report_page(runs, labels), encoding="utf-8")
+        written.append(args.html)
     if args.output or not args.html:
-        draw(runs, labels, Path(args.output or "curves.png"))
-    for path in filter(None, (args.html, args.output or (not args.html and "curves.png"))):
-        sys.stderr.write(f"Written: {Path(path).resolve()} ({', '.join(PANELS.values())} of {', '.join(labels)})\n")
+        written.append(args.output or runs[0] / "curves.png")
+        draw(runs, labels, written[-1])
+    for path in written:
+        sys.stderr.write(f"Written: {path.resolve()} ({', '.join(PANELS[name] for name in panels_of(runs))} of ")
+        sys.stderr.write(f"{', '.join(labels)})\n")

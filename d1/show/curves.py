@@ -1,4 +1,8 @@
-"""The figures of all stages, in one style: everything that plots uses `panels`, `legend` and `save_figure`."""
+"""The figures of all stages, in one style: everything that plots uses `panels`, `legend` and `save_figure`.
+
+The figures of documents are SVGs of the width `WIDTH`: legible on a page of 700 px, with a light or a dark theme. Black
+is the colour of text: an SVG replaces it by its reader's.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,15 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# The colours of Okabe and Ito (2008), which colour-blind readers can tell apart.
+WIDTH = 7.2  # inches: on a page of 700 px, a font of 8 points has 10.8 px
+SMALL = 8  # points: the smallest font
+# The colours of Okabe and Ito (2008), which colour-blind readers can tell apart, and three more for crowded figures.
 OKABE_ITO = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-LINES: list[Any] = [{"color": colour, "linestyle": line} for line in ("-", "--", ":") for colour in OKABE_ITO]
+MARKERS = ("o", "s", "^", "D", "v", "<", "P", "X", ">")
+MARKED: list[Any] = [  # no two share a colour or a marker
+    {"color": colour, "marker": marker}
+    for colour, marker in zip((*OKABE_ITO, "#8b66d0", "#8a8a00", "#a3563f"), MARKERS, strict=True)
+]
 STYLE: Any = {
     "axes.prop_cycle": cycler(color=OKABE_ITO),
     "axes.formatter.useoffset": False,  # ticks show their values, not a difference from a number in the corner
@@ -26,7 +36,11 @@ STYLE: Any = {
     "grid.alpha": 0.3,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.labelsize": SMALL + 1,
+    "figure.constrained_layout.w_pad": 0.08,  # inches around each panel, also at the edge of a card
+    "figure.constrained_layout.h_pad": 0.08,
 }
+LEAST_SPAN = 0.1  # of the largest value
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -35,11 +49,30 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in recent]
 
 
-def panels(rows: int, columns: int, size: tuple[float, float], share_y: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure of `size` (width, height) in inches and its rows x columns axes, row by row."""
+def panels(
+    rows: int,
+    columns: int,
+    size: tuple[float, float],
+    share_x: bool = False,
+    share_y: bool = False,
+    heights: Sequence[float] | None = None,
+) -> tuple[Figure, list[Axes]]:
+    """A figure of `size` (width, height) in inches and its rows x columns axes, row by row; the rows are as high as
+    each other, or as `heights` are to each other."""
+    layout: Any = {"sharex": share_x, "sharey": share_y, "height_ratios": heights, "squeeze": False}
     with matplotlib.rc_context(STYLE):
-        figure, grid = plt.subplots(rows, columns, figsize=size, sharey=share_y, squeeze=False, layout="constrained")
+        figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", **layout)
+    for axis in grid.flat:
+        axis.tick_params(labelsize=SMALL)
     return figure, list(grid.flat)
+
+
+def widen(axis: Axes) -> None:
+    """Makes the vertical axis span at least `LEAST_SPAN` of its largest value: a small change looks small."""
+    low, high = map(float, axis.dataLim.intervaly)  # high < low without data
+    missing = LEAST_SPAN * max(abs(low), abs(high)) - (high - low)
+    if low <= high and missing > 0:
+        axis.set_ylim(low - missing / 2, high + missing / 2)
 
 
 def legend(figure: Figure, columns: int = 4) -> None:
@@ -48,23 +81,44 @@ def legend(figure: Figure, columns: int = 4) -> None:
         label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     if named:
-        figure.legend(
-            [*named.values()], [*named], loc="outside lower center", ncols=min(len(named), columns), fontsize="small"
-        )
+        place: Any = {"loc": "outside lower center", "ncols": min(len(named), columns), "frameon": False}
+        figure.legend([*named.values()], [*named], fontsize=SMALL, **place)
 
 
-def save_figure(figure: Figure, path: str | Path, dpi: int = 120) -> None:
-    """Writes the figure in the format of the path's ending, and frees it."""
-    figure.savefig(path, dpi=dpi)
+def save_figure(figure: Figure, path: str | Path, dpi: int = 160) -> None:
+    """Writes the figure in the format of the path's ending, and frees it. An SVG follows its reader's theme; any other
+    format has a white ground."""
+    if Path(path).suffix == ".svg":
+        text = svg_of(figure, "figure")
+        end = text.index(">") + 1
+        Path(path).write_text(f"{text[:end]}\n{CARD}{text[end:]}", encoding="utf-8")
+    else:
+        figure.savefig(path, dpi=dpi)
     plt.close(figure)
 
 
-INK = "#010203"  # the ink of a panel for a page, which is replaced by the page's colour of text
-INKS = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-CLEAR: dict[str, Any] = {"figure.facecolor": "none", "axes.facecolor": "none", "legend.framealpha": 0.0}
+# A picture in a document does not inherit its page's colours, so it brings a ground of its own, light or dark.
+CARD = """<style>svg{color:#1b1f24}.card{fill:#fff}
+@media(prefers-color-scheme:dark){svg{color:#e8ecf1}.card{fill:#161b22}}</style>
+<rect class="card" width="100%" height="100%" rx="6"/>"""
 
 
-def panel_svg(draw: Callable[[Axes], object], title: str, name: str, size: tuple[float, float] = (5.2, 3.1)) -> str:
+def svg_of(figure: Figure, name: str) -> str:
+    """The figure as an SVG element without a ground, with what is black in the colour of the text around it.
+
+    Args:
+        figure: stays open.
+        name: the salt of the ids in the element, which is the same text for the same figure.
+    """
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)
+    text = file.getvalue().replace("#000000", "currentColor")
+    # Matplotlib gives black text no colour; the other elements have one.
+    return '<svg fill="currentColor"' + text[text.index("<svg") + len("<svg") :]
+
+
+def panel_svg(draw: Callable[[Axes], object], title: str, name: str, size: tuple[float, float] = (3.8, 2.6)) -> str:
     """A panel as an SVG element for an HTML page, light or dark.
 
     Args:
@@ -72,16 +126,12 @@ def panel_svg(draw: Callable[[Axes], object], title: str, name: str, size: tuple
         title: what the panel shows, for screen readers.
         name: a name of letters and digits that no other panel of the page has.
     """
-    file = io.StringIO()
-    colours: Any = dict.fromkeys(INKS, INK) | CLEAR
-    with matplotlib.rc_context(colours | {"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure, (axis,) = panels(1, 1, size)
-        draw(axis)
-        if len(axis.get_legend_handles_labels()[1]) > 1:
-            legend(figure)
-        figure.savefig(file, format="svg", metadata={"Date": None})
-        plt.close(figure)
-    text = file.getvalue().replace(INK, "currentColor")
+    figure, (axis,) = panels(1, 1, size)
+    draw(axis)
+    if len(axis.get_legend_handles_labels()[1]) > 1:
+        legend(figure)
+    text = svg_of(figure, name)
+    plt.close(figure)
     for mark in ('id="', "url(#", 'href="#'):
         text = text.replace(mark, f"{mark}{name}-")
-    return f'<svg role="img" aria-label="{html.escape(title)}"' + text[text.index("<svg") + len("<svg") :]
+    return f'<svg role="img" aria-label="{html.escape(title)}"' + text[len("<svg") :]

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from d1.show.curves import OKABE_ITO, legend, panels, save_figure
+from d1.show.curves import MARKED, WIDTH, legend, panels, save_figure
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean
@@ -21,7 +21,7 @@ from studies.leaderboard.plan import SETUPS, TASKS, Setup
 from studies.leaderboard.results import read_results
 from studies.statistics import Interval, holm
 
-PAGE, FIGURE = ROOT / "docs" / "estimators.md", ROOT / "docs" / "estimators.png"
+PAGE, FIGURE = ROOT / "docs" / "estimators.md", ROOT / "docs" / "estimators.svg"
 README = Path(__file__).with_name("README.md")
 NAMES = {"base": "base", "sft": "SFT"}
 PLOTTED = (
@@ -183,12 +183,12 @@ def parts() -> dict[Path, str]:
     return {PAGE: page(lines, accuracies), README: "\n".join([status(lines), *tables])}
 
 
-def figure() -> None:
+def figure(path: Path = FIGURE) -> None:
     """Plots the cosine to the trajectory against the cost, one panel per setup of the leaderboard."""
     study = study_of(read_lines(DATA))
     if not study:
         return
-    drawing, axes = panels(2, 2, size=(10, 7), share_y=True)
+    drawing, axes = panels(2, 2, size=(WIDTH, 6), share_y=True)
     for setup, axis in zip(SETUPS.values(), axes, strict=True):
         for number, name in enumerate(PLOTTED):
             own = [lines for key, lines in study.get(setup, {}).items() if key[0] == name]
@@ -196,14 +196,14 @@ def figure() -> None:
             # A little apart, so that bars at the same cost do not cover each other.
             at = [1.02**number * statistics.fmean(line["cost"] for line in lines.values()) for lines in own]
             bars = [[mean.value - mean.low for mean in means], [mean.high - mean.value for mean in means]]
-            style: Any = {"color": OKABE_ITO[number], "marker": "os^Dv<"[number], "markersize": 5, "capsize": 2}
-            axis.errorbar(at, [mean.value for mean in means], bars, label=name, **style)
+            style: Any = MARKED[number] | {"markersize": 4, "capsize": 2, "linewidth": 1.2, "label": name}
+            axis.errorbar(at, [mean.value for mean in means], bars, **style)
         axis.set(title=f"{setup.task}, {NAMES[setup.start]}", xscale="log", ylim=(-0.1, 1.05))
         axis.set(xlabel="tokens of an update / of its rollout", ylabel="cosine to the trajectory")
         axis.set_xticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
         axis.minorticks_off()
     legend(drawing, columns=3)
-    save_figure(drawing, FIGURE)
+    save_figure(drawing, path)
 
 
 UNFINISHED = (

@@ -6,6 +6,7 @@ python -m studies.leaderboard.report    # also part of `make studies`
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,24 @@ from d1.rl.methods import METHODS
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
+from studies.leaderboard.bootstrap import LEVEL
 from studies.leaderboard.figures import draw_curves, draw_places
 from studies.leaderboard.parts import PARTS, every_seed, short
 from studies.leaderboard.plan import CANDIDATES, FULL, REFERENCE, SETUPS, START, Protocol, Run
 from studies.leaderboard.results import DATA, Line, read_results
 from studies.leaderboard.tables import Table, duels, order_kept, outcomes, tables_of
-from studies.leaderboard.texts import CANDIDATE, CURVES, DUELS, EIGHT_BILLION, INTRODUCTION, PLACES, SCALE, SEARCH, WAY
+from studies.leaderboard.texts import (
+    ANSWER,
+    CANDIDATE,
+    CURVES,
+    DUELS,
+    EIGHT_BILLION,
+    INTRODUCTION,
+    PLACES,
+    SCALE,
+    SEARCH,
+    WAY,
+)
 from studies.leaderboard.variants import row_of
 from studies.pages import reading
 from studies.statistics import percent, points
@@ -149,13 +162,44 @@ def of_every_setup(tables: list[Table], protocol: Protocol) -> list[Table]:
     return []
 
 
+def answer(tables: list[Table]) -> str:
+    """What to start with: the published method with the highest mean in the most tables, and what this leaves open.
+    Empty while no table has an order."""
+    ordered = [table for table in tables if table.order.ranks]
+    highest: dict[str, list[Table]] = {}
+    for table in ordered:
+        published = [name for name in table.places if name in table.order.ranks and name not in CANDIDATES]
+        highest.setdefault(published[0], []).append(table)
+    if not highest:
+        return ""
+    method, *others = sorted(highest, key=lambda name: -len(highest[name]))
+    said = [f"`{name}` in {len(highest[name])}: {', '.join(setups_of(highest[name]))}" for name in others]
+    alone = Counter(name for table in ordered for name, rank in table.order.ranks.items() if rank == (1, 1))
+    leaders = [f"`{name}` is separated from all others in {count}" for name, count in alone.items()]
+    return ANSWER.format(
+        method=method,
+        first=len(highest[method]),
+        tables=len(ordered),
+        others=f" ({'; '.join(said)})" * bool(said),
+        reference=REFERENCE,
+        separated=sum(table.order.p_values.get((method, REFERENCE), 1.0) < LEVEL for table in ordered),
+        leader="; ".join(leaders) or "No method is separated from all others in any table",
+    )
+
+
+def setups_of(tables: list[Table]) -> list[str]:
+    return [*dict.fromkeys(f"{table.setup.task} from {table.setup.start}" for table in tables)]
+
+
 def page(results: dict[Run, Line], tables: list[Table], protocol: Protocol, path: Path) -> str:
     missing = len(protocol.missing(results))
     cut = f"**The board is not complete: {missing} runs are missing or wait for others.**\n\n" if missing else ""
     shown = of_every_setup(tables, protocol)
     figures = PLACES.format(budget=shown[0].budget) if shown else ""
     figures += CURVES if shown and shown[0].budget == protocol.budgets[-1] else ""
-    text = INTRODUCTION.format(cut=cut, figures=figures, reading=reading(path), runs=len(results)) + EIGHT_BILLION
+    first = "" if missing else answer(tables)
+    parts = {"cut": cut, "figures": figures, "reading": reading(path), "runs": len(results), "answer": first}
+    text = INTRODUCTION.format(**parts) + EIGHT_BILLION
     for table in tables:
         text += f"## {table.setup.task} from {table.setup.start}, {table.budget:,} tokens\n\n{places_table(table)}\n"
     if not missing and (tests := duels_text(tables)):
@@ -174,9 +218,9 @@ def write(data: Path, path: Path, protocol: Protocol = FULL) -> None:
     tables = [*tables_of(results, protocol)]
     path.parent.mkdir(parents=True, exist_ok=True)
     if shown := of_every_setup(tables, protocol):
-        draw_places(shown, path.with_suffix(".png"))
+        draw_places(shown, path.with_suffix(".svg"))
         if shown[0].budget == protocol.budgets[-1]:
-            draw_curves(shown, path.with_name(f"{path.stem}_curves.png"))
+            draw_curves(shown, path.with_name(f"{path.stem}_curves.svg"))
     path.write_text(page(results, tables, protocol, path))
 
 

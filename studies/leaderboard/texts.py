@@ -2,7 +2,7 @@
 
 INTRODUCTION = """# Which method is best at the same compute?
 
-Written by `make studies` from {runs} lines in [studies/leaderboard/data](../studies/leaderboard/README.md). The
+{answer}Written by `make studies` from {runs} lines in [studies/leaderboard/data](../studies/leaderboard/README.md). The
 [protocol](../studies/leaderboard/PROTOCOL.md) says what was run and how it is judged. It is older than every run;
 its changes have dates.
 
@@ -21,10 +21,20 @@ built here on validation problems.
 {reading}
 
 """
-PLACES = """![Accuracy of all methods with intervals at {budget:,} tokens, one panel per setup](leaderboard.png)
+ANSWER = """**Start with `{method}`.** Of the published methods, it has the highest mean in {first} of {tables}
+tables{others}, and it is separated from {reference} in {separated}. {leader}. The models
+are small: see [how far this speaks for 8B models](#how-far-this-speaks-for-8b-models).
 
 """
-CURVES = """![Validation problems solved: the five best and d1, mean and range of three seeds](leaderboard_curves.png)
+PLACES = """![Accuracy of all methods with intervals at {budget:,} tokens, one panel per setup](leaderboard.svg)
+
+Final models at {budget:,} tokens. The dashed line is the start.
+
+"""
+CURVES = """![Validation problems solved: the five best and d1, mean and range of three seeds](leaderboard_curves.svg)
+
+The same runs on the way: the five best methods and d1 on validation problems. Points are means, bars the range of
+three seeds.
 
 """
 EIGHT_BILLION = r"""## How far this speaks for 8B models

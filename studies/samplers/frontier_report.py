@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from d1.sampling.caches import CACHES
-from d1.show.curves import legend, panels, save_figure
+from d1.show.curves import MARKED, WIDTH, legend, panels, save_figure
 from d1.show.tables import markdown_table
 from pocket.recipes import ROOT
 from pocket.uncertainty import Mean, mean_of
@@ -26,7 +26,7 @@ from studies.samplers.frontier import (
 from studies.samplers.points import accuracy, aup, outcomes
 from studies.statistics import percent, points
 
-PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.png"
+PAGE, FIGURE = ROOT / "docs" / "samplers.md", ROOT / "docs" / "samplers.svg"
 TICKS = (100, 200, 400, 800)  # computed tokens
 GOAL = 10.0  # times fewer computed tokens
 SHOWN = 5.0  # points below exact on validation problems, down to which a table shows the frontier of all settings
@@ -105,16 +105,16 @@ def left() -> int:
 
 
 def figure(path: Path = FIGURE) -> None:
-    """Plots accuracy against computed tokens, a colour per cache; nothing while parts are missing."""
+    """Plots accuracy against computed tokens, a colour and marker per cache; nothing while parts are missing."""
     if left():
         return
-    drawn, axes = panels(1, len(TASKS), size=(9, 4.2))
+    drawn, axes = panels(1, len(TASKS), size=(WIDTH, 3.6))
     for axis, task in zip(axes, TASKS, strict=True):
         lines = lines_of(task, "test")
-        for cache in ("exact", "no cache", *CACHES):
+        for style, cache in zip(MARKED, ("exact", "no cache", *CACHES), strict=False):
             names = [name for name in lines[0]["samplers"] if family(name) == cache]
             tokens, solved = ([mean_over(lines, name, value) for name in names] for value in ("computed", "accuracy"))
-            axis.plot(tokens, solved, "*" if cache == "exact" else ".", markersize=9, label=cache)
+            axis.plot(tokens, solved, linestyle="", markersize=7 if cache == "exact" else 4.5, label=cache, **style)
         axis.set_xscale("log")
         axis.set_xticks(TICKS, [str(tick) for tick in TICKS], minor=False)
         axis.set_xticks([], minor=True)
