@@ -130,10 +130,13 @@ Percent of {job.row("base", job.lengths[0]).n} test problems solved, greedy, wit
 
 ![Reward, accuracy, KL and length against rollouts](curves.png)
 
-Dashed lines: validation problems, one sampled completion each. What RL did, with animated completions:
+Thin: each logged value; bold: the mean of the last 5; dashed: validation problems, one sampled completion each. What RL
+did, with animated completions:
 {", ".join(f"[{ARMS[arm]}]({arm}/report.html)" for arm in trained)}.
 
 ## One problem, {ARMS["base"]} and {ARMS[FINAL]}
+
+{shown_problem(job)[1]}:
 
 ![The problem denoised by both models](watch.svg)
 
@@ -147,9 +150,20 @@ Dashed lines: validation problems, one sampled completion each. What RL did, wit
     return path
 
 
+def shown_problem(job: Job) -> tuple[int, str]:
+    """The number, in the test split, of the problem to watch, and the rule by which it was chosen."""
+    length = job.lengths[0]
+    pairs = zip(*([one["accuracy"] for one in job.scored[arm, length][1]] for arm in ("base", FINAL)), strict=True)
+    changed = [number for number, (before, after) in enumerate(pairs) if before != after]
+    if changed:
+        return changed[0], f"The first test problem that only one of the two solves, at length {length}"
+    return 0, f"The first test problem: at length {length} both solve the same ones"
+
+
 def watch(job: Job) -> None:
-    """Writes watch.html and watch.svg: the first validation problem, solved by the base and by the final model."""
-    command = [sys.executable, "-m", "d1", "watch", "--dataset", RECIPES[job.task].task, "--split", "validation"]
+    """Writes watch.html and watch.svg: a test problem, solved by the base and by the final model."""
+    command = [sys.executable, "-m", "d1", "watch", "--dataset", RECIPES[job.task].task]
+    command += ["--split", "test", "--index", str(shown_problem(job)[0])]
     command += ["--gen_length", str(job.lengths[0]), "--block_length", "8"]
     command += ["--model_path", f"pocket/{job.base}", "--against", f"model_path={job.folder.resolve() / FINAL}"]
     for kind in ("html", "svg"):

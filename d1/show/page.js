@@ -145,6 +145,17 @@ function promptOf(film, name) {
   return make("details", "", [make("summary", "", name), make("pre", "", film.prompt)]);
 }
 
+/* What the marks in these films mean; only those that occur. */
+function marksOf(films) {
+  const some = (test) => films.some(test), rows = some((film) => film.board?.rows);
+  return [
+    "Ring: revealed in this step",
+    some((film) => film.steps.includes(-1)) && "frame without colour: filled after the end of the text",
+    some((film) => film.drafts.some((of) => of.length)) && "wavy underline: corrected",
+    rows && "board: given digits are bold, right ones underlined, wrong ones struck through",
+  ].filter(Boolean).join("; ") + ".";
+}
+
 /* A scene: its films side by side under one bar. */
 function player(scene, place) {
   const last = Math.max(1, ...scene.films.map((film) => film.passes));
@@ -174,10 +185,10 @@ function player(scene, place) {
   const [first, ...others] = scene.films, alike = others.every((film) => film.prompt === first.prompt);
   const prompts = alike ? [promptOf(first, "Prompt")] : scene.films.map((film) => promptOf(film, `Prompt of ${film.title}`));
   const films = make("div", "films", cards.map((one) => one.node));
-  const bar = make("div", "bar", [play, range, said]);
+  const marks = make("p", "note", marksOf(scene.films)), bar = make("div", "bar", [play, range, said]);
   bar.setAttribute("role", "group");
   bar.setAttribute("aria-label", "Playback");
-  const node = make("section", "scene", [...(scene.title ? [make("h2", "", scene.title)] : []), bar, films, ...prompts]);
+  const node = make("section", "scene", [...(scene.title ? [make("h2", "", scene.title)] : []), bar, films, marks, ...prompts]);
   node.addEventListener("focusin", () => { active = place; });
   return { node, seek: jump, show: () => seek(step), toggle, start, at: () => step, move: (by) => cards[0].move(by), last };
 }

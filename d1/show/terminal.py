@@ -59,7 +59,8 @@ def picture(film: Film, total: int, console: Console) -> RenderableType:
     if HIDDEN in film.steps:
         canvas = around_the_first_mask(canvas, console)
     said = Text(counts(film, total), no_wrap=True, overflow="ellipsis")
-    return Group(said, Panel(canvas, title=Text(visible(film.title)), title_align="left"))
+    marks = f"underlined: just revealed{'; bold: corrected' * any(film.drafts)}"
+    return Group(said, Panel(canvas, title=Text(visible(film.title)), title_align="left", subtitle=marks))
 
 
 def around_the_first_mask(canvas: Text, console: Console) -> Text:

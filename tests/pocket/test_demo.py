@@ -14,13 +14,14 @@ from rich.console import Console
 from d1.eval import run as evaluation_script
 from d1.rl import train as diffu_grpo_train
 from d1.sft import train as sft_train
+from d1.tasks import load_task
 from pocket import report as pocket_report
 from pocket.demo import GRPO, arms_of, phases_of
 from pocket.demo import main as demo
 from pocket.demo import make_parser as demo_parser
 from pocket.phases import Phase, PhaseError, run_phases
 from pocket.recipes import RECIPES
-from pocket.report import ARMS, FOUR_ARMS, job_of
+from pocket.report import ARMS, FOUR_ARMS, job_of, shown_problem
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = RECIPES["sudoku"].lengths
@@ -78,6 +79,14 @@ def test_the_report_links_pages_that_play(miniature):
     assert [film["title"] for film in found[0]["films"]] == ["before", "after"]
     assert "](watch.svg)" in report
     assert (miniature / "watch.svg").read_text().count('class="mask"') == 64
+    job = job_of(miniature)
+    number, rule = shown_problem(job)
+    assert f"{rule}:\n" in report
+    page = (miniature / "watch.html").read_text(encoding="utf-8")
+    assert f"sudoku, test problem {number}</h1>" in page
+    (scene,) = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    both = [job.scored[arm, LENGTHS[0]][1][number]["accuracy"] == 1 for arm in ("base", "sft_grpo")]
+    assert [film["solved"] for film in scene["films"]] == both  # as in the evaluation
 
 
 def test_the_tables_over_seeds_have_each_arm_and_pair(miniature, capsys):
@@ -114,6 +123,13 @@ def test_a_job_is_known_by_its_generations(base, tmp_path):
     job = job_of(tmp_path)
     assert (job.task, job.base, job.arms) == ("sudoku", base, [*FOUR_ARMS])
     assert f"{job.row('sft_grpo', 32).accuracy:.1f}" == "76.2"  # docs/results.md
+    number, rule = shown_problem(job)
+    solved = [[one["accuracy"] for one in job.scored[arm, 32][1]] for arm in ("base", "sft_grpo")]
+    assert [one[:2] for one in solved] == [[0.0, 0.0], [0.0, 1.0]]  # neither solves the first, one the second
+    assert number == 1
+    assert rule == "The first test problem that only one of the two solves, at length 32"
+    rows = load_task("sudoku").load_rows("test", None)
+    assert rows[number]["question"] == job.scored["base", 32][1][number]["question"]
     (tmp_path / "generations" / f"sudoku_{base}_32_16_0_generations.json").write_text("{")
     with pytest.raises(ValueError, match=f"sudoku_{base}_32_16 is not complete: .*cut off"):
         job_of(tmp_path)

@@ -8,6 +8,7 @@ from scipy.stats import spearmanr
 
 from studies.json_lines import append_line
 from studies.leaderboard.bootstrap import interval, not_worse, order, p_value, rank_correlations, resampled_means
+from studies.leaderboard.figures import draw_places
 from studies.leaderboard.plan import SETUPS, START, Protocol
 from studies.leaderboard.report import write
 from studies.leaderboard.results import file_of, written_values

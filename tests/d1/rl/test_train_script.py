@@ -21,8 +21,9 @@ from d1.rl import checks as grpo_checks
 from d1.rl import setup as grpo_setup
 from d1.rl import train as diffu_grpo_train
 from d1.rl.config import DiffuGRPOConfig
-from d1.rl.curves import SHOWN_FILE, draw, read_run, report_page, running_mean, series
+from d1.rl.curves import ORDER, PANELS, SHOWN_FILE, draw, draw_panel, read_run, report_page, running_mean, series
 from d1.runs.record import Past
+from d1.show.curves import panels
 from tests import forks
 
 ROOT = Path(__file__).parents[3]
@@ -453,7 +454,8 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
         f"Written: {tmp_path / name}" for name in ("r.html", "c.png")
     ]
     page = report_page([run], ["<a>"])
-    assert page.count("<figure><svg ") == 4
+    assert page.count("<figure><svg ") == 1  # only the reward was logged
+    assert "Lines: thin: each logged value; bold: mean of the last 5; dashed: validation.</p>" in page
     assert "What RL did: &lt;a&gt;</h1>" in page
     assert "<span>reward</span> <b>0 → 0.5</b>" in page
     assert "<b>num_iterations</b> 4" in page
@@ -468,20 +470,93 @@ def test_curves_are_drawn_against_rollouts(tmp_path):
         "entropies": [0],
     }
     kept = {"before": [film | {"title": "before", "solved": False}] * 2}
-    kept["after"] = [film | {"title": "after", "solved": solved} for solved in (True, False)]
+    kept["after"] = [film | {"title": "after", "solved": solved} for solved in (False, True)]
     (run / SHOWN_FILE).write_text(json.dumps(kept))
     record["settings"]["data_file"] = "/home/me/data.csv"
     (run / "run.json").write_text(json.dumps(record))
     page = report_page([run], ["a"])
     scenes = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     assert [scene["title"] for scene in scenes] == [
-        "a, problem 1: not solved before, solved after",
-        "a, problem 2: not solved before, not solved after",
+        "a, problem 2: not solved before, solved after",
+        "a, problem 1: not solved before, not solved after",
     ]
     assert [film["title"] for film in scenes[0]["films"]] == ["before", "after"]
     assert "solved of the 2 problems below</span> <b>0 → 1</b>" in page
+    assert ORDER in page
     assert "/home/me" not in page
     assert "--report true" not in page
+
+
+def logged(folder, *entries):
+    """A run's folder with these log entries, one per rollout."""
+    folder.mkdir()
+    history = [{"step": number, **entry} for number, entry in enumerate(entries, 1)]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    record = {"settings": {"steps_per_generation": 1, "num_iterations": 1, "gradient_accumulation_steps": 1}}
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def written_in(path):
+    return re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8"))
+
+
+def test_a_spike_is_drawn_as_high_as_it_is_next_to_the_mean(tmp_path):
+    values = [0.1, 0.1, 2.29, 0.1, 0.1, 0.1]
+    run = logged(tmp_path / "run", *({"kl": value} for value in values))
+    _, (axis,) = panels(1, 1, size=(4, 3))
+    draw_panel(axis, "kl", [run], ["run"])
+    mean, raw = axis.lines
+    assert list(raw.get_ydata()) == values
+    assert list(mean.get_ydata()) == running_mean(values, 5)
+    assert raw.get_color() == mean.get_color()
+    assert raw.get_linewidth() < mean.get_linewidth()
+    draw([run], ["run"], tmp_path / "curves.svg")
+    texts = written_in(tmp_path / "curves.svg")
+    assert {"run", "each logged value", "mean of the last 5"} <= {*texts}
+    assert "validation" not in texts
+
+
+def test_a_metric_that_no_run_logged_has_no_panel_and_one_value_is_a_point(tmp_path):
+    run = logged(tmp_path / "run", {"reward": 0.5, "completions/mean_length": 28.0}, {"eval_reward": 0.25})
+    draw([run], ["run"], tmp_path / "curves.svg")
+    texts = written_in(tmp_path / "curves.svg")
+    assert [title for title in PANELS.values() if title in texts] == ["reward", "tokens to the first EOS"]
+    assert {"each logged value", "validation"} <= {*texts}
+    assert "mean of the last 5" not in texts  # a single value
+    assert report_page([run], ["run"]).count("<figure>") == 2
+    _, (axis,) = panels(1, 1, size=(4, 3))
+    draw_panel(axis, "reward", [run], ["run"])
+    assert [(line.get_marker(), list(line.get_ydata())) for line in axis.lines[1:]] == [("o", [0.5]), ("o", [0.25])]
+    nothing = logged(tmp_path / "nothing", {"loss": 1.0})
+    with pytest.raises(ValueError, match=f"nothing to plot: {nothing} logged none of reward, "):
+        draw([nothing], ["nothing"], tmp_path / "none.png")
+    assert "<figure>" not in report_page([nothing], ["nothing"])
+
+
+@pytest.mark.parametrize("count", [1, 5, 6])
+def test_any_number_of_panels_is_drawn(tmp_path, monkeypatch, count):
+    names = [f"metric {number}" for number in range(count)]
+    for name in [*PANELS]:
+        monkeypatch.delitem(PANELS, name)
+    for name in names:
+        monkeypatch.setitem(PANELS, name, f"title of {name}")
+    run = logged(tmp_path / "run", *[dict.fromkeys(names, 1.0)] * 3)
+    draw([run], ["run"], tmp_path / "curves.svg")
+    texts = written_in(tmp_path / "curves.svg")
+    assert [text for text in texts if text.startswith("title")] == [*PANELS.values()]
+    assert texts.count("rollouts") == count
+    assert report_page([run], ["run"]).count("<figure>") == count
+
+
+def test_curves_go_into_the_folder_of_the_run_and_not_into_the_current_one(tmp_path):
+    run, here = logged(tmp_path / "run", {"reward": 0.5}), tmp_path / "here"
+    here.mkdir()
+    started = forks.start(forks.script, str(STAGE / "plot_curves.py"), "../run", log=tmp_path / "log", folder=here)
+    said = forks.finish(started, tmp_path / "log")
+    assert said == f"Written: {run / 'curves.png'} (reward of run)\n"
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not [*here.iterdir()]
 
 
 def test_d1s_flags_come_first_and_all_others_behind_help_all(capsys):

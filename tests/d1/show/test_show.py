@@ -3,7 +3,10 @@
 import re
 import xml.etree.ElementTree as ET
 
-from d1.show.curves import legend, panel_svg, panels, running_mean
+import matplotlib as mpl
+import pytest
+
+from d1.show.curves import MARKED, legend, panel_svg, panels, running_mean, save_figure, widen
 from d1.show.tables import aligned_table, markdown_table
 
 
@@ -27,6 +30,45 @@ def test_ticks_have_no_offset_and_the_legend_covers_no_axes():
     (box,) = [one.get_window_extent() for one in figure.legends]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["first", "second"]  # once, not once per axis
     assert not any(box.overlaps(axis.get_tightbbox()) for axis in axes)
+
+
+@pytest.mark.parametrize(("values", "span"), [([27.8, 28.0], 2.8), ([28.0], 2.8), ([-50.0, -49.9], 5.0)])
+def test_a_small_range_of_values_does_not_fill_an_axis(values, span):
+    _, (axis,) = panels(1, 1, size=(4, 3))
+    axis.plot(values, "o")
+    widen(axis)
+    low, high = axis.get_ylim()
+    assert high - low == pytest.approx(span)
+    assert high - max(values) == pytest.approx(min(values) - low)
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [0.2, 0.9], [0.0, -4.0]])
+def test_an_axis_with_a_large_range_or_without_values_stays(values):
+    _, (axis,) = panels(1, 1, size=(4, 3))
+    axis.plot(values, "o")
+    before = axis.get_ylim()
+    widen(axis)
+    assert axis.get_ylim() == before
+
+
+def test_a_figure_in_a_file_follows_its_readers_theme_and_a_png_is_white(tmp_path):
+    for name in ("a.svg", "b.svg", "a.png"):
+        figure, (axis,) = panels(1, 1, size=(4, 3))
+        axis.plot([1, 2], [3, 4], color="black", label="<b>")
+        legend(figure)
+        save_figure(figure, tmp_path / name)
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert text == (tmp_path / "b.svg").read_text(encoding="utf-8")
+    assert ET.fromstring(text).get("fill") == "currentColor"
+    assert re.search(r"@media\(prefers-color-scheme:dark\)\{svg\{color:#\w+\}\.card\{fill:#\w+\}\}", text)
+    assert not {"#000000", "#ffffff"} & {*re.findall(r"#\w{6}", text)}
+    picture = mpl.image.imread(tmp_path / "a.png")
+    assert picture[0, 0].tolist() == [1, 1, 1, 1]
+    assert picture.shape[1] == 4 * 160
+
+
+def test_no_two_curves_of_a_crowded_figure_look_alike():
+    assert len({style["color"] for style in MARKED}) == len({style["marker"] for style in MARKED}) == len(MARKED) == 9
 
 
 def test_a_running_mean_looks_back():
