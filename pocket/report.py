@@ -29,6 +29,7 @@ from d1.eval.files import read_setups
 from d1.rl.curves import draw
 from d1.runs.entry import run_script
 from d1.show.tables import markdown_table
+from d1.tasks import load_task
 from pocket.recipes import RECIPES, ROOT
 
 ARMS = {
@@ -153,11 +154,14 @@ did, with animated completions:
 def shown_problem(job: Job) -> tuple[int, str]:
     """The number, in the test split, of the problem to watch, and the rule by which it was chosen."""
     length = job.lengths[0]
-    pairs = zip(*([one["accuracy"] for one in job.scored[arm, length][1]] for arm in ("base", FINAL)), strict=True)
-    changed = [number for number, (before, after) in enumerate(pairs) if before != after]
-    if changed:
-        return changed[0], f"The first test problem that only one of the two solves, at length {length}"
-    return 0, f"The first test problem: at length {length} both solve the same ones"
+    pairs = [*zip(*(job.scored[arm, length][1] for arm in ("base", FINAL)), strict=True)]
+    changed = [before["question"] for before, after in pairs if before["accuracy"] != after["accuracy"]]
+    asked = load_task(RECIPES[job.task].task).load_rows("test", None)["question"]
+    if changed:  # an evaluation with a limit has only some of the problems
+        return [*asked].index(changed[0]), (
+            f"The first of these test problems that only one of the two solves, at length {length}"
+        )
+    return 0, f"The first test problem; at length {length} both solve the same ones"
 
 
 def watch(job: Job) -> None:

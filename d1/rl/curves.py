@@ -43,7 +43,7 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {  # what is drawn of a metric: i
 }
 SHOWN_FILE = "shown_problems.json"  # written by `shown_problems.py`
 ORDER = """Below: the first problems of the validation data, or of the training data if the run has no validation.
-Those that are solved either before or after the run come first, then the others, each in the order of the data."""
+Those that are solved only before or only after the run come first, then the others, each in the order of the data."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -121,7 +121,7 @@ def draw_panel(axis: Axes, name: str, runs: list[Path], labels: list[str]) -> No
         if name != "kl":
             axis.plot(*series(history, f"eval_{name}", steps_a_rollout), color=line.get_color(), **dashed)
     axis.set(title=PANELS[name], xlabel="rollouts")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     widen(axis)
 
 

@@ -76,13 +76,17 @@ def widen(axis: Axes) -> None:
 
 
 def legend(figure: Figure, columns: int = 4) -> None:
-    """One legend for all axes, below them, where it covers nothing; equal labels share an entry."""
+    """One legend for all axes, below them, where it covers nothing; equal labels share an entry. It has at most
+    `columns` columns, and fewer if the figure is too narrow for them."""
     named = {
         label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    if named:
-        place: Any = {"loc": "outside lower center", "ncols": min(len(named), columns), "frameon": False}
-        figure.legend([*named.values()], [*named], fontsize=SMALL, **place)
+    for count in range(min(len(named), columns), 0, -1):
+        place: Any = {"loc": "outside lower center", "ncols": count, "frameon": False, "fontsize": SMALL}
+        made = figure.legend([*named.values()], [*named], **place)
+        if count == 1 or made.get_window_extent().width <= figure.bbox.width:
+            break
+        made.remove()
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 160) -> None:

@@ -85,7 +85,10 @@ def test_the_report_links_pages_that_play(miniature):
     page = (miniature / "watch.html").read_text(encoding="utf-8")
     assert f"sudoku, test problem {number}</h1>" in page
     (scene,) = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
-    both = [job.scored[arm, LENGTHS[0]][1][number]["accuracy"] == 1 for arm in ("base", "sft_grpo")]
+    question = load_task("sudoku").load_rows("test", None)[number]["question"]
+    scored = [{one["question"]: one for one in job.scored[arm, LENGTHS[0]][1]} for arm in ("base", "sft_grpo")]
+    both = [of[question]["accuracy"] == 1 for of in scored]
+    assert both[0] != both[1]
     assert [film["solved"] for film in scene["films"]] == both  # as in the evaluation
 
 
@@ -127,7 +130,7 @@ def test_a_job_is_known_by_its_generations(base, tmp_path):
     solved = [[one["accuracy"] for one in job.scored[arm, 32][1]] for arm in ("base", "sft_grpo")]
     assert [one[:2] for one in solved] == [[0.0, 0.0], [0.0, 1.0]]  # neither solves the first, one the second
     assert number == 1
-    assert rule == "The first test problem that only one of the two solves, at length 32"
+    assert rule == "The first of these test problems that only one of the two solves, at length 32"
     rows = load_task("sudoku").load_rows("test", None)
     assert rows[number]["question"] == job.scored["base", 32][1][number]["question"]
     (tmp_path / "generations" / f"sudoku_{base}_32_16_0_generations.json").write_text("{")
