@@ -189,6 +189,7 @@ def test_a_terminal_gets_the_canvas_in_place_and_no_escape_of_the_models():
     assert re.search(rf"48;2;{red};{green};{blue}m⟨1B⟩", text)
     frames = text.split("╭")
     assert [frame.count("░") for frame in frames[1:4]] == [4, 2, 1]
+    assert all("underlined: just revealed ─" in frame for frame in frames[1:4])  # and no word on corrected tokens
 
 
 def test_a_canvas_taller_than_the_terminal_shows_where_the_model_is_at_work():

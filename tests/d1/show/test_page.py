@@ -136,6 +136,25 @@ def test_a_problem_shows_whether_it_is_solved_and_its_grid_at_the_end(page, tmp_
     assert page.ask("document.documentElement.scrollWidth") <= 420
 
 
+def test_the_page_explains_the_marks_that_occur_and_no_others(page, tmp_path):
+    plain, filled = films()
+    edited = Film("edited", "", "", [" a"], [1], [0.0], [0.0], drafts=[[[0, " b", -1.0]]])
+    edited.board = {"rows": [[["a", "4", "given"]]], "note": ""}
+    ring, file = "Ring: revealed in this step", tmp_path / "marks.html"
+    for shown, expected in (
+        ([plain], f"{ring}."),
+        ([plain, filled], f"{ring}; frame without colour: filled after the end of the text."),
+        (
+            [edited],
+            f"{ring}; wavy underline: corrected; "
+            "board: given digits are bold, right ones underlined, wrong ones struck through.",
+        ),
+    ):
+        file.write_text(film_page("Marks", [("", shown)]), encoding="utf-8")
+        page.open(file, "#step=1", 1200)
+        assert page.ask("document.querySelector('.films + .note').textContent") == expected
+
+
 def test_text_of_a_model_is_text_and_nothing_is_asked_of_any_server(page, path):
     page.requests.clear()
     page.open(path, "#step=20")
