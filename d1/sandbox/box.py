@@ -91,7 +91,7 @@ class Cases:
 
     Attributes:
         source: Python, in which `with __case__(0): ...` to `with __case__(count - 1): ...` are what can pass.
-        names: of the program, for the tests: its functions, or "solution", the program as a module.
+        names: of the program, for the tests: its functions, or "__solution__", the program as a module.
         setup: Python that runs before the program's names are set.
         count: how many cases there are.
     """

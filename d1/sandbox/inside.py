@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 MIB = 1 << 20
+MODULE = "__solution__"  # the name of the program as a module, for the tests
 READY = b"ready\n"  # what each side says before it runs anything that it was given
 CONTAINERS: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 PLAIN: dict[str, Callable[[str], Any]] = {
@@ -283,7 +284,7 @@ def examine(limits: dict[str, Any], calls: int, replies: int) -> None:
     module = program.remote(0)
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(given["setup"], "setup.py", "exec"), names)
-    names |= {name: module if name == "solution" else getattr(module, name) for name in given["names"]}
+    names |= {name: module if name == MODULE else getattr(module, name) for name in given["names"]}
     names["__case__"] = lambda number: Case(verdicts, number)
     exec(compile(given["source"], "tests.py", "exec"), names)
 

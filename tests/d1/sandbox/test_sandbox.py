@@ -417,9 +417,9 @@ with __case__(3):
 with __case__(4):
     assert Stack([1]) == Stack([1])
 with __case__(5):
-    assert solution.Stack([5])[0] == 5
+    assert __solution__.Stack([5])[0] == 5
 """
-    names = ("Stack", "fill", "lose", "count", "solution")
+    names = ("Stack", "fill", "lose", "count", "__solution__")
     assert passed(program, Cases(source, names, 6)) == {0, 1, 2, 3, 5}  # no program says what equals what
 
 

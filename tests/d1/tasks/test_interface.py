@@ -160,7 +160,7 @@ def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
         ("programs", {"input": "abcde,bcdea", "program": "x[0]"}, r"row 1: program must be as in x\[3\] \+ x\[0\]"),
         ("code", {"prompt": "?", "test_list": []}, "no row can be used: row 1, test_list must be a list of tests, got"),
         ("code", {"question": "?", "test": "def ("}, "row 1, test is no Python: "),
-        ("code", {"question": "?", "test": "print(1)"}, "row 1, there is no assert and no test function"),
+        ("code", {"question": "?", "test": "print(1)"}, "row 1, there is no assert that runs and no test function"),
         ("code", {"question": "?", "test": "def test(a): pass"}, "row 1, test takes parameters or has a decorator"),
         (
             "code",
