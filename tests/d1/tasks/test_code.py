@@ -2,7 +2,7 @@
 
 import json
 import logging
-import os
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.sandbox import skip_without_sandbox
 skip_without_sandbox()
 
 SQUARE = "def square(x):\n    return x * x"
-GOOD = {
+GOOD: dict[str, Any] = {
     "question": "Write square.",
     "test": "from solution import square\n\ndef test_it():\n    assert square(3) == 9",
     "solution": SQUARE,
@@ -31,11 +31,15 @@ def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "d1_code_rows.jsonl"
 
 
-def load(folder: Path, *rows: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+def written(folder: Path, *rows: dict[str, Any]) -> str:
     path = folder / "rows.jsonl"
     columns = {key for row in rows for key in row}
     path.write_text("".join(json.dumps(dict.fromkeys(columns) | row) + "\n" for row in rows))
-    return code.load_rows("train", str(path), **options).to_list()
+    return str(path)
+
+
+def load(folder: Path, *rows: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    return code.load_rows("train", written(folder, *rows), **options).to_list()
 
 
 def left_out(folder: Path, **row: Any) -> str:
@@ -198,7 +202,7 @@ def test_verdicts_are_counted_kept_and_used_again(
     tmp_path: Path, verdicts: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = GOOD | {"solution": "def square(x): return 0"}
-    rows = [bad | {"question": None}, GOOD, bad, GOOD | {"question": "Again."}]
+    rows: list[dict[str, Any]] = [bad | {"question": None}, GOOD, bad, GOOD | {"question": "Again."}]
     assert [row["question"][:6] for row in load(tmp_path, *rows)] == ["Write ", "Again."]
     assert "2 of 4 rows left out, first row 1, question must be a text, got None" in caplog.text
     kept = [line for line in verdicts.read_text().splitlines() if line]
@@ -213,16 +217,13 @@ def test_verdicts_are_counted_kept_and_used_again(
 
 def test_processes_that_load_together_run_the_tests_once(tmp_path: Path, verdicts: Path) -> None:
     rows = [GOOD | {"solution": f"{SQUARE}  # {number}"} for number in range(6)]
-    children = []
-    for _ in range(3):
-        if not (child := os.fork()):
-            status = 1
-            try:
-                status = 0 if len(load(tmp_path, *rows)) == 6 else 1
-            finally:
-                os._exit(status)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    given = ("train", written(tmp_path, *rows))
+    processes = [multiprocessing.get_context("fork").Process(target=code.load_rows, args=given) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len([line for line in verdicts.read_text().splitlines() if line]) == 6
 
 
