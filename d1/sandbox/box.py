@@ -210,6 +210,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    with suppress(ChildProcessError):  # orphans become children of the first process of a container, if this is it
+        while os.waitpid(-process.pid, 0):
+            pass
 
 
 def seconds_now(limits: Limits) -> float:

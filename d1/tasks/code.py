@@ -147,10 +147,12 @@ def fault_of(row: dict[str, Any], limits: Limits = DEFAULT) -> str:
     if idle and (always := idle & passed(REFUSES, tests, limits)):
         return f"case {min(always) + 1} of its tests passes with every program"
     if row["solution"]:
-        judge = (prefix + row["solution"], tests, limits)
-        most = max(len(passed(*judge)), len(passed.__wrapped__(*judge)) if len(passed(*judge)) < tests.count else 0)
-        if most < tests.count:
-            return f"its own solution passes {most} of the {tests.count} cases of its tests"
+        right = (prefix + row["solution"], tests, limits)
+        found = passed(*right)
+        if len(found) < tests.count:  # once more: the machine may have been busy
+            found = passed.__wrapped__(*right)
+        if len(found) < tests.count:
+            return f"its own solution passes {len(found)} of the {tests.count} cases of its tests"
     return ""
 
 

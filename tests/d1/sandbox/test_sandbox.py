@@ -1,6 +1,8 @@
 """Programs that attack the sandbox or its judge: none passes a test that it does not earn, none does harm."""
 
 import argparse
+import ctypes
+import multiprocessing
 import os
 import socket
 import struct
@@ -554,6 +556,22 @@ def test_nothing_is_left_if_the_interpreter_cannot_be_read(monkeypatch: pytest.M
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(start, range(200)))
     wait_until_none_is_left()
+
+
+def children_after_judging() -> None:
+    """For a process of its own: to it come orphans, as to the first process of a container."""
+    assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+    assert passed(f"{RIGHT}  # in a container", SQUARES, LIMITS) == {0, 1, 2, 3, 4}
+    assert passed(ATTACKS["sleep"], SQUARES, Limits(seconds=0.5)) == frozenset()
+    with pytest.raises(ChildProcessError):  # neither running nor waiting to be reaped
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_nothing_is_left_for_the_first_process_of_a_container_to_reap() -> None:
+    process = multiprocessing.get_context("fork").Process(target=children_after_judging)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("seconds", 0), ("memory", 8), ("processes", 1.5), ("files", 0)])
