@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from d1.sandbox import WORKERS, Cases, Limits, SandboxError, passed, working_python
+from d1.sandbox.system_calls import FAMILIES
 
 WRITES = """
 def f():
@@ -46,6 +47,29 @@ def f(size):
     except MemoryError:
         return 0
 """
+HIDES = """
+import mmap, os
+def f():
+    found = []
+    for hide in (lambda: os.memfd_create("held"), lambda: mmap.mmap(-1, 4096)):
+        try:
+            found.append(type(hide()).__name__)
+        except PermissionError:
+            pass
+    return found
+"""
+SOCKETS = """
+import socket
+def f():
+    found = []
+    for family in range(1, 60):
+        try:
+            socket.socket(family, socket.SOCK_DGRAM).close()
+            found.append(family)
+        except OSError as error:
+            found += [] if isinstance(error, PermissionError) else [family]
+    return found
+"""
 PROBES = {  # what must be true -> a program and a test of it
     "no network": ("import socket\ndef f(): return [name for _, name in socket.if_nameindex()]", "f() == ['lo']"),
     "no other process": ("import os\ndef f(): return os.getpid(), os.path.exists('/proc')", "f() == (2, False)"),
@@ -56,6 +80,8 @@ PROBES = {  # what must be true -> a program and a test of it
     "no file but in /tmp can be written": (WRITES, "f() == ['/tmp']"),
     "files are limited": (FILLS, "0 < f() <= {files} << 20"),
     "memory is limited": (HOLDS, "f({memory} << 19) and not f({memory} << 20)"),
+    "no memory outside of processes": (HIDES, "f() == []"),
+    "no socket of another family": (SOCKETS, f"f() == {sorted(map(int, FAMILIES))}"),
     "processes are limited": (FORKS, "0 < f() < {processes}"),
 }
 

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import json
 import logging
 import math
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,6 +31,8 @@ from d1.tasks import text_of
 logger = logging.getLogger(__name__)
 
 Reward = Callable[..., Any]
+# Folders of code that is not the user's: Python's, that of installed packages, d1's
+LIBRARIES = [*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1])]
 
 
 class RewardError(RunError):
@@ -100,9 +105,9 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
             path.parent.mkdir(parents=True, exist_ok=True)
             row = failing_row(function, kwargs, error)
             path.write_text(json.dumps(row, indent=1, default=repr))
-            what = str(error) if isinstance(error, BadReward) else f"raised {type(error).__name__}: {error}"
             where = "no single row" if row["row"] is None else f"row {row['row']} of its batch"
-            raise RewardError(f"reward {name} of task {task or '?'} {what}, on {where}; see {path}") from error
+            problem = described(function, error)
+            raise RewardError(f"reward {name} of task {task or '?'} {problem}, on {where}; see {path}") from error
 
     def counted(values: Any, kwargs: dict[str, Any]) -> list[float | None]:
         rewards = checked(values, len(kwargs["completions"]))
@@ -122,6 +127,19 @@ def guarded(function: Reward, task: str, folder: Path) -> Reward:
     chosen = functools.wraps(function)(async_wrapper if is_async_callable(function) else wrapper)
     chosen.__name__ = name  # which partials and instances lack
     return chosen
+
+
+def described(function: Reward, error: Exception) -> str:
+    """What a reward function did, with its file and line: where it raised, or where it begins if it returned what is
+    not a reward."""
+    if isinstance(error, BadReward):
+        inner = inspect.unwrap(getattr(function, "func", function))  # of a partial
+        code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+        return f"{error}" + (f" ({code.co_filename}, line {code.co_firstlineno})" if code else "")
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, LIBRARIES))]
+    frame = (users or frames)[-1]
+    return f"raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
 
 
 def failing_row(function: Reward, kwargs: dict[str, Any], error: Exception) -> dict[str, Any]:
@@ -168,9 +186,9 @@ def check_rewards(task: ModuleType, rows: Dataset, name: str) -> None:
         try:
             rewards_of(reward, completions=completions, **columns)
         except Exception as error:
-            what = f"it {error}" if isinstance(error, BadReward) else f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"reward {get_callable_name(reward)} of task {name} cannot score its rows ({what}); they have the "
+                f"reward {get_callable_name(reward)} of task {name} cannot score its rows (it "
+                f"{described(reward, error)}); they have the "
                 f"columns {', '.join(rows.column_names)}"
             ) from error
 

@@ -1,25 +1,32 @@
 """Runs a program and its tests, each in a bubblewrap sandbox of its own (https://github.com/containers/bubblewrap).
 
 A sandbox has its own user, process, network, IPC and host name namespaces, no capabilities, and no `/proc`. It sees
-`/usr` and the Python installation read-only, an empty `/home`, a small `/tmp` in memory, and an empty environment. The
-limits on processes need Linux 5.14, which counts them per user namespace.
+`/usr` and the Python installation read-only, an empty `/home`, a small `/tmp` in memory, and an empty environment. A
+filter refuses some system calls (`system_calls.py`). The limits on processes need Linux 5.14, which counts them per
+user namespace.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Annotated, Any
 
 from d1.ranges import COUNT, POSITIVE, Range, check_ranges, ranges_of
-from d1.sandbox.inside import pack
+from d1.sandbox.inside import READY, pack
+from d1.sandbox.system_calls import MACHINES, refusals
 
 INSIDE = Path(__file__).with_name("inside.py")
 NOBODY = 65534
@@ -27,8 +34,15 @@ AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-group
 SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")  # next to /usr: links into it, or folders on older systems
 PARTS = ("user", "pid", "net", "ipc", "uts")  # the namespaces
 WORKERS = os.cpu_count() or 1  # programs judged at a time
+START_SECONDS = 30.0  # by the clock, until both interpreters run
+PAUSES = (0.1, 0.4, 1.6, 6.4)  # seconds before a further try, if a sandbox did not start
+LASTING = ("Unknown option", "Fatal Python error", *map(os.strerror, (errno.EPERM, errno.EACCES, errno.ENOENT)))
 INSTALL = "`apt-get install bubblewrap` (Debian 12, Ubuntu 24.04 or newer), `dnf install bubblewrap` (Fedora, RHEL)"
 HINTS = {  # part of bubblewrap's message -> what to do
+    **dict.fromkeys(
+        map(os.strerror, (errno.EAGAIN, errno.ENOMEM)),
+        "Free memory or processes (`ulimit -u`, or the limits of the container), then start again",
+    ),
     "Unknown option": f"bubblewrap 0.8 or newer is needed: {INSTALL}",
     "uid map": "allow bubblewrap to make user namespaces: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or "
     "an AppArmor profile for it",
@@ -77,7 +91,7 @@ class Cases:
 
     Attributes:
         source: Python, in which `with __case__(0): ...` to `with __case__(count - 1): ...` are what can pass.
-        names: of the program, for the tests: its functions, or "solution", the program as a module.
+        names: of the program, for the tests: its functions, or "__solution__", the program as a module.
         setup: Python that runs before the program's names are set.
         count: how many cases there are.
     """
@@ -93,8 +107,12 @@ PROBE = "def double(x):\n    return 2 * x"
 PROBE_TESTS = Cases("with __case__(0):\n    assert double(21) == 42", ("double",), 1)
 
 
-def command(python: str, limits: Limits) -> list[str]:
-    """bubblewrap with Python in it; what follows are the arguments of `inside.py`."""
+def command(python: str, limits: Limits, rules: int) -> list[str]:
+    """bubblewrap with Python in it; what follows are the arguments of `inside.py`.
+
+    Args:
+        rules: the descriptor from which bubblewrap reads the filter of system calls.
+    """
     words = [str(shutil.which("bwrap")), *(f"--unshare-{part}" for part in PARTS), "--disable-userns"]
     words += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
     for folder in SYSTEM:
@@ -107,43 +125,94 @@ def command(python: str, limits: Limits) -> list[str]:
         words += ["--ro-bind", folder, folder]
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--dev", "/dev", "--dir", "/home"]
     words += ["--size", str(limits.files << 20), "--tmpfs", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
-    words += ["--chdir", "/tmp", "--die-with-parent", "--new-session", "--clearenv", "--"]
+    words += ["--chdir", "/tmp", "--die-with-parent", "--clearenv", "--seccomp", str(rules), "--"]
+    if os.geteuid() == 0:  # the kernel limits no processes of root
+        # Popen's `user` would copy this process first, which takes longer the larger it is.
+        words = [*AS_NOBODY, *words]
     return [*words, python, "-I", "-S", "-B", "-c", INSIDE.read_text(), pack(asdict(limits), None)]
 
 
-def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> tuple[frozenset[int], str]:
-    """Runs a program and its tests in two sandboxes; returns the cases that passed, and what the second one printed to
-    stderr."""
-    words = command(python, limits)
-    if os.geteuid() == 0:  # the kernel limits no processes of root
-        words = [
-            *AS_NOBODY,
-            *words,
-        ]  # Popen's `user` would copy this process first, which takes longer the larger it is
-    orders = pack({"program": program, **vars(tests)}, None)
-    calls, replies = os.pipe(), os.pipe()  # each (to read, to write)
-    started: list[subprocess.Popen[bytes]] = []
+def run_sides(python: str, program: str, tests: Cases, limits: Limits) -> frozenset[int]:
+    """The cases that a program passes, which runs with its tests in two sandboxes.
 
-    def start(more: Sequence[int], **streams: Any) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([*words, *map(str, more)], pass_fds=more, **streams, cwd="/"))
-        return started[-1]
-
-    try:
-        start((), stdin=calls[0], stdout=replies[1], stderr=subprocess.DEVNULL)
-        three = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        judge = start((calls[1], replies[0]), **three)
-        for end in (*calls, *replies):
-            os.close(end)
+    Raises:
+        SandboxError: a sandbox did not start, at none of several tries.
+    """
+    for pause in (*PAUSES, None):
         try:
-            said, errors = judge.communicate(orders.encode() + b"\n", seconds_now(limits))
+            return start_sides(python, program, tests, limits)
+        except OSError as error:
+            said = str(error)
+        if any(words in said for words in LASTING):
+            raise unusable(said)
+        if pause is not None:
+            time.sleep(pause)
+    raise unusable(f"{said}, at each of {len(PAUSES) + 1} tries")
+
+
+def unusable(said: str) -> SandboxError:
+    """The error for what a sandbox said last, with what to do."""
+    hint = next((hint for part, hint in HINTS.items() if part in said), "`d1 sandbox check` says more")
+    return SandboxError(f"the sandbox does not work: {said}. {hint}")
+
+
+def start_sides(python: str, program: str, tests: Cases, limits: Limits) -> frozenset[int]:
+    """As `run_sides`, with one try. Raises OSError if a sandbox did not start."""
+    with ExitStack() as processes, ExitStack() as ours:
+
+        def holding(data: bytes, until: ExitStack = ours) -> int:
+            """A file in memory, to read from."""
+            file = os.memfd_create("d1")
+            until.callback(os.close, file)
+            os.write(file, data)
+            os.lseek(file, 0, os.SEEK_SET)
+            return file
+
+        def pipe() -> tuple[int, int]:
+            """Its ends, to read and to write."""
+            ends = os.pipe()
+            for descriptor in ends:
+                ours.callback(os.close, descriptor)
+            return ends
+
+        def start(more: Sequence[int], **streams: Any) -> subprocess.Popen[bytes]:
+            rules = holding(refusals(os.uname().machine))
+            words = [*command(python, limits, rules), *map(str, more)]
+            # A session of its own is a group of processes to kill, and Ctrl-C does not reach it.
+            options: Any = {"pass_fds": (*more, rules), "start_new_session": True, "bufsize": 0, "cwd": "/", **streams}
+            process = subprocess.Popen(words, **options)
+            processes.callback(end, process)
+            return process
+
+        errors = [holding(b"", processes) for _ in range(2)]  # bubblewrap writes a message in pieces: one file each
+        calls, replies = pipe(), pipe()
+        orders = holding(pack({"program": program, **vars(tests)}, None).encode() + b"\n")
+        start((), stdin=calls[0], stdout=replies[1], stderr=errors[1])
+        judge = start((calls[1], replies[0]), stdin=orders, stdout=subprocess.PIPE, stderr=errors[0])
+        ours.close()
+        assert judge.stdout is not None
+        in_time = bool(wait([judge.stdout.fileno()], START_SECONDS))
+        if not in_time or judge.stdout.readline() != READY:
+            texts = [os.pread(file, 1 << 16, 0).decode(errors="replace").strip() for file in errors]
+            silent = "it ended without a message" if in_time else f"no interpreter ran after {START_SECONDS:g} s"
+            raise OSError(next((text.splitlines()[-1] for text in texts if text), silent))
+        try:
+            said, _ = judge.communicate(timeout=seconds_now(limits))
         except subprocess.TimeoutExpired:
-            judge.kill()
-            said, errors = judge.communicate()
-    finally:
-        for process in started:  # with bubblewrap all that it started ends
-            process.kill()
-            process.wait()
-    return frozenset(map(int, said.split())), errors.decode(errors="replace").strip()
+            end(judge)
+            said, _ = judge.communicate()
+    return frozenset(map(int, said.split()))
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kills a sandbox with its child, which would wait for ever if bubblewrap had not set it up yet."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    with suppress(ChildProcessError):  # orphans become children of the first process of a container, if this is it
+        while os.waitpid(-process.pid, 0):
+            pass
 
 
 def seconds_now(limits: Limits) -> float:
@@ -162,16 +231,18 @@ def working_python() -> str:
         raise SandboxError(f"programs run in bubblewrap only, and there is no `bwrap` here: {INSTALL}")
     if os.geteuid() == 0 and not shutil.which("setpriv"):
         raise SandboxError("programs do not run as root, and there is no `setpriv` here: install util-linux")
-    said = ""
+    if (machine := os.uname().machine) not in MACHINES:
+        raise SandboxError(f"programs are judged on {' and '.join(MACHINES)} only, and this machine is {machine}")
+    problem = None
     for python in dict.fromkeys((os.path.realpath(sys.executable), os.path.realpath("/usr/bin/python3"))):
         if not Path(python).is_file():
             continue
-        cases, errors = run_sides(python, PROBE, PROBE_TESTS, DEFAULT)
-        if cases:
-            return python
-        said = errors or said or "the tests of a small program did not pass"
-    hint = next((hint for part, hint in HINTS.items() if part in said), "`d1 sandbox check` says more")
-    raise SandboxError(f"the sandbox does not work: {said.splitlines()[-1]}. {hint}")
+        try:
+            if run_sides(python, PROBE, PROBE_TESTS, DEFAULT):
+                return python
+        except SandboxError as error:
+            problem = error
+    raise problem or unusable("the tests of a small program did not pass")
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -179,9 +250,9 @@ def passed(program: str, tests: Cases, limits: Limits = DEFAULT) -> frozenset[in
     """The numbers of the cases that a program passes; a program and its tests are run once per process.
 
     Raises:
-        SandboxError: there is no sandbox here.
+        SandboxError: there is no sandbox here, or none started for this program, which is no verdict.
     """
-    return run_sides(working_python(), program, tests, limits)[0]
+    return run_sides(working_python(), program, tests, limits)
 
 
 def shares_passed(programs: Iterable[str | None], tests: Iterable[Cases], limits: Limits = DEFAULT) -> list[float]:

@@ -2,8 +2,9 @@
 
 The program's side holds the program and knows no test. It answers calls. The tests' side runs the tests and sends each
 call of the program's functions over a pipe. It reads plain values back, which it compares with its own, and writes the
-numbers of the cases that passed to a pipe that the program's side does not have. Values travel as words (`pack`): to
-import json or typing takes longer than to start the interpreter.
+numbers of the cases that passed to a pipe that the program's side does not have. Each side first says that it is ready:
+a sandbox that did not start is no verdict. Values travel as words (`pack`): to import json or typing takes longer than
+to start the interpreter.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 MIB = 1 << 20
+MODULE = "__solution__"  # the name of the program as a module, for the tests
+READY = b"ready\n"  # what each side says before it runs anything that it was given
 CONTAINERS: dict[str, Any] = {"l": list, "t": tuple, "s": set, "z": frozenset}
 PLAIN: dict[str, Callable[[str], Any]] = {
     "n": lambda _: None,
@@ -127,6 +130,8 @@ def answer(limits: dict[str, Any]) -> None:
     """Runs the program, then answers calls until the pipe ends."""
     calls, replies = own_pipes()
     limit(limits)
+    replies.write(READY)
+    replies.flush()
     module = sys.modules["solution"] = type(sys)("solution")
     objects: list[Any] = [module]
 
@@ -271,11 +276,15 @@ def examine(limits: dict[str, Any], calls: int, replies: int) -> None:
     limit(limits)
     given = unpack(orders.readline().decode(), None)
     program = Program(calls, replies, 2 * limits["reply"] * MIB)  # a letter of a text takes two
+    if program.replies.readline(len(READY)) != READY:  # its sandbox did not start: no verdict
+        os._exit(1)
+    verdicts.write(READY)
+    verdicts.flush()
     program.tell(given["program"])
     module = program.remote(0)
     names: dict[str, Any] = {"__name__": "tests"}
     exec(compile(given["setup"], "setup.py", "exec"), names)
-    names |= {name: module if name == "solution" else getattr(module, name) for name in given["names"]}
+    names |= {name: module if name == MODULE else getattr(module, name) for name in given["names"]}
     names["__case__"] = lambda number: Case(verdicts, number)
     exec(compile(given["source"], "tests.py", "exec"), names)
 

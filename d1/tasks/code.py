@@ -2,26 +2,39 @@
 
 A file's columns say which: `prompt, test, entry_point` (HumanEval), `test_list` with `text` or `prompt` (MBPP), or
 `question, test` (KodCode), whose tests import from `solution`. What can pass is called a case: a top-level statement
-with an assert, such a statement of HumanEval's `check`, or a test function. Rows whose tests cannot run in the sandbox
-are left out and counted. docs/code.md says which those are, and what the sandbox keeps out.
+with an assert, such a statement of HumanEval's `check`, or a test function. Rows whose tests cannot run in the sandbox,
+that pass without a program or that the row's own solution fails are left out and counted. docs/code.md says which those
+are, and what the sandbox keeps out.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import fcntl
+import hashlib
+import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import datasets.config
 from datasets import Dataset
+from tqdm import tqdm
 
-from d1.sandbox import DEFAULT, WORKERS, Cases, Limits, shares_passed, working_python
+from d1.sandbox import DEFAULT, WORKERS, Cases, Limits, passed, shares_passed, working_python
+from d1.sandbox.box import INSIDE
+from d1.sandbox.inside import MODULE
 from d1.tasks import MAX_TEXT, Completion, answer_block, ask, format_completion, text_of
-from d1.tasks.data import JSON, check_split, read_problems, task_rows
+from d1.tasks.data import JSON, check_split, read_problems, task_rows, text_in
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +51,10 @@ CONCURRENT = WORKERS  # calls of `score` that evaluation may make at a time
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-def load_rows(split: str, data_file: str | None = None) -> Dataset:
+def load_rows(split: str, data_file: str | None = None, limits: Limits = DEFAULT) -> Dataset:
     """Rows of `data_file`; else KodCode-V1 for training and validation, HumanEval for the test, from the hub.
+
+    Each row's tests run in the sandbox before it is kept (`fault_of`); the verdicts are kept on disk.
 
     Raises:
         SandboxError: there is no sandbox here.
@@ -48,16 +63,23 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
     check_split(split)
     working_python()
     source, rows = read_problems(split, data_file, TRAIN, TEST, HUMANEVAL, MBPP, FIRST_MBPP, KODCODE)
-    kept, left_out = [], []
+    made, faults = [], {}
     for number, row in enumerate(rows, start=1):
         try:
-            kept.append(_task_row(row))
+            made.append((number, _task_row(row)))
         except ValueError as error:
-            left_out.append(f"row {number}, {error}")
+            faults[number] = str(error)
+        except RecursionError:
+            faults[number] = "its tests are nested too deeply"
+    for (number, _), fault in zip(made, tried(source, [row for _, row in made], limits), strict=True):
+        if fault:
+            faults[number] = fault
+    kept = [row for number, row in made if number not in faults]
+    first = "row {}, {}".format(*min(faults.items())) if faults else ""
     if not kept:
-        raise ValueError(f"{source}: no row can be used: {left_out[0]}")
-    if left_out:
-        logger.warning("%s: %d of %d rows left out, first %s", source, len(left_out), len(rows), left_out[0])
+        raise ValueError(f"{source}: no row can be used: {first}")
+    if faults:
+        logger.warning("%s: %d of %d rows left out, first %s", source, len(faults), len(rows), first)
     return task_rows(source, kept, dict, JSON)
 
 
@@ -69,41 +91,125 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
         "prompt": ask(question, INSTRUCTIONS, ANSWER),
         "question": question,
         "ground_truth": truth | {"setup": tests.setup},
-        "solution": str(solution or ""),
+        "solution": solution if isinstance(solution, str) else "",
     }
 
+
+# ---- rows whose tests say nothing, or cannot be passed
+
+IDLE = "def __getattr__(name):\n    return lambda *given, **named: None"  # has each name, and none does anything
+REFUSES = """
+def __getattr__(name):
+    def refuse(*given, **named):
+        raise NotImplementedError
+    return refuse
+"""
+
+
+def tried(source: str, rows: Sequence[dict[str, Any]], limits: Limits) -> list[str]:
+    """`fault_of` each row. Verdicts are kept in a file next to the caches of `datasets`; while one process runs the
+    tests of new rows, others wait for its verdicts, so that all have the same rows.
+
+    Args:
+        source: the name of where the rows come from, for the log.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE)
+    folder.mkdir(parents=True, exist_ok=True)
+    python = working_python()
+    version = [IDLE, REFUSES, INSIDE.read_text(), asdict(limits), python, os.stat(python).st_mtime_ns]
+    texts = [json.dumps([row["ground_truth"], row["solution"], version], sort_keys=True) for row in rows]
+    keys = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+    with (folder / "d1_code_rows.jsonl").open("a+", encoding="utf-8") as file, ThreadPoolExecutor(WORKERS) as pool:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known: dict[str, str] = {}
+        for line in file:
+            with suppress(ValueError):  # the last line of a process that was killed
+                known |= [json.loads(line)]
+        new = {key: row for key, row in zip(keys, rows, strict=True) if key not in known}
+        if new:
+            logger.info("%s: running the tests of %d rows in the sandbox, once; see %s", source, len(new), file.name)
+        verdicts = pool.map(lambda row: fault_of(row, limits), new.values())
+        for key, fault in zip(new, tqdm(verdicts, "tests", len(new), unit="row", disable=None, delay=1), strict=True):
+            known[key] = fault
+            file.write(f"\n{json.dumps([key, fault])}")
+            file.flush()
+    return [known[key] for key in keys]
+
+
+def fault_of(row: dict[str, Any], limits: Limits = DEFAULT) -> str:
+    """Why a row has no use, or "". Its tests must fail on functions that do nothing, none of its cases may pass with
+    whatever functions, and its solution, if it has one, must pass all cases."""
+    tests, prefix = tests_of(row["ground_truth"])
+    idle = passed(IDLE, tests, limits)
+    if len(idle) == tests.count:
+        return "its tests pass with functions that do nothing"
+    if idle and (always := idle & passed(REFUSES, tests, limits)):
+        return f"case {min(always) + 1} of its tests passes with every program"
+    if row["solution"]:
+        right = (prefix + row["solution"], tests, limits)
+        found = passed(*right)
+        if len(found) < tests.count:  # once more: the machine may have been busy
+            found = passed.__wrapped__(*right)
+        if len(found) < tests.count:
+            return f"its own solution passes {len(found)} of the {tests.count} cases of its tests"
+    return ""
+
+
+# ---- the three manners
 
 Made = tuple[str, str, Cases, Any]  # question, what goes before the program, tests, solution
 
 
 def _humaneval(row: dict[str, Any]) -> Made:
     """The prompt's own helpers and imports are there for the tests, too, so that no program replaces them."""
-    prompt, entry = row["prompt"], row["entry_point"]
-    source, _, cases = with_cases(row["test"], within="check")
+    prompt, entry = text_in(row, "prompt"), text_in(row, "entry_point")
+    if not entry.isidentifier():
+        raise ValueError(f"entry_point must be the name of a function, got {entry!r:.80}")
+    source, _, cases = with_cases(text_in(row, "test"), within="check")
+    Imports().visit(parsed(prompt, "prompt"))
     tests = Cases(f"{source}\ncheck({entry})", (entry,), cases, prompt)
-    parsed(prompt, "prompt")
     return f"Complete this function:\n\n{prompt.strip()}", prompt + "\n", tests, row.get("canonical_solution")
 
 
 def _mbpp(row: dict[str, Any]) -> Made:
     """The first test is shown, because it has the function's name and the form of its arguments."""
-    listed = row["test_list"]
+    listed, imports = row["test_list"], row.get("test_imports") or []
     if not isinstance(listed, list) or not all(isinstance(test, str) for test in listed) or not listed:
         raise ValueError(f"test_list must be a list of tests, got {listed!r:.80}")
-    setup = "\n".join([str(row.get("test_setup_code") or ""), *(row.get("test_imports") or ())])
+    if not isinstance(imports, list):
+        raise ValueError(f"test_imports must be a list of imports, got {imports!r:.80}")
+    setup = "\n".join([str(row.get("test_setup_code") or ""), *map(str, imports)])
+    Imports().visit(parsed(setup, "test_setup_code or test_imports"))
     source, _, cases = with_cases("\n".join(listed))
     free = free_names(f"{setup}\n{source}")
     modules = sorted(free & sys.stdlib_module_names)
     setup = "\n".join([*(f"import {name}" for name in modules), setup])
-    question = f"{row.get('text') or row['prompt']}\n\nOne of the tests:\n{listed[0]}"
+    question = f"{text_in(row, 'text' if row.get('text') else 'prompt')}\n\nOne of the tests:\n{listed[0]}"
     return question, "", Cases(source, tuple(sorted(free - {*modules})), cases, setup), row.get("code")
 
 
 def _kodcode(row: dict[str, Any]) -> Made:
-    source, names, cases = with_cases(row["test"])
-    wanted = [info["function_declaration"] for info in row.get("test_info") or ()] or names
-    question = f"{row['question'].strip()}\n\nName in the program: {', '.join(map(str, wanted))}"
+    question = text_in(row, "question").strip()
+    source, names, cases = with_cases(text_in(row, "test"))
+    infos = row.get("test_info")
+    declared = [
+        info.get("function_declaration")
+        for info in (infos if isinstance(infos, list) else ())
+        if isinstance(info, dict)
+    ]
+    wanted = [name for name in declared if name] or wanted_by(source, names)
+    question = f"{question}\n\nName in the program: {', '.join(map(str, wanted))}"
     return question, "", Cases(source, names, cases), row.get("solution")
+
+
+def wanted_by(source: str, names: Sequence[str]) -> list[str]:
+    """The names that a program needs: those imported from it, and attributes that tests read of it as a module."""
+    nodes = list(ast.walk(parsed(source)))
+    modules = [node.targets for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.value) == MODULE]
+    called = {ast.unparse(target) for targets in modules for target in targets}
+    read = [node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in called]
+    return [*dict.fromkeys([*(name for name in names if name != MODULE), *read])]
 
 
 def parsed(source: Any, what: str = "test") -> ast.Module:
@@ -111,6 +217,43 @@ def parsed(source: Any, what: str = "test") -> ast.Module:
         return ast.parse(source)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"{what} is no Python: {error}") from None
+
+
+class Imports(ast.NodeTransformer):
+    """Replaces imports of `solution` by assignments, and refuses those of what the sandbox does not have.
+
+    Attributes:
+        names: what is imported from `solution`; `MODULE` for the module, "*" for all of its names.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def visit_Import(self, node: ast.Import) -> Any:
+        ours = [alias for alias in node.names if alias.name == "solution"]
+        node.names = [alias for alias in node.names if alias not in ours]
+        refuse_foreign([alias.name for alias in node.names])
+        self.names += [MODULE] * bool(ours)
+        made = [ast.parse(f"{alias.asname or alias.name} = {MODULE}").body[0] for alias in ours]
+        return [*made, *([node] if node.names else [])]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        if node.module != "solution":
+            refuse_foreign([node.module or "their own package"])
+            return node
+        self.names += [alias.name for alias in node.names]
+        return [ast.parse(f"{alias.asname} = {alias.name}").body[0] for alias in node.names if alias.asname]
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if getattr(node, "body", None) == [] and not isinstance(node, ast.Module):
+            node.body = [ast.Pass()]  # type: ignore[attr-defined]
+        return node
+
+
+def refuse_foreign(modules: Sequence[str]) -> None:
+    if foreign := {name.partition(".")[0] for name in modules} - sys.stdlib_module_names:
+        raise ValueError(f"the tests import {min(foreign)}, which the sandbox does not have")
 
 
 def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int]:
@@ -123,7 +266,7 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
     Raises:
         ValueError: there is no case, or one that cannot run in the sandbox.
     """
-    numbers, names = count(), list[str]()
+    numbers, imports = count(), Imports()
     body, last = list[ast.stmt](), list[ast.stmt]()
 
     def case(statement: ast.stmt) -> ast.stmt:
@@ -131,11 +274,11 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
         return ast.With([ast.withitem(call)], [statement])
 
     def marked(statement: ast.stmt) -> ast.stmt:
-        inner = isinstance(statement, ast.FunctionDef | ast.ClassDef)
-        asserts = any(isinstance(node, ast.Assert) for node in ast.walk(statement))
-        return case(statement) if asserts and not inner else statement
+        return case(statement) if asserts(statement) else statement
 
-    for node in parsed(source).body:
+    for node in imports.visit(parsed(source)).body:
+        if isinstance(node, ast.AsyncFunctionDef) and (node.name == within or node.name.startswith("test")):
+            raise ValueError(f"{node.name} is async, and nothing here awaits it")
         if isinstance(node, ast.FunctionDef) and node.name == within:
             node.body = [marked(statement) for statement in node.body]
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
@@ -144,22 +287,25 @@ def with_cases(source: str, within: str = "") -> tuple[str, tuple[str, ...], int
             last.append(case(ast.Expr(ast.Call(ast.Name(node.name, ast.Load()), [], []))))
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
             raise ValueError(f"{node.name}: tests in classes do not run here")
-        elif isinstance(node, ast.ImportFrom) and node.module == "solution":
-            names += [alias.name for alias in node.names]
-            body += [ast.parse(f"{alias.asname} = {alias.name}").body[0] for alias in node.names if alias.asname]
-            continue
-        elif isinstance(node, ast.Import) and [alias.name for alias in node.names] == ["solution"]:
-            names.append("solution")
-            continue
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
-            if foreign := {name.partition(".")[0] for name in modules} - sys.stdlib_module_names:
-                raise ValueError(f"the tests import {min(foreign)}, which the sandbox does not have")
         body.append(node if within else marked(node))
     tree = ast.fix_missing_locations(ast.Module([*body, *last], []))
     if not (cases := next(numbers)):
-        raise ValueError("there is no assert and no test function")
-    return ast.unparse(tree), tuple(dict.fromkeys(names)), cases
+        raise ValueError("there is no assert that runs and no test function")
+    names, source = imports.names, ast.unparse(tree)
+    if "*" in names:
+        names = [*(name for name in names if name != "*"), *sorted(free_names(source) - {*names})]
+    return source, tuple(dict.fromkeys(names)), cases
+
+
+def asserts(node: ast.AST) -> bool:
+    """Whether a statement has an assert of something that it runs itself: none of a function or class that it only
+    defines, nor of a script's `if __name__ == "__main__"`."""
+    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    if isinstance(node, inner) or (isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"):
+        return False
+    if isinstance(node, ast.Assert):
+        return not isinstance(node.test, ast.Constant)  # HumanEval has `assert True, "good for debugging"`
+    return any(asserts(part) for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr))
 
 
 def free_names(source: str) -> set[str]:
@@ -188,13 +334,17 @@ def demonstrate(row: dict[str, Any]) -> str:
 
 def read_program(text: str, truth: Any) -> tuple[str | None, Cases]:
     """The program of a completion and the tests of its row."""
-    try:
-        tests = Cases(truth["source"], tuple(truth["names"]), truth["count"], truth["setup"])
-        prefix = truth["prefix"]
-    except (TypeError, KeyError):
-        raise ValueError(f"the ground truth must be tests of this task, got {truth!r:.80}") from None
+    tests, prefix = tests_of(truth)
     program = extract(text)
     return program and prefix + program, tests
+
+
+def tests_of(truth: Any) -> tuple[Cases, str]:
+    """The tests of a row, and what goes before its program."""
+    try:
+        return Cases(truth["source"], tuple(truth["names"]), truth["count"], truth["setup"]), truth["prefix"]
+    except (TypeError, KeyError):
+        raise ValueError(f"the ground truth must be tests of this task, got {truth!r:.80}") from None
 
 
 def judged_by(read: Read, limits: Limits = DEFAULT) -> tuple[list[Callable[..., list[float]]], Callable[..., Any]]:

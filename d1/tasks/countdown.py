@@ -62,11 +62,21 @@ def _task_row(row: dict[str, Any]) -> dict[str, Any]:
     names = TEST_COLUMNS if "input" in row else HUB_COLUMNS
     given, target = row[names[0]], row[names[1]]
     try:
-        numbers, target = [int(n) for n in (given.split(",") if isinstance(given, str) else given)], int(target)
+        numbers = [whole(n) for n in (given.split(",") if isinstance(given, str) else given)]
+        target = whole(target)
     except (ValueError, TypeError):
         raise ValueError(f"{names[0]} and {names[1]} must be integers, got {given!r}, {target!r}") from None
+    if not numbers or min(numbers) < 0:
+        raise ValueError(f"{names[0]} must be numbers of 0 or more, which an expression can use, got {given!r}")
     question = f"Numbers: {numbers}\nTarget: {target}"
     return {"prompt": ask(question, INSTRUCTIONS, ANSWER), "question": question, "ground_truth": [numbers, target]}
+
+
+def whole(value: Any) -> int:
+    """An integer, or a text or float that is one. Raises ValueError or TypeError for anything else."""
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError
+    return int(value)
 
 
 def extract(text: str) -> str | None:

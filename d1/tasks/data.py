@@ -140,6 +140,14 @@ def check_columns(rows: Dataset, source: str, *schemas: Iterable[str]) -> None:
         raise ValueError(f"{source} has no rows")
 
 
+def text_in(row: dict[str, Any], column: str) -> str:
+    """The text in a column of a row. Raises ValueError if it is something else, or blank."""
+    value = row.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{column} must be a text, got {value!r:.80}")
+    return value
+
+
 def task_rows(
     source: str, rows: Iterable[dict[str, Any]], task_row: Callable[[dict[str, Any]], dict[str, Any]], ground_truth: Any
 ) -> Dataset:

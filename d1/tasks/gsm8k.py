@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from d1.tasks import MAX_TEXT, Completion, ask, final_answer, format_completion, judged, text_of
-from d1.tasks.data import NUMBER, read_problems, task_rows
+from d1.tasks.data import NUMBER, read_problems, task_rows, text_in
 
 INSTRUCTIONS = "Solve the problem below step by step."
 ANSWER = r"the final number as \boxed{number}"
@@ -22,6 +22,7 @@ _SOFT_FORMAT = re.compile(r"\s*<reasoning>(?>.*?</reasoning>)\s*<answer>(?>.*?</
 _STRICT_FORMAT = re.compile(r"<reasoning>\n(?>.*?\n</reasoning>)\n<answer>\n(?>.*?\n</answer>)\n?", re.DOTALL)
 _INTEGER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|\\,|\\!,)(?=[0-9]{3}(?![0-9]))")
+_NO_THOUSANDS = re.compile(r"(?<![0-9A-Za-z.,])0[0-9,]|[0-9]{4},")  # a leading zero, four digits before a comma
 _FRAC = re.compile(r"\\[dt]?frac\{\s*(-?[0-9.]+)\s*\}\{\s*([0-9.]+)\s*\}")
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(
@@ -37,16 +38,23 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    solution, mark, gold = str(row["answer"]).rpartition("####")
-    value = number_in(gold)
+    question, (solution, mark, gold) = text_in(row, "question"), text_in(row, "answer").rpartition("####")
+    value = gold_number(gold)
     if not mark or value is None:
         raise ValueError(f"answer must end with '#### number', got {gold[-80:]!r}")
     return {
-        "prompt": ask(row["question"], INSTRUCTIONS, ANSWER),
-        "question": row["question"],
+        "prompt": ask(question, INSTRUCTIONS, ANSWER),
+        "question": question,
         "ground_truth": value,
         "solution": re.sub(r"<<.*?>>", "", solution).strip(),  # remove the calculator's annotations
     }
+
+
+def gold_number(text: str) -> float | None:
+    """The number that a text is: `number_in` of a number with nothing else but a dollar or percent sign. None for "5 or
+    6", "x - 3", "18 eggs", and for a comma that does not separate thousands, as in "3,14"."""
+    number = _NUMBER.fullmatch(_plain(text).strip().removesuffix(".").removesuffix("%").removesuffix("\\"))
+    return _value(number) if number and not _NO_THOUSANDS.search(text) else None
 
 
 def extract(text: str) -> float | None:

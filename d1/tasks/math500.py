@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from d1.tasks import Completion, answer_block, ask, final_answer, format_completion, judged, last_boxed, text_of
-from d1.tasks.data import TEXT, read_problems, task_rows
+from d1.tasks.data import TEXT, read_problems, task_rows, text_in
 from d1.tasks.maths import equivalent
 
 INSTRUCTIONS = "Solve the mathematics problem below step by step."
@@ -27,14 +28,20 @@ def load_rows(split: str, data_file: str | None = None) -> Dataset:
 
 
 def _task_row(row: dict[str, Any]) -> dict[str, Any]:
-    solution = str(row.get("solution") or "")
-    answer = row.get("answer")
-    gold = str(last_boxed(solution) or "" if answer in (None, "") else answer).strip()
+    problem, solution, answer = text_in(row, "problem"), row.get("solution") or "", row.get("answer")
+    if not isinstance(solution, str):
+        raise ValueError(f"solution must be a text, got {solution!r:.80}")
+    if answer in (None, ""):
+        answer = last_boxed(solution) or ""
+    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not isinstance(answer, str) and not number:
+        raise ValueError(f"answer must be LaTeX text or a number, got {answer!r:.80}")
+    gold = str(answer).strip()
     if not gold:
         raise ValueError(r"neither an answer nor a \boxed{} in the solution")
     return {
-        "prompt": ask(row["problem"], INSTRUCTIONS, ANSWER),
-        "question": row["problem"],
+        "prompt": ask(problem, INSTRUCTIONS, ANSWER),
+        "question": problem,
         "ground_truth": gold,
         "solution": solution,
     }

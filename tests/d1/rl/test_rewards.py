@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from trl import ModelConfig
 from d1.rl import train as diffu_grpo_train
 from d1.rl.config import DiffuGRPOConfig
 from d1.rl.rewards import RewardError, accuracy_of, check_rewards, guarded, rewards_of, weighted_sum
-from d1.tasks import load_task
+from d1.tasks import load_task, with_rewards
 
 LETTERS = Path(__file__).with_name("letters_task.py")
 letters_task: Any = load_task(str(LETTERS))
@@ -111,6 +112,43 @@ def test_a_function_that_raises_is_asked_which_row_it_is(tmp_path: Path, functio
     with pytest.raises(RewardError, match=rf"reward {name} of task t raised KeyError: .*no such letter.* on row 1 of"):
         call(guarded(function, "t", tmp_path), **COLUMNS)
     assert json.loads((tmp_path / f"reward_error_{name}.json").read_text())["letter"] == "y"
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_an_error_names_the_line_of_the_users_file(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"""import json
+
+def value(text):
+    return json.loads(text)  # line 4, although json raises in a file of its own
+
+{kind} parsed(completions, **columns):
+    return [value(text) for text in completions]
+
+{kind} short(completions, **columns):  # line 9
+    return []
+"""
+    )
+    *_, parsed, short = with_rewards(letters_task, str(file)).REWARDS
+    where = re.escape(str(file))
+    with pytest.raises(
+        RewardError, match=rf"parsed of task t raised JSONDecodeError: .* \({where}, line 4\), on row 0 of"
+    ):
+        call(guarded(parsed, "t", tmp_path), **COLUMNS)
+    with pytest.raises(RewardError, match=rf"returned 0 rewards for 3 rows \({where}, line 9\), on no single row"):
+        call(guarded(short, "t", tmp_path), **COLUMNS)
+    rows = letters_task.load_rows("train")
+    for reward, place in (
+        (parsed, r"it raised TypeError: .*, line 4"),
+        (short, r"it returned 0 rewards .*, line 9"),
+    ):
+        with pytest.raises(ValueError, match=rf"cannot score its rows \({place}\)\); they have the columns"):
+            check_rewards(letters_with([reward]), rows, "letters")
+    with pytest.raises(
+        RewardError, match=r"returned \[\], which is not a number .*test_rewards\.py, line \d+\), on row 0"
+    ):
+        call(guarded(functools.partial(constant([[]])), "t", tmp_path), completions=["a"])
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])

@@ -1,10 +1,14 @@
 """Programs that attack the sandbox or its judge: none passes a test that it does not earn, none does harm."""
 
 import argparse
+import ctypes
+import multiprocessing
 import os
 import socket
+import struct
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d1.commands import sandbox
-from d1.sandbox import WORKERS, Cases, Limits, SandboxError, passed, shares_passed, working_python
+from d1.sandbox import WORKERS, Cases, Limits, SandboxError, box, passed, shares_passed, working_python
 from d1.sandbox.box import seconds_now
 from d1.sandbox.inside import pack, unpack
+from d1.sandbox.system_calls import MACHINES, refusals
+from tests.faults import NO_PROCESS, failing_sandbox
 from tests.sandbox import skip_without_sandbox
 
 skip_without_sandbox()
@@ -279,6 +285,77 @@ def namespaces():
     assert not passed("import os\nos.kill(-1, 9)\n" + RIGHT, SQUARES, LIMITS)
 
 
+def test_no_memory_is_held_outside_of_processes_and_no_socket_reaches_the_host() -> None:
+    """The limit on memory is one per process: 4 processes of 64 MiB held 841 MiB in files of memfd_create."""
+    program = """
+import ctypes, mmap, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def error_of(act, *given):
+    try:
+        return "works" if act(*given) != -1 else os.strerror(ctypes.get_errno())
+    except OSError as error:
+        return error.strerror
+def memfd(): return error_of(os.memfd_create, "held")
+def shared(): return error_of(mmap.mmap, -1, 1 << 20)
+def zero(): return error_of(mmap.mmap, os.open("/dev/zero", os.O_RDWR), 1 << 20, mmap.MAP_SHARED)
+def private(): return error_of(mmap.mmap, -1, 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def system_v(call): return error_of(getattr(libc, call), 0, 1 << 20, 0o1600)
+def queue(): return error_of(libc.mq_open, b"/queue", os.O_CREAT | os.O_RDWR, 0o600, None)
+def numbered(call): return error_of(libc.syscall, call, 8, 0)
+def family(number): return error_of(socket.socket, number, socket.SOCK_STREAM)
+def pair(): return error_of(socket.socketpair)
+"""
+    refused = ["memfd()", "shared()", "zero()", "queue()", *(f"numbered({call})" for call in (425, 447))]
+    refused += [f"system_v({name!r})" for name in ("shmget", "semget", "msgget")]
+    refused += [f"family({number})" for number in (17, 38, 40)]  # AF_PACKET, AF_ALG, AF_VSOCK
+    if os.uname().machine == "x86_64":
+        refused += ["numbered(0x40000000 | 41)"]  # socket of x32
+    works = ["private()", "pair()", *(f"family({number})" for number in (1, 2))]
+    checks = [f"{call} == {os.strerror(1)!r}" for call in refused] + [f"{call} == 'works'" for call in works]
+    names = ("memfd", "shared", "zero", "private", "system_v", "queue", "numbered", "family", "pair")
+    tests = cases(*checks, names=names)
+    found = passed(program, tests, LIMITS)
+    assert [check for number, check in enumerate(checks) if number not in found] == []
+
+
+def follow(filter_: bytes, machine: int, number: int, *arguments: int) -> int:
+    """What a filter returns for a system call: the classic BPF of linux/filter.h, as far as it is used."""
+    data = struct.pack("<iIQ6Q", number, machine, 0, *arguments, *[0] * (6 - len(arguments)))
+    steps, place, value = list(struct.iter_unpack("<HBBI", filter_)), 0, 0
+    while True:
+        code, yes, no, k = steps[place]
+        place += 1
+        if code == 0x20:
+            (value,) = struct.unpack_from("<I", data, k)
+        elif code == 0x06:
+            return k
+        else:
+            met = {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code]
+            place += yes if met else no
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_filter_refuses_these_calls_alone(machine: str) -> None:
+    audit, calls = MACHINES[machine]
+    filter_ = refusals(machine)
+
+    def refused(number: int, *arguments: int, audit: int = audit) -> bool:
+        returned = follow(filter_, audit, number, *arguments)
+        assert returned in (0x7FFF0000, 0x00050001)
+        return returned == 0x00050001
+
+    other = {calls["mmap"], calls["socket"], calls["socketpair"]}
+    always = {*calls.values(), 425, 447} - other
+    assert {number for number in range(500) if number not in other and refused(number)} == always
+    for call in ("socket", "socketpair"):
+        assert [family for family in range(50) if not refused(calls[call], family)] == [1, 2, 10, 16]
+        assert refused(calls[call], 40 | 1 << 32)  # the kernel takes the lower 32 bits
+        assert not refused(calls[call], 1 | 1 << 32)
+    assert [flags for flags in range(0x40) if refused(calls["mmap"], 0, 0, 0, flags)] == [*range(1, 0x40, 2)]
+    assert refused(0x40000000)
+    assert refused(0, audit=0x40000003)
+
+
 def test_nothing_outside_can_be_written(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_text("as it was")
@@ -342,9 +419,9 @@ with __case__(3):
 with __case__(4):
     assert Stack([1]) == Stack([1])
 with __case__(5):
-    assert solution.Stack([5])[0] == 5
+    assert __solution__.Stack([5])[0] == 5
 """
-    names = ("Stack", "fill", "lose", "count", "solution")
+    names = ("Stack", "fill", "lose", "count", "__solution__")
     assert passed(program, Cases(source, names, 6)) == {0, 1, 2, 3, 5}  # no program says what equals what
 
 
@@ -416,6 +493,85 @@ def test_a_bubblewrap_that_fails_is_quoted_with_what_to_do(monkeypatch: pytest.M
             SandboxError, match=r"uid map: Permission denied\. allow bubblewrap to make user namespaces"
         ):
             working_python.__wrapped__()
+
+
+# ---- a sandbox that does not start
+
+
+@pytest.mark.parametrize("failure", [NO_PROCESS, "exit 0", "kill -9 $$"], ids=["EAGAIN", "ends", "killed"])
+def test_a_start_that_fails_is_no_verdict(failure: str) -> None:
+    programs = [f"{RIGHT}  # {failure}{number}" for number in range(8)]
+    with failing_sandbox(6, failure):
+        assert shares_passed(programs, [SQUARES] * 8, LIMITS) == [1.0] * 8
+    wait_until_none_is_left()
+
+
+def test_a_sandbox_that_never_starts_is_an_error_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box, "PAUSES", (0.01, 0.01))
+    program = f"{RIGHT}  # in vain"
+    with (
+        failing_sandbox(None),
+        pytest.raises(SandboxError, match=r"unavailable, at each of 3 tries\. Free memory"),
+    ):
+        passed(program, SQUARES, LIMITS)
+    with failing_sandbox(None, "exit 1"), pytest.raises(SandboxError, match=r"ended without a message, at each of 3"):
+        shares_passed([program], [SQUARES], LIMITS)
+    assert passed(program, SQUARES, LIMITS) == {0, 1, 2, 3, 4}
+
+
+def test_a_sandbox_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box, "PAUSES", (0.01,))
+    monkeypatch.setattr(box, "START_SECONDS", 0.5)
+    with (
+        failing_sandbox(None, "sleep 1000"),
+        pytest.raises(SandboxError, match=r"no interpreter ran after 0\.5 s"),
+    ):
+        passed(f"{RIGHT}  # hangs", SQUARES, LIMITS)
+    wait_until_none_is_left()
+
+
+def test_a_program_that_ends_or_fills_its_time_is_a_verdict() -> None:
+    """These end the sandbox as a failed start does, but after it has started."""
+    programs = [
+        "import os\nos._exit(1)",
+        "import os\nos.kill(os.getpid(), 9)",
+        "raise OSError(11)",
+    ]
+    assert shares_passed(programs, [SQUARES] * 3, LIMITS) == [0, 0, 0]
+
+
+def test_nothing_is_left_if_the_interpreter_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox that was killed while bubblewrap set it up waited for ever."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        for folder in ("bin", "lib"):
+            (Path(name) / folder).mkdir(mode=0o700)
+        python = str(Path(name, "bin", "python3"))
+        Path(python).write_text("")
+
+        def start(_: int) -> None:
+            with pytest.raises(SandboxError, match=r"execvp .*(No such file|Permission denied)"):
+                box.run_sides(python, RIGHT, SQUARES, LIMITS)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(start, range(200)))
+    wait_until_none_is_left()
+
+
+def children_after_judging() -> None:
+    """For a process of its own: to it come orphans, as to the first process of a container."""
+    assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+    assert passed(f"{RIGHT}  # in a container", SQUARES, LIMITS) == {0, 1, 2, 3, 4}
+    assert passed(ATTACKS["sleep"], SQUARES, Limits(seconds=0.5)) == frozenset()
+    with pytest.raises(ChildProcessError):  # neither running nor waiting to be reaped
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_nothing_is_left_for_the_first_process_of_a_container_to_reap() -> None:
+    process = multiprocessing.get_context("fork").Process(target=children_after_judging)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("seconds", 0), ("memory", 8), ("processes", 1.5), ("files", 0)])

@@ -1,5 +1,7 @@
 """GSM8K: reading numbers, and each reward, compared with values computed by hand."""
 
+import json
+
 import pytest
 
 from d1.tasks import gsm8k
@@ -87,3 +89,62 @@ def test_rewards_by_hand(text, tags, soft, strict, integer, correct):
 
 def test_a_unicode_digit_is_no_integer():
     assert gsm8k.integer_reward(["<answer>²</answer>", "<answer>١</answer>", "<answer>1,234</answer>"]) == [0, 0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("gold", "number"),
+    [
+        ("18", 18),
+        (" 1,234", 1234),
+        ("1,234,567.50", 1234567.5),
+        ("70,000", 70000),
+        ("$5.00", 5),
+        (r"\$250", 250),
+        ("-$10", -10),
+        ("−3", -3),
+        ("60%", 60),
+        (r"60\%", 60),
+        ("5.", 5),
+        ("5%.", 5),
+        ("0.5", 0.5),
+        (".5", 0.5),
+        ("3/4", 0.75),
+        ("2 1/2", 2.5),
+        (r"\frac{3}{4}", 0.75),
+        ("1e3", 1000),
+        ("3,14", None),  # was 3
+        ("5 or 6", None),  # was 5
+        ("x - 3", None),  # was -3
+        ("0,500", None),  # was 500
+        ("1234,567", None),
+        ("1,2345", None),
+        ("2x", None),
+        ("5 million", None),
+        ("18 eggs", None),
+        ("3+4", None),
+        ("9+9=18", None),
+        ("± 3", None),
+        ("3^2", None),
+        ("nan", None),
+        ("1e999", None),
+        ("1/0", None),
+        ("", None),
+    ],
+)
+def test_a_gold_is_one_number_and_nothing_else(gold, number, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "How many?", "answer": f"So.\n#### {gold}"}))
+    if number is not None:
+        assert gsm8k.load_rows("test", str(path))["ground_truth"][:] == [number]
+        return
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1: answer must end with '#### number', got "):
+        gsm8k.load_rows("test", str(path))
+
+
+def test_the_arithmetic_and_thousands_of_other_golds_read_as_before():
+    golds = [
+        *map(str, range(0, 3000, 7)),
+        *(f"{n:,}" for n in range(1000, 3_000_000, 99_991)),
+        *("-1", "-2.5", "$3", "4.75"),
+    ]
+    assert [gsm8k.gold_number(gold) for gold in golds] == [gsm8k.number_in(gold) for gold in golds]

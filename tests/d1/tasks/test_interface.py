@@ -1,6 +1,7 @@
 """Names, user tasks, reading of rows, splits, few-shot turns, and the extraction all tasks share."""
 
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -152,7 +153,26 @@ def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
     ("name", "row", "message"),
     [
         ("gsm8k", {"question": "?", "answer": "12"}, "row 1: answer must end with '#### number'"),
+        ("gsm8k", {"question": None, "answer": "#### 12"}, "row 1: question must be a text, got None"),
+        ("gsm8k", {"question": " ", "answer": "#### 12"}, "row 1: question must be a text, got ' '"),
+        ("gsm8k", {"question": "?", "answer": None}, "row 1: answer must be a text, got None"),
+        ("arithmetic", {"question": None, "answer": "#### 12"}, "row 1: question must be a text, got None"),
+        ("math", {"problem": None, "answer": "3"}, "row 1: problem must be a text, got None"),
+        ("math", {"problem": "?", "answer": math.nan}, "row 1: answer must be LaTeX text or a number, got nan"),
+        ("math", {"problem": "?", "answer": True}, "row 1: answer must be LaTeX text or a number, got True"),
+        ("math", {"problem": "?", "answer": ["3"]}, r"row 1: answer must be LaTeX text or a number, got \['3'\]"),
+        ("math", {"problem": "?", "answer": "3", "solution": ["3"]}, "row 1: solution must be a text, got"),
         ("math", {"problem": "?", "solution": "so 3"}, "row 1: neither an answer nor"),
+        ("countdown", {"nums": [1.0, 2.5], "target": 3}, "row 1: nums and target must be integers"),  # was 1, 2
+        ("countdown", {"nums": [1, 2], "target": 2.5}, "row 1: nums and target must be integers"),
+        ("countdown", {"nums": [1, 2], "target": True}, "row 1: nums and target must be integers"),
+        ("countdown", {"nums": [1, 2], "target": math.inf}, "row 1: nums and target must be integers"),
+        ("countdown", {"nums": None, "target": 3}, "row 1: nums and target must be integers"),
+        ("countdown", {"input": "", "output": "6"}, "row 1: input and output must be integers"),
+        ("countdown", {"nums": [3, -4], "target": 7}, "row 1: nums must be numbers of 0 or more"),  # no answer has -4
+        ("pocket_countdown", {"input": "1,2,-3", "output": "6"}, "row 1: input must be numbers of 0 or more"),
+        ("sudoku", {"Puzzle": None, "Solution": None}, "row 1: Puzzle must be 16 digits"),
+        ("programs", {"input": None, "program": None}, "row 1: input must be two orders of abcde"),
         ("countdown", {"input": "1,x,3", "output": "6"}, "row 1: input and output must be integers"),
         ("sudoku", {"Puzzle": "102230010030400", "Solution": "4132231412433421"}, "row 1: Puzzle must be 16 digits"),
         ("sudoku", {"Puzzle": "0102230010030400", "Solution": "4132231412433412"}, "row 1: Solution .* does not solve"),
@@ -160,7 +180,7 @@ def test_a_wrong_file_is_named_with_what_it_lacks(tmp_path):
         ("programs", {"input": "abcde,bcdea", "program": "x[0]"}, r"row 1: program must be as in x\[3\] \+ x\[0\]"),
         ("code", {"prompt": "?", "test_list": []}, "no row can be used: row 1, test_list must be a list of tests, got"),
         ("code", {"question": "?", "test": "def ("}, "row 1, test is no Python: "),
-        ("code", {"question": "?", "test": "print(1)"}, "row 1, there is no assert and no test function"),
+        ("code", {"question": "?", "test": "print(1)"}, "row 1, there is no assert that runs and no test function"),
         ("code", {"question": "?", "test": "def test(a): pass"}, "row 1, test takes parameters or has a decorator"),
         (
             "code",
