@@ -18,10 +18,14 @@ def generated(row: Row, done: Completed, cut_off: bool, logprobs: bool, step_map
     """The answer of `/generate`: up to and including the first end, if it is `cut_off`; else the whole canvas."""
     end = first_end(done.ids, row.ends if cut_off else ())
     count = min(end + 1, len(done.ids))
-    stopped = {"type": "stop", "matched": done.ids[end]} if end < len(done.ids) else None
+    why: dict[str, Any] = {"type": "length", "length": count}
+    if end < len(done.ids):
+        why = {"type": "stop", "matched": done.ids[end]}
+    elif done.cut_short:
+        why = {"type": "abort", "message": "the server is stopping"}
     meta: dict[str, Any] = {
         "id": row.rid,
-        "finish_reason": stopped or {"type": "length", "length": count},
+        "finish_reason": why,
         "prompt_tokens": len(row.ids),
         "completion_tokens": count,
         "weight_version": done.weight_version,
@@ -43,7 +47,7 @@ def step_map(done: Completed) -> list[int]:
     for start, end in pairwise(accumulate(done.blocks, initial=0)):
         block = done.reveal_steps[start:end]
         steps += [step - before + 1 if step >= 0 else 0 for step in block]
-        before = max(before, *(step + 1 for step in block))
+        before = max([before, *(step + 1 for step in block)])
     return steps
 
 
@@ -56,23 +60,24 @@ class Choice:
     stops: Sequence[str]
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    reason: str | None = None  # why it ended: "stop" or "length"
+    reason: str | None = None  # why it ended: "stop", "length" or, in SGLang's word, "abort"
     sent: int = 0  # characters that were passed on
 
-    def read(self, ids: list[int], whole: bool) -> None:
-        """Takes all tokens so far; `whole` says that no more come."""
+    def read(self, ids: list[int], whole: bool, cut_short: bool = False) -> None:
+        """Takes all tokens so far; `whole` says that no more come, `cut_short` that the row was to have more."""
         end = first_end(ids, self.ends)
         text = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
         self.ids, self.text = ids[:end], cut(text, self.stops)
         stopped = len(self.text) < len(text) or end < len(ids)
-        self.reason = "stop" if stopped else "length" if whole else None
+        self.reason = "stop" if stopped else "abort" if cut_short else "length" if whole else None
 
     def news(self) -> str:
         """What can be passed on now, without what the next tokens may change."""
         text = self.text
         if self.reason is None:
-            held = max(map(len, self.stops), default=1) - 1
-            text = text[: len(text) - held].removesuffix("\ufffd")
+            text = text.rstrip("\ufffd")  # bytes of a character that is not whole yet
+            held = max(map(len, self.stops), default=1) - 1  # which may begin a stop string
+            text = text[: max(0, len(text) - held)]
         new, self.sent = text[self.sent :], max(self.sent, len(text))
         return new
 
