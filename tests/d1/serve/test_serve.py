@@ -276,7 +276,7 @@ def test_no_body_is_answered_by_an_error_of_the_server(tiny, data):
     if answer.status_code != 200:
         assert path == "/update_weights_from_disk" or answer.json()["error"]["message"]
     elif path == "/pause_generation":  # `{}` pauses, and the next example would wait for ever
-        requests.post(f"{tiny.url}/continue_generation", timeout=60)
+        tiny.post("/continue_generation")
     assert requests.get(f"{tiny.url}/health", timeout=60).status_code == 200
 
 
