@@ -61,25 +61,33 @@ class Choice:
     ids: list[int] = field(default_factory=list)
     text: str = ""
     reason: str | None = None  # why it ended: "stop", "length" or, in SGLang's word, "abort"
+    ready: int = 0  # characters that no later token changes
     sent: int = 0  # characters that were passed on
 
     def read(self, ids: list[int], whole: bool, cut_short: bool = False) -> None:
         """Takes all tokens so far; `whole` says that no more come, `cut_short` that the row was to have more."""
         end = first_end(ids, self.ends)
-        text = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
+        text, over = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True)), whole or end < len(ids)
+        if not over:
+            text = text.rstrip("\ufffd")  # bytes of a character that is not whole yet
+        certain = len(text) if over else begun(text, self.stops)
         self.ids, self.text = ids[:end], cut(text, self.stops)
-        stopped = len(self.text) < len(text) or end < len(ids)
-        self.reason = "stop" if stopped else "abort" if cut_short else "length" if whole else None
+        if end < len(ids) or len(self.text) < min(len(text), certain + 1):
+            self.reason = "stop"
+        else:
+            self.reason = "abort" if cut_short else "length" if whole else None
+        self.ready = len(self.text) if self.reason else certain
 
     def news(self) -> str:
-        """What can be passed on now, without what the next tokens may change."""
-        text = self.text
-        if self.reason is None:
-            text = text.rstrip("\ufffd")  # bytes of a character that is not whole yet
-            held = max(map(len, self.stops), default=1) - 1  # which may begin a stop string
-            text = text[: max(0, len(text) - held)]
-        new, self.sent = text[self.sent :], max(self.sent, len(text))
+        """What can be passed on now."""
+        new, self.sent = self.text[self.sent : self.ready], max(self.sent, self.ready)
         return new
+
+
+def begun(text: str, stops: Sequence[str]) -> int:
+    """The first place from which the rest of `text` begins a stop string; its length if there is none."""
+    first = max(0, len(text) - max(map(len, stops), default=0) + 1)
+    return next((at for at in range(first, len(text)) if any(stop.startswith(text[at:]) for stop in stops)), len(text))
 
 
 def usage(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, int]:
