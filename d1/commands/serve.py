@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -130,6 +131,8 @@ def run(args: argparse.Namespace) -> None:
                 asyncio.get_running_loop().call_later(args.drain_seconds, engine.finish)
             await super().shutdown(sockets)
 
+    gc.collect()
+    gc.freeze()  # else the garbage collector looks through the libraries whenever a large request makes many objects
     with named_address(args.host, args.port):
         own.listen()  # from here on clients are heard
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn's own, which drains, comes and goes before it

@@ -2,14 +2,16 @@
 
 import asyncio
 import hmac
+import html
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.runs.entry import one_line
 from d1.serve.answers import Choice, completion_choice, envelope, generated, usage
 from d1.serve.broadcast import Receiver
@@ -34,6 +36,13 @@ from d1.show.page import film_page
 OPEN = ("/", "/health")  # without the API key
 LARGEST_BODY = 8 << 20  # bytes
 HERE = Path(__file__).parent
+EXAMPLES = (  # of a first message: a question, and what the models in pocket/ read
+    "A train leaves at 9:40 and arrives at 13:05. How long does it take?",
+    "Solve 0002403020033024",
+    "Numbers: [13, 5, 4]\nTarget: 4",
+    "Tom has 85 books. He drops 8. He buys 6. How many books?",
+    "f('abcde') = 'daacb'\nf('edcba') = 'beecd'",
+)
 STATUS: dict[type[Exception], int] = {LookupError: 404, QueueFull: 429, ValueError: 400}
 STATUS |= {ConnectionError: 503, RowsStopped: 503}
 
@@ -234,7 +243,8 @@ def make_app(server: Server) -> Any:
 
     # --- For people and for Prometheus --------------------------------------------------------------------------------
 
-    page = film_page(server.name, [], (HERE / "chat.html").read_text(), (HERE / "chat.js").read_text())
+    form = (HERE / "chat.html").read_text().replace("EXAMPLE", html.escape(example(server.tokenizer)))
+    page = film_page(server.name, [], form, (HERE / "chat.js").read_text())
 
     @app.get("/")
     async def chat_page() -> Any:
@@ -281,6 +291,15 @@ def make_app(server: Server) -> Any:
             seconds.labels(path, status).observe(time.perf_counter() - began)
 
     return gate
+
+
+def example(tokenizer: Any) -> str:
+    """The first of the examples that a model can read; empty if it reads none."""
+    for text in EXAMPLES:
+        with suppress(ValueError):
+            if encode_prompt(tokenizer, render_prompt(tokenizer, [{"role": "user", "content": text}])):
+                return text
+    return ""
 
 
 class EngineMetrics:
