@@ -310,17 +310,23 @@ def test_work_on_one_request_holds_up_no_other(tiny, monkeypatch):
 
 
 def test_log_probabilities_and_a_stop_string(tiny):
-    given = {"prompt": [5, 6], "max_tokens": 16, "temperature": 0.9, "seed": 3, "ignore_eos": True}
-    given |= {"stop": ["a", "b", "c", "d", "e"]}
-    plain = tiny.post("/v1/completions", **given)["choices"][0]
-    with_them = tiny.post("/v1/completions", **given, logprobs=0)["choices"][0]
-    assert len(with_them["logprobs"]["token_logprobs"]) >= 1
-    assert (with_them["text"], with_them["finish_reason"]) == (plain["text"], plain["finish_reason"])
-    chat = given | {"messages": [{"role": "user", "content": "a b"}]}
-    del chat["prompt"]
-    found = tiny.post("/v1/chat/completions", **chat, logprobs=True)["choices"][0]
-    assert found["logprobs"]["content"]
-    assert found["message"]["content"] == tiny.post("/v1/chat/completions", **chat)["choices"][0]["message"]["content"]
+    """The stop string comes in an early block."""
+    given = {"max_tokens": 16, "block_length": 2, "steps": 16, "temperature": 0.9, "seed": 3, "ignore_eos": True}
+    asked = [("/v1/completions", {"prompt": [5, 6]}, 0)]
+    asked += [("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b"}]}, True)]
+
+    def text_of(choice):
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+
+    for path, body, logprobs in asked:
+        body |= given
+        stop = text_of(tiny.post(path, **body)["choices"][0]).split()[1]
+        plain = tiny.post(path, **body, stop=stop)["choices"][0]
+        found = tiny.post(path, **body, stop=stop, logprobs=logprobs)["choices"][0]
+        assert text_of(found) == text_of(plain)
+        assert found["finish_reason"] == plain["finish_reason"] == "stop"
+        logps = found["logprobs"].get("token_logprobs") or [one["logprob"] for one in found["logprobs"]["content"]]
+        assert max(logps) <= 0
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "stream"])
