@@ -17,6 +17,7 @@ import requests
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
 from d1.commands.serve import hosts
 from d1.masking import keyed_generator
@@ -490,3 +491,42 @@ def test_a_post_says_that_it_is_json(tiny):
         assert status(tiny, path, "OPTIONS", Origin="http://evil.example") == 405
     assert tiny.metric("d1_rows_waiting") == 0
     assert status(tiny, "/continue_generation", Content_Type="Application/JSON; charset=utf-8") == 200
+
+
+def test_requests_wait_while_new_weights_are_moved(tiny_model_dir, weights, monkeypatch):
+    begun, go_on, plain = threading.Event(), threading.Event(), torch.nn.Module.to
+
+    def slowly(module, *where, **options):
+        if isinstance(module, PreTrainedModel):
+            begun.set()
+            assert go_on.wait(60)
+        return plain(module, *where, **options)
+
+    with serving(tiny_model_dir, weights_dir=weights) as served, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(torch.nn.Module, "to", slowly)
+        update = pool.submit(served.post, "/update_weights_from_disk", model_path="other", weight_version="new")
+        assert begun.wait(60)
+        assert requests.get(f"{served.url}/model_info", timeout=60).json()["weight_version"] == "default"
+        row = pool.submit(served.post, "/generate", **OF_ONE)
+        served.wait_for("d1_rows_waiting", 1)
+        assert requests.get(f"{served.url}/health", timeout=60).status_code == 200
+        go_on.set()
+        assert update.result()["success"]
+        assert row.result()["meta_info"]["weight_version"] == "new"
+
+
+def test_the_health_is_that_of_the_engine(tiny_model_dir, monkeypatch):
+    with serving(tiny_model_dir) as served:
+        with monkeypatch.context() as patch:  # an error in the handling of one request
+            patch.setattr(Server, "rows_to_generate", lambda self, body: 1 / 0)
+            assert "division" in error_of(served, 500)
+        assert requests.get(f"{served.url}/health", timeout=60).status_code == 200
+        assert served.post("/generate", **OF_ONE)["output_ids"]
+        monkeypatch.setattr(served.engine, "admitted", lambda: 1 / 0)  # one in the engine's own thread
+        for _ in range(2):
+            assert "cannot sample any more: ZeroDivisionError" in error_of(served, 503)
+        assert requests.get(f"{served.url}/health", timeout=60).status_code == 503
+
+
+def error_of(served, status):
+    return served.post("/generate", status, **OF_ONE)["error"]["message"]
