@@ -73,7 +73,7 @@ def named_address(host: str, port: int) -> Iterator[None]:
 def hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
     """The names in the header `Host` of requests to a server that listens on `host`. On all addresses, these are the
     machine's name and every address."""
-    names = [*LOCAL, host.lower() or "0.0.0.0", *(name.lower() for name in more)]
+    names = [*LOCAL, host.lower() or "0.0.0.0", *(name.lower().strip("[]") for name in more)]
     if host in ("", "0.0.0.0", "::"):
         own = socket.gethostname().lower()
         names += [own, own.partition(".")[0]]

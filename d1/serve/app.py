@@ -138,7 +138,7 @@ def make_app(server: Server) -> Any:
         return await answered(request, sample())
 
     async def taken(update: Future[None]) -> None:
-        """Waits for an update, which goes on when nobody waits any more."""
+        """Waits for an update, which continues when nobody waits for it any more."""
         await asyncio.shield(asyncio.wrap_future(update))
 
     @app.post("/update_weights_from_disk")
@@ -259,8 +259,8 @@ def make_app(server: Server) -> Any:
     def refuse(scope: Any) -> Any:
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
-        if not server.api_key and not server.is_called(host):  # by a page of another site, whose name leads here now
-            return refusal(400, f"Host: {host} is no name of this server, which --allowed_hosts gives it")
+        if not server.api_key and not server.is_called(host):  # a page of another site, say
+            return refusal(400, f"the header Host: {host[:200]} does not name this server: --allowed_hosts adds names")
         given, wanted = headers.get(b"authorization", b""), f"Bearer {server.api_key}".encode()
         if server.api_key and scope["path"] not in OPEN and not hmac.compare_digest(given, wanted):
             return refusal(401, "this server asks for its API key, as Authorization: Bearer KEY")

@@ -67,6 +67,7 @@ class Engine:
             self.changed.notify()
 
     def check_serves(self) -> None:
+        """Raises ConnectionError if the engine ends or has ended."""
         if self.over or self.closing or self.finishing:
             raise ConnectionError(self.over or "the server is stopping")
 
