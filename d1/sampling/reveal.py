@@ -53,9 +53,7 @@ def schedule_of(sizes: Sequence[int], steps: int) -> list[list[int]]:
     can exceed `steps` by one, if a prompt ends inside a block.
     """
     taken = [1] * len(sizes)
-    slowest: list[tuple[float, int]] = [
-        (-size, block) for block, size in enumerate(sizes)
-    ]  # the block with the most tokens per step first
+    slowest: list[tuple[float, int]] = [(-size, block) for block, size in enumerate(sizes)]  # with the most per step
     heapify(slowest)
     for _ in range(steps - len(sizes)):
         block = slowest[0][1]
