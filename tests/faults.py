@@ -8,6 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 # --- The clock --------------------------------------------------------------------------------------------------------
 
@@ -17,7 +22,47 @@ from pathlib import Path
 
 # --- Servers ----------------------------------------------------------------------------------------------------------
 
+
+@contextmanager
+def no_room(kept: torch.nn.Module, times: int) -> Iterator[list[tuple[bool, str]]]:
+    """The next `times` moves of other models than `kept` find no room on their device. Yields all moves so far: whether
+    it was `kept` that moved, and where to."""
+    plain, moves = torch.nn.Module.to, list[tuple[bool, str]]()
+
+    def to(self: torch.nn.Module, *where: Any, **options: Any) -> torch.nn.Module:
+        if not isinstance(self, PreTrainedModel | PeftModel):  # a part
+            return plain(self, *where, **options)
+        moves.append((self is kept, str(where[0])))
+        if self is not kept and sum(not own for own, _ in moves) <= times:
+            raise torch.OutOfMemoryError("no room, made on purpose")
+        return plain(self, *where, **options)
+
+    torch.nn.Module.to = to  # type: ignore[assignment]
+    try:
+        yield moves
+    finally:
+        torch.nn.Module.to = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def failing_passes(engine: Any, fails: Any) -> Iterator[None]:
+    """Forward passes of an engine's model in whose batch some row's ids (rows, length) `fails` raise an error."""
+    body = engine.model.base_model
+
+    def check(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        ids = options.get("input_ids", given[0] if given else None)
+        if fails(ids):
+            raise FloatingPointError("a pass that failed on purpose")
+
+    hook = body.register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 # --- The sandbox ------------------------------------------------------------------------------------------------------
+
 
 NO_PROCESS = "echo 'bwrap: Creating new namespace failed: Resource temporarily unavailable' >&2; exit 1"
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import logging
 import os
 import signal
+import socket
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from errno import EADDRINUSE
 from pathlib import Path
 from typing import Any
 
 from d1.commands.model import model_of, tokenizer_of
 from d1.ranges import COUNT, NATURAL, Range
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
-from d1.serve import KEY
+from d1.serve import KEY, LOCAL
 
+PARTING = 10  # seconds that clients have to read their answers after --drain_seconds
 MISSING = "d1 serve needs FastAPI, uvicorn and prometheus-client: pip install -e '.[serve]' in the checkout"
 
 
@@ -25,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     port = Range(0, 65535, integer=True)
     server.add_argument("--port", type=port, default=30000, help="0: any that is free (default: %(default)s)")
+    names = "names by which clients call this server, besides localhost and HOST (default: none; '*': all; with an API "
+    names += "key: all)"
+    server.add_argument("--allowed_hosts", nargs="+", metavar="NAME", default=[], help=names)
     server.add_argument("--api_key", default=os.environ.get(KEY), help=f"key that clients must send (default: ${KEY})")
     server.add_argument("--served_model_name", help="the model's name in OpenAI's dialect (default: MODEL)")
     below = "folder below which requests may name weights to load; give the flag once per folder"
@@ -35,9 +45,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--queue_size", type=COUNT, default=1024, help="rows that may wait (default: %(default)s)")
     server.add_argument("--max_gen_length", type=COUNT, help="largest canvas of a request (default: the model's room)")
     server.add_argument(
-        "--drain_seconds", type=NATURAL, help="time that SIGTERM leaves to requests (default: no limit)"
+        "--drain_seconds",
+        type=NATURAL,
+        help="time that SIGTERM leaves to requests; then rows end with the tokens they have (default: no limit)",
     )
     add_sampling_flags(parser.add_argument_group("sampling, where a request does not say"))
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket of this address, which does not listen yet."""
+    own = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with named_address(host, port):
+        own.bind((host, port))
+    return own
+
+
+@contextmanager
+def named_address(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        advice = ": choose another --port, or --port 0 for any that is free" if error.errno == EADDRINUSE else ""
+        raise OSError(f"--host {host} --port {port}: {error.strerror}{advice}") from error
+
+
+def hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
+    """The names in the header `Host` of requests to a server that listens on `host`. On all addresses, these are the
+    machine's name and every address."""
+    names = [*LOCAL, host.lower() or "0.0.0.0", *(name.lower().strip("[]") for name in more)]
+    if host in ("", "0.0.0.0", "::"):
+        own = socket.gethostname().lower()
+        names += [own, own.partition(".")[0]]
+    return tuple(dict.fromkeys(names))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,6 +102,7 @@ def run(args: argparse.Namespace) -> None:
     is_open = args.host not in ("127.0.0.1", "localhost", "::1") and not args.api_key
     if is_open and args.take_broadcasts:
         raise ValueError(f"--take_broadcasts: whoever reaches {args.host} could change the model: set --api_key")
+    own = bound(args.host, args.port)  # before the model is loaded
     tokenizer = tokenizer_of(args)
     check_chat_template(tokenizer, args.model_path)
 
@@ -79,15 +120,25 @@ def run(args: argparse.Namespace) -> None:
     limits = {"max_gen_length": args.max_gen_length, "weights_dir": (*args.weights_dir,), "api_key": args.api_key}
     room = 8 * sum(weight.numel() for weight in model.parameters()) + (16 << 20)  # in fp32, and its files
     limits["receiver"] = Receiver(room) if args.take_broadcasts else None
+    limits["allowed_hosts"] = hosts(args.host, args.allowed_hosts)
     app = make_app(Server(engine, tokenizer, name, defaults, args.seed, loader=Loader(start), **limits))
-    config = uvicorn.Config(
-        app, args.host, args.port, log_level="warning", timeout_graceful_shutdown=args.drain_seconds
-    )
-    socket = config.bind_socket()
-    socket.listen()  # from here on clients are heard
+    patience = None if args.drain_seconds is None else args.drain_seconds + PARTING
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=patience)
+
+    class Draining(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if args.drain_seconds is not None:
+                asyncio.get_running_loop().call_later(args.drain_seconds, engine.finish)
+            await super().shutdown(sockets)
+
+    gc.collect()
+    gc.freeze()  # else the garbage collector looks through the libraries whenever a large request makes many objects
+    with named_address(args.host, args.port):
+        own.listen()  # from here on clients are heard
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn's own, which drains, comes and goes before it
-    sys.stderr.write(f"Serving {name} on http://{args.host}:{socket.getsockname()[1]}\n")
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    sys.stderr.write(f"Serving {name} on http://{host}:{own.getsockname()[1]}\n")
     if is_open:
         logging.getLogger(__name__).warning("No --api_key: whoever reaches %s may use this server.", args.host)
     sys.stderr.flush()
-    uvicorn.Server(config).run(sockets=[socket])
+    Draining(config).run(sockets=[own])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -52,9 +53,12 @@ def schedule_of(sizes: Sequence[int], steps: int) -> list[list[int]]:
     can exceed `steps` by one, if a prompt ends inside a block.
     """
     taken = [1] * len(sizes)
+    slowest: list[tuple[float, int]] = [(-size, block) for block, size in enumerate(sizes)]  # with the most per step
+    heapify(slowest)
     for _ in range(steps - len(sizes)):
-        slowest = max(range(len(sizes)), key=lambda block: sizes[block] / taken[block])
-        taken[slowest] += 1
+        block = slowest[0][1]
+        taken[block] += 1
+        heapreplace(slowest, (-sizes[block] / taken[block], block))
     return [spread(*block) for block in zip(sizes, taken, strict=True)]
 
 

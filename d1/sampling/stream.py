@@ -145,9 +145,16 @@ class Stream:
         self.count = len(self.kept)
         if not done:
             return None
-        canvas, rows = batch.canvas, batch.upload(done)
+        return self.taken(done)
+
+    def so_far(self) -> Finished:
+        """All rows at work, as `leave` gives those that ended, with mask tokens where a token is still hidden."""
+        return self.taken([*range(len(self.rows))])
+
+    def taken(self, places: Sequence[int]) -> Finished:
+        canvas, rows = self.batch.canvas, self.batch.upload(places)
         taken = Rollout.of(canvas.ids[rows], self.record[:, rows], canvas.passes[rows], canvas.forward_tokens[rows])
-        return [batch.rows[row].number for row in done], taken
+        return [self.rows[place].number for place in places], taken
 
     @torch.no_grad()
     def enter(self, new: Sequence[Asked]) -> None:

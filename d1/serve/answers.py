@@ -18,10 +18,14 @@ def generated(row: Row, done: Completed, cut_off: bool, logprobs: bool, step_map
     """The answer of `/generate`: up to and including the first end, if it is `cut_off`; else the whole canvas."""
     end = first_end(done.ids, row.ends if cut_off else ())
     count = min(end + 1, len(done.ids))
-    stopped = {"type": "stop", "matched": done.ids[end]} if end < len(done.ids) else None
+    why: dict[str, Any] = {"type": "length", "length": count}
+    if end < len(done.ids):
+        why = {"type": "stop", "matched": done.ids[end]}
+    elif done.cut_short:
+        why = {"type": "abort", "message": "the server is stopping"}
     meta: dict[str, Any] = {
         "id": row.rid,
-        "finish_reason": stopped or {"type": "length", "length": count},
+        "finish_reason": why,
         "prompt_tokens": len(row.ids),
         "completion_tokens": count,
         "weight_version": done.weight_version,
@@ -43,7 +47,7 @@ def step_map(done: Completed) -> list[int]:
     for start, end in pairwise(accumulate(done.blocks, initial=0)):
         block = done.reveal_steps[start:end]
         steps += [step - before + 1 if step >= 0 else 0 for step in block]
-        before = max(before, *(step + 1 for step in block))
+        before = max([before, *(step + 1 for step in block)])
     return steps
 
 
@@ -56,25 +60,34 @@ class Choice:
     stops: Sequence[str]
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    reason: str | None = None  # why it ended: "stop" or "length"
+    reason: str | None = None  # why it ended: "stop", "length" or, in SGLang's word, "abort"
+    ready: int = 0  # characters that no later token changes
     sent: int = 0  # characters that were passed on
 
-    def read(self, ids: list[int], whole: bool) -> None:
-        """Takes all tokens so far; `whole` says that no more come."""
+    def read(self, ids: list[int], whole: bool, cut_short: bool = False) -> None:
+        """Takes all tokens so far; `whole` says that no more come, `cut_short` that the row was to have more."""
         end = first_end(ids, self.ends)
-        text = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
+        text, over = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True)), whole or end < len(ids)
+        if not over:
+            text = text.rstrip("\ufffd")  # bytes of a character that is not whole yet
+        certain = len(text) if over else begun(text, self.stops)
         self.ids, self.text = ids[:end], cut(text, self.stops)
-        stopped = len(self.text) < len(text) or end < len(ids)
-        self.reason = "stop" if stopped else "length" if whole else None
+        if end < len(ids) or len(self.text) < min(len(text), certain + 1):
+            self.reason = "stop"
+        else:
+            self.reason = "abort" if cut_short else "length" if whole else None
+        self.ready = len(self.text) if self.reason else certain
 
     def news(self) -> str:
-        """What can be passed on now, without what the next tokens may change."""
-        text = self.text
-        if self.reason is None:
-            held = max(map(len, self.stops), default=1) - 1
-            text = text[: len(text) - held].removesuffix("\ufffd")
-        new, self.sent = text[self.sent :], max(self.sent, len(text))
+        """What can be passed on now."""
+        new, self.sent = self.text[self.sent : self.ready], max(self.sent, self.ready)
         return new
+
+
+def begun(text: str, stops: Sequence[str]) -> int:
+    """The first place from which the rest of `text` begins a stop string; its length if there is none."""
+    first = max(0, len(text) - max(map(len, stops), default=0) + 1)
+    return next((at for at in range(first, len(text)) if any(stop.startswith(text[at:]) for stop in stops)), len(text))
 
 
 def usage(rows: Sequence[Row], choices: Sequence[Choice]) -> dict[str, int]:

@@ -2,19 +2,33 @@
 
 import asyncio
 import hmac
+import html
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.runs.entry import one_line
 from d1.serve.answers import Choice, completion_choice, envelope, generated, usage
 from d1.serve.broadcast import Receiver
 from d1.serve.engine import Engine
 from d1.serve.reading import RowsStopped, completed, streamed
-from d1.serve.requests import BeginUpdate, Broadcast, Chat, Completion, Generate, Pause, Server, Update, UpdateGroup
+from d1.serve.requests import (
+    BeginUpdate,
+    Broadcast,
+    Chat,
+    Completion,
+    Generate,
+    Pause,
+    Server,
+    Update,
+    UpdateGroup,
+    wants_logprobs,
+)
 from d1.serve.rows import QueueFull
 from d1.serve.weights import weights_below
 from d1.show.page import film_page
@@ -22,6 +36,13 @@ from d1.show.page import film_page
 OPEN = ("/", "/health")  # without the API key
 LARGEST_BODY = 8 << 20  # bytes
 HERE = Path(__file__).parent
+EXAMPLES = (  # of a first message: a question, and what the models in pocket/ read
+    "A train leaves at 9:40 and arrives at 13:05. How long does it take?",
+    "Solve 0002403020033024",
+    "Numbers: [13, 5, 4]\nTarget: 4",
+    "Tom has 85 books. He drops 8. He buys 6. How many books?",
+    "f('abcde') = 'daacb'\nf('edcba') = 'beecd'",
+)
 STATUS: dict[type[Exception], int] = {LookupError: 404, QueueFull: 429, ValueError: 400}
 STATUS |= {ConnectionError: 503, RowsStopped: 503}
 
@@ -56,10 +77,10 @@ def make_app(server: Server) -> Any:
         return JSONResponse({"error": error}, status, headers)
 
     def refused(request: Request, error: Exception) -> Any:
-        status = getattr(error, "status", None) or next(STATUS[kind] for kind in STATUS if isinstance(error, kind))
-        return refusal(status, one_line(error))
+        known = [STATUS[kind] for kind in STATUS if isinstance(error, kind)]
+        return refusal(getattr(error, "status", None) or [*known, 500][0], one_line(error))
 
-    for kind in STATUS:
+    for kind in (*STATUS, Exception):
         app.add_exception_handler(kind, refused)
 
     @app.exception_handler(RequestValidationError)
@@ -103,30 +124,35 @@ def make_app(server: Server) -> Any:
 
     @app.post("/generate")
     async def generate(body: Generate, request: Request) -> Any:
-        rows, cut = server.rows_to_generate(body), not body.sampling_params.ignore_eos
+        rows = await asyncio.to_thread(server.rows_to_generate, body)
 
-        async def sample() -> Any:
-            done = await completed(engine, rows)
-            given = cut, body.return_logprob, body.return_step_maps
+        def answer(done: list[Any]) -> Any:
+            given = not body.sampling_params.ignore_eos, body.return_logprob, body.return_step_maps
             answers = [generated(row, one, *given) for row, one in zip(rows, done, strict=True)]
             several = isinstance(body.input_ids[0], list) or len(rows) > 1
             return JSONResponse(answers if several else answers[0])
 
+        async def sample() -> Any:
+            return await asyncio.to_thread(answer, await completed(engine, rows))
+
         return await answered(request, sample())
+
+    async def taken(update: Future[None]) -> None:
+        """Waits for an update, which continues when nobody waits for it any more."""
+        await asyncio.shield(asyncio.wrap_future(update))
 
     @app.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: Update) -> Any:
         try:
-            folder = weights_below(server.weights_dir, body.model_path)
+            folder = await asyncio.to_thread(weights_below, server.weights_dir, body.model_path)
             if body.abort_all_requests:
                 engine.stop_all("aborted by an update of the weights")
             assert server.loader is not None
             load = partial(server.loader.load, folder)
-            update = engine.replace_model(load, body.weight_version or str(folder))
-            await asyncio.wrap_future(update)
+            await taken(engine.replace_model(load, body.weight_version or str(folder)))
         except Exception as error:
-            status = 429 if isinstance(error, QueueFull) else 400
-            return JSONResponse({"success": False, "message": one_line(error)}, status)
+            known = {QueueFull: 429, ConnectionError: 503}
+            return JSONResponse({"success": False, "message": one_line(error)}, known.get(type(error), 400))
         return {"success": True, "message": f"the weights are those of {folder}"}
 
     async def received(work: Callable[[Receiver], Any]) -> Any:
@@ -158,7 +184,7 @@ def make_app(server: Server) -> Any:
         folder, version = await received(lambda receiver: receiver.take())
         with folder as path:
             assert server.loader is not None
-            await asyncio.wrap_future(engine.replace_model(partial(server.loader.load, Path(path)), version))
+            await taken(engine.replace_model(partial(server.loader.load, Path(path)), version))
         return {"success": True, "message": f"the weights are those of {version}"}
 
     @app.post("/pause_generation")
@@ -183,14 +209,14 @@ def make_app(server: Server) -> Any:
 
     @app.post("/v1/completions")
     async def complete(body: Completion, request: Request) -> Any:
-        return await openai(body, request, "text_completion", body.logprobs is not None)
+        return await openai(body, request, "text_completion", wants_logprobs(body))
 
     @app.post("/v1/chat/completions")
     async def chat(body: Chat, request: Request) -> Any:
-        return await openai(body, request, "chat.completion", body.logprobs)
+        return await openai(body, request, "chat.completion", wants_logprobs(body))
 
     async def openai(body: Any, request: Request, name: str, logprobs: bool) -> Any:
-        rows, chats = server.rows_of_openai(body), name.startswith("chat")
+        rows, chats = await asyncio.to_thread(server.rows_of_openai, body), name.startswith("chat")
         choices = [Choice(server.tokenizer, row.ends, body.stops) for row in rows]
         if body.stream:
             if logprobs:
@@ -206,16 +232,19 @@ def make_app(server: Server) -> Any:
             headers = {"Cache-Control": "no-store"}
             return StreamingResponse(everything(), media_type="text/event-stream", headers=headers)
 
-        async def sample() -> Any:
-            done = await completed(engine, rows, choices)
+        def answer(done: list[Any]) -> Any:
             parts = [completion_choice(i, c, done[i] if logprobs else None, chats) for i, c in enumerate(choices)]
             return JSONResponse(envelope(name, server.name, rows, parts, usage=usage(rows, choices)))
+
+        async def sample() -> Any:
+            return await asyncio.to_thread(answer, await completed(engine, rows, choices))
 
         return await answered(request, sample())
 
     # --- For people and for Prometheus --------------------------------------------------------------------------------
 
-    page = film_page(server.name, [], (HERE / "chat.html").read_text(), (HERE / "chat.js").read_text())
+    form = (HERE / "chat.html").read_text().replace("EXAMPLE", html.escape(example(server.tokenizer)))
+    page = film_page(server.name, [], form, (HERE / "chat.js").read_text())
 
     @app.get("/")
     async def chat_page() -> Any:
@@ -229,6 +258,9 @@ def make_app(server: Server) -> Any:
 
     def refuse(scope: Any) -> Any:
         headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not server.api_key and not server.is_called(host):  # a page of another site, say
+            return refusal(400, f"the header Host: {host[:200]} does not name this server: --allowed_hosts adds names")
         given, wanted = headers.get(b"authorization", b""), f"Bearer {server.api_key}".encode()
         if server.api_key and scope["path"] not in OPEN and not hmac.compare_digest(given, wanted):
             return refusal(401, "this server asks for its API key, as Authorization: Bearer KEY")
@@ -236,10 +268,13 @@ def make_app(server: Server) -> Any:
             return refusal(411, "a body needs a Content-Length")
         if int(headers.get(b"content-length", b"0")) > LARGEST_BODY:
             return refusal(413, f"a body has at most {LARGEST_BODY} bytes")
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != b"application/json":  # which no page of another site may send
+            return refusal(415, "a POST needs the header Content-Type: application/json, also without a body")
         return None
 
     async def gate(scope: Any, receive: Any, send: Any) -> None:
-        """Checks the key and the size of a request before it is read, and measures its time."""
+        """Checks the headers of a request before it is read, and measures its time."""
         if scope["type"] != "http":
             return await app(scope, receive, send)
         began, path = time.perf_counter(), scope["path"] if scope["path"] in paths else "other"
@@ -256,6 +291,15 @@ def make_app(server: Server) -> Any:
             seconds.labels(path, status).observe(time.perf_counter() - began)
 
     return gate
+
+
+def example(tokenizer: Any) -> str:
+    """The first of the examples that a model can read; empty if it reads none."""
+    for text in EXAMPLES:
+        with suppress(ValueError):
+            if encode_prompt(tokenizer, render_prompt(tokenizer, [{"role": "user", "content": text}])):
+                return text
+    return ""
 
 
 class EngineMetrics:

@@ -7,8 +7,10 @@ All methods but `run` may be called from any thread.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,9 +18,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
+
 from d1.masking import keyed_generator
 from d1.models.kinds import block_size
 from d1.sampling.blocks import Step, check_sampler
+from d1.sampling.loop import Rollout
 from d1.sampling.settings import SamplingSettings
 from d1.sampling.stream import Asked, Stream
 from d1.serve.rows import Completed, Finished, Lane, QueueFull, Revealed, Row, Stopped, key_of
@@ -34,10 +39,13 @@ class Engine:
         self.batch_size, self.queue_size = batch_size, queue_size
         self.changed = threading.Condition()  # guards all that follows, up to `lanes`
         self.waiting: deque[Row] = deque()
-        self.dropped: set[int] = set()
+        self.dropped: set[int] = set()  # of the rows at work, those that leave before the next pass
         self.update: tuple[Callable[[Any], Any], str, Future[None]] | None = None
-        self.paused = self.closing = False
-        self.rows: dict[int, Row] = {}  # at work
+        self.paused = self.closing = self.finishing = False
+        self.over = ""  # why no rows are taken any more
+        # At work. Only the engine's thread removes rows; the others name them in `dropped`. A row that was retracted is
+        # here under its old number until the thread sees it, and waits under a new one.
+        self.rows: dict[int, Row] = {}
         self.lanes: dict[Lane, Stream] = {}
         self.numbers = count()
         self.passes = self.forward_tokens = self.tokens = self.row_passes = 0  # so far
@@ -48,14 +56,20 @@ class Engine:
         check_sampler(settings, self.model.config)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Raises QueueFull if they do not fit into the queue together."""
+        """Raises QueueFull if they do not fit into the queue together, ConnectionError if nobody will sample them."""
         with self.changed:
+            self.check_serves()
             if len(self.waiting) + len(rows) > self.queue_size:
                 raise QueueFull(f"{len(self.waiting)} rows are waiting, of at most {self.queue_size}: try again later")
             for row in rows:
                 row.number = next(self.numbers)
             self.waiting.extend(rows)
             self.changed.notify()
+
+    def check_serves(self) -> None:
+        """Raises ConnectionError if the engine ends or has ended."""
+        if self.over or self.closing or self.finishing:
+            raise ConnectionError(self.over or "the server is stopping")
 
     def drop(self, rows: Sequence[Row]) -> None:
         """Stops rows that nobody waits for; nothing happens to those that ended."""
@@ -81,13 +95,17 @@ class Engine:
             if mode == "retract":
                 again = [row for number, row in sorted(self.rows.items()) if number not in self.dropped]
                 self.dropped |= self.rows.keys()
-                for row in again:
-                    row.number, row.told = next(self.numbers), 0
-                self.waiting.extendleft(reversed(again))
+                self.put_back(again)
         if mode == "abort":
             self.stop_all("aborted by the operator of the server")
         with self.changed:
             self.changed.notify()
+
+    def put_back(self, rows: Sequence[Row]) -> None:
+        """Has rows begin again, before those that wait. Only under the lock."""
+        for row in rows:
+            row.number, row.told = next(self.numbers), 0
+        self.waiting.extendleft(reversed(rows))
 
     def resume(self) -> None:
         with self.changed:
@@ -101,8 +119,10 @@ class Engine:
         Raises:
             QueueFull: an update to another version is under way.
             ValueError: rows are at work and will stay there.
+            ConnectionError: the engine has ended.
         """
         with self.changed:
+            self.check_serves()
             if self.update is not None:
                 if self.update[1] == version:
                     return self.update[2]
@@ -116,6 +136,13 @@ class Engine:
             self.changed.notify()
             return done
 
+    def finish(self) -> None:
+        """Ends all rows: those at work get the tokens they have, up to the first that is hidden; those that wait, and
+        batches of their own, which are of use as a whole alone, stop. No rows are taken any more."""
+        with self.changed:
+            self.finishing = True
+            self.changed.notify()
+
     def close(self) -> None:
         """Ends the thread; rows in it are lost."""
         with self.changed:
@@ -126,22 +153,30 @@ class Engine:
     # --- The thread ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        over = "the server has stopped"
         try:
             while True:
                 with self.changed:
                     self.changed.wait_for(self.has_work)
                     if self.closing:
                         return
+                if self.finishing:
+                    self.hand_out()
+                    return
                 self.turn()
-        except Exception:
+        except Exception as error:
             logger.exception("the engine ends")
-            raise
+            over = f"the server cannot sample any more: {type(error).__name__}: {error}"
         finally:
-            self.stop_all("the server has stopped")
+            with self.changed:
+                self.over, update, self.update = over, self.update, None
+            if update is not None:
+                update[2].set_exception(ConnectionError(over))
+            self.stop_all(over)
 
     def has_work(self) -> bool:
         samples = not self.paused and (self.rows or self.waiting)
-        return bool(self.closing or samples or self.can_update)
+        return bool(self.closing or self.finishing or samples or self.can_update)
 
     @property
     def can_update(self) -> bool:
@@ -155,6 +190,8 @@ class Engine:
                 self.rows.clear()
             elif self.paused:
                 return
+            for number in dropped:
+                self.rows.pop(number, None)
             self.dropped = set()
         if can_update:
             self.exchange_model()
@@ -162,8 +199,6 @@ class Engine:
         for key in [*self.lanes]:
             self.guarded(key, partial(self.leave, dropped=dropped))
         with self.changed:
-            for number in dropped:
-                self.rows.pop(number, None)
             new = [] if self.update else self.admitted()
             self.rows |= {row.number: row for row in new}
         joining: dict[Lane, list[Row]] = {key: [] for key in self.lanes}
@@ -184,35 +219,57 @@ class Engine:
         return new
 
     def guarded(self, key: Lane, work: Callable[[Lane], None]) -> None:
-        """Does the work of a lane. If it fails, out of memory, say, only the lane's rows do."""
+        """Does the work of a lane. If it fails, out of memory, say, only the lane's rows do: each of them begins again
+        by itself, and the one that fails once more stops with the error. A batch of its own stops as a whole."""
         try:
             work(key)
         except Exception as error:
             logger.exception("sampling failed")
             self.lanes.pop(key, None)
             with self.changed:
-                failed = [row for row in self.rows.values() if row.lane == key]
-                self.rows = {number: row for number, row in self.rows.items() if row not in failed}
-            for row in failed:
+                numbers = {number for number, row in self.rows.items() if row.lane == key}
+                failed = [self.rows[number] for number in sorted(numbers - self.dropped)]
+                self.rows = {number: row for number, row in self.rows.items() if number not in numbers}
+                self.dropped -= numbers
+                if again := len(failed) > 1 and not key.columns:
+                    for row in failed:
+                        row.own = f"alone {row.number}"
+                    self.put_back(failed)
+            for row in () if again else failed:
                 row.tell(Stopped(f"sampling failed: {type(error).__name__}: {error}", status=500))
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize()  # fails where the GPU does not work any more, which ends the engine
 
     def leave(self, key: Lane, dropped: set[int]) -> None:
-        numbers, sampled = self.lanes[key].leave(dropped) or ([], None)
-        if sampled is None:
-            return
+        if done := self.lanes[key].leave(dropped):
+            self.complete(*done)
+
+    def complete(self, numbers: Sequence[int], sampled: Rollout, cut_short: bool = False) -> None:
+        """Tells rows that they have ended: as a whole, or `cut_short` before their first hidden token."""
         columns = sampled.ids, sampled.logps, sampled.entropies, sampled.reveal_steps
         values = zip(*(of.tolist() for of in (*columns, sampled.passes, sampled.forward_tokens)), strict=True)
         for number, (*lists, passes, forward_tokens) in zip(numbers, values, strict=True):
             with self.changed:
-                row = self.rows.pop(number)
-            if number in dropped:
-                continue
+                row = self.rows.pop(number, None)
+                if row is None or number in self.dropped:
+                    self.dropped.discard(number)
+                    continue
             inside = len(row.ids) % row.settings.block_length if block_size(self.model.config) else None
             blocks = [*map(sum, row.settings.schedule(inside))]
-            ids, logps, entropies, reveal_steps = (of[-row.settings.gen_length :] for of in lists)
-            self.tokens += row.settings.gen_length
+            lists = [of[-row.settings.gen_length :] for of in lists]
+            short = cut_short and self.mask_token_id in lists[0]
+            if short:
+                lists = [of[: lists[0].index(self.mask_token_id)] for of in lists]
+            self.tokens += len(lists[0])
             self.forward_tokens += forward_tokens
-            row.tell(Completed(ids, logps, entropies, reveal_steps, blocks, passes, forward_tokens, self.version))
+            ids, logps, entropies, steps = lists
+            row.tell(Completed(ids, logps, entropies, steps, blocks, passes, forward_tokens, self.version, short))
+
+    def hand_out(self) -> None:
+        """Ends the rows at work with what they have."""
+        for key, lane in self.lanes.items():
+            if not key.columns and lane.rows:
+                self.complete(*lane.so_far(), cut_short=True)
 
     def advance(self, key: Lane, new: list[Row]) -> None:
         if key not in self.lanes:
@@ -235,28 +292,52 @@ class Engine:
             self.passes, self.row_passes = self.passes + 1, self.row_passes + len(step.rows)
             if any(row.watches == "steps" for row in rows):
                 tell_step(rows, step)
-            if not lane.cache.together:
+            if not lane.cache.together or self.finishing:
                 break
         for index, (row, state) in enumerate(zip(rows, lane.rows, strict=True)):
             full = state.filled - state.offset + (state.size if state.left == 0 else 0)
-            if row.watches and full > row.told:
+            with self.changed:
+                if not row.watches or full <= row.told or row.number != state.number:  # or it was put back
+                    continue
                 row.told = full
-                completion = lane.batch.canvas.ids[index, -row.settings.gen_length :]
-                row.tell(Finished(completion[:full].tolist()))
+            completion = lane.batch.canvas.ids[index, -row.settings.gen_length :]
+            row.tell(Finished(completion[:full].tolist(), self.version))
 
     def exchange_model(self) -> None:
         assert self.update is not None
         (load, version, done), self.lanes = self.update, {}
+        old, device, failure = self.model, self.model.device, None
         try:
-            model = load(self.model)
-            device, self.model = self.model.device, None  # the old weights make room for the new
-            self.model, self.version = model.to(device), version
+            self.model, self.version = exchanged(load, old), version
         except Exception as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+            traceback.clear_frames(error.__traceback__)  # they hold what was loaded
+            failure = error
         with self.changed:
             self.update = None
+        if failure is None:
+            done.set_result(None)
+            return
+        done.set_exception(failure)
+        if any(weight.device != device for weight in old.parameters()):
+            raise failure
+
+
+def exchanged(load: Callable[[Any], Any], old: Any) -> Any:
+    """What `load` makes of the model `old`, on its device. Where a GPU has no room for both, the old weights wait in
+    the host's memory, and are put back if `load` or the move then fails."""
+    device = old.device
+    try:
+        return load(old).to(device)
+    except torch.OutOfMemoryError:
+        logger.warning("The GPU has no room for old and new weights: the old ones wait in the host's memory.")
+    gc.collect()
+    try:
+        old.to("cpu")
+        return load(old).to(device)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        old.to(device)
+        raise
 
 
 def tell_step(rows: Sequence[Row], step: Step) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from d1.serve.answers import Choice, chunk_choice, envelope, server_sent, step_of, usage
 from d1.serve.engine import Engine
 from d1.serve.requests import Server
-from d1.serve.rows import Completed, Event, Revealed, Row, Stopped
+from d1.serve.rows import Completed, Event, Finished, Revealed, Row, Stopped
 
 
 class RowsStopped(Exception):
@@ -56,8 +56,10 @@ async def read(
                 continue
             if isinstance(event, Stopped):
                 raise RowsStopped(event)
-            if choices and not isinstance(event, Revealed):
-                choices[index].read(event.ids, isinstance(event, Completed))
+            if choices and isinstance(event, Completed):
+                choices[index].read(event.ids, True, event.cut_short)
+            elif choices and isinstance(event, Finished):
+                choices[index].read(event.ids, False)
             if isinstance(event, Completed) or (choices and choices[index].reason):
                 over.add(index)
                 engine.drop([rows[index]])
@@ -78,8 +80,10 @@ async def completed(engine: Engine, rows: Sequence[Row], choices: Sequence[Choic
 async def streamed(
     server: Server, rows: Sequence[Row], choices: Sequence[Choice], name: str, with_usage: bool
 ) -> AsyncGenerator[str]:
-    """The server-sent events of OpenAI's streams. What a pass revealed is a chunk without text, with a `step`."""
+    """The server-sent events of OpenAI's streams. What a pass revealed is a chunk without text, with a `step`. A row
+    that began again with other weights, after some of its text was passed on, ends the stream with an error."""
     chat = name.startswith("chat")
+    versions: dict[int, str] = {}  # of the weights that gave what was passed on
     head = partial(envelope, f"{name}.chunk" if chat else name, server.name, rows)
     async with aclosing(read(server.engine, rows, submit(server.engine, rows), choices)) as events:
         yield server_sent(head([chunk_choice(index, "", None, chat) for index in range(len(rows))]))
@@ -89,7 +93,13 @@ async def streamed(
                 if isinstance(event, Revealed):
                     step = step_of(event, server.tokenizer) | {"length": rows[index].settings.gen_length}
                     yield server_sent(head([chunk_choice(index, None, None, chat)], step=step))
-                elif (new := choice.news()) or choice.reason:
+                    continue
+                assert isinstance(event, Completed | Finished)
+                version = versions.get(index, event.weight_version)
+                if event.weight_version != version:
+                    raise RowsStopped(Stopped("the weights changed in the middle of this stream: ask again"))
+                if (new := choice.news()) or choice.reason:
+                    versions[index] = version
                     yield server_sent(head([chunk_choice(index, new, choice.reason, chat)]))
         except RowsStopped as error:
             yield server_sent({"error": {"message": str(error), "code": error.status}})

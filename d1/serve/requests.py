@@ -2,46 +2,71 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from d1.models.kinds import check_room
 from d1.models.tokenizer import encode_prompt, end_ids, render_prompt
 from d1.ranges import SEED
 from d1.sampling.settings import SamplingSettings
+from d1.serve import LOCAL
 from d1.serve.broadcast import Receiver
 from d1.serve.engine import Engine
 from d1.serve.rows import Row
 from d1.serve.weights import Loader
 
+# What is checked before any work, so that no request takes the time of the others. The other limits are the model's
+# room, which bounds each prompt and canvas, and the queue, which bounds the rows of a request.
+MOST_FIELDS, MOST_ENTRIES = 64, 1 << 16  # of an object, and of a list of prompts, messages or names
+LARGEST = 1e4  # of a number: larger ones overflow in 32 bits
+LARGEST_INTEGER = 1 << 30
+LONGEST_RID, LONGEST_NAME, LONGEST_STOP = 256, 4096, 1024  # characters
+CHARACTERS = 32  # of a text, per position of the model
+ROOM = 1 << 17  # of a model that does not say how many positions it has
+
+Rid = Annotated[str, Field(max_length=LONGEST_RID)]
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+Ids = Annotated[list[int], Field(fail_fast=True)]  # a wrong list of millions gives one error
+Many = Field(fail_fast=True, max_length=MOST_ENTRIES)
+
+
+def few(fields: Any) -> Any:
+    if isinstance(fields, dict) and len(fields) > MOST_FIELDS:
+        raise ValueError(f"{len(fields)} fields, of at most {MOST_FIELDS}")
+    return fields
+
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    _few = model_validator(mode="before")(few)
 
 
-LARGEST = 1e4  # of a number: larger ones overflow in 32 bits
 HINTS = {name: hint for name, hint in get_type_hints(SamplingSettings).items() if name != "gen_length"}
+LIMITS: dict[Any, float] = {float: LARGEST, float | None: LARGEST, int: LARGEST_INTEGER, int | None: LARGEST_INTEGER}
 # The fields of `SamplingSettings`, all of which a request may leave to the server's flags.
 Settings: Any = create_model(
     "Settings",
     __base__=Strict,
-    **{
-        name: (hint | None, Field(None, le=LARGEST) if hint in (float, float | None) else None)
-        for name, hint in HINTS.items()
-    },  # type: ignore[call-overload]
+    **{name: (hint | None, Field(None, le=LIMITS[hint]) if hint in LIMITS else None) for name, hint in HINTS.items()},  # type: ignore[call-overload]
 )
 Count = Field(1, ge=1, le=1024)
 Seed = Field(None, ge=0, le=int(SEED.high))
+Length = Field(None, le=LARGEST_INTEGER)
 NONE = Field(0.0, ge=0, le=0)  # what a diffusion model does not do
 
 
 class SamplingParams(Settings):  # type: ignore[misc]
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = Length
     n: int = Count
     ignore_eos: bool = False  # sample and return the whole canvas
     stop_token_ids: list[int] = Field([], max_length=64)  # that end a completion, besides the model's own
@@ -51,27 +76,27 @@ class SamplingParams(Settings):  # type: ignore[misc]
 
 
 class Generate(Strict):
-    input_ids: list[int] | list[list[int]]
-    rid: str | list[str] | None = None
+    input_ids: Ids | Annotated[list[Ids], Many]
+    rid: Rid | Annotated[list[Rid], Many] | None = None
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
     return_step_maps: bool = False
     # Sample the rows as a batch of their own, whose prompts are padded to so many tokens: not only their tokens, but
     # all of their numbers are then those of `rollout` for such a batch, to the bit.
-    padded_to: int | None = Field(None, ge=1)
+    padded_to: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
 
 
 class OpenAI(Settings):  # type: ignore[misc]
-    model: str | None = None
-    max_tokens: int | None = None
+    model: Name | None = None
+    max_tokens: int | None = Length
     n: int = Count
     seed: int | None = Seed
-    stop: str | list[str | None] | None = None
+    stop: Stop | Annotated[list[Stop | None], Field(fail_fast=True, max_length=64)] | None = None
     stream: bool = False
-    stream_options: dict[str, bool] | None = None
+    stream_options: Annotated[dict[str, bool], BeforeValidator(few)] | None = None
     stream_steps: bool = False  # also what each forward pass reveals
     ignore_eos: bool = False
-    rid: str | None = None
+    rid: Rid | None = None
     user: str | None = None
     frequency_penalty: float | None = NONE
     presence_penalty: float | None = NONE
@@ -82,7 +107,7 @@ class OpenAI(Settings):  # type: ignore[misc]
 
 
 class Completion(OpenAI):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Annotated[list[str], Many] | Ids | Annotated[list[Ids], Many]
     logprobs: Literal[0] | None = None  # 0: of the tokens themselves
     echo: Literal[False] = False
 
@@ -94,29 +119,29 @@ class Part(BaseModel):
 
 class Message(BaseModel):
     role: str
-    content: str | list[Part]
+    content: str | Annotated[list[Part], Many]
 
 
 class Chat(OpenAI):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    messages: list[Message] = Field(min_length=1, max_length=MOST_ENTRIES, fail_fast=True)
+    max_completion_tokens: int | None = Length
     logprobs: bool = False
     top_logprobs: Literal[0] | None = None
 
 
 class Update(Strict):
-    model_path: str
-    weight_version: str | None = None
+    model_path: Name
+    weight_version: Name | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
 
 
 class UpdateGroup(Strict):
-    master_address: str
+    master_address: Name
     master_port: int = Field(ge=1, le=65535)
     rank_offset: Literal[1]
     world_size: Literal[2]
-    group_name: str
+    group_name: Name
     backend: Literal["gloo"]
 
 
@@ -124,17 +149,30 @@ class BeginUpdate(Strict):
     selector: Literal["all"] = "all"
 
 
+Size = Annotated[int, Field(ge=1, le=1 << 40)]
+
+
 class Broadcast(Strict):
-    names: list[str] = Field(min_length=1)
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str
-    weight_version: str
+    names: list[Name] = Field(min_length=1, max_length=MOST_ENTRIES, fail_fast=True)
+    dtypes: Annotated[list[Name], Many]
+    shapes: Annotated[list[Annotated[list[Size], Field(max_length=8)]], Many]
+    group_name: Name
+    weight_version: Name
     flush_cache: bool = True
 
 
 class Pause(Strict):
     mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/]+)(:\d*)?")  # of a header: the name, and a port
+
+
+def is_address(name: str) -> bool:
+    with suppress(ValueError):
+        ip_address(name)
+        return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -146,11 +184,26 @@ class Server:
     name: str
     defaults: SamplingSettings
     seed: int = 0
-    max_gen_length: int | None = None
+    max_gen_length: int | None = None  # None: the model's room
     weights_dir: tuple[Path, ...] = ()
     loader: Loader | None = None  # where there is a `weights_dir`
     api_key: str | None = None
     receiver: Receiver | None = None  # where broadcasts are taken
+    # The names of this server in a request's `Host`, where there is no `api_key`. 0.0.0.0 or :: allows every address,
+    # but no other name; "*" allows all.
+    allowed_hosts: tuple[str, ...] = LOCAL
+
+    def is_called(self, host: str) -> bool:
+        """Whether this server allows requests whose header `Host` is this."""
+        found = HOST.fullmatch(host.lower())
+        name = found[1].strip("[]") if found else ""
+        addresses = any(is_address(one) and ip_address(one).is_unspecified for one in self.allowed_hosts)
+        return name in self.allowed_hosts or "*" in self.allowed_hosts or (addresses and is_address(name))
+
+    @property
+    def room(self) -> int:
+        """Tokens of prompt and canvas together."""
+        return getattr(self.engine.model.config, "max_position_embeddings", None) or ROOM
 
     def settings(self, body: Any, gen_length: int | None) -> SamplingSettings:
         """A request's settings. What it leaves out is the server's, where it goes with the rest; `steps` keep their
@@ -158,9 +211,11 @@ class Server:
         given = {name: value for name in HINTS if (value := getattr(body, name)) is not None}
         own = self.defaults
         length = own.gen_length if gen_length is None else gen_length
-        if length < 1 or length > (self.max_gen_length or length):
-            most = f" and at most {self.max_gen_length}" if self.max_gen_length else ""
-            raise ValueError(f"a canvas must have at least 1 token{most}, not {length}")
+        most = min(self.room, self.max_gen_length or self.room)
+        if not 1 <= length <= most:
+            raise ValueError(f"a canvas must have at least 1 token and at most {most}, not {length}")
+        if given.get("block_length", 1) > self.room:
+            raise ValueError(f"block_length must be at most {self.room}, got {given['block_length']}")
         values = asdict(own) | {"gen_length": length} | given
         if not given.get("temperature", own.temperature):
             values |= {name: HINTS_OFF[name] for name in HINTS_OFF if name not in given}
@@ -173,42 +228,62 @@ class Server:
         self.engine.check(settings)
         return settings
 
+    def check_count(self, prompts: Sequence[Any], n: int) -> None:
+        """Raises ValueError for a request without a prompt or with more rows than the queue ever takes."""
+        if not prompts:
+            raise ValueError("there is no prompt")
+        if len(prompts) * n > self.engine.queue_size:
+            raise ValueError(
+                f"{len(prompts) * n} completions in one request: the queue takes {self.engine.queue_size}, send fewer "
+                "per request (or raise --queue_size)"
+            )
+
+    def check_characters(self, count: int) -> None:
+        """Raises ValueError for a text that is too long to be encoded at all."""
+        if count > CHARACTERS * self.room:
+            raise ValueError(
+                f"too long: {count} characters of text, and this model with {self.room} positions takes at most "
+                f"{CHARACTERS * self.room}"
+            )
+
     def rows(
         self,
         prompts: Sequence[Sequence[int]],
+        n: int,
         rids: Sequence[str],
         settings: SamplingSettings,
         ends: Sequence[int],
         seed: int | None,
     ) -> list[Row]:
-        """One row per prompt. Raises ValueError for a prompt that the model does not read."""
+        """`n` rows per prompt. Raises ValueError for a prompt that the model does not read."""
         config = self.engine.model.config
-        if not prompts:
-            raise ValueError("there is no prompt")
         for ids in prompts:
             if not ids:
                 raise ValueError("the prompt is empty: a model needs at least one token")
-            if wrong := [token for token in (*ids, *ends) if not 0 <= token < config.vocab_size]:
-                raise ValueError(f"token {wrong[0]} is none of the model's {config.vocab_size}, numbered from 0")
             check_room(config, len(ids) + 1, 0, ": the prompt is too long")
             check_room(config, len(ids), settings.gen_length, ": the canvas is too large, lower max_tokens")
+            if wrong := [token for token in (*ids, *ends) if not 0 <= token < config.vocab_size]:
+                raise ValueError(f"token {wrong[0]} is none of the model's {config.vocab_size}, numbered from 0")
         seed = self.seed if seed is None else seed
-        return [Row(rid, ids, settings, tuple(ends), seed) for rid, ids in zip(rids, prompts, strict=True)]
+        asked = [ids for ids in prompts for _ in range(n)]
+        return [Row(rid, ids, settings, tuple(ends), seed) for rid, ids in zip(rids, asked, strict=True)]
 
     def rows_to_generate(self, body: Generate) -> list[Row]:
         """The rows of a request in SGLang's dialect: `n` per prompt."""
         asked: Any = body.input_ids
         params, several = body.sampling_params, bool(asked) and isinstance(asked[0], list)
-        prompts = [ids for ids in (asked if several else [asked]) for _ in range(params.n)]
+        prompts = asked if several else [asked]
+        self.check_count(prompts, params.n)
+        count = len(prompts) * params.n
         rid = body.rid if body.rid is not None else uuid.uuid4().hex
-        rids = rid if isinstance(rid, list) else [f"{rid}-{row}" for row in range(len(prompts))]
-        if isinstance(rid, str) and len(prompts) == 1:
+        rids = rid if isinstance(rid, list) else [f"{rid}-{row}" for row in range(count)]
+        if isinstance(rid, str) and count == 1:
             rids = [rid]
-        if len(rids) != len(prompts):
-            raise ValueError(f"{len(prompts)} completions need as many rid, got {len(rids)}")
+        if len(rids) != count:
+            raise ValueError(f"{count} completions need as many rid, got {len(rids)}")
         ends = params.eos_stop if params.ignore_eos else [*end_ids(self.tokenizer), *params.stop_token_ids]
         settings = self.settings(params, params.max_new_tokens)
-        rows = self.rows(prompts, rids, settings, ends, params.sampling_seed)
+        rows = self.rows(prompts, params.n, rids, settings, ends, params.sampling_seed)
         if body.padded_to is not None:
             self.put_together(rows, body.padded_to)
         return rows
@@ -235,18 +310,24 @@ class Server:
             raise LookupError(f"the model {body.model!r} is not served here: this is {self.name!r}")
         length = body.max_tokens
         if isinstance(body, Chat):
+            if len(body.messages) > self.room:
+                raise ValueError(f"too long: {len(body.messages)} messages, for a model with {self.room} positions")
             chats = [{"role": one.role, "content": plain(one.content)} for one in body.messages]
+            self.check_characters(sum(len(one["content"]) for one in chats))
             prompts: list[Any] = [render_prompt(self.tokenizer, chats)]
             length = length if body.max_completion_tokens is None else body.max_completion_tokens
         else:
             many = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
             prompts = [*body.prompt] if many else [body.prompt]
+        self.check_count(prompts, body.n)
+        settings = self.settings(body, length)
+        for text in prompts:
+            self.check_characters(len(text) if isinstance(text, str) else 0)
         ids = [encode_prompt(self.tokenizer, one) if isinstance(one, str) else one for one in prompts]
-        asked = [one for one in ids for _ in range(body.n)]
         rid = body.rid or ("seed" if body.seed is not None else uuid.uuid4().hex)
-        rids = [f"{rid}-{row}" for row in range(len(asked))]
+        rids = [f"{rid}-{row}" for row in range(len(ids) * body.n)]
         ends = () if body.ignore_eos else end_ids(self.tokenizer)
-        rows = self.rows(asked, rids, self.settings(body, length), ends, body.seed)
+        rows = self.rows(ids, body.n, rids, settings, ends, body.seed)
         by_block = body.stream or (body.stops and not wants_logprobs(body))  # which a row that is cut short has not
         watches = "steps" if body.stream and body.stream_steps else "blocks" if by_block else ""
         for row in rows:
@@ -258,7 +339,8 @@ HINTS_OFF = {"top_k": 0, "top_p": 1.0, "record_as_sampled": False}  # where noth
 
 
 def wants_logprobs(body: Completion | Chat) -> bool:
-    return body.logprobs not in (None, False)
+    """0, of the tokens themselves, is a wish too."""
+    return body.logprobs is not None and body.logprobs is not False
 
 
 def plain(content: str | list[Part]) -> str:

@@ -24,7 +24,7 @@ def key_of(rid: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Completed:
-    """A row that ended, its whole canvas; lists have an entry per token."""
+    """A row that ended; lists have an entry per token of its canvas or, if it was cut short, of the first tokens."""
 
     ids: list[int]
     logps: list[float]
@@ -34,6 +34,7 @@ class Completed:
     passes: int
     forward_tokens: int
     weight_version: str
+    cut_short: bool = False  # because the server stops
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Finished:
     """The blocks of a row that are full, from the first on."""
 
     ids: list[int]
+    weight_version: str
 
 
 @dataclass(frozen=True)

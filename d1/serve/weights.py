@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-import torch
 from peft import PeftModel
 
 from d1.models.adapters import add_adapter
@@ -56,16 +56,16 @@ class Loader:
     """Loads new weights. An adapter comes on top of the model that the server was started from, which `start` loads."""
 
     start: Callable[[], Any]
-    replaced: bool = False  # whether other weights than that model's are in use
+    others: WeakSet[Any] = field(default_factory=WeakSet)  # models with other weights than that one
 
     def load(self, folder: Path, model: Any) -> Any:
-        """`loaded`; or the model that the server was started from with the adapter in `folder`."""
+        """`loaded`; or the model that the server was started from with the adapter in `folder`. `model`, which is in
+        use, does not change."""
         if not (folder / "adapter_config.json").exists():
-            new, self.replaced = loaded(folder, model), True
+            new = loaded(folder, model)
+            self.others.add(new)
             return new
-        new = with_adapter(self.start() if self.replaced else model, str(folder))
-        self.replaced = False
-        return new
+        return with_adapter(self.start() if model in self.others else model, str(folder))
 
 
 def loaded(folder: Path, model: Any) -> Any:
@@ -87,7 +87,7 @@ def loaded(folder: Path, model: Any) -> Any:
 
 
 def with_adapter(model: Any, folder: str) -> Any:
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # which say that meta tensors stay so
-        add_adapter(type(base)(base.config), folder)  # what does not fit is found before the model changes
-    return add_adapter(model.unload() if isinstance(model, PeftModel) else model, folder).eval()
+    """A model that shares the weights of `model` and has the adapter in `folder` in place of its own."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    return add_adapter(twin.unload() if isinstance(twin, PeftModel) else twin, folder).eval()

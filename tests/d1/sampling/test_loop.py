@@ -1,6 +1,7 @@
 """The sampler's schedule and invariances, and the distribution it draws from."""
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import generate, rollout
 from d1.sampling.predict import draw_ids
-from d1.sampling.reveal import reveal_schedule, spread
+from d1.sampling.reveal import reveal_schedule, schedule_of, spread
 from tests.d1.sampling.reference import left_of
 from tests.d1.scoring.enumeration import assert_frequencies
 
@@ -91,6 +92,21 @@ def test_schedule_drops_neither_tokens_nor_steps(tokens, block, data):
     assert all(count >= 1 for reveals in schedule for count in reveals)
     assert max(map(sum, schedule)) <= block
     assert all(max(reveals) - min(reveals) <= 1 for reveals in schedule)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 60))
+def test_each_further_step_goes_to_the_slowest_block(sizes, steps):
+    taken = [1] * len(sizes)
+    for _ in range(steps - len(sizes)):
+        speeds = [size / count for size, count in zip(sizes, taken, strict=True)]
+        taken[speeds.index(max(speeds))] += 1
+    assert schedule_of(sizes, steps) == [spread(*block) for block in zip(sizes, taken, strict=True)]
+
+
+def test_a_schedule_of_many_blocks_takes_no_minute():
+    began = time.process_time()
+    assert sum(map(len, schedule_of([4] * 8192, 30_000))) == 30_000
+    assert time.process_time() - began < 5
 
 
 def test_spread_puts_the_remainder_first():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 import torch
 import uvicorn
@@ -21,6 +24,9 @@ from d1.serve.engine import Engine
 from d1.serve.requests import Server
 from d1.serve.rows import key_of
 from d1.serve.weights import Loader
+
+EXACT: list[dict[str, Any]] = [{}, {"sampler": "parallel", "reveal": "factor", "reveal_level": 0.5}, {"cfg_scale": 0.5}]
+SAMPLERS = EXACT + [{"sampler": "cached+parallel", "kv_cache": name} for name in ("dual", "lasting")]
 
 
 class Served:
@@ -101,3 +107,60 @@ def alone(
         generator=[keyed_generator(seed, *key_of(rid))],
         eos_token_ids=ends,
     )
+
+
+def asked(number: int, samplers: list[dict[str, Any]], block: int | None, longest: int = 40) -> dict[str, Any]:
+    """A request of SGLang's dialect with settings of its own."""
+    draw = random.Random(number)
+    length, ignore = draw.randint(1, longest), draw.random() < 0.5
+    params = {"max_new_tokens": length, "temperature": draw.choice([0, 0.7, 1.5]), "ignore_eos": ignore}
+    params |= {"block_length": block or draw.randint(1, longest), **draw.choice(samplers), "sampling_seed": number % 3}
+    blocks = -(-length // params["block_length"])
+    params |= {"steps": draw.randint(blocks, length)} | (
+        {"eos_stop": [*range(10, 30)]} if ignore and number % 2 else {}
+    )
+    prompt = [draw.randrange(4, 50) for _ in range(draw.randint(1, 30))]
+    rid = f"{number}-5" if number % 4 else f"row {number}"
+    return {
+        "input_ids": prompt,
+        "rid": rid,
+        "sampling_params": params,
+        "return_logprob": True,
+        "return_step_maps": True,
+    }
+
+
+def check(served: Served, body: dict[str, Any], answer: dict[str, Any], model: Any = None) -> None:
+    """The answer is what `rollout` gives for the row alone, with this model (default: the one that is served)."""
+    model = served.engine.model if model is None else model
+    params, meta = dict(body["sampling_params"]), answer["meta_info"]
+    assert meta["id"] == body["rid"]
+    length, seed = params.pop("max_new_tokens"), params.pop("sampling_seed", 0)
+    ends = params.pop("eos_stop", None)
+    if not params.pop("ignore_eos"):
+        ends = [2, 0]
+    how = SamplingSettings(length, **params)
+    mask = served.tokenizer.mask_token_id
+    want = alone(model, mask, body["input_ids"], body["rid"], how, ends, seed)
+    ids = want.ids[0, -length:].tolist()
+    cut = (
+        length
+        if body["sampling_params"]["ignore_eos"]
+        else next((i + 1 for i, t in enumerate(ids) if t in ends), length)
+    )
+    assert answer["output_ids"] == ids[:cut], body
+    assert meta["completion_tokens"] == cut
+    assert meta["forward_passes"] == want.passes.item()
+    logps = [entry[0] for entry in meta["output_token_logprobs"]]
+    assert logps == pytest.approx(want.logps[0, :cut].tolist(), abs=3e-5)
+    assert meta["output_token_entropies"] == pytest.approx(want.entropies[0, :cut].tolist(), abs=3e-5)
+    block = getattr(model.config, "block_size", None)
+    sizes = map(sum, how.schedule(len(body["input_ids"]) % block if block else None))
+    ends_of_blocks, steps = [0], want.reveal_steps[0].tolist()
+    for size in sizes:
+        ends_of_blocks.append(ends_of_blocks[-1] + size)
+    firsts = [
+        min((s for s in steps[a:b] if s >= 0), default=0) for a, b in pairwise(ends_of_blocks) for _ in range(a, b)
+    ]
+    expected = [step - first + 1 if step >= 0 else 0 for step, first in zip(steps, firsts, strict=True)]
+    assert meta["step_maps"] == expected[:cut]

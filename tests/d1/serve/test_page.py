@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+from d1.models import load_tokenizer
+from d1.serve import app
 from tests.d1.serve.serving import serving
 from tests.d1.show import browser
 
-pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium is installed here")
+ROOT = Path(__file__).parents[3]
 SHOWN = "document.querySelectorAll('.film .t:not(.off)').length"
 
 
+@pytest.mark.parametrize("number", range(1, 5))
+def test_the_page_says_what_a_model_reads(number):
+    """The pocket models refuse what they have no tokens for, in the order of their examples."""
+    name = ("base", "countdown_base", "arithmetic_base", "programs_base")[number - 1]
+    assert app.example(load_tokenizer(ROOT / "pocket" / name)) == app.EXAMPLES[number]
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium is installed here")
 def test_a_chat(tiny_model_dir, tmp_path):
     with serving(tiny_model_dir, api_key="secret") as served, browser.chromium() as page:
         page.send("Page.navigate", url=f"{served.url}/")
         page.wait_for("document.readyState === 'complete' && !!document.getElementById('ask')")
+
+        page.point("#example", click=True)
+        assert page.ask("byId('said').value") == app.EXAMPLES[0]
+        assert "Enter sends" in page.ask("byId('said').placeholder")
 
         def say(text: str) -> None:
             page.ask(f"byId('said').value = {text!r}, byId('length').value = 24, byId('ask').requestSubmit()")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
+import math
 import shutil
+import socket
 import subprocess
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import openai
 import pytest
@@ -15,16 +17,19 @@ import requests
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
+from d1.commands.serve import hosts
 from d1.masking import keyed_generator
 from d1.models import load_model
 from d1.sampling import SamplingSettings, rollout
+from d1.serve import app
+from d1.serve.requests import Server
 from d1.serve.rows import key_of
 from tests.conftest import save_tiny_model
-from tests.d1.serve.serving import alone, serving
+from tests.d1.serve.serving import EXACT, SAMPLERS, alone, asked, check, serving
 
-EXACT = [{}, {"sampler": "parallel", "reveal": "factor", "reveal_level": 0.5}, {"cfg_scale": 0.5}]
-SAMPLERS = EXACT + [{"sampler": "cached+parallel", "kv_cache": name} for name in ("dual", "lasting")]
+AS_JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -42,62 +47,6 @@ def tiny(tiny_model_dir, weights):
 @pytest.fixture(scope="module")
 def client(tiny):
     return openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0)
-
-
-def asked(number: int, samplers: list[dict], block: int | None) -> dict:
-    """A request of SGLang's dialect with settings of its own."""
-    draw = random.Random(number)
-    length, ignore = draw.randint(1, 40), draw.random() < 0.5
-    params = {"max_new_tokens": length, "temperature": draw.choice([0, 0.7, 1.5]), "ignore_eos": ignore}
-    params |= {"block_length": block or draw.randint(1, 40), **draw.choice(samplers), "sampling_seed": number % 3}
-    blocks = -(-length // params["block_length"])
-    params |= {"steps": draw.randint(blocks, length)} | (
-        {"eos_stop": [*range(10, 30)]} if ignore and number % 2 else {}
-    )
-    prompt = [draw.randrange(4, 50) for _ in range(draw.randint(1, 30))]
-    rid = f"{number}-5" if number % 4 else f"row {number}"
-    return {
-        "input_ids": prompt,
-        "rid": rid,
-        "sampling_params": params,
-        "return_logprob": True,
-        "return_step_maps": True,
-    }
-
-
-def check(served, body: dict, answer: dict) -> None:
-    """The answer is what `rollout` gives for the row alone."""
-    params, meta = dict(body["sampling_params"]), answer["meta_info"]
-    assert meta["id"] == body["rid"]
-    length, seed = params.pop("max_new_tokens"), params.pop("sampling_seed", 0)
-    ends = params.pop("eos_stop", None)
-    if not params.pop("ignore_eos"):
-        ends = [2, 0]
-    how = SamplingSettings(length, **params)
-    mask = served.tokenizer.mask_token_id
-    want = alone(served.engine.model, mask, body["input_ids"], body["rid"], how, ends, seed)
-    ids = want.ids[0, -length:].tolist()
-    cut = (
-        length
-        if body["sampling_params"]["ignore_eos"]
-        else next((i + 1 for i, t in enumerate(ids) if t in ends), length)
-    )
-    assert answer["output_ids"] == ids[:cut], body
-    assert meta["completion_tokens"] == cut
-    assert meta["forward_passes"] == want.passes.item()
-    logps = [entry[0] for entry in meta["output_token_logprobs"]]
-    assert logps == pytest.approx(want.logps[0, :cut].tolist(), abs=3e-5)
-    assert meta["output_token_entropies"] == pytest.approx(want.entropies[0, :cut].tolist(), abs=3e-5)
-    block = getattr(served.engine.model.config, "block_size", None)
-    sizes = map(sum, how.schedule(len(body["input_ids"]) % block if block else None))
-    ends_of_blocks, steps = [0], want.reveal_steps[0].tolist()
-    for size in sizes:
-        ends_of_blocks.append(ends_of_blocks[-1] + size)
-    firsts = [
-        min((s for s in steps[a:b] if s >= 0), default=0) for a, b in pairwise(ends_of_blocks) for _ in range(a, b)
-    ]
-    expected = [step - first + 1 if step >= 0 else 0 for step, first in zip(steps, firsts, strict=True)]
-    assert meta["step_maps"] == expected[:cut]
 
 
 @pytest.mark.parametrize("lanes", ["one", "several", "blocks"])
@@ -223,7 +172,8 @@ def test_clear_errors(tiny, client):
     assert large.status_code == 413
 
 
-LEAF = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
+HUGE = st.sampled_from([10**30, -(10**30), 10**400, 2**31, 2**63, 1e308, 1 << 30])
+LEAF = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | HUGE
 JSON = st.recursive(
     LEAF,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -234,11 +184,15 @@ NUMBERS = {
     name: LEAF | st.integers(0, 9) | st.floats(0, 2) for name in ("temperature", "top_p", "top_k", "steps", "n", "seed")
 }
 NUMBERS |= {name: LEAF | st.integers(0, 9) for name in ("block_length", "cfg_scale", "reveal_level", "max_tokens")}
+NUMBERS |= {name: LEAF | st.floats(0, 1) for name in ("edit_threshold", "max_post_steps")}
 NAMES = {
     "sampler": st.sampled_from(["exact", "cached", "parallel", "no"]),
     "remasking": st.sampled_from(["random", "entropy", ""]),
 }
-OPENAI = NUMBERS | NAMES | {"stream": LEAF, "stop": JSON, "ignore_eos": LEAF, "logprobs": LEAF, "rid": LEAF}
+OPENAI = (
+    NUMBERS | NAMES | {"stream": LEAF, "stop": JSON, "ignore_eos": LEAF, "logprobs": LEAF | st.just(0), "rid": LEAF}
+)
+OPENAI |= {"top_logprobs": LEAF, "stream_options": JSON, "frequency_penalty": LEAF, "max_completion_tokens": LEAF}
 PARAMS = {
     "max_new_tokens" if name == "max_tokens" else "sampling_seed" if name == "seed" else name: of
     for name, of in (NUMBERS | NAMES).items()
@@ -246,7 +200,13 @@ PARAMS = {
 BODIES = {
     "/generate": st.fixed_dictionaries(
         {"input_ids": JSON | IDS | st.lists(IDS, max_size=3)},
-        optional={"rid": JSON, "sampling_params": JSON | st.fixed_dictionaries({}, optional=PARAMS)},
+        optional={
+            "rid": JSON,
+            "padded_to": LEAF | st.integers(1, 9),
+            "return_logprob": st.booleans(),
+            "return_step_maps": st.booleans(),
+            "sampling_params": JSON | st.fixed_dictionaries({}, optional=PARAMS),
+        },
     ),
     "/v1/completions": st.fixed_dictionaries({"prompt": JSON | st.text() | IDS}, optional=OPENAI),
     "/v1/chat/completions": st.fixed_dictionaries(
@@ -262,22 +222,112 @@ BODIES = {
         {"model_path": st.text() | st.sampled_from(["..", "/", "other/../..", "\0"])}, optional={"weight_version": JSON}
     ),
     "/pause_generation": st.fixed_dictionaries({"mode": LEAF}),
+    "/init_weights_update_group": JSON,
+    "/update_weights_from_distributed": JSON,
+    "/end_weight_update": JSON,
 }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=80, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data())
 def test_no_body_is_answered_by_an_error_of_the_server(tiny, data):
     path = data.draw(st.sampled_from([*BODIES]))
     body = data.draw(BODIES[path] | JSON | st.binary(max_size=20))
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = requests.post(f"{tiny.url}{path}", sent, headers={"Content-Type": "application/json"}, timeout=60)
+    answer = requests.post(f"{tiny.url}{path}", sent, headers=AS_JSON, timeout=60)
     assert answer.status_code in (200, 400, 429), answer.text
     if answer.status_code != 200:
         assert path == "/update_weights_from_disk" or answer.json()["error"]["message"]
     elif path == "/pause_generation":  # `{}` pauses, and the next example would wait for ever
-        requests.post(f"{tiny.url}/continue_generation", timeout=60)
+        tiny.post("/continue_generation")
     assert requests.get(f"{tiny.url}/health", timeout=60).status_code == 200
+
+
+HUGE_INTEGER = 10**30
+OF_ONE = {"input_ids": [5]}
+TOO_MUCH = {  # a request that took minutes or gigabytes, or has no meaning -> the words of the answer
+    "a canvas": ("/generate", OF_ONE | {"sampling_params": {"max_new_tokens": HUGE_INTEGER}}, "max_new_tokens"),
+    "the room": ("/generate", OF_ONE | {"sampling_params": {"max_new_tokens": 1 << 29}}, "at most 64, not 536870912"),
+    "steps": ("/generate", OF_ONE | {"sampling_params": {"steps": 1 << 29}}, "between 2 and 16 steps"),
+    "a block": ("/generate", OF_ONE | {"sampling_params": {"block_length": 1 << 29}}, "at most 512, got 536870912"),
+    "top_k": ("/generate", OF_ONE | {"sampling_params": {"top_k": HUGE_INTEGER, "temperature": 1}}, "top_k"),
+    "rows": ("/generate", {"input_ids": [[5]] * 2000, "sampling_params": {"n": 1024}}, "2048000 completions"),
+    "lists": ("/generate", {"input_ids": [[]] * 100_000}, "at most 65536 items"),
+    "no ids": ("/generate", {"input_ids": ["a"] * 1_000_000}, "valid integer"),
+    "an rid": ("/generate", OF_ONE | {"rid": "-".join(["1"] * 3_000_000)}, "at most 256 characters"),
+    "fields": ("/generate", {str(number): 0 for number in range(100_000)}, "100000 fields, of at most 64"),
+    "a text": ("/v1/completions", {"prompt": "a " * 4_000_000}, "8000000 characters of text"),
+    "texts": ("/v1/completions", {"prompt": ["a"] * 2000, "n": 1024}, "2048000 completions"),
+    "a chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 9000}] * 9}, "characters"),
+    "messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 999}, "999 messages"),
+    "stops": ("/v1/completions", {"prompt": "a", "stop": ["a"] * 65}, "at most 64 items"),
+    "a stop": ("/v1/completions", {"prompt": "a", "stop": "a" * 1025}, "at most 1024 characters"),
+    "not a number": ("/v1/completions", {"prompt": "a", "frequency_penalty": math.nan}, "finite"),
+    "infinity": ("/v1/completions", {"prompt": "a", "temperature": math.inf}, "finite"),
+    "a bool": ("/v1/completions", {"prompt": "a", "max_tokens": True}, "valid integer"),
+    "too deep": ("/generate", '{"input_ids":' + "[" * 3_000_000 + "]" * 3_000_000 + "}", "parsing the body"),
+    "digits": ("/generate", '{"input_ids":[' + "9" * 3_000_000 + "]}", "parsing the body"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_what_is_too_much_is_refused_at_once(tiny, case):
+    path, body, words = TOO_MUCH[case]
+    sent = body if isinstance(body, str) else json.dumps(body)
+    began = time.process_time()
+    answer = requests.post(f"{tiny.url}{path}", sent.encode(), headers=AS_JSON, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert time.process_time() - began < 4  # of this process, the server's
+
+
+def test_work_on_one_request_holds_up_no_other(tiny, monkeypatch):
+    """While a prompt is encoded, rows are made or weights are looked for, other clients are answered."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(work):
+        def wait(*given):
+            begun.set()
+            assert go_on.wait(60)
+            return work(*given)
+
+        return wait
+
+    monkeypatch.setattr(Server, "rows_to_generate", slowly(Server.rows_to_generate))
+    monkeypatch.setattr(Server, "rows_of_openai", slowly(Server.rows_of_openai))
+    monkeypatch.setattr(app, "weights_below", slowly(app.weights_below))
+    asked = [("/generate", OF_ONE), ("/v1/completions", {"prompt": "a"})]
+    asked += [("/update_weights_from_disk", {"model_path": "gone"})]
+    with ThreadPoolExecutor(1) as pool:
+        for path, body in asked:
+            begun.clear(), go_on.clear()
+            answer = pool.submit(requests.post, f"{tiny.url}{path}", json=body, timeout=60)
+            assert begun.wait(60)
+            try:
+                assert requests.get(f"{tiny.url}/health", timeout=20).status_code == 200
+            finally:
+                go_on.set()
+            assert answer.result().status_code in (200, 400)
+
+
+def test_log_probabilities_and_a_stop_string(tiny):
+    """The stop string comes in an early block."""
+    given = {"max_tokens": 16, "block_length": 2, "steps": 16, "temperature": 0.9, "seed": 3, "ignore_eos": True}
+    asked = [("/v1/completions", {"prompt": [5, 6]}, 0)]
+    asked += [("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b"}]}, True)]
+
+    def text_of(choice):
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+
+    for path, body, logprobs in asked:
+        body |= given
+        stop = text_of(tiny.post(path, **body)["choices"][0]).split()[1]
+        plain = tiny.post(path, **body, stop=stop)["choices"][0]
+        found = tiny.post(path, **body, stop=stop, logprobs=logprobs)["choices"][0]
+        assert text_of(found) == text_of(plain)
+        assert found["finish_reason"] == plain["finish_reason"] == "stop"
+        logps = found["logprobs"].get("token_logprobs") or [one["logprob"] for one in found["logprobs"]["content"]]
+        assert max(logps) <= 0
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "stream"])
@@ -400,3 +450,83 @@ def test_the_api_key_is_asked_for(tiny_model_dir):
             wrong.completions.create(model="tiny", prompt="a")
         right = openai.OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0)
         assert right.completions.create(model="tiny", prompt="a").choices
+
+
+POSTS = ("/generate", "/v1/completions", "/v1/chat/completions", "/update_weights_from_disk", "/pause_generation")
+POSTS += ("/continue_generation", "/flush_cache", "/init_weights_update_group", "/begin_weight_update")
+POSTS += ("/update_weights_from_distributed", "/end_weight_update")
+
+
+def status(served, path="/generate", method="POST", **headers):
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    return requests.request(method, f"{served.url}{path}", data="{}", headers=headers, timeout=60).status_code
+
+
+def test_requests_to_other_names_are_refused(tiny, tiny_model_dir):
+    """A page whose name leads here (DNS rebinding) sends that name."""
+    port = tiny.url.rpartition(":")[2]
+    for path in ("/", "/health", "/v1/models", "/model_info", "/metrics"):
+        for host in (f"evil.example:{port}", "evil.example", "localhost.evil.example", "a@localhost", "[::1", ""):
+            assert status(tiny, path, "GET", Host=host) == 400, host
+        for host in ("localhost", f"LOCALHOST:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
+            assert status(tiny, path, "GET", Host=host) == 200, host
+    assert status(tiny, "/v1/models", "GET", Host="10.0.0.5") == 400
+    answer = requests.get(f"{tiny.url}/health", headers={"Host": "evil.example"}, timeout=60)
+    assert "--allowed_hosts" in answer.json()["error"]["message"]
+    with serving(tiny_model_dir, allowed_hosts=hosts("0.0.0.0", ["Other.example"])) as served:
+        machine = socket.gethostname()
+        for host in ("10.0.0.5:1", "[fe80::1]", "other.example", machine, "localhost"):
+            assert status(served, "/health", "GET", Host=host) == 200, host
+        assert status(served, "/health", "GET", Host="evil.example") == 400
+    with serving(tiny_model_dir, api_key="secret") as served:  # no page of another site has the key
+        assert status(served, "/v1/models", "GET", Host="node1", Authorization="Bearer secret") == 200
+        assert status(served, "/v1/models", "GET", Host="node1") == 401
+
+
+def test_a_post_says_that_it_is_json(tiny):
+    """A page of another site may send other types without being asked."""
+    for path in POSTS:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+            assert status(tiny, path, Content_Type=kind) == 415, path
+        assert status(tiny, path, "OPTIONS", Origin="http://evil.example") == 405
+    assert tiny.metric("d1_rows_waiting") == 0
+    assert status(tiny, "/continue_generation", Content_Type="Application/JSON; charset=utf-8") == 200
+
+
+def test_requests_wait_while_new_weights_are_moved(tiny_model_dir, weights, monkeypatch):
+    begun, go_on, plain = threading.Event(), threading.Event(), torch.nn.Module.to
+
+    def slowly(module, *where, **options):
+        if isinstance(module, PreTrainedModel):
+            begun.set()
+            assert go_on.wait(60)
+        return plain(module, *where, **options)
+
+    with serving(tiny_model_dir, weights_dir=weights) as served, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(torch.nn.Module, "to", slowly)
+        update = pool.submit(served.post, "/update_weights_from_disk", model_path="other", weight_version="new")
+        assert begun.wait(60)
+        assert requests.get(f"{served.url}/model_info", timeout=60).json()["weight_version"] == "default"
+        row = pool.submit(served.post, "/generate", **OF_ONE)
+        served.wait_for("d1_rows_waiting", 1)
+        assert requests.get(f"{served.url}/health", timeout=60).status_code == 200
+        go_on.set()
+        assert update.result()["success"]
+        assert row.result()["meta_info"]["weight_version"] == "new"
+
+
+def test_the_health_is_that_of_the_engine(tiny_model_dir, monkeypatch):
+    with serving(tiny_model_dir) as served:
+        with monkeypatch.context() as patch:  # an error in the handling of one request
+            patch.setattr(Server, "rows_to_generate", lambda self, body: 1 / 0)
+            assert "division" in error_of(served, 500)
+        assert requests.get(f"{served.url}/health", timeout=60).status_code == 200
+        assert served.post("/generate", **OF_ONE)["output_ids"]
+        monkeypatch.setattr(served.engine, "admitted", lambda: 1 / 0)  # one in the engine's own thread
+        for _ in range(2):
+            assert "cannot sample any more: ZeroDivisionError" in error_of(served, 503)
+        assert requests.get(f"{served.url}/health", timeout=60).status_code == 503
+
+
+def error_of(served, status):
+    return served.post("/generate", status, **OF_ONE)["error"]["message"]

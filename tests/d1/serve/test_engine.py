@@ -1,0 +1,246 @@
+"""The engine by itself: rows whose moment is chosen, models that do not fit, and its end."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from d1.models import load_model, load_tokenizer
+from d1.sampling import SamplingSettings
+from d1.sampling.stream import Stream
+from d1.serve.engine import Engine
+from d1.serve.rows import Completed, Event, Finished, QueueFull, Row, Stopped
+from d1.serve.weights import Loader
+from tests.conftest import save_tiny_model
+from tests.d1.serve.serving import alone
+from tests.faults import failing_passes, no_room
+
+HOW = SamplingSettings(16, 8, 16, temperature=0.9)
+MASK = 3
+WEIGHTS = [("weights", "other"), ("adapter", "adapter")]
+
+
+@contextmanager
+def running(folder: Path, **options: Any) -> Iterator[Engine]:
+    sizes = {"batch_size": 4, "queue_size": 64} | options
+    engine = Engine(load_model(folder), load_tokenizer(folder).mask_token_id, **sizes, version="default")
+    engine.thread.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def rows_of(count: int, own: str = "", columns: int = 0, watches: str = "") -> tuple[list[Row], queue.Queue[Any]]:
+    """Rows, and the queue of their events."""
+    events: queue.Queue[tuple[int, Event]] = queue.Queue()
+    rows = [Row(f"1-{n}", [5, 6 + n], HOW, (), 0, own=own, columns=columns, watches=watches) for n in range(count)]
+    for number, row in enumerate(rows):
+        row.tell = lambda event, number=number: events.put((number, event))  # type: ignore[misc]
+    return rows, events
+
+
+def last_of(rows: list[Row], events: queue.Queue[Any]) -> list[Event]:
+    last: dict[int, Event] = {}
+    while len(last) < len(rows):
+        number, event = events.get(timeout=60)
+        if isinstance(event, Completed | Stopped):
+            assert number not in last, "a row ended twice"
+            last[number] = event
+    time.sleep(0.05)
+    assert events.empty()
+    return [last[number] for number in range(len(rows))]
+
+
+def ids(model: Any, number: int) -> list[int]:
+    return alone(model, MASK, [5, 6 + number], f"1-{number}", HOW).ids[0, -16:].tolist()
+
+
+def check(engine: Engine, events: list[Event], model: Any = None) -> None:
+    """All rows completed with the tokens that `rollout` gives for each alone."""
+    for number, event in enumerate(events):
+        assert isinstance(event, Completed), event
+        assert event.ids == ids(model or engine.model, number)
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("weights")
+    save_tiny_model(root / "other", seed=1)
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    for name in ("adapter", "second"):
+        get_peft_model(load_model(tiny_model_dir), lora).save_pretrained(root / name)
+    return root
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_second_retract_in_the_turn_after_one(tiny_model_dir, monkeypatch, where):
+    """The moment between the turn's look at what was dropped and the rows' leaving."""
+    plain, times = Stream.leave, [0]
+    with running(tiny_model_dir) as engine:
+
+        def again() -> None:
+            times[0] += 1
+            engine.pause("retract")
+            engine.resume()
+
+        def leave(self: Stream, dropped: Any = ()) -> Any:
+            if times[0] < 6 and len(self):
+                if where == "before":
+                    again()
+                done = plain(self, dropped)
+                if where == "after":
+                    again()
+                return done
+            return plain(self, dropped)
+
+        monkeypatch.setattr(Stream, "leave", leave)
+        rows, events = rows_of(12)
+        engine.submit(rows)
+        check(engine, last_of(rows, events))
+        assert times[0] == 6
+        assert not engine.rows
+        assert not engine.waiting
+        assert not engine.dropped
+
+
+def test_an_error_of_one_row_ends_that_row_alone(tiny_model_dir):
+    with running(tiny_model_dir) as engine, failing_passes(engine, lambda given: (given == 8).any()):  # of row 2
+        rows, events = rows_of(6)
+        engine.submit(rows)
+        found = last_of(rows, events)
+        assert found.pop(2) == Stopped("sampling failed: FloatingPointError: a pass that failed on purpose", 500)
+        for number, event in zip((0, 1, 3, 4, 5), found, strict=True):
+            assert isinstance(event, Completed)
+            assert event.ids == ids(engine.model, number)
+        together, events = rows_of(3, own="one", columns=2)
+        engine.submit(together)
+        assert [event.status for event in last_of(together, events)] == [500] * 3
+
+
+@pytest.mark.parametrize("kind", ["other", "adapter", "second"])
+def test_weights_that_do_not_fit_leave_the_old_ones(tiny_model_dir, folders, kind):
+    loader = Loader(lambda: load_model(tiny_model_dir))
+    with running(tiny_model_dir) as engine:
+        if kind == "second":  # on top of an adapter
+            engine.replace_model(lambda model: loader.load(folders / "adapter", model), "first").result(60)
+        old, version = engine.model, engine.version
+        before = {name: weight.clone() for name, weight in old.state_dict().items()}
+
+        def update() -> None:
+            engine.replace_model(lambda model: loader.load(folders / kind, model), "new").result(60)
+
+        with no_room(old, times=2) as moves, pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+            update()
+        assert moves == [(False, "cpu"), (True, "cpu"), (False, "cpu"), (True, "cpu")]  # the old ones come back
+        assert (engine.model, engine.version) == (old, version)
+        after = old.state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        rows, events = rows_of(3)
+        engine.submit(rows)
+        check(engine, last_of(rows, events), old)
+        with no_room(old, times=1) as moves:  # the old ones make room
+            update()
+        assert moves == [(False, "cpu"), (True, "cpu"), (False, "cpu")]
+        assert engine.version == "new"
+        folder, adapter = (folders / kind, None) if kind == "other" else (tiny_model_dir, folders / kind)
+        rows, events = rows_of(3)
+        engine.submit(rows)
+        check(engine, last_of(rows, events), load_model(folder, adapter=adapter))
+
+
+def test_a_damaged_adapter_leaves_the_old_one(tiny_model_dir, folders, tmp_path):
+    loader = Loader(lambda: load_model(tiny_model_dir))
+    shutil.copytree(folders / "second", tmp_path / "damaged")
+    (tmp_path / "damaged" / "adapter_model.safetensors").write_bytes(b"cut off")
+    with running(tiny_model_dir) as engine:
+        for folder in (folders / "other", folders / "adapter"):  # the start's weights are loaded anew for the second
+            engine.replace_model(lambda model, folder=folder: loader.load(folder, model), folder.name).result(60)
+        old = engine.model
+        with pytest.raises(Exception, match="header"):
+            engine.replace_model(lambda model: loader.load(tmp_path / "damaged", model), "new").result(60)
+        assert (engine.model, engine.version) == (old, "adapter")
+        rows, events = rows_of(3)
+        engine.submit(rows)
+        check(engine, last_of(rows, events), load_model(tiny_model_dir, adapter=folders / "adapter"))
+
+
+def test_rows_are_refused_after_the_engines_end(tiny_model_dir, monkeypatch):
+    with running(tiny_model_dir) as engine:
+        rows, events = rows_of(3)
+        monkeypatch.setattr(engine, "admitted", lambda: 1 / 0)
+        engine.submit(rows)
+        found = last_of(rows, events)
+        assert {event.status for event in found} == {503}
+        assert "ZeroDivisionError" in found[0].reason
+        engine.thread.join(60)
+        assert not engine.thread.is_alive()
+        with pytest.raises(ConnectionError, match="cannot sample any more"):
+            engine.submit(rows)
+        with pytest.raises(ConnectionError, match="cannot sample any more"):
+            engine.replace_model(lambda model: model, "new")
+
+
+@pytest.mark.parametrize("kind", ["exact", "cached", "own"])
+def test_rows_that_are_cut_short_have_what_was_revealed(tiny_model_dir, kind):
+    with running(tiny_model_dir) as engine:
+        rows, events = rows_of(6, "one" if kind == "own" else "", 2 if kind == "own" else 0, watches="steps")
+        if kind == "own":
+            rows = rows[:4]
+        if kind == "cached":
+            for row in rows:
+                row.settings = SamplingSettings(16, 8, 16, temperature=0.9, sampler="cached")
+        with engine.changed:  # no turn comes between
+            engine.submit(rows)
+            plain, seen = rows[0].tell, [0]
+
+            def tell(event: Event) -> None:
+                plain(event)
+                seen[0] += 1
+                if seen[0] == 11:  # in the second block
+                    engine.finish()
+
+            rows[0].tell = tell
+        last: dict[int, Event] = {}
+        blocks: dict[int, list[int]] = {}
+        while len(last) < len(rows):
+            number, event = events.get(timeout=60)
+            if isinstance(event, Finished):
+                blocks[number] = event.ids
+            if isinstance(event, Completed | Stopped):
+                last[number] = event
+        for number, event in last.items():
+            if number >= 4 or kind == "own":  # these waited, or are of use as a whole alone
+                assert event == Stopped("the server has stopped")
+            else:
+                assert isinstance(event, Completed)
+                assert event.cut_short
+                assert 8 <= len(event.ids) == len(event.logps) == len(event.reveal_steps) < 16
+                assert event.ids[:8] == blocks[number]
+                assert MASK not in event.ids
+                if kind == "exact":
+                    assert event.ids == ids(engine.model, number)[: len(event.ids)]
+        with pytest.raises(ConnectionError, match="stop"):
+            engine.submit(rows)
+
+
+def test_an_update_that_nobody_waits_for_any_more(tiny_model_dir, folders):
+    loader = Loader(lambda: load_model(tiny_model_dir))
+    with running(tiny_model_dir) as engine:
+        with engine.changed:
+            update = engine.replace_model(lambda model: loader.load(folders / "other", model), "one")
+            with pytest.raises(QueueFull, match="another update"):
+                engine.replace_model(lambda model: model, "two")
+        update.result(60)
+        assert engine.version == "one"
