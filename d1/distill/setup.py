@@ -20,6 +20,7 @@ from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
 from d1.runs.skeleton import Stage
 from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
+from d1.runs.trainer import read_sums
 from d1.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def stage(args: DistillConfig) -> Stage:
         on_resume=ON_RESUME,
         prepare=lambda: ({"paper": METHODS[args.method].paper}, prepare(args, training)),
         conclude=lambda: conclude(args),
+        check=lambda checkpoint: read_sums(checkpoint / DistillTrainer.sums_file),
     )
 
 

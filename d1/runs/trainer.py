@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from d1.models.adapters import save_learnt
-from d1.runs.checkpoints import staged_checkpoint
+from d1.runs.checkpoints import broken, check_sums, reading, staged_checkpoint
 from d1.runs.sampler import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
 
@@ -55,6 +55,11 @@ class RunTrainer(TrainerHooks):
         with staged_checkpoint(self) as folder:
             yield
             self.save_extra(folder)
+
+    def check_best(self, checkpoint: Path) -> None:
+        if not checkpoint.is_dir():
+            raise broken(checkpoint, "", "is missing")
+        check_sums(checkpoint, self.args.process_index, self.args.world_size)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         check_weights(self.model, self.state.global_step)
@@ -106,11 +111,24 @@ class SummingTrainer(RunTrainer):
             (folder / self.sums_file).write_text(json.dumps(state))
 
     def load_extra(self, folder: Path) -> None:
-        state = json.loads((folder / self.sums_file).read_text())
+        state = read_sums(folder / self.sums_file)
         self.set_loss_sums(state["losses"])
         share = float(self.args.process_index == 0)  # the first process has what all had counted
         self.sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in state["sums"].items()}
         self.compute = self.sums.pop("compute").to(self.compute)
+
+
+def read_sums(file: Path) -> dict[str, Any]:
+    """The sums in a checkpoint's file: {"losses": `loss_sums()`, "sums": of `SummingTrainer`}; SFT's file has only the
+    losses, without a name. Raises ValueError if the file is missing or damaged."""
+    with reading(file):
+        state = json.loads(file.read_text())
+        state = state if "losses" in state else {"losses": state, "sums": {"compute": 0.0}}
+        losses, sums = state["losses"], state["sums"]
+        numbers = [losses["total"], losses["last_logged"], *losses["since_then"], sums["compute"], *sums.values()]
+        if not losses["since_then"] or not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError("not the sums of a run")
+        return state
 
 
 class LoadExtra(TrainerCallback):

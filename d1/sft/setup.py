@@ -14,10 +14,11 @@ from d1.models.tokenizer import check_chat_template
 from d1.runs.skeleton import Stage
 from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
 from d1.runs.start import on_gpu as on_gpu
+from d1.runs.trainer import read_sums
 from d1.sft.config import EDIT_SETTINGS, SFTConfig
 from d1.sft.data import load_function, load_rows, preprocess_dataset
 from d1.sft.editing import EditNoise
-from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from d1.sft.trainer import LOSS_SUMS, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 
 SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
 
@@ -37,6 +38,7 @@ def stage(args: SFTConfig) -> Stage:
         on_resume=ON_RESUME,
         prepare=lambda: ({}, prepare(args, training)),
         conclude=lambda: conclude(args),
+        check=lambda checkpoint: read_sums(checkpoint / LOSS_SUMS),
     )
 
 
