@@ -6,8 +6,8 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -16,12 +16,12 @@ TORCH = ("[enforce fail at inline_container", "PytorchStreamWriter failed writin
 
 
 @contextmanager
-def writing(folder: Path, what: str, advice: Callable[[], str] | None = None) -> Iterator[None]:
+def writing(folder: Path, what: str, advice: str | Callable[[], str]) -> Iterator[None]:
     """Inside, a file that has no room raises an OSError of one line.
 
     Args:
         folder: where `what` (e.g. "checkpoint-8") is written; the message names both, and the room that is left.
-        advice: what to do, asked when it fails (default: make room and start the command again).
+        advice: what to do, or a function that says it when the writing fails.
     """
     try:
         yield
@@ -31,7 +31,7 @@ def writing(folder: Path, what: str, advice: Callable[[], str] | None = None) ->
             raise
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
         free = shutil.disk_usage(there).free / 1e9
-        todo = advice() if advice else "make room and start the same command again"
+        todo = advice if isinstance(advice, str) else advice()
         raise OSError(f"no room for {what} in {folder} ({reason}; {free:.1f} GB are free there): {todo}") from error
 
 
@@ -47,9 +47,10 @@ def no_room(error: Exception) -> str:
     return "a file could not be written to its end" if text.startswith(TORCH) else ""
 
 
-def give_usual_mode(folder: Path) -> None:
-    """Give the safetensors files below `folder` the mode that the umask gives; safetensors 0.8 makes them 600."""
+def give_usual_mode(files: Iterable[Path]) -> None:
+    """Give files that safetensors 0.8 wrote, with mode 600, the mode that the umask gives."""
     umask = os.umask(0o077)
     os.umask(umask)
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(0o666 & ~umask)
+    for file in files:
+        with suppress(PermissionError):  # of another user
+            file.chmod(0o666 & ~umask)

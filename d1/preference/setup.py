@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ def stage(args: PreferenceConfig) -> Stage:
         on_resume=ON_RESUME,
         prepare=lambda: ({"paper": METHODS[args.method].paper}, prepare(args, training)),
         conclude=lambda: conclude(args),
+        next_command=lambda: f"python -m d1 chat {shlex.quote(str(training.output_dir))}",
         check=lambda checkpoint: read_sums(checkpoint / PreferenceTrainer.sums_file),
     )
 

@@ -65,7 +65,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
         write_sums(staging / name, args)
         trainer.accelerator.wait_for_everyone()
     if args.should_save:
-        give_usual_mode(staging)
+        give_usual_mode(staging.rglob("*.safetensors"))
         shutil.rmtree(final / name, ignore_errors=True)
         os.replace(staging / name, final / name)
         shutil.rmtree(staging)

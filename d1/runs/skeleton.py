@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
         if training.should_save:
             with writing(folder, "the model", lambda: way_on(folder)):
                 finish(checkpoint, folder, training.load_best_model_at_end)
+                give_usual_mode(folder.glob("*.safetensors"))
                 stage.conclude()
                 if not has_card(folder):  # a user may have added to it
                     write_card(folder)
@@ -124,7 +126,7 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
         if training.should_save:
             stage.conclude()
             write_card(folder)
-            give_usual_mode(folder)
+            give_usual_mode(folder.glob("*.safetensors"))
     return trainer
 
 
@@ -158,6 +160,12 @@ def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
 def what_is_in(folder: Path) -> str:
     """What a finished run saved there, in a word."""
     return "adapter" if (folder / "adapter_config.json").exists() else "model"
+
+
+def evaluation(folder: str, task: str, flags: Mapping[str, Any]) -> str:
+    """The command that evaluates the model in `folder` on a task; flags that are None keep their defaults."""
+    words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
+    return shlex.join(["python", "-m", "d1", "eval", "--model_path", folder, "--dataset", task, *words])
 
 
 def check_processes(world_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class RunTrainer(TrainerHooks):
 
     - A checkpoint is either complete or absent. It holds what `save_extra` adds, and `load_extra` restores that.
     - `train_loss` is the mean over all steps of the run, also after a resume.
-    - `save_model` refuses weights that are not finite (FloatingPointError).
+    - `save_model` refuses weights that are not finite (FloatingPointError); so does a log with such a gradient.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,6 +71,8 @@ class RunTrainer(TrainerHooks):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_loss" in logs:
             logs["train_loss"] = self.mean_loss()
+        if not math.isfinite(float(logs.get("grad_norm") or 0)):  # then clipping may have spoilt every weight
+            check_weights(self.model, self.state.global_step)
         super().log(logs, start_time)
 
     def require_finite(self, loss: Tensor, rows: Callable[[], list[dict[str, Any]]]) -> None:
