@@ -12,7 +12,7 @@ from pathlib import Path
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # How messages of PyTorch 2.13 begin if it cannot write a file; it drops the system's reason.
-TORCH = ("[enforce fail at inline_container", "PytorchStreamWriter failed writing", "write(): fd ")
+TORCH = ("[enforce fail at inline_container", "PytorchStreamWriter failed writing", "basic_ios::clear", "write(): fd ")
 
 
 @contextmanager
