@@ -60,7 +60,7 @@ def load_prompts(
     task = load_task(train_data) if train_data in TASKS or train_data.endswith(".py") else None
     if data_file is not None and task is None:
         raise ValueError(f"--data_file is for a task, and --train_data {train_data} is none")
-    rows: Dataset = load_rows(train_data) if task is None else task.load_rows("train", data_file)
+    rows: Dataset = load_rows(train_data, TASKS) if task is None else task.load_rows("train", data_file)
     if "prompt" not in rows.column_names:
         raise ValueError(f"the rows of {train_data} have no column prompt, only {', '.join(rows.column_names)}")
     ids, problems = [], []

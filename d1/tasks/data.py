@@ -10,6 +10,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Json, List, Value, load_dataset
 
+from d1.hub import closest, no_hub, use_cache
 from d1.tasks import SPLITS
 
 TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # types of a ground truth
@@ -48,7 +49,7 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"no data file {path}")
+        raise FileNotFoundError(f"no data file {path}{closest(path)}")
     try:
         if file.suffix == ".csv":
             rows = read_csv(path, keep_in_memory=keep_in_memory)
@@ -81,16 +82,22 @@ def read_csv(path: str, **options: Any) -> Dataset:
 
 
 def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str]) -> Dataset:
-    """A split of a dataset on the hub."""
+    """A split of a dataset on the hub, or of its cache if the hub does not answer."""
+    if problem := no_hub():
+        use_cache(name, problem)
     try:
         rows = load_dataset(name, config, split=split)
     except Exception as error:  # offline, missing, gated, broken cache: the advice is the same
         raise ConnectionError(
-            f"cannot load {name} from the hub ({type(error).__name__}: {error}). To use a local .json, .jsonl, .csv or "
+            f"cannot load {name} from the hub ({problem or reason(error)}). To use a local .json, .jsonl, .csv or "
             ".parquet file with the same columns, pass --data_file FILE (--few_shot_file FILE for eval.py's examples)"
         ) from error
     check_columns(rows, name, *schemas)
     return rows
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def read_problems(

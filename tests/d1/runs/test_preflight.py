@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from d1.models.adapters import check_there, hub_problem
+from d1.hub import hub_problem
+from d1.models.adapters import check_there
 from d1.runs.preflight import check_start
 from tests import forks
 from tests.commands import ROOT
