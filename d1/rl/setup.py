@@ -24,6 +24,7 @@ from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.shown_problems import ShowProblems
 from d1.rl.state import check_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
+from d1.runs.preflight import check_start
 from d1.runs.skeleton import Prepared, Stage, evaluation
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
     """RL as a `Stage` for `d1.runs.skeleton.run`."""
     check_model_settings(args, model_args)
+    check_start(str(args.model_path))
     return Stage(
         training=args,
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},

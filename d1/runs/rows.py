@@ -49,8 +49,8 @@ def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
     except Exception as error:  # each reader and the hub client have their own errors
         raise FileNotFoundError(
             f"--train_data {train_data}: neither a local file{closest(train_data, known)} nor a data set that the hub "
-            f"gives ({problem or f'{type(error).__name__}: {error}'}). Download it elsewhere and pass a local file with the same columns, "
-            f"for example --train_data rows.jsonl (or {', '.join(FILES)})"
+            f"gives ({problem or f'{type(error).__name__}: {error}'}). Download it elsewhere and pass a local file "
+            f"with the same columns, for example --train_data rows.jsonl (or {', '.join(FILES)})"
         ) from error
     rows = data["train"] if isinstance(data, DatasetDict) else data
     if not len(rows):
