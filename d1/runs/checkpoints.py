@@ -182,9 +182,9 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int |
     """Refuse a checkpoint in which a file that the Trainer (5.23) needs to continue exactly is missing or damaged.
 
     The Trainer itself would not report it: without the optimizer or the scheduler, it starts with a fresh one and the
-    peak learning rate; without the state of the random generators, with other random numbers. Every file is compared
-    with its checksum; the processes share the files. In an older checkpoint, without checksums, the first process reads
-    what can be checked. Nothing is unpickled. ValueError names the file.
+    peak learning rate; without the state of the random generators, with other random numbers. `check_sums` has compared
+    the files with their checksums; in an older checkpoint, which has none, the first process reads what can be checked.
+    Nothing is unpickled. ValueError names the file.
 
     Args:
         processes: how many processes wrote it; None: unknown.
@@ -192,7 +192,6 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int |
     for names in needed(checkpoint, args, processes):
         if not any(path for pattern in names for path in checkpoint.glob(pattern)):
             raise broken(checkpoint, names[0], "is missing")
-    check_sums(checkpoint, args.process_index, args.world_size)
     if not args.should_save:
         return
     if not args.deepspeed_plugin:

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import is_tensorboard_available
 
 from d1.files import give_usual_mode, writing
-from d1.runs.checkpoints import check_checkpoint, checkpoint_to_resume, finish, is_finished, way_on
+from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
 from d1.runs.console import log_to_console, log_without_account, train_with_console
 from d1.runs.lock import FileLock, Held
 from d1.runs.model_card import has_card, write_card
@@ -102,8 +102,9 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
                     write_card(folder)
         return None
     if checkpoint:
-        check_checkpoint(checkpoint, training, past.settings.get("world_size"))
+        check_sums(checkpoint, training.process_index, training.world_size)
         stage.check(checkpoint)
+        check_checkpoint(checkpoint, training, past.settings.get("world_size"))
         training.eval_on_start = False  # done when the run first started
 
     facts, start = stage.prepare()
