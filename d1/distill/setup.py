@@ -53,7 +53,7 @@ def stage(args: DistillConfig) -> Stage:
 
 def next_command(args: DistillConfig, folder: str) -> str:
     """The command that evaluates the model on the task of the run, with its sampling; without a task, a chat."""
-    if args.train_data not in TASKS:
+    if args.train_data not in TASKS and not args.train_data.endswith(".py"):
         return f"python -m d1 chat {shlex.quote(folder)}"
     flags = {"gen_length": args.max_completion_length, "block_length": args.block_length}
     flags |= {"diffusion_steps": args.diffusion_steps}

@@ -11,10 +11,11 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import is_tensorboard_available
@@ -22,6 +23,7 @@ from transformers.integrations import is_tensorboard_available
 from d1.files import give_usual_mode, writing
 from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
 from d1.runs.console import log_to_console, log_without_account, train_with_console
+from d1.runs.entry import one_line
 from d1.runs.lock import FileLock, Held
 from d1.runs.model_card import has_card, write_card
 from d1.runs.record import OnResume, history, save_record
@@ -102,7 +104,7 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
                     write_card(folder)
         return None
     if checkpoint:
-        check_sums(checkpoint, training.process_index, training.world_size)
+        together(partial(check_sums, checkpoint, training.process_index, training.world_size))
         stage.check(checkpoint)
         check_checkpoint(checkpoint, training, past.settings.get("world_size"))
         training.eval_on_start = False  # done when the run first started
@@ -138,17 +140,18 @@ def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
     The first process takes it and tells the others, which must all call this. ValueError, in each of them, if another
     run holds it; the message names its process.
     """
-    lock, problem, made = FileLock(folder / ".lock"), "", not folder.exists()
-    if training.process_index == 0:
-        try:
+    lock, made = FileLock(folder / ".lock"), not folder.exists()
+
+    def take() -> None:
+        if training.process_index == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            lock.take()
-        except Held as holder:
-            problem = f"{holder} writes to {folder}: wait until that run ends, stop it, or choose another folder"
-        except OSError as error:
-            problem = f"--output_dir {folder}: {error.strerror}: {error.filename}"
-    if problem := broadcast_object_list([problem])[0]:
-        raise ValueError(problem)
+            try:
+                lock.take()
+            except Held as holder:
+                todo = "wait until that run ends, stop it, or choose another folder"
+                raise ValueError(f"{holder} writes to {folder}: {todo}") from None
+
+    together(take)
     try:
         yield
     finally:
@@ -156,6 +159,18 @@ def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
         if made and training.process_index == 0:
             with contextlib.suppress(OSError):  # nothing was written
                 folder.rmdir()
+
+
+def together(check: Callable[[], object]) -> None:
+    """Call `check` in every process. If it raises ValueError or OSError in one of them, all raise ValueError, so that
+    none waits for another."""
+    problem = ""
+    try:
+        check()
+    except (ValueError, OSError) as error:
+        problem = one_line(error)
+    if problems := [one for one in gather_object([problem]) if one]:
+        raise ValueError(problems[0])
 
 
 def what_is_in(folder: Path) -> str:
