@@ -100,9 +100,12 @@ def test_a_forked_process_does_not_hold_the_lock_of_its_parent(tmp_path: Path) -
     """A data loader's process lives for seconds after its parent was killed."""
     ours, theirs = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
     ours.take()
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    forking = multiprocessing.get_context("fork")
+    alive = forking.Event()
+    child = forking.Process(target=lambda: (alive.set(), time.sleep(60)))
     child.start()
     try:
+        assert alive.wait(60)
         with pytest.raises(Held):
             theirs.take()
         ours.release()
