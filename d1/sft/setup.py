@@ -44,8 +44,8 @@ def stage(args: SFTConfig) -> Stage:
         prepare=lambda: prepare(args, training),
         conclude=lambda: conclude(args),
         check=lambda checkpoint: read_sums(checkpoint / LOSS_SUMS),
-        outcome=lambda: kept_step(Path(training.output_dir), args.keep_last),
-        next_command=lambda: f"python -m d1 chat {shlex.quote(training.output_dir)}",
+        outcome=lambda: kept_step(Path(str(training.output_dir)), args.keep_last),
+        next_command=lambda: f"python -m d1 chat {shlex.quote(str(training.output_dir))}",
     )
 
 

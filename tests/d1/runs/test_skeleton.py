@@ -240,6 +240,15 @@ def test_weights_that_the_last_step_made_infinite_are_not_saved(run: Run, tmp_pa
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
+def test_weights_that_a_gradient_made_infinite_end_the_run_at_its_next_log(run: Run, tmp_path: Path) -> None:
+    """Before an evaluation, and long before the next checkpoint."""
+    trainer = run(tmp_path / "run", max_steps=1)
+    trainer.log({"loss": 1.0, "grad_norm": float("nan")})  # fp16's scaler skipped the step
+    next(weight for weight in trainer.model.parameters() if weight.requires_grad).data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="the weights are no longer finite after step 1"):
+        trainer.log({"loss": 1.0, "grad_norm": float("nan")})
+
+
 def test_the_last_line_names_the_folder(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for more in ([], ["--resume"]):
         caplog.clear()
