@@ -18,15 +18,21 @@ def clock_steps_back(folder: Path, seconds: float = 3600.0) -> None:
         os.utime(path, (times.st_atime + seconds, times.st_mtime + seconds))
 
 
+def write_at_the_same_time(file: Path, content: bytes) -> None:
+    """The content changes, the time of the last change does not: a copy with its times, or a clock that stepped back."""
+    times = file.stat()
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
 def flip_bit(file: Path, share: float = 0.75) -> None:
     """One bit of a file differs, of the byte at this share of its length; its size and times stay."""
-    content, times = bytearray(file.read_bytes()), file.stat()
+    content = bytearray(file.read_bytes())
     content[int(len(content) * share)] ^= 1
-    file.write_bytes(content)
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    write_at_the_same_time(file, bytes(content))
 
 
 @contextmanager

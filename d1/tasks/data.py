@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Json, List, Value, load_dataset
+from datasets import config as datasets_config
 
 from d1.hub import closest, no_hub, use_cache
 from d1.tasks import SPLITS
@@ -51,10 +53,11 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
     if not file.is_file():
         raise FileNotFoundError(f"no data file {path}{closest(path)}")
     try:
+        options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "cache_dir": cache_of(file)}
         if file.suffix == ".csv":
-            rows = read_csv(path, keep_in_memory=keep_in_memory)
+            rows = read_csv(path, **options)
         elif file.suffix in _READERS:
-            rows = _READERS[file.suffix](str(file), keep_in_memory=keep_in_memory)
+            rows = _READERS[file.suffix](str(file), **options)
         else:
             raise ValueError("not a .json, .jsonl, .csv or .parquet file")
     except Exception as error:  # the readers raise many kinds; all of them mean that this file cannot be used
@@ -64,6 +67,13 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
         raise ValueError(f"cannot read {path}: {cause}") from error
     check_columns(rows, path, *schemas)
     return rows
+
+
+def cache_of(file: Path) -> str:
+    """The folder of `datasets`' cache for this content. Its own key is the time of the last change, which stays the same
+    when files are copied or unpacked, and repeats when a clock steps back: it would give the rows of before."""
+    with file.open("rb") as opened:
+        return str(Path(datasets_config.HF_DATASETS_CACHE) / hashlib.file_digest(opened, "sha256").hexdigest()[:16])
 
 
 def read_csv(path: str, **options: Any) -> Dataset:
