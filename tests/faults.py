@@ -19,7 +19,7 @@ def clock_steps_back(folder: Path, seconds: float = 3600.0) -> None:
 
 
 def write_at_the_same_time(file: Path, content: bytes) -> None:
-    """The content changes, the time of the last change does not: a copy with its times, or a clock that stepped back."""
+    """The content changes, but not the time of the last change: a copy with its times, or a clock that stepped back."""
     times = file.stat()
     file.write_bytes(content)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))

@@ -70,8 +70,8 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
 
 
 def cache_of(file: Path) -> str:
-    """The folder of `datasets`' cache for this content. Its own key is the time of the last change, which stays the same
-    when files are copied or unpacked, and repeats when a clock steps back: it would give the rows of before."""
+    """The folder of `datasets`' cache for this content. Its own key is the time of the last change: it would give the
+    rows of before if that stays the same (files that are copied or unpacked) or repeats (a clock that steps back)."""
     with file.open("rb") as opened:
         return str(Path(datasets_config.HF_DATASETS_CACHE) / hashlib.file_digest(opened, "sha256").hexdigest()[:16])
 
