@@ -44,7 +44,8 @@ def no_room(error: Exception) -> str:
     for number in map(int, re.findall(r"(?:os error |Errno )(\d+)", text)):
         if number in FULL:
             return os.strerror(number)
-    return "a file could not be written to its end" if text.startswith(TORCH) else ""
+    unwritten = text.startswith(TORCH) and "Reader" not in text
+    return "a file could not be written to its end" if unwritten else ""
 
 
 def give_usual_mode(files: Iterable[Path]) -> None:

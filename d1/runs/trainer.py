@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from d1.models.adapters import save_learnt
-from d1.runs.checkpoints import broken, check_sums, reading, staged_checkpoint
+from d1.runs.checkpoints import check_sums, reading, staged_checkpoint
 from d1.runs.sampler import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
 
@@ -59,7 +59,10 @@ class RunTrainer(TrainerHooks):
 
     def check_best(self, checkpoint: Path) -> None:
         if not checkpoint.is_dir():
-            raise broken(checkpoint, "", "is missing")
+            raise ValueError(
+                f"{checkpoint}, the best checkpoint of this run, is missing: put it back, or continue with --resume "
+                "and without load_best_model_at_end (SFT: --keep_last)"
+            )
         check_sums(checkpoint, self.args.process_index, self.args.world_size)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
