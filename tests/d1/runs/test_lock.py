@@ -102,7 +102,12 @@ def test_a_forked_process_does_not_hold_the_lock_of_its_parent(tmp_path: Path) -
     ours.take()
     forking = multiprocessing.get_context("fork")
     alive = forking.Event()
-    child = forking.Process(target=lambda: (alive.set(), time.sleep(60)))
+
+    def live() -> None:
+        alive.set()
+        time.sleep(60)
+
+    child = forking.Process(target=live)
     child.start()
     try:
         assert alive.wait(60)

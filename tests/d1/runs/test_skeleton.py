@@ -201,7 +201,7 @@ def test_which_checkpoints_a_limit_keeps(
     for step in steps:
         (tmp_path / f"checkpoint-{step}").mkdir()
     (tmp_path / "checkpoint-mine").mkdir()
-    rotate(tmp_path / f"checkpoint-{saved}", limit, best and str(tmp_path / f"checkpoint-{best}"))
+    rotate(tmp_path / f"checkpoint-{saved}", limit, None if best is None else str(tmp_path / f"checkpoint-{best}"))
     assert checkpoints(tmp_path) == sorted([*(f"checkpoint-{step}" for step in left), "checkpoint-mine"])
 
 
