@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from d1.runs.lock import FileLock, Held
 from tests import forks
+from tests.faults import flip_bit
 
 SFT = Path(__file__).parents[3] / "SFT"
 start = partial(forks.job, SFT / "sft_train.py", ACCELERATE_USE_CPU="true")
@@ -64,6 +66,12 @@ def test_a_second_run_in_a_folder_is_refused_in_all_its_processes_until_the_firs
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
     assert not (folder / ".lock").exists()
+    flip_bit(weights := folder / f"checkpoint-{last + 1}" / "adapter_model.safetensors")  # one process reads it
+    log = tmp_path / "damaged" / "log"
+    shutil.copytree(folder.parent, log.parent)
+    text = forks.finish(start([*flags, str(last + 2), "--resume"], log.parent, processes=2), log, status=1, timeout=120)
+    assert f"{weights.name} is damaged (its checksum is not that of what was saved)" in text
+    assert "Traceback" not in text
 
 
 def test_a_lock_is_one_holders_and_says_whose(tmp_path: Path) -> None:
