@@ -141,6 +141,7 @@ class TrainerHooks(_Trainer):
       after it.
     - `_load_optimizer_and_scheduler` (overridden): stores the checkpoint in `resumed_from`, because callbacks do not
       get it.
+    - `_load_best_model` (overridden): calls `check_best` before, because Trainer reads what it finds there.
     - `_loss_shifts_labels` (set): Trainer assumes that decoders predict the next token, and does not count the first
       label in `num_items_in_batch`. Delete this once Trainer has an argument for it.
     - `_tr_loss`, `_total_loss_scalar`, `_globalstep_last_logged`, `_initial_global_step` (read and set): the losses so
@@ -169,6 +170,14 @@ class TrainerHooks(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         self.resumed_from = None if checkpoint is None else Path(checkpoint)
+
+    def check_best(self, checkpoint: Path) -> None:
+        """Refuse the best checkpoint, from which the run takes its model at the end, if it is not as it was saved."""
+        raise NotImplementedError
+
+    def _load_best_model(self) -> None:
+        self.check_best(Path(str(self.state.best_model_checkpoint)))
+        super()._load_best_model()
 
     def save_now(self) -> None:
         """Write a checkpoint of the last finished optimizer step. Every process must call this."""

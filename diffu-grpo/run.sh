@@ -75,7 +75,7 @@ launch=(--config_file "$ACCELERATE_CONFIG" --num_processes "$processes" --main_p
 if [ "$NODES" -gt 1 ]; then
     launch+=(--num_machines "$NODES" --machine_rank "${NODE_RANK:?}" --main_process_ip "${MAIN_IP:?}")
 fi
-exec "$PYTHON" -m accelerate.commands.launch "${launch[@]}" diffu_grpo_train.py \
+exec "$PYTHON" -m accelerate.commands.launch --quiet "${launch[@]}" diffu_grpo_train.py \
     --config slurm_scripts/train.yaml \
     --model_path "$MODEL_PATH" \
     --dataset "$DATASET" \

@@ -19,7 +19,7 @@ OPTIONAL = ("deepspeed", "bitsandbytes", "wandb", "flash_attn", "lm_eval", "fast
 OPTIONAL += ("uvicorn", "prometheus_client", "sglang")
 # d1's folders from the bottom up: each may import itself and those of earlier lines.
 LAYERS = (
-    ("lazy", "ranges", "show", "transformers_bridge"),
+    ("files", "hub", "lazy", "ranges", "show", "transformers_bridge"),
     ("sandbox",),
     ("models", "masking", "tasks"),
     ("sampling", "scoring"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from d1.models import load_tokenizer
 from d1.models.adapters import adapter_chain
 from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
-from d1.runs.skeleton import Stage
+from d1.runs.skeleton import Stage, evaluation
 from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
+from d1.runs.trainer import read_sums
 from d1.sampling import SamplingSettings
+from d1.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,18 @@ def stage(args: DistillConfig) -> Stage:
         on_resume=ON_RESUME,
         prepare=lambda: ({"paper": METHODS[args.method].paper}, prepare(args, training)),
         conclude=lambda: conclude(args),
+        next_command=lambda: next_command(args, str(training.output_dir)),
+        check=lambda checkpoint: read_sums(checkpoint / DistillTrainer.sums_file),
     )
+
+
+def next_command(args: DistillConfig, folder: str) -> str:
+    """The command that evaluates the model on the task of the run, with its sampling; without a task, a chat."""
+    if args.train_data not in TASKS and not args.train_data.endswith(".py"):
+        return f"python -m d1 chat {shlex.quote(folder)}"
+    flags = {"gen_length": args.max_completion_length, "block_length": args.block_length}
+    flags |= {"diffusion_steps": args.diffusion_steps}
+    return evaluation(folder, args.train_data, flags)
 
 
 def sampling_settings(args: DistillConfig, config: Any) -> SamplingSettings:

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from d1.distill.states import Traces, blocks_of_canvas
+from d1.files import give_usual_mode, writing
 from d1.masking import keyed_generator
 from d1.models.conversation import as_messages
 from d1.models.kinds import block_size
@@ -59,7 +60,7 @@ def load_prompts(
     task = load_task(train_data) if train_data in TASKS or train_data.endswith(".py") else None
     if data_file is not None and task is None:
         raise ValueError(f"--data_file is for a task, and --train_data {train_data} is none")
-    rows: Dataset = load_rows(train_data) if task is None else task.load_rows("train", data_file)
+    rows: Dataset = load_rows(train_data, TASKS) if task is None else task.load_rows("train", data_file)
     if "prompt" not in rows.column_names:
         raise ValueError(f"the rows of {train_data} have no column prompt, only {', '.join(rows.column_names)}")
     ids, problems = [], []
@@ -178,8 +179,10 @@ def sample_once(
         traces, tries, compute = sampler.sample(model, numbers, [(seed, TRACES, number) for number in numbers])
         columns = {"ids": traces.ids, "steps": traces.steps, "blocks": traces.blocks, "right": traces.right}
         staging = path.with_suffix(".part")
-        save_file(columns | {"tries": tries, "compute": torch.tensor(compute)}, staging)
+        with writing(folder, "the traces", "make room and start the same command again: it keeps the traces there"):
+            save_file(columns | {"tries": tries, "compute": torch.tensor(compute)}, staging)
         staging.replace(path)
+    give_usual_mode(folder.glob("*.safetensors"))
 
 
 def read_traces(folder: Path, eos_token_id: int) -> tuple[Traces, int]:

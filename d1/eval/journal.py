@@ -19,6 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from d1.runs.lock import FileLock, Held
 from d1.runs.output_dir import write_atomically
 
 ENTRY: dict[str, type | tuple[type, ...]] = {  # a line with all of these fields is a completion
@@ -39,7 +40,7 @@ class Journal:
         self.folder = self.output_dir / f"{setup}.partial"
         self.results = self.output_dir / f"{setup}_0_generations.json"
         self.record = self.output_dir / f"{setup}_record.json"
-        self.lock: io.FileIO | None = None  # held until `finish` or the end of the process
+        self.lock = FileLock(self.folder / "lock")  # held until `finish` or the end of the process
         self.lines: io.FileIO | None = None  # this rank's journal
 
     def prepare(self, identity: dict[str, Any], overwrite: bool) -> bool:
@@ -64,26 +65,19 @@ class Journal:
                 write_atomically(known, json.dumps(identity, indent=1))
             self.take_lock(fcntl.LOCK_SH)
         except (ValueError, OSError):
-            self.release_lock()
+            self.lock.release()
             raise
         return True
 
     def take_lock(self, kind: int) -> None:
         """Locks the setup, exclusively or shared with the other ranks of the run."""
-        self.lock = self.lock or io.FileIO(self.folder / "lock", "ab")
         try:
-            fcntl.flock(self.lock, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release_lock()
+            self.lock.take(kind)
+        except Held as holder:
             raise ValueError(
-                f"another process is evaluating into {self.folder}: wait until it is done, end it, or choose another "
-                "--suffix or --output_dir"
+                f"{holder}, or another process of its launch, is evaluating into {self.folder}: wait until it is done, "
+                "end it, or choose another --suffix or --output_dir"
             ) from None
-
-    def release_lock(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
-            self.lock = None
 
     def check_identity(self, known: dict[str, Any], identity: dict[str, Any]) -> None:
         changed = [
@@ -113,7 +107,7 @@ class Journal:
         """Appends one completion, with the fields of `ENTRY`, to this rank's journal in a single write."""
         line = json.dumps(entry).encode() + b"\n"
         try:
-            if self.lock is None:
+            if self.lock.file is None:
                 self.take_lock(fcntl.LOCK_SH)
             if self.lines is None:
                 self.lines = io.FileIO(self.folder / f"rank_{self.rank}.jsonl", "ab")
@@ -140,7 +134,7 @@ class Journal:
         except OSError as error:
             raise self.stopped(error) from error
         shutil.rmtree(self.folder)
-        self.release_lock()
+        self.lock.release()
 
 
 def parse_entry(line: bytes) -> dict[str, Any] | None:

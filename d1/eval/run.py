@@ -179,6 +179,8 @@ def run(args: argparse.Namespace) -> list[Row]:
         scored = [score_setup(setups[journal.setup], "strict", own_tasks)[0] for journal in journals]
         if args.dont_save:
             shutil.rmtree(output_dir)
+        else:
+            logger.info("Completions: %s", ", ".join(str(journal.results) for journal in journals))
     leave_processes()
     return scored
 

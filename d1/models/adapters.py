@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, get_session, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
+from d1.hub import closest, is_path, no_hub, use_cache
 from d1.models.formats.released import rename
 from d1.models.kinds import KINDS, kind_of, learnt_fields
 
 logger = logging.getLogger(__name__)
 
-HUB_SECONDS = 5.0  # to wait for the hub's answer
 PREFIX = "base_model.model."  # PEFT writes it before the name of each module
 LEARNT_FILE = "learnt.json"  # `learnt_fields` of an adapter, whose folder has no config.json
 
@@ -45,28 +44,17 @@ def check_there(path: str) -> None:
     """
     if Path(path).is_dir():
         return
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise FileNotFoundError(f"there is no model folder {path}")
-    problem = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else hub_problem()
+    if is_path(path):
+        raise FileNotFoundError(f"there is no model folder {path}{closest(path)}")
+    problem = no_hub()
     files = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
     if problem and not any(isinstance(try_to_load_from_cache(path, file), str) for file in files):
         raise FileNotFoundError(
-            f"{path} is no folder here and is not in the hub's cache, and it cannot be downloaded: {problem}. Name a "
-            f"folder, or download it first: hf download {path}"
+            f"{path} is no folder here{closest(path)} and is not in the hub's cache, and it cannot be downloaded: "
+            f"{problem}. Name a folder, or download it first: hf download {path}"
         )
-    if problem and not constants.is_offline_mode():
-        logger.warning("Network: %s, so %s is read from the cache.", problem, path)
-        constants.HF_HUB_OFFLINE = True
-
-
-@functools.cache
-def hub_problem() -> str:
-    """Why the hub cannot be reached, or an empty string; asked once per process."""
-    try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except Exception as error:  # the class depends on what fails: name, proxy, certificate, time
-        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
-    return ""
+    if problem:
+        use_cache(path, problem)
 
 
 def adapter_chain(path: str, adapter: str | Path | Sequence[str | Path] | None) -> tuple[str, list[str]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig
 
+from d1.files import give_usual_mode, writing
 from d1.models.adapters import adapter_chain, add_adapter, merge_adapter
 from d1.models.attention import check_attention
 from d1.models.formats.released import as_released, same_names
@@ -31,6 +32,7 @@ from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE, has_tokenizer, load_tokeniz
 from d1.transformers_bridge import checkpoint_dtype, stored_weights
 
 SHARD_BYTES = 5 * 10**9  # largest size of one file of weights
+OUT_AGAIN = "make room, delete that folder and start the same command again"
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def merge(base: str, adapters: list[str], out: str, dtype: str = "auto", device:
     model.name_or_path = path
     kind = released_kind(PreTrainedConfig.get_config_dict(path)[0])
     if KINDS[kind].release is None:
-        model.save_pretrained(folder)
+        save_native(model, folder)
         save_tokenizer(path, folder)
     else:
         write_released(model, kind, path, folder)
@@ -180,6 +182,13 @@ def write_weights(model: Any, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def save_native(model: Any, folder: Path) -> None:
+    """Save a model in the format of its class. Raises OSError if the disk is full."""
+    with writing(folder, "the model", OUT_AGAIN):
+        model.save_pretrained(folder)
+    give_usual_mode(folder.glob("*.safetensors"))
+
+
 def save_shards(weights: dict[str, Any], folder: Path) -> None:
     """Save weights in files of up to `SHARD_BYTES`, with an index if there are several; parts of stacks are copied."""
     plan = split_state_dict_into_shards_factory(
@@ -189,7 +198,10 @@ def save_shards(weights: dict[str, Any], folder: Path) -> None:
         max_shard_size=SHARD_BYTES,
     )
     for file, names in plan.filename_to_tensors.items():
-        save_file({name: weights[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        part = {name: weights[name].contiguous() for name in names}
+        with writing(folder, "the model", OUT_AGAIN):
+            save_file(part, folder / file, metadata={"format": "pt"})
+    give_usual_mode(folder.glob("*.safetensors"))
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -240,5 +252,5 @@ def a2d(
     config.pad_token_id = tokenizer.pad_token_id
     if keep_shift:
         config.predicts_next_token = True
-    model.save_pretrained(folder)
+    save_native(model, folder)
     tokenizer.save_pretrained(folder)

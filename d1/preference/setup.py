@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from d1.preference.trainer import PreferenceTrainer
 from d1.runs.rows import load_rows
 from d1.runs.skeleton import Stage
 from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
+from d1.runs.trainer import read_sums
 from d1.scoring import ESTIMATORS, ViewSettings
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ def stage(args: PreferenceConfig) -> Stage:
         on_resume=ON_RESUME,
         prepare=lambda: ({"paper": METHODS[args.method].paper}, prepare(args, training)),
         conclude=lambda: conclude(args),
+        next_command=lambda: f"python -m d1 chat {shlex.quote(str(training.output_dir))}",
+        check=lambda checkpoint: read_sums(checkpoint / PreferenceTrainer.sums_file),
     )
 
 

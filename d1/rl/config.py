@@ -201,7 +201,15 @@ class DiffuGRPOConfig(GRPOConfig):
                 "generation_batch_size is ambiguous: in TRL it is the completions of one rollout over all devices, in "
                 "d1 those that a device samples at once. Use steps_per_generation or rollout_batch_size."
             )
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if "assign use_cpu" not in str(error):
+                raise
+            raise ValueError(
+                "these settings are for a GPU (bf16), and PyTorch finds none on this machine: check `nvidia-smi`, or "
+                "train a small model on the CPU with --bf16 false --dtype float32 --load_in_4bit false"
+            ) from error
         check_choices(self)
         check_combination(self)
         try_rows(self)

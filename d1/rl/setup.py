@@ -24,7 +24,8 @@ from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.shown_problems import ShowProblems
 from d1.rl.state import check_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
-from d1.runs.skeleton import Prepared, Stage
+from d1.runs.preflight import check_start
+from d1.runs.skeleton import Prepared, Stage, evaluation
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[TrainerCallback] | None) -> Stage:
     """RL as a `Stage` for `d1.runs.skeleton.run`."""
     check_model_settings(args, model_args)
+    check_start(str(args.model_path))
     return Stage(
         training=args,
         settings=lambda: {**args.to_dict(), "model": vars(model_args)},
@@ -40,6 +42,7 @@ def stage(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Traine
         ended=lambda checkpoint: is_spent(str(checkpoint), args.max_compute_tokens),
         check=lambda checkpoint: check_rollout(checkpoint, args),
         prepare=lambda: prepare(args, model_args, callbacks),
+        next_command=lambda: next_command(args),
         conclude=lambda: write_report(Path(str(args.output_dir))) if args.report else None,
     )
 
@@ -130,6 +133,13 @@ def adapter_config(model_args: ModelConfig, model: Any) -> PeftConfig | None:
     if config is not None and config.target_modules is not None:  # TRL 1.16 turns a list of one name into a pattern
         config.target_modules = set(lora_targets(model, config.target_modules))
     return config
+
+
+def next_command(args: DiffuGRPOConfig) -> str:
+    """The command that evaluates the model on the task of the run, with its sampling."""
+    flags = {"gen_length": args.max_completion_length, "block_length": args.block_length}
+    flags |= {"diffusion_steps": args.diffusion_steps}
+    return evaluation(str(args.output_dir), args.dataset, flags)
 
 
 def write_report(folder: Path) -> None:

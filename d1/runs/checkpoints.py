@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -12,21 +13,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import safe_open
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint
 
+from d1.files import give_usual_mode, writing
 from d1.runs.console import write_metrics
 
 logger = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
+SUMS = "checksums.json"  # of each other file in a checkpoint: its size in bytes and its SHA-256
 
 # Files of the Trainer, DeepSpeed, FSDP and diffu-GRPO that a model does not need.
 ONLY_TO_RESUME = (
     *("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
     *("global_step*", "latest", "zero_to_fp32.py", "pytorch_model_fsdp*"),
-    *("rollout_rank*", "reference*.safetensors", "loss_sums.json"),
+    *("rollout_rank*", "rollouts_ahead", "reference*.safetensors", "*_sums.json", SUMS),
 )
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*")
@@ -37,7 +41,7 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
     """Inside, the Trainer writes its checkpoint under `output_dir/.saving`; afterwards, it is renamed to its place.
 
     So a run that is killed while saving leaves no half-written `checkpoint-N`. Old checkpoints are deleted last.
-    Yields the folder that is being written.
+    Yields the folder that is being written. OSError if it has no room.
     """
     args, state = trainer.args, trainer.state
     final, limit = Path(args.output_dir), args.save_total_limit
@@ -47,22 +51,60 @@ def staged_checkpoint(trainer: Any) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     args.output_dir, args.save_total_limit = str(staging), None
-    try:
-        yield staging / name
-    finally:
-        args.output_dir, args.save_total_limit = str(final), limit
-    best = final / f"checkpoint-{state.best_global_step}"
-    if state.best_global_step and (best.exists() or best.name == name):
-        state.best_model_checkpoint = str(best)
-    trainer.accelerator.wait_for_everyone()
+    with removed_on_error(staging, args.should_save), writing(final, name, lambda: way_on(final)):
+        try:
+            yield staging / name
+        finally:
+            args.output_dir, args.save_total_limit = str(final), limit
+        best = final / f"checkpoint-{state.best_global_step}"
+        if state.best_global_step and (best.exists() or best.name == name):
+            state.best_model_checkpoint = str(best)
+        if args.should_save:
+            state.save_to_json(str(staging / name / STATE))
+        trainer.accelerator.wait_for_everyone()
+        write_sums(staging / name, args)
+        trainer.accelerator.wait_for_everyone()
     if args.should_save:
-        state.save_to_json(str(staging / name / STATE))
+        give_usual_mode(staging.rglob("*.safetensors"))
         shutil.rmtree(final / name, ignore_errors=True)
         os.replace(staging / name, final / name)
         shutil.rmtree(staging)
-        best_one = state.best_model_checkpoint
-        rotate_checkpoints(str(final), save_total_limit=limit, best_model_checkpoint=best_one, use_mtime=True)
+        rotate(final / name, limit, state.best_model_checkpoint)
     trainer.accelerator.wait_for_everyone()
+
+
+@contextlib.contextmanager
+def removed_on_error(folder: Path, remove: bool) -> Iterator[None]:
+    """If what is inside raises, the folder is removed (`remove`): its parts are of no use, and may fill a disk."""
+    try:
+        yield
+    except Exception:
+        if remove:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def rotate(saved: Path, limit: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints next to `saved`, the newest, until `limit` are left (None: keep all).
+
+    Older means an earlier step, because clocks may step back. Later steps than that of `saved`, from before a resume of
+    an earlier checkpoint, are the oldest of all. `saved` and the `best` one stay, also beyond the limit.
+    """
+    newest = step_of(saved)
+    found = [path for path in saved.parent.glob("checkpoint-*") if step_of(path) >= 0 and path.is_dir()]
+    found.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
+    kept = {saved.name, Path(best or saved).name}
+    spare = max(len(found) - max(limit, len(kept)), 0) if limit and limit > 0 else 0
+    for path in [path for path in found if path.name not in kept][:spare]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def way_on(output_dir: Path) -> str:
+    """What to do when a run has no room, with the name of the last complete checkpoint."""
+    last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    if last is None:
+        return "no checkpoint is complete yet: make room and start the same command again"
+    return f"{Path(last).name} is complete: make room and continue with --resume"
 
 
 def checkpoint_to_resume(output_dir: str | Path, resume: str | bool | None) -> Path | None:
@@ -140,8 +182,9 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int |
     """Refuse a checkpoint in which a file that the Trainer (5.23) needs to continue exactly is missing or damaged.
 
     The Trainer itself would not report it: without the optimizer or the scheduler, it starts with a fresh one and the
-    peak learning rate; without the state of the random generators, with other random numbers. The first process reads
-    every file to its end and compares checksums. Nothing is unpickled. ValueError names the file.
+    peak learning rate; without the state of the random generators, with other random numbers. `check_sums` has compared
+    the files with their checksums; in an older checkpoint, which has none, the first process reads what can be checked.
+    Nothing is unpickled. ValueError names the file.
 
     Args:
         processes: how many processes wrote it; None: unknown.
@@ -153,9 +196,46 @@ def check_checkpoint(checkpoint: Path, args: TrainingArguments, processes: int |
         return
     if not args.deepspeed_plugin:
         check_weights_file(checkpoint)
-    for pattern in ("*.pt", "*.pth", "optimizer.bin", "global_step*/*.pt", "loss_sums.json"):
+    if (checkpoint / SUMS).exists():
+        return
+    for pattern in ("*.pt", "*.pth", "optimizer.bin", "global_step*/*.pt", "*_sums.json"):
         for file in sorted(checkpoint.glob(pattern)):
             check_content(checkpoint, file)
+
+
+def write_sums(folder: Path, args: TrainingArguments) -> None:
+    """Write the checksums of all files of a checkpoint. Every process must call it; they share the files."""
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = broadcast_object_list([found])[0]  # one list: other machines may see new files late
+    mine = {name: sum_of(folder / name) for name in names[args.process_index :: args.world_size]}
+    sums = {name: of for part in gather_object([mine]) for name, of in part.items()}
+    if args.should_save:
+        (folder / SUMS).write_text(json.dumps(dict(sorted(sums.items())), indent=1) + "\n")
+
+
+def sum_of(file: Path) -> list[int | str]:
+    """Size in bytes and SHA-256, in hexadecimal digits, of a file."""
+    with file.open("rb") as opened:
+        return [file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest()]
+
+
+def check_sums(checkpoint: Path, process: int = 0, processes: int = 1) -> None:
+    """Refuse (ValueError) a checkpoint of which a file is not as it was saved; one without checksums passes.
+
+    Args:
+        process, processes: this process compares every `processes`-th file, from number `process` on.
+    """
+    if not (checkpoint / SUMS).is_file():
+        return
+    with reading(checkpoint / SUMS):
+        sums = {name: [size, digest] for name, (size, digest) in json.loads((checkpoint / SUMS).read_text()).items()}
+    for name in sorted(sums)[process::processes]:
+        with reading(checkpoint / name, checkpoint):
+            size, digest = sum_of(checkpoint / name)
+            if size != sums[name][0]:
+                raise ValueError(f"it has {size} bytes, and {sums[name][0]} were saved")
+            if digest != sums[name][1]:
+                raise ValueError("its checksum is not that of what was saved")
 
 
 def needed(checkpoint: Path, args: TrainingArguments, processes: int | None) -> list[tuple[str, ...]]:
@@ -215,6 +295,8 @@ def finish(checkpoint: Path, output_dir: Path, keep_best: bool) -> None:
         return
     best = keep_best and state.best_model_checkpoint
     source = checkpoint.with_name(Path(best).name) if best else checkpoint
+    for folder in {checkpoint, source}:
+        check_sums(folder)
     check_weights_file(source)
     left_out = shutil.ignore_patterns(*ONLY_TO_RESUME, "README.md")
     shutil.copytree(source, output_dir, ignore=left_out, dirs_exist_ok=True)

@@ -26,7 +26,6 @@ WARNINGS = (
 )
 MESSAGES = {  # logger -> the beginning of such a message
     "DeepSpeed": "Setting accelerator to CPU",  # 0.19, when it is imported, even if it is not used
-    "transformers.trainer_utils": "mtime may not be reliable",  # 5.23: the order is right nevertheless
 }
 
 # Seconds that a process other than the first waits before it prints: if the first failed, too, a launcher stops it.

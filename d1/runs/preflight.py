@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,12 +22,18 @@ def check_start(model: str) -> None:
 
     Raises:
         FileNotFoundError: the model is no folder, not in the hub's cache, and cannot be downloaded.
-        ValueError: a killed build of an extension left its lock, for which DeepSpeed would wait forever.
+        ValueError: DeepSpeed is asked for and not installed; or a killed build of an extension left its lock, for which
+            it would wait forever.
     """
     log_to_console()
     adapter_chain(model, None)
     lines = [] if torch.cuda.is_available() else ["GPU: none, so training runs on the CPU."]
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        if find_spec("deepspeed") is None:
+            raise ValueError(
+                'the launch configuration asks for DeepSpeed, which is not installed: pip install "deepspeed==0.19.*", '
+                "or launch with launch/ddp.yaml, launch/fsdp2.yaml or launch/single_gpu.yaml"
+            )
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
         mine = ("*", f"py{sys.version_info.major}{sys.version_info.minor}*/*")  # of this Python, one per extension
         folders = [folder for pattern in mine for folder in root.glob(pattern)]

@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_disk
 from datasets.fingerprint import Hasher
 
+from d1.hub import closest, is_path, no_hub, use_cache
 from d1.models import conversation
 from d1.tasks.data import read_file
 
@@ -24,24 +25,32 @@ ROWS_PER_PROCESS = 500  # for fewer rows another process saves no time
 LISTED = 5  # bad rows named in full
 
 
-def load_rows(train_data: str) -> Dataset:
+def load_rows(train_data: str, known: Iterable[str] = ()) -> Dataset:
     """The rows of a local .json, .jsonl, .parquet or .csv file, of a folder saved by `datasets`, or of a hub data set.
+
+    Args:
+        known: other names that the caller takes, for the message.
 
     Raises:
         FileNotFoundError: there is no such file or folder, and the hub gives no such data set; says how to use a local
             file instead.
         ValueError: the file cannot be read, or has no rows.
     """
-    path = Path(train_data)
+    path, problem = Path(train_data), ""
     if path.is_file() or path.suffix in FILES:
         return read_file(train_data, (), keep_in_memory=False)  # any columns
+    if not path.is_dir():
+        if is_path(train_data):
+            raise FileNotFoundError(f"--train_data {train_data}: there is no such file{closest(train_data, known)}")
+        if problem := no_hub():
+            use_cache(train_data, problem)
     try:
         data = load_from_disk(train_data) if path.is_dir() else load_dataset(train_data, split="train")
     except Exception as error:  # each reader and the hub client have their own errors
         raise FileNotFoundError(
-            f"--train_data {train_data}: neither a local file nor a data set that the hub gives "
-            f"({type(error).__name__}: {error}). Download it elsewhere and pass a local file with the same columns, "
-            f"for example --train_data rows.jsonl (or {', '.join(FILES)})"
+            f"--train_data {train_data}: neither a local file{closest(train_data, known)} nor a data set that the hub "
+            f"gives ({problem or f'{type(error).__name__}: {error}'}). Download it elsewhere and pass a local file "
+            f"with the same columns, for example --train_data rows.jsonl (or {', '.join(FILES)})"
         ) from error
     rows = data["train"] if isinstance(data, DatasetDict) else data
     if not len(rows):

@@ -5,19 +5,26 @@ SFT and RL both use `run`; a `Stage` holds what differs between them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import is_tensorboard_available
 
-from d1.runs.checkpoints import check_checkpoint, checkpoint_to_resume, finish, is_finished
+from d1.files import give_usual_mode, writing
+from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
 from d1.runs.console import log_to_console, log_without_account, train_with_console
+from d1.runs.entry import one_line
+from d1.runs.lock import FileLock, Held
 from d1.runs.model_card import has_card, write_card
 from d1.runs.record import OnResume, history, save_record
 
@@ -39,6 +46,8 @@ class Stage:
         conclude: writes the stage's own files next to the model; called in the first process.
         ended: whether the stage ended the run at this checkpoint, before `max_steps`.
         check: refuses a checkpoint whose files of this stage are wrong.
+        outcome: lines about the saved model, which end the run's log; called in the first process.
+        next_command: what to do with the model, in the last line.
     """
 
     training: TrainingArguments
@@ -48,6 +57,8 @@ class Stage:
     conclude: Callable[[], object]
     ended: Callable[[Path], bool] = lambda checkpoint: False
     check: Callable[[Path], object] = lambda checkpoint: None
+    outcome: Callable[[], Sequence[str]] = lambda: ()
+    next_command: Callable[[], str] = lambda: "it is a model path for every command of `python -m d1`"
 
 
 def run(stage: Stage) -> Any:
@@ -64,7 +75,20 @@ def run(stage: Stage) -> Any:
 
     if "tensorboard" in (training.report_to or ()) and not is_tensorboard_available():
         raise ValueError('--report_to tensorboard: it is not installed; pip install "tensorboard==2.21.*"')
+    with only_run(folder, training):
+        trainer = run_or_finish(stage, folder)
+        if trainer is not None:
+            trainer.accelerator.wait_for_everyone()
+            trainer.end()
+    if training.should_save:
+        for line in [*stage.outcome(), f"The {what_is_in(folder)} is in {folder}: {stage.next_command()}"]:
+            logger.info(line)
+    return trainer
 
+
+def run_or_finish(stage: Stage, folder: Path) -> Any:
+    """`run` without its checks, in the process or processes that hold the folder's lock."""
+    training = stage.training
     checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
     past = history(checkpoint)
     world = {"world_size": training.world_size}
@@ -72,12 +96,15 @@ def run(stage: Stage) -> Any:
     if checkpoint and (is_finished(checkpoint, training) or stage.ended(checkpoint)):
         logger.info("%s is finished: there is nothing left to train.", folder)
         if training.should_save:
-            finish(checkpoint, folder, training.load_best_model_at_end)
-            stage.conclude()
-            if not has_card(folder):  # a user may have added to it
-                write_card(folder)
+            with writing(folder, "the model", lambda: way_on(folder)):
+                finish(checkpoint, folder, training.load_best_model_at_end)
+                give_usual_mode(folder.glob("*.safetensors"))
+                stage.conclude()
+                if not has_card(folder):  # a user may have added to it
+                    write_card(folder)
         return None
     if checkpoint:
+        together(partial(check_sums, checkpoint, training.process_index, training.world_size))
         stage.check(checkpoint)
         check_checkpoint(checkpoint, training, past.settings.get("world_size"))
         training.eval_on_start = False  # done when the run first started
@@ -85,25 +112,76 @@ def run(stage: Stage) -> Any:
     facts, start = stage.prepare()
     settings = {**stage.settings(), **world}
     changed = stage.on_resume.changes(past, settings, checkpoint or folder)
-    if training.should_save:
-        state = training.distributed_state
-        distributed = {"distributed_type": state.distributed_type.value if state else "NO"}
-        save_record(folder, {**settings, **facts, **distributed}, past, changed)
-        if "wandb" in (training.report_to or ()):
-            log_without_account(folder)
+    with writing(folder, "the files of the run", lambda: way_on(folder)):
+        if training.should_save:
+            state = training.distributed_state
+            distributed = {"distributed_type": state.distributed_type.value if state else "NO"}
+            save_record(folder, {**settings, **facts, **distributed}, past, changed)
+            if "wandb" in (training.report_to or ()):
+                log_without_account(folder)
 
-    trainer = start()
-    if changed:
-        trainer.add_callback(RestartSchedule("learning_rate" in changed))
-    train_with_console(trainer, checkpoint)
-    trainer.save_model()
-    trainer.save_state()
-    if training.should_save:
-        stage.conclude()
-        write_card(folder)
-    trainer.accelerator.wait_for_everyone()
-    trainer.end()
+        trainer = start()
+        if changed:
+            trainer.add_callback(RestartSchedule("learning_rate" in changed))
+        train_with_console(trainer, checkpoint)
+        trainer.save_model()
+        trainer.save_state()
+        if training.should_save:
+            stage.conclude()
+            write_card(folder)
+            give_usual_mode(folder.glob("*.safetensors"))
     return trainer
+
+
+@contextlib.contextmanager
+def only_run(folder: Path, training: TrainingArguments) -> Iterator[None]:
+    """Hold the lock of a run's folder: two runs would mix their metrics and delete each other's checkpoints.
+
+    The first process takes it and tells the others, which must all call this. ValueError, in each of them, if another
+    run holds it; the message names its process.
+    """
+    lock, made = FileLock(folder / ".lock"), not folder.exists()
+
+    def take() -> None:
+        if training.process_index == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.take()
+            except Held as holder:
+                todo = "wait until that run ends, stop it, or choose another folder"
+                raise ValueError(f"{holder} writes to {folder}: {todo}") from None
+
+    together(take)
+    try:
+        yield
+    finally:
+        lock.release(remove=True)
+        if made and training.process_index == 0:
+            with contextlib.suppress(OSError):  # nothing was written
+                folder.rmdir()
+
+
+def together(check: Callable[[], object]) -> None:
+    """Call `check` in every process. If it raises ValueError or OSError in one of them, all raise ValueError, so that
+    none waits for another."""
+    problem = ""
+    try:
+        check()
+    except (ValueError, OSError) as error:
+        problem = one_line(error)
+    if problems := [one for one in gather_object([problem]) if one]:
+        raise ValueError(problems[0])
+
+
+def what_is_in(folder: Path) -> str:
+    """What a finished run saved there, in a word."""
+    return "adapter" if (folder / "adapter_config.json").exists() else "model"
+
+
+def evaluation(folder: str, task: str, flags: Mapping[str, Any]) -> str:
+    """The command that evaluates the model in `folder` on a task; flags that are None keep their defaults."""
+    words = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
+    return shlex.join(["python", "-m", "d1", "eval", "--model_path", folder, "--dataset", task, *words])
 
 
 def check_processes(world_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from d1.models.adapters import save_learnt
-from d1.runs.checkpoints import staged_checkpoint
+from d1.runs.checkpoints import check_sums, reading, staged_checkpoint
 from d1.runs.sampler import GlobalBatchSampler
 from d1.transformers_bridge import TrainerHooks
 
@@ -23,7 +24,7 @@ class RunTrainer(TrainerHooks):
 
     - A checkpoint is either complete or absent. It holds what `save_extra` adds, and `load_extra` restores that.
     - `train_loss` is the mean over all steps of the run, also after a resume.
-    - `save_model` refuses weights that are not finite (FloatingPointError).
+    - `save_model` refuses weights that are not finite (FloatingPointError); so does a log with such a gradient.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +57,14 @@ class RunTrainer(TrainerHooks):
             yield
             self.save_extra(folder)
 
+    def check_best(self, checkpoint: Path) -> None:
+        if not checkpoint.is_dir():
+            raise ValueError(
+                f"{checkpoint}, the best checkpoint of this run, is missing: put it back, or continue with --resume "
+                "and without load_best_model_at_end (SFT: --keep_last)"
+            )
+        check_sums(checkpoint, self.args.process_index, self.args.world_size)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         check_weights(self.model, self.state.global_step)
         super().save_model(output_dir, _internal_call)
@@ -65,6 +74,8 @@ class RunTrainer(TrainerHooks):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_loss" in logs:
             logs["train_loss"] = self.mean_loss()
+        if not math.isfinite(float(logs.get("grad_norm") or 0)):  # then clipping may have spoilt every weight
+            check_weights(self.model, self.state.global_step)
         super().log(logs, start_time)
 
     def require_finite(self, loss: Tensor, rows: Callable[[], list[dict[str, Any]]]) -> None:
@@ -106,11 +117,24 @@ class SummingTrainer(RunTrainer):
             (folder / self.sums_file).write_text(json.dumps(state))
 
     def load_extra(self, folder: Path) -> None:
-        state = json.loads((folder / self.sums_file).read_text())
+        state = read_sums(folder / self.sums_file)
         self.set_loss_sums(state["losses"])
         share = float(self.args.process_index == 0)  # the first process has what all had counted
         self.sums = {name: torch.tensor(value * share, dtype=torch.float64) for name, value in state["sums"].items()}
         self.compute = self.sums.pop("compute").to(self.compute)
+
+
+def read_sums(file: Path) -> dict[str, Any]:
+    """The sums in a checkpoint's file: {"losses": `loss_sums()`, "sums": of `SummingTrainer`}; SFT's file has only the
+    losses, without a name. Raises ValueError if the file is missing or damaged."""
+    with reading(file):
+        state = json.loads(file.read_text())
+        state = state if "losses" in state else {"losses": state, "sums": {"compute": 0.0}}
+        losses, sums = state["losses"], state["sums"]
+        numbers = [losses["total"], losses["last_logged"], *losses["since_then"], sums["compute"], *sums.values()]
+        if not losses["since_then"] or not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError("not the sums of a run")
+        return state
 
 
 class LoadExtra(TrainerCallback):

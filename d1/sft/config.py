@@ -70,6 +70,9 @@ class SFTConfig(TrainingSettings):
     warmup_steps: Annotated[float, AMOUNT] = setting(0, "steps, or a share of all if below 1")
     eval_steps: Annotated[int, COUNT] = setting(100, "steps between evaluations, each followed by a checkpoint")
     eval_draws: Annotated[int, COUNT] = setting(4, "draws of t and mask per held-out row in an evaluation")
+    keep_last: bool = setting(
+        False, "save the weights of the last step; otherwise those of the checkpoint with the lowest held-out loss"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments, set_seed
@@ -11,13 +14,16 @@ from d1.models import load_tokenizer
 from d1.models.adapters import adapter_chain
 from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
-from d1.runs.skeleton import Stage
+from d1.runs.checkpoints import read_state
+from d1.runs.record import RECORD
+from d1.runs.skeleton import Prepared, Stage
 from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
 from d1.runs.start import on_gpu as on_gpu
+from d1.runs.trainer import read_sums
 from d1.sft.config import EDIT_SETTINGS, SFTConfig
 from d1.sft.data import load_function, load_rows, preprocess_dataset
 from d1.sft.editing import EditNoise
-from d1.sft.trainer import dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
+from d1.sft.trainer import LOSS_SUMS, dLLMDataCollator, dLLMSFTDataset, dLLMTrainer
 
 SAME_IN_DATA = ("max_length", "test_split", "overlong", "bad_rows", "template", "num_proc", "seed")
 
@@ -35,13 +41,16 @@ def stage(args: SFTConfig) -> Stage:
         training=training,
         settings=lambda: settings_of_run(args, training),
         on_resume=ON_RESUME,
-        prepare=lambda: ({}, prepare(args, training)),
+        prepare=lambda: prepare(args, training),
         conclude=lambda: conclude(args),
+        check=lambda checkpoint: read_sums(checkpoint / LOSS_SUMS),
+        outcome=lambda: kept_step(Path(str(training.output_dir)), args.keep_last),
+        next_command=lambda: f"python -m d1 chat {shlex.quote(str(training.output_dir))}",
     )
 
 
-def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTrainer]:
-    """Prepares and checks the rows of a run; returns a function that loads the model and makes the trainer."""
+def prepare(args: SFTConfig, training: TrainingArguments) -> Prepared:
+    """The checked rows of a run: how many are held out, and a function that loads the model and makes the trainer."""
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
@@ -64,7 +73,23 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTr
             processing_class=tokenizer,
         )
 
-    return start
+    return {"held_out_rows": 0 if eval_dataset is None else len(eval_dataset.rows)}, start
+
+
+def kept_step(folder: Path, keep_last: bool) -> list[str]:
+    """The line that says which step's weights a finished run saved, and the losses that decided; none without them."""
+    state = read_state(folder)
+    losses = {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
+    best, last = state.best_global_step, max(losses, default=0)
+    if not best or best not in losses:
+        return []
+    rows = json.loads((folder / RECORD).read_text())["settings"].get("held_out_rows", "the")
+    lowest = f"the lowest loss on {rows} held-out rows, {losses[best]:.4f}"
+    other = "" if last == best else f" (step {last}: {losses[last]:.4f})"
+    if keep_last:
+        return [f"Saved: the weights of the last step, {state.global_step}. Step {best} has {lowest}{other}."]
+    hint = "" if best == state.global_step else "; --keep_last saves those of the last step"
+    return [f"Saved: the weights of step {best} of {state.global_step}, with {lowest}{other}{hint}."]
 
 
 def training_arguments(args: SFTConfig) -> TrainingArguments:
@@ -76,7 +101,7 @@ def training_arguments(args: SFTConfig) -> TrainingArguments:
         eval_on_start=evaluate,
         eval_steps=args.eval_steps,
         save_steps=args.eval_steps,
-        load_best_model_at_end=evaluate,
+        load_best_model_at_end=evaluate and not args.keep_last,
         metric_for_best_model="eval_loss" if evaluate else None,
         greater_is_better=False if evaluate else None,
     )

@@ -24,7 +24,7 @@ from d1.models.head import body_and_head, run_inside, target_logps
 from d1.models.kinds import block_size
 from d1.models.packing import take_packed_rows
 from d1.models.two_streams import packed_two_stream_states, two_stream_states
-from d1.runs.trainer import RunTrainer
+from d1.runs.trainer import RunTrainer, read_sums
 from d1.sft.batches import IGNORED, by_row, row_numbers
 from d1.sft.batches import dLLMDataCollator as dLLMDataCollator  # d1's users import these from here
 from d1.sft.batches import dLLMSFTDataset as dLLMSFTDataset
@@ -183,7 +183,7 @@ class dLLMTrainer(RunTrainer, Trainer):
             (folder / LOSS_SUMS).write_text(json.dumps(sums))
 
     def load_extra(self, folder: Path) -> None:
-        self.set_loss_sums(json.loads((folder / LOSS_SUMS).read_text()))
+        self.set_loss_sums(read_sums(folder / LOSS_SUMS)["losses"])
 
 
 def places_of(hidden: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

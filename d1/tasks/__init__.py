@@ -32,6 +32,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from d1.hub import closest
 from d1.lazy import module_in
 
 if TYPE_CHECKING:  # it takes a second to import, and parsers need only the names
@@ -70,10 +71,11 @@ def load_task(name_or_path: str) -> ModuleType:
     if name_or_path in TASKS:
         return importlib.import_module(TASKS[name_or_path])
     if not name_or_path.endswith(".py"):
-        raise ValueError(f"unknown task {name_or_path!r}: use one of {', '.join(TASKS)}, or a path to a .py file")
+        hint = closest(name_or_path, TASKS)
+        raise ValueError(f"unknown task {name_or_path!r}{hint}: use one of {', '.join(TASKS)}, or a path to a .py file")
     path = Path(name_or_path).resolve()
     if not path.is_file():
-        raise FileNotFoundError(f"no task file {path}")
+        raise FileNotFoundError(f"no task file {path}{closest(str(path))}")
     module = module_in(path, f"d1_user_task_{path.stem}")
     functions = ("load_rows", "extract", "score")
     faults = [f"{name} (a function)" for name in functions if not callable(getattr(module, name, None))]

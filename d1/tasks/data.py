@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Json, List, Value, load_dataset
+from datasets import config as datasets_config
 
+from d1.hub import closest, no_hub, use_cache
 from d1.tasks import SPLITS
 
 TEXT, NUMBER, JSON = Value("string"), Value("float64"), Json()  # types of a ground truth
@@ -48,12 +51,13 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"no data file {path}")
+        raise FileNotFoundError(f"no data file {path}{closest(path)}")
     try:
+        options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "cache_dir": cache_of(file)}
         if file.suffix == ".csv":
-            rows = read_csv(path, keep_in_memory=keep_in_memory)
+            rows = read_csv(path, **options)
         elif file.suffix in _READERS:
-            rows = _READERS[file.suffix](str(file), keep_in_memory=keep_in_memory)
+            rows = _READERS[file.suffix](str(file), **options)
         else:
             raise ValueError("not a .json, .jsonl, .csv or .parquet file")
     except Exception as error:  # the readers raise many kinds; all of them mean that this file cannot be used
@@ -63,6 +67,13 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
         raise ValueError(f"cannot read {path}: {cause}") from error
     check_columns(rows, path, *schemas)
     return rows
+
+
+def cache_of(file: Path) -> str:
+    """The folder of `datasets`' cache for this content. Its own key is the time of the last change: it would give the
+    rows of before if that stays the same (files that are copied or unpacked) or repeats (a clock that steps back)."""
+    with file.open("rb") as opened:
+        return str(Path(datasets_config.HF_DATASETS_CACHE) / hashlib.file_digest(opened, "sha256").hexdigest()[:16])
 
 
 def read_csv(path: str, **options: Any) -> Dataset:
@@ -81,16 +92,22 @@ def read_csv(path: str, **options: Any) -> Dataset:
 
 
 def read_hub(name: str, config: str | None, split: str, *schemas: Iterable[str]) -> Dataset:
-    """A split of a dataset on the hub."""
+    """A split of a dataset on the hub, or of its cache if the hub does not answer."""
+    if problem := no_hub():
+        use_cache(name, problem)
     try:
         rows = load_dataset(name, config, split=split)
     except Exception as error:  # offline, missing, gated, broken cache: the advice is the same
         raise ConnectionError(
-            f"cannot load {name} from the hub ({type(error).__name__}: {error}). To use a local .json, .jsonl, .csv or "
+            f"cannot load {name} from the hub ({problem or reason(error)}). To use a local .json, .jsonl, .csv or "
             ".parquet file with the same columns, pass --data_file FILE (--few_shot_file FILE for eval.py's examples)"
         ) from error
     check_columns(rows, name, *schemas)
     return rows
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def read_problems(

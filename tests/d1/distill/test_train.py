@@ -19,6 +19,7 @@ from d1.distill.train import main, make_parser
 from d1.models import load_model
 from tests import forks
 from tests.commands import ROOT
+from tests.faults import flip_bit
 
 start = partial(forks.job, ROOT / "distill" / "distill_train.py")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
@@ -137,6 +138,32 @@ def test_zero_gives_the_run_of_one_process(zero: int, how: list[str], flags: lis
     assert (settings["world_size"], settings["distributed_type"]) == (2, "DEEPSPEED")
     for name in ("loss", "kl", "right", "compute_tokens"):
         assert logged(two, name) == pytest.approx(logged(tmp_path / "one", name), rel=5e-3, abs=1e-5)
+
+
+def test_damage_is_noticed_and_the_last_line_names_the_folder(
+    task: Path, flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flipped bits and lost sums in a checkpoint; weights that the last step made infinite."""
+    caplog.set_level("INFO")
+    short = [*flags, "--method", "dparallel", "--save_steps", "1", "--max_steps"]
+    run([*short, "1"], tmp_path / "run")
+    checkpoint = tmp_path / "run/job/checkpoint-1"
+    assert caplog.messages[-1] == (
+        f"The adapter is in {tmp_path}/run/job: python -m d1 eval --model_path {tmp_path}/run/job --dataset {task} "
+        "--gen_length 8 --block_length 4 --diffusion_steps 4"
+    )
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        flip_bit(file)
+        with pytest.raises(ValueError, match=rf"{file} is damaged \(its checksum"):
+            run([*short, "2", "--resume"], tmp_path / "run")
+        flip_bit(file)
+    (checkpoint / "checksums.json").unlink()
+    (checkpoint / "distill_sums.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"distill_sums.json is damaged \(.*; no earlier checkpoint is left"):
+        run([*short, "2", "--resume"], tmp_path / "run")
+    with pytest.raises(FloatingPointError, match="the weights are no longer finite after step 1"):
+        run([*short, "1", "--learning_rate", "1e39"], tmp_path / "bad")
+    assert not list((tmp_path / "bad/job").glob("**/*model.safetensors"))
 
 
 def test_traces_are_sampled_once_and_the_card_says_how(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def test_lines_cut_off_by_a_kill_do_not_count(tmp_path):
     journal.append(completion(1))
     assert set(journal.read()) == {0, 1, 2}
     second = Journal(tmp_path, "s", 0)
-    with pytest.raises(ValueError, match="another process"):
+    with pytest.raises(ValueError, match=rf"process {os.getpid()} on \S+, or another process of its launch, is eval"):
         second.prepare({"seed": 0}, overwrite=False)
 
 
@@ -67,7 +68,7 @@ def test_a_living_run_is_left_alone_whichever_of_its_processes_lives(tmp_path, o
     journal = Journal(tmp_path, "s", 0)
     with alive(tmp_path, 0) as first, alive(tmp_path, 1) as second:
         for process in (first, second):
-            with pytest.raises(ValueError, match="another process is evaluating into"):
+            with pytest.raises(ValueError, match=f"process {first.pid} on .*another process of its launch, is eval"):
                 journal.prepare({"seed": 0}, overwrite)
             assert set(journal.read()) == {0, 1}
             process.kill()

@@ -382,8 +382,11 @@ def test_several_lengths_give_a_file_each_as_alone_and_load_the_model_once(tiny_
 # ---- resuming
 
 
-def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir, tmp_path, monkeypatch):
+def test_a_complete_run_is_left_alone_and_another_is_not_mixed_in(tiny_model_dir, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     first = evaluate(tiny_model_dir, tmp_path, "--limit", "4")
+    (file,) = tmp_path.glob("*_generations.json")
+    assert caplog.messages[-1] == f"Completions: {file}"
     monkeypatch.setattr(generate_completions, "load_model_for", lambda _: pytest.fail("loaded a model for nothing"))
     assert evaluate(tiny_model_dir, tmp_path, "--limit", "4") == first
     with pytest.raises(ValueError, match=r"different run \(.*temperature: 0.0 there, 0.5 now"):

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from d1.__main__ import main, make_parser
 from d1.models import load_model, load_tokenizer
 from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
+from tests.faults import full_disk
 
 IDS = torch.randint(4, 60, (2, 11), generator=torch.Generator().manual_seed(0))
 
@@ -79,6 +80,28 @@ def test_nothing_is_written_over(kind_dirs, tmp_path, command):
     (tmp_path / "kept").write_text("")
     with pytest.raises(FileExistsError, match="not an empty folder"):
         run(command[0], kind_dirs["llama"], *command[1:], tmp_path)
+
+
+@pytest.mark.parametrize("command", ["merge", "merge released", "export", "a2d"])
+def test_the_model_has_the_mode_of_the_umask_and_a_full_disk_is_named(kind_dirs, tmp_path, command):
+    """As the other files of the folder; safetensors itself makes its files private."""
+    if command.startswith("merge"):
+        base = kind_dirs["llada" if "released" in command else "llama"]
+        adapter_on(base, tmp_path / "adapter", seed=1)
+        words = ["merge", base, tmp_path / "adapter", "{}"]
+    elif command == "export":
+        words = ["export", kind_dirs["llada"], "{}", "--format", "llada"]
+    else:
+        autoregressive(tmp_path / "causal", "llama", 60, 60)
+        words = ["a2d", tmp_path / "causal", "{}"]
+    run(*(tmp_path / "out" if word == "{}" else word for word in words))
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert list((tmp_path / "out").glob("*.safetensors"))
+    (tmp_path / "new").write_text("")
+    assert modes == {(tmp_path / "new").stat().st_mode & 0o777}
+    message = rf"^no room for the model in {tmp_path}/full \(File too large; \d+\.\d GB .* delete that folder"
+    with full_disk(8_000), pytest.raises(OSError, match=message):
+        run(*(tmp_path / "full" if word == "{}" else word for word in words))
 
 
 def test_export_writes_lladas_own_names_bit_for_bit(kind_dirs, tmp_path):

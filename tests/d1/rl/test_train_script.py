@@ -33,7 +33,7 @@ STAGE = ROOT / "diffu-grpo"
 def settings(tmp_path, **changes):
     return {
         "output_dir": str(tmp_path / "run"),
-        "model_path": "no/such/model",
+        "model_path": str(ROOT / "pocket" / "base"),
         "dataset": "sudoku",
         "per_device_train_batch_size": 4,
         "num_generations": 4,
@@ -112,6 +112,8 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
     ("change", "message"),
     [
         ({"dataset": "game24"}, "unknown task 'game24': use one of gsm8k, math, countdown, sudoku"),
+        ({"dataset": "sudoko"}, r"unknown task 'sudoko' \(the closest is sudoku\): use one of gsm8k"),
+        ({"dataset": "gsm8k", "data_file": None, "model_path": "./missing"}, "there is no model folder ./missing"),
         ({"model_path": None}, "--model_path is missing"),
         ({"model_path": "no/model"}, "no/model is no folder here and is not in the hub's cache"),
         ({"model_path": "../SFT/runs/none/merged"}, "there is no model folder ../SFT/runs/none/merged"),
@@ -126,11 +128,19 @@ def run_main(tmp_path, model_args=None, callbacks=None, **changes):
         ({"use_peft": True, "sync_ref_model": True}, "sync_ref_model needs a reference model in memory"),
     ],
 )
-def test_what_cannot_work_is_named_before_a_model_is_loaded(tmp_path, change, message):
+def test_what_cannot_work_is_named_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
+    monkeypatch.setattr("d1.rl.setup.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     of_model = {name: change[name] for name in change.keys() & ModelConfig.__dataclass_fields__}
     own = {name: value for name, value in change.items() if name not in of_model}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_main(tmp_path, ModelConfig(**of_model), **own)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what there is to do without a GPU")
+def test_a_recipe_says_what_it_needs_without_a_gpu(tmp_path):
+    words = ["--config", str(STAGE.parent / "recipes/llada-1.5-rl.yaml"), "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"for a GPU \(bf16\), and PyTorch finds none .*: check `nvidia-smi`"):
+        diffu_grpo_train.make_parser().parse_args_and_config(words)
 
 
 def test_missing_validation_rows_are_asked_for_by_their_own_flag(tmp_path):
@@ -146,7 +156,7 @@ def test_a_checkpoint_of_version_0_1_is_refused_before_a_model_is_loaded(tmp_pat
     TrainerState(global_step=4, max_steps=8).save_to_json(str(folder / "trainer_state.json"))
     (folder / "rollout_rank0.json").write_text('{"step": 4, "batches": 1}')
     with pytest.raises(ValueError, match=r"was written by another version, .* start a new run from its weights"):
-        run_main(tmp_path, model_path="none", output_dir=str(tmp_path), resume_from_checkpoint="true")
+        run_main(tmp_path, output_dir=str(tmp_path), resume_from_checkpoint="true")
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

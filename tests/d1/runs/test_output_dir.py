@@ -35,7 +35,9 @@ def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:
 def stub(folder: Path) -> Any:
     """The part of a Trainer that saving needs."""
     state = SimpleNamespace(global_step=7, best_global_step=None, best_model_checkpoint=None)
-    args = SimpleNamespace(output_dir=str(folder), save_total_limit=None, should_save=True)
+    args = SimpleNamespace(
+        output_dir=str(folder), save_total_limit=None, should_save=True, process_index=0, world_size=1
+    )
     return SimpleNamespace(args=args, state=state, accelerator=SimpleNamespace(wait_for_everyone=lambda: None))
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
+import time
 from pathlib import Path
 
+import datasets
 import pytest
 from huggingface_hub import constants
 
-from d1.models.adapters import check_there, hub_problem
+from d1.hub import closest, hub_problem
+from d1.models.adapters import check_there
 from d1.runs.preflight import check_start
+from d1.runs.rows import load_rows
+from d1.tasks import TASKS, load_task
 from tests import forks
 from tests.commands import ROOT
 
@@ -20,6 +27,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     hub_problem.cache_clear()
     return tmp_path
 
@@ -46,6 +54,46 @@ def test_without_a_network_a_cached_model_is_read_from_the_cache(
     assert constants.HF_HUB_OFFLINE  # nothing is asked again
     assert "so me/model is read from the cache" in caplog.text
     hub_problem.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("me/rows", "neither a local file nor a data set that the hub gives (http://127.0.0.1:9 does not answer ("),
+        ("sudokuu", "neither a local file (the closest is sudoku) nor a data set that the hub gives (http"),
+        ("./rows", "there is no such file"),
+        ("some/folder/rows", "there is no such file"),
+    ],
+)
+def test_a_data_set_out_of_reach_is_refused_without_retries(no_hub: Path, name: str, problem: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(FileNotFoundError, match=f"^--train_data {re.escape(f'{name}: {problem}')}"):
+        load_rows(name, TASKS)
+    assert time.monotonic() - started < 5  # the hub's client tries for 23 seconds
+    hub_problem.cache_clear()
+
+
+def test_a_task_out_of_reach_is_refused_without_retries(no_hub: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"^cannot load openai/gsm8k from the hub \(http://127.0.0.1:9 does not"):
+        load_task("gsm8k").load_rows("train")
+    assert time.monotonic() - started < 5
+    hub_problem.cache_clear()
+
+
+def test_a_name_gets_the_closest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pocket" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert closest("pocket/basex") == closest("./pocket/bases") == " (the closest is pocket/base)"
+    assert closest("sudoko", TASKS) == " (the closest is sudoku)"
+    assert closest("GSAI-ML/LLaDA-8B-Instruct", TASKS) == closest("elsewhere/base") == ""
+
+
+def test_deepspeed_that_is_not_installed_is_named(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
+    with pytest.raises(ValueError, match='for DeepSpeed, which is not installed: pip install "deepspeed=='):
+        check_start(str(tiny_model_dir))
 
 
 def test_only_the_lock_of_a_killed_build_is_refused(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import os
 import shutil
 import zipfile
 from pathlib import Path
@@ -17,9 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from d1.rl.train import main as rl_main
 from d1.rl.train import make_parser as rl_parser
-from d1.runs.checkpoints import check_checkpoint
+from d1.runs.checkpoints import SUMS, check_checkpoint, rotate
 from d1.sft.train import main as sft_main
 from d1.sft.train import make_parser as sft_parser
+from tests.faults import clock_steps_back, flip_bit, full_disk
 
 TASK = Path(__file__).parents[1] / "rl" / "letters_task.py"
 
@@ -94,7 +97,7 @@ def one_bit(content: bytes) -> bytes:
         ("trainer_state.json", None, "is missing"),
         ("{weights}", None, "is missing"),
         ("optimizer.pt", truncated, "is damaged"),
-        ("optimizer.pt", one_bit, r"is damaged \(the checksum of"),
+        ("optimizer.pt", one_bit, r"is damaged \((the|its) checksum"),
         ("scheduler.pt", lambda content: b"", "is damaged"),
         ("rng_state.pth", lambda content: b"\x80garbage" * 99, "is damaged"),
         ("trainer_state.json", truncated, "is damaged"),
@@ -103,16 +106,27 @@ def one_bit(content: bytes) -> bytes:
         ("{weights}", lambda content: b"", "is damaged"),
     ],
 )
+@pytest.mark.parametrize("older", [False, True])
 def test_a_checkpoint_that_lacks_or_damaged_a_file_is_refused_by_its_name(
-    run: Run, two_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Any, problem: str
+    run: Run,
+    two_steps: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    damage: Any,
+    problem: str,
+    older: bool,
 ) -> None:
-    """Before a model is loaded; the checkpoint before it is named, and the run continues from that one."""
+    """Before a model is loaded; the checkpoint before it is named, and the run continues from that one. Older
+    checkpoints have no checksums."""
     weights = "adapter_model.safetensors" if run.stage == "sft" else "model.safetensors"
     folder = shutil.copytree(two_steps, tmp_path / "run")
     file = folder / "checkpoint-2" / name.format(weights=weights)
+    if older:
+        (folder / "checkpoint-2" / SUMS).unlink()
     if damage is None:
         file.unlink()
-        file = file.with_name("model.safetensors") if file.name == weights else file
+        file = file.with_name("model.safetensors") if file.name == weights and older else file
     else:
         file.write_bytes(damage(file.read_bytes()))
     loads = {"sft": "d1.runs.start", "rl": "d1.rl.setup"}[run.stage]
@@ -123,6 +137,128 @@ def test_a_checkpoint_that_lacks_or_damaged_a_file_is_refused_by_its_name(
     shutil.rmtree(earlier)
     with pytest.raises(ValueError, match=rf"{file} {problem}.*; no earlier checkpoint is left"):
         run(folder, "--resume")
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(run: Run, two_steps: Path, tmp_path: Path) -> None:
+    """Also by a run that would only copy the model of its last checkpoint."""
+    folder = shutil.copytree(two_steps, tmp_path / "run")
+    checkpoint = folder / "checkpoint-2"
+    sums = json.loads((checkpoint / SUMS).read_text())
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != SUMS)
+    assert [*sums] == [str(file.relative_to(checkpoint)) for file in files]
+    assert len(files) > 8
+    weights = checkpoint / ("adapter_model.safetensors" if run.stage == "sft" else "model.safetensors")
+    assert sums[weights.name] == [weights.stat().st_size, hashlib.sha256(weights.read_bytes()).hexdigest()]
+    assert not list(folder.glob(SUMS))
+    for file in files:
+        flip_bit(file)
+        with pytest.raises(ValueError, match=rf"{file} is damaged \(.*; continue from .*checkpoint-1$"):
+            run(folder, "--resume")
+        flip_bit(file)
+    flip_bit(weights)
+    (folder / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=rf"{weights} is damaged \(its checksum is not"):
+        run(folder, "--resume", "--lr_scheduler_type", "linear", max_steps=2)
+    flip_bit(weights)
+    assert run(folder, "--resume", "--lr_scheduler_type", "linear", max_steps=2) is None
+    assert not list(folder.glob(SUMS))
+    (checkpoint / SUMS).write_text("{")
+    with pytest.raises(ValueError, match=rf"{SUMS} is damaged"):
+        run(folder, "--resume")
+
+
+def test_rotation_keeps_the_newest_steps_after_the_clock_stepped_back(
+    run: Run, two_steps: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(two_steps, tmp_path / "run")
+    clock_steps_back(folder)
+    limit = [] if run.stage == "sft" else ["--save_total_limit", "2"]  # SFT's own limit
+    run(folder, "--resume", *limit)
+    assert checkpoints(folder) == ["checkpoint-3", "checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "limit", "best", "left"),
+    [
+        ([2, 4, 10, 9], 10, 2, None, [9, 10]),
+        ([2, 4, 10, 9], 10, 2, 2, [2, 10]),
+        ([2, 4, 10, 9], 10, 1, 4, [4, 10]),
+        ([2, 4, 10, 9], 10, 1, 10, [10]),
+        ([2, 4, 10], 10, None, None, [2, 4, 10]),
+        ([2, 4, 10], 10, 0, None, [2, 4, 10]),
+        ([2, 4, 10], 10, 3, None, [2, 4, 10]),
+        ([8, 10, 2, 4], 4, 2, None, [2, 4]),  # resumed from step 2: what came after it is superseded
+        ([8, 10, 2, 4], 4, 3, None, [2, 4, 10]),
+    ],
+)
+def test_which_checkpoints_a_limit_keeps(
+    tmp_path: Path, steps: list[int], saved: int, limit: int | None, best: int | None, left: list[int]
+) -> None:
+    for step in steps:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-mine").mkdir()
+    rotate(tmp_path / f"checkpoint-{saved}", limit, None if best is None else str(tmp_path / f"checkpoint-{best}"))
+    assert checkpoints(tmp_path) == sorted([*(f"checkpoint-{step}" for step in left), "checkpoint-mine"])
+
+
+@pytest.mark.parametrize("name", ["*model.safetensors", "optimizer.pt"])
+def test_a_full_disk_is_one_line_and_the_run_continues_with_room(
+    run: Run, two_steps: Path, tmp_path: Path, name: str
+) -> None:
+    """safetensors and PyTorch each have their own errors."""
+    folder = shutil.copytree(two_steps, tmp_path / "run")
+    flags = ["--resume", "--lr_scheduler_type", "linear"]
+    (file,) = (folder / "checkpoint-2").glob(name)
+    message = rf"^no room for checkpoint-3 in {folder} \(.*\d\.\d GB are free there\): checkpoint-2 is .* --resume$"
+    with full_disk(file.stat().st_size - 1), pytest.raises(OSError, match=message):
+        run(folder, *flags)
+    assert not (folder / ".saving").exists()
+    assert run(folder, *flags).state.global_step == 4
+    assert checkpoints(folder)[-1] == "checkpoint-4"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_saved_weights_have_the_mode_of_the_umask(run: Run, tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        run(tmp_path / "run", max_steps=1)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len([path for path in files if path.suffix == ".safetensors"]) >= 2
+    assert {path.name for path in files if path.stat().st_mode & 0o777 != mode} == set()
+
+
+def test_weights_that_the_last_step_made_infinite_are_not_saved(run: Run, tmp_path: Path) -> None:
+    flags = ["--learning_rate", "1e39", "--warmup_steps", "0"]
+    with pytest.raises(FloatingPointError, match="the weights are no longer finite after step 1"):
+        run(tmp_path / "run", *flags, max_steps=1)
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_weights_that_a_gradient_made_infinite_end_the_run_at_its_next_log(run: Run, tmp_path: Path) -> None:
+    """Before an evaluation, and long before the next checkpoint."""
+    trainer = run(tmp_path / "run", max_steps=1)
+    trainer.log({"loss": 1.0, "grad_norm": float("nan")})  # fp16's scaler skipped the step
+    next(weight for weight in trainer.model.parameters() if weight.requires_grad).data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="the weights are no longer finite after step 1"):
+        trainer.log({"loss": 1.0, "grad_norm": float("nan")})
+
+
+def test_the_last_line_names_the_folder(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for more in ([], ["--resume"]):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            run(tmp_path / "my run", *more, max_steps=1)
+        kind, command = {"sft": ("adapter", "chat"), "rl": ("model", "eval --model_path")}[run.stage]
+        expected = f"The {kind} is in {tmp_path}/my run: python -m d1 {command} '{tmp_path}/my run'"
+        assert caplog.messages[-1].startswith(expected)
+    if run.stage == "rl":
+        assert caplog.messages[-1].endswith(f"--dataset {TASK} --gen_length 8 --block_length 4 --diffusion_steps 4")
 
 
 def test_changed_settings_take_effect_and_are_recorded_from_their_step_on(
@@ -197,7 +333,7 @@ ZERO = ["zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"]
 )
 def test_each_layout_needs_its_own_files(tmp_path: Path, plugin: Any, files: list[str]) -> None:
     """Names as Transformers 5.23, Accelerate and DeepSpeed 0.19 write them; two processes."""
-    args: Any = SimpleNamespace(deepspeed_plugin=plugin, world_size=2, should_save=True)
+    args: Any = SimpleNamespace(deepspeed_plugin=plugin, world_size=2, process_index=0, should_save=True)
     folder = tmp_path / "checkpoint-2"
     every = [*files, "rng_state_0.pth", "rng_state_1.pth"] + ([] if plugin else ["pytorch_model_fsdp.bin"])
 
@@ -231,7 +367,7 @@ def test_the_shards_of_a_model_are_all_there(tmp_path: Path, tiny_model_dir: Pat
     assert load_file(shards[0])
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({}, folder / name)
-    args: Any = SimpleNamespace(deepspeed_plugin=None, world_size=1, should_save=True)
+    args: Any = SimpleNamespace(deepspeed_plugin=None, world_size=1, process_index=0, should_save=True)
     check_checkpoint(folder, args, processes=None)
     shards[1].unlink()
     with pytest.raises(ValueError, match=rf"{shards[1].name} is missing"):

@@ -21,6 +21,7 @@ from d1.models.tokenizer import PLAIN_CHAT_TEMPLATE
 from d1.sft.setup import on_gpu
 from d1.sft.train import main, make_parser
 from tests import forks
+from tests.faults import flip_bit
 
 SFT = Path(__file__).parents[3] / "SFT"
 start = partial(forks.job, SFT / "sft_train.py", ACCELERATE_USE_CPU="true")
@@ -182,9 +183,10 @@ def test_a_model_made_block_causal_learns(
 
 
 def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(
-    flags: list[str], tiny_model_dir: Path, tmp_path: Path
+    flags: list[str], tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Weight decay makes a trained model worse: the first evaluation is the best."""
+    caplog.set_level("INFO")
     learning = ["--max_steps", "20", "--eval_steps", "10", "--learning_rate", "3e-3", "--eos_padding", "40"]
     run([*flags, *learning, "--full_finetuning"], tmp_path / "good")
     losses = history(tmp_path / "good", "eval_loss")
@@ -201,6 +203,53 @@ def test_twenty_steps_lower_the_loss_and_the_best_checkpoint_is_kept(
     final = weights(tmp_path / "job")
     assert all(torch.equal(final[name], best[name]) for name in best)
     assert any(not torch.equal(final[name], last[name]) for name in best)
+    step, rows = trainer.state.best_global_step, len(trainer.eval_dataset.rows)
+    assert (rows, caplog.messages[-2]) == (
+        8,
+        f"Saved: the weights of step {step} of 12, with the lowest loss on 8 held-out rows, {min(losses):.4f} "
+        f"(step 12: {losses[-1]:.4f}); --keep_last saves those of the last step.",
+    )
+    run([*flags, "--model_name", str(tmp_path / "good/job"), "--full_finetuning", *ruin, "--keep_last"], tmp_path / "2")
+    kept = weights(tmp_path / "2/job")
+    assert all(torch.equal(kept[name], last[name]) for name in last)
+    assert caplog.messages[-2] == (
+        f"Saved: the weights of the last step, 12. Step {step} has the lowest loss on 8 held-out rows, "
+        f"{min(losses):.4f} (step 12: {losses[-1]:.4f})."
+    )
+    assert (tmp_path / f"2/job/checkpoint-{step}").is_dir()
+
+
+def test_a_best_checkpoint_that_was_damaged_since_is_not_taken_for_the_model(flags: list[str], tmp_path: Path) -> None:
+    """It is read at the end of the run, long after it was written."""
+    ruin = ["--max_steps", "6", "--eval_steps", "2", "--learning_rate", "1e-2", "--lora_r", "2"]
+    trainer = run([*flags, *ruin, "--weight_decay", "0"], tmp_path)
+    best = Path(str(trainer.state.best_model_checkpoint))
+    trainer.check_best(best)
+    flip_bit(best / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged \(its checksum is not that of what"):
+        trainer.check_best(best)
+    with pytest.raises(ValueError, match=r"checkpoint-99, the best checkpoint of this run, is missing"):
+        trainer.check_best(best.with_name("checkpoint-99"))
+    (tmp_path / "job/trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged"):
+        run([*flags, *ruin, "--weight_decay", "0", "--resume"], tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "{}", "[1]", '{"total": 1.0, "last_logged": 0, "since_then": []}'])
+def test_the_sums_of_an_older_checkpoint_are_checked_before_a_model_is_loaded(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    short = ["--eval_steps", "1", "--lora_r", "2", "--test_split", "0"]
+    run([*flags, *short], tmp_path, "--max_steps", "1")
+    checkpoint = tmp_path / "job/checkpoint-1"
+    (checkpoint / "checksums.json").unlink()
+    (checkpoint / "loss_sums.json").unlink()
+    if content is not None:
+        (checkpoint / "loss_sums.json").write_text(content)
+    monkeypatch.setattr("d1.runs.start.load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    problem = "is missing" if content is None else r"is damaged \(.*\)"
+    with pytest.raises(ValueError, match=rf"{checkpoint}/loss_sums.json {problem}; no earlier checkpoint is left"):
+        run([*flags, *short, "--resume"], tmp_path, "--max_steps", "2")
 
 
 def test_an_adapter_gets_a_card_which_a_finished_run_keeps(

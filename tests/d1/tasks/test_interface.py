@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from d1.runs.rows import load_rows
 from d1.tasks import TASKS, answer_block, few_shot_messages, final_answer, last_boxed, load_task, text_of
-from d1.tasks.data import HELD_OUT
+from d1.tasks.data import HELD_OUT, read_file
+from tests.faults import write_at_the_same_time
 from tests.sandbox import skip_without_sandbox
 
 USER_TASK = Path(__file__).parent / "reverse_task.py"
@@ -351,3 +353,19 @@ def test_answer_blocks_and_boxes(text, block, boxed, answer):
     assert answer_block(text) == block
     assert last_boxed(text) == boxed
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_file_that_changed_is_read_again_whatever_its_time_says(tmp_path: Path, suffix: str) -> None:
+    """Also what is made from its rows; `datasets` itself would take both from its cache."""
+    file, found = tmp_path / f"rows{suffix}", []
+    file.touch()
+    for text in ("aaa", "bbb"):
+        written = tmp_path / f"{text}{suffix}"
+        rows = Dataset.from_dict({"prompt": [text]})
+        writers = {".jsonl": rows.to_json, ".csv": rows.to_csv, ".parquet": rows.to_parquet}
+        writers[suffix](written)
+        write_at_the_same_time(file, written.read_bytes())
+        doubled = load_rows(str(file)).map(lambda row: {"twice": 2 * row["prompt"]}, new_fingerprint="twice")
+        found.append((read_file(str(file), ())["prompt"][0], doubled["twice"][0]))
+    assert found == [("aaa", "aaaaaa"), ("bbb", "bbbbbb")]

@@ -1,0 +1,139 @@
+"""One run per folder: of two, the second is refused by the first one's process; a death releases the lock."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d1.runs.lock import FileLock, Held
+from tests import forks
+from tests.faults import flip_bit
+
+SFT = Path(__file__).parents[3] / "SFT"
+start = partial(forks.job, SFT / "sft_train.py", ACCELERATE_USE_CPU="true")
+
+
+def wait_for(file: Path, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not file.exists():
+        assert time.monotonic() < end, f"no {file}"
+        time.sleep(0.05)
+
+
+def test_a_second_run_in_a_folder_is_refused_in_all_its_processes_until_the_first_dies(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    data, folder = tmp_path / "rows.jsonl", tmp_path / "out" / "job"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+{i}", "completion": f"={2 * i}!"}) + "\n" for i in range(40)))
+    flags = ["--model_name", str(tiny_model_dir), "--train_data", str(data), "--batch_size", "2", "--eval_steps", "1"]
+    flags += ["--test_split", "0", "--grad_accum_steps", "1", "--lora_r", "2", "--debugging", "--max_steps"]
+    (first,) = start([*flags, "100000"], folder.parent)
+    try:
+        wait_for(folder / "checkpoint-1")
+        second = forks.start(
+            forks.script,
+            *("sft_train.py", *flags, "2", "--resume", "--output_dir", str(folder.parent), "--job_name", "job"),
+            log=tmp_path / "second",
+            folder=SFT,
+            processes=2,
+            ACCELERATE_USE_CPU="true",
+        )
+        said = forks.finish(second, tmp_path / "second", status=1, timeout=120)
+        assert f": process {first.pid} on " in said
+        assert f" writes to {folder}: wait until that run ends, stop it, or choose another folder" in said
+        assert "Traceback" not in said
+        assert first.is_alive()
+    finally:
+        forks.kill([first])
+    assert (folder / ".lock").exists()
+    last = max(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+    done = start([*flags, str(last + 1), "--resume"], folder.parent, processes=2)  # 2 rows in all, as with one process
+    text = forks.finish(done, folder.parent / "log", status=1, timeout=120)
+    assert "holds another run, of batch_size x grad_accum_steps x world_size 2 (now 4)" in text
+    flags[5] = "1"
+    forks.finish(start([*flags, str(last + 1), "--resume"], folder.parent, processes=2), folder.parent / "log")
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == last + 1
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert not (folder / ".lock").exists()
+    flip_bit(weights := folder / f"checkpoint-{last + 1}" / "adapter_model.safetensors")  # one process reads it
+    log = tmp_path / "damaged" / "log"
+    shutil.copytree(folder.parent, log.parent)
+    text = forks.finish(start([*flags, str(last + 2), "--resume"], log.parent, processes=2), log, status=1, timeout=120)
+    assert f"{weights.name} is damaged (its checksum is not that of what was saved)" in text
+    assert "Traceback" not in text
+
+
+def test_a_lock_is_one_holders_and_says_whose(tmp_path: Path) -> None:
+    one, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    one.take()
+    for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+        with pytest.raises(Held, match=rf"^process {os.getpid()} on \S+$"):
+            other.take(kind)
+    one.take(fcntl.LOCK_SH)
+    other.take(fcntl.LOCK_SH)
+    with pytest.raises(Held):
+        one.take()
+    one.take(fcntl.LOCK_SH)
+    other.release()
+    one.release(remove=True)
+    assert not (tmp_path / "lock").exists()
+    other.take()
+    assert (tmp_path / "lock").exists()
+
+
+def test_a_lock_on_a_removed_file_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder ends and removes the file after another process has opened it."""
+    one, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    one.take()
+    opened = other.opened()
+    one.release(remove=True)
+    other.file = opened
+    other.take()
+    with pytest.raises(Held):
+        one.take()
+
+
+def test_a_forked_process_does_not_hold_the_lock_of_its_parent(tmp_path: Path) -> None:
+    """A data loader's process lives for seconds after its parent was killed."""
+    ours, theirs = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    ours.take()
+    forking = multiprocessing.get_context("fork")
+    alive = forking.Event()
+
+    def live() -> None:
+        alive.set()
+        time.sleep(60)
+
+    child = forking.Process(target=live)
+    child.start()
+    try:
+        assert alive.wait(60)
+        with pytest.raises(Held):
+            theirs.take()
+        ours.release()
+        theirs.take()
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_without_locks_in_the_file_system_a_run_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    FileLock(tmp_path / "lock").take()
+    assert caplog.messages == [f"{tmp_path}/lock cannot be locked (No locks available): start no second run there"]
