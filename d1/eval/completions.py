@@ -69,21 +69,6 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def from_rank_0(compute: Callable[[], Any]) -> Any:
-    """The result of `compute` on rank 0. An exception there is raised on every rank, so that no rank waits for ever."""
-    outcome: list[Any] = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            outcome[0] = compute()
-        except (ValueError, OSError) as error:
-            outcome[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
 def complete(
     args: argparse.Namespace, load: Callable[[], Any], tokenizer: Any, prompts: Iterable[Prompt], journal: Journal
 ) -> None:

@@ -141,9 +141,10 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     # Only now: these imports take seconds, and `--help` does not need them.
     with quick_imports():
-        from d1.eval.completions import complete, from_rank_0, join_processes, leave_processes, load_model_for
+        from d1.eval.completions import complete, join_processes, leave_processes, load_model_for
         from d1.eval.setup import config_of, load_tokenizer_for, read_prompts, run_identity, setup_name, task_name
         from d1.models.tokenizer import check_chat_template
+        from d1.runs.fingerprint import from_rank_0
 
     as_d1 = load_task(args.dataset)
     task = under_protocol(as_d1, args.prompt_protocol)
@@ -159,7 +160,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
     output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_")) if args.dont_save else args.output_dir
     journals = [Journal(output_dir, setup_name(one), rank) for one in runs]
-    identities = [run_identity(one, prompts) for one in runs]
+    identities = from_rank_0(lambda: [run_identity(one, prompts) for one in runs])
     prepared = zip(journals, identities, strict=True)
     missing = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in prepared])
     model = functools.cache(lambda: load_model_for(args))

@@ -18,6 +18,7 @@ from transformers.integrations import is_tensorboard_available
 
 from d1.runs.checkpoints import check_checkpoint, checkpoint_to_resume, finish, is_finished
 from d1.runs.console import log_to_console, log_without_account, train_with_console
+from d1.runs.fingerprint import ROWS, from_rank_0, of_settings
 from d1.runs.model_card import has_card, write_card
 from d1.runs.record import OnResume, history, save_record
 
@@ -35,7 +36,8 @@ class Stage:
         training: its `resume_from_checkpoint` says where to continue.
         settings: all settings of the run, as far as they are resolved when it is called.
         on_resume: which of them a resume may change.
-        prepare: reads and checks rows and settings; ValueError or OSError before a model is loaded.
+        prepare: reads and checks rows and settings; ValueError or OSError before a model is loaded. What it adds to the
+            record holds the fingerprint of the rows, `rows of SETTING`.
         conclude: writes the stage's own files next to the model; called in the first process.
         ended: whether the stage ended the run at this checkpoint, before `max_steps`.
         check: refuses a checkpoint whose files of this stage are wrong.
@@ -67,8 +69,10 @@ def run(stage: Stage) -> Any:
 
     checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
     past = history(checkpoint)
-    world = {"world_size": training.world_size}
-    stage.on_resume.changes(past, {**stage.settings(), **world}, checkpoint or folder)  # refuses another run at once
+    more = {"world_size": training.world_size}
+    stage.on_resume.changes(past, {**stage.settings(), **more}, checkpoint or folder)  # refuses another run at once
+    more |= from_rank_0(lambda: of_settings(stage.settings()))
+    stage.on_resume.changes(past, more, checkpoint or folder)
     if checkpoint and (is_finished(checkpoint, training) or stage.ended(checkpoint)):
         logger.info("%s is finished: there is nothing left to train.", folder)
         if training.should_save:
@@ -83,7 +87,8 @@ def run(stage: Stage) -> Any:
         training.eval_on_start = False  # done when the run first started
 
     facts, start = stage.prepare()
-    settings = {**stage.settings(), **world}
+    more |= {name: value for name, value in facts.items() if name.startswith(ROWS)}
+    settings = {**stage.settings(), **more}
     changed = stage.on_resume.changes(past, settings, checkpoint or folder)
     if training.should_save:
         state = training.distributed_state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import TrainingArguments, set_seed
@@ -11,7 +11,8 @@ from d1.models import load_tokenizer
 from d1.models.adapters import adapter_chain
 from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
-from d1.runs.skeleton import Stage
+from d1.runs.fingerprint import ROWS, of_rows, of_values
+from d1.runs.skeleton import Prepared, Stage
 from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
 from d1.runs.start import on_gpu as on_gpu
 from d1.sft.config import EDIT_SETTINGS, SFTConfig
@@ -35,17 +36,20 @@ def stage(args: SFTConfig) -> Stage:
         training=training,
         settings=lambda: settings_of_run(args, training),
         on_resume=ON_RESUME,
-        prepare=lambda: ({}, prepare(args, training)),
+        prepare=lambda: prepare(args, training),
         conclude=lambda: conclude(args),
     )
 
 
-def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTrainer]:
-    """Prepares and checks the rows of a run; returns a function that loads the model and makes the trainer."""
+def prepare(args: SFTConfig, training: TrainingArguments) -> Prepared:
+    """Prepares and checks the rows of a run; returns their fingerprint, and a function that loads the model and makes
+    the trainer."""
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
-    check_lengths(args, [rows for rows in (train_dataset, eval_dataset) if rows is not None])
+    datasets = [rows for rows in (train_dataset, eval_dataset) if rows is not None]
+    check_lengths(args, datasets)
+    facts = {ROWS + "train_data": of_values([of_rows(one.rows) for one in datasets])}
 
     def start() -> dLLMTrainer:
         set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer sets the seed
@@ -64,7 +68,7 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Callable[[], dLLMTr
             processing_class=tokenizer,
         )
 
-    return start
+    return facts, start
 
 
 def training_arguments(args: SFTConfig) -> TrainingArguments:

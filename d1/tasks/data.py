@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -50,10 +51,13 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
     if not file.is_file():
         raise FileNotFoundError(f"no data file {path}")
     try:
+        with open(file, "rb") as content:  # `datasets` caches by path and time, which a changed file may share
+            known = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+        options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "config_id": f"default-{known}"}
         if file.suffix == ".csv":
-            rows = read_csv(path, keep_in_memory=keep_in_memory)
+            rows = read_csv(path, **options)
         elif file.suffix in _READERS:
-            rows = _READERS[file.suffix](str(file), keep_in_memory=keep_in_memory)
+            rows = _READERS[file.suffix](str(file), **options)
         else:
             raise ValueError("not a .json, .jsonl, .csv or .parquet file")
     except Exception as error:  # the readers raise many kinds; all of them mean that this file cannot be used
