@@ -19,7 +19,15 @@ from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
 from d1.runs.fingerprint import ROWS, from_rank_0, of_settings, of_values
 from d1.runs.skeleton import Prepared, Stage
-from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
+from d1.runs.start import (
+    cap_batch,
+    check_device,
+    conclude,
+    on_resume,
+    prepare_model,
+    settings_of_run,
+    trainer_arguments,
+)
 from d1.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -80,6 +88,7 @@ def prepare(args: DistillConfig, training: TrainingArguments) -> Prepared:
         rows, traces, compute = list(range(len(prompts.ids))), None, 0
         if not method.on_policy:
             rows, traces, compute = sampled_before(args, training, sampler, model)
+        cap_batch(training, len(rows))
         return DistillTrainer(
             settings=args,
             sampler=sampler,

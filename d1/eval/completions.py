@@ -25,7 +25,7 @@ from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
 from d1.models.kinds import check_room
-from d1.models.load import load_on_device
+from d1.models.load import load_on_device, named_dtype
 from d1.models.tokenizer import end_ids
 from d1.sampling import eos_cut, rollout_stream
 from d1.sampling.flags import sampling_settings
@@ -100,7 +100,10 @@ def complete(
 
 
 def load_model_for(args: argparse.Namespace) -> Any:
-    """The model on this process's device."""
+    """The model on this process's device; the log of the first process says in which dtype."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        where = "a GPU" if torch.cuda.is_available() else "a CPU"
+        logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], where)
     return load_on_device(
         args.model_path,
         args.dtype,

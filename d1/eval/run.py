@@ -189,6 +189,8 @@ def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse
     runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in dict.fromkeys(args.gen_length)]
     for run in runs:
         settings = sampling_settings(vars(run), model_config)
+        if args.block_length is not None and getattr(model_config, "block_size", None) is None:
+            settings.require_whole_blocks()  # of a block-causal model, the prompt may end inside a block
         run.block_length, run.diffusion_steps = settings.block_length, settings.steps
     return runs
 

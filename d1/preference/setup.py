@@ -18,7 +18,15 @@ from d1.preference.trainer import PreferenceTrainer
 from d1.runs.fingerprint import ROWS, of_rows
 from d1.runs.rows import load_rows
 from d1.runs.skeleton import Prepared, Stage
-from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
+from d1.runs.start import (
+    cap_batch,
+    check_device,
+    conclude,
+    on_resume,
+    prepare_model,
+    settings_of_run,
+    trainer_arguments,
+)
 from d1.scoring import ESTIMATORS, ViewSettings
 
 logger = logging.getLogger(__name__)
@@ -65,6 +73,7 @@ def prepare(args: PreferenceConfig, training: TrainingArguments) -> Prepared:
         rows = token_rows(load_rows(args.train_data), tokenizer, *limits, **options)
     longest = max(map(len, rows["prompt_ids"]))
     check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
+    cap_batch(training, len(rows))
     estimator, settings = ESTIMATORS[str(args.estimator)], view_settings(args)
     if training.should_save:
         kind = "pairs" if method.paired else "completions"

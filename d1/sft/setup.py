@@ -13,7 +13,15 @@ from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
 from d1.runs.fingerprint import ROWS, of_rows, of_values
 from d1.runs.skeleton import Prepared, Stage
-from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
+from d1.runs.start import (
+    cap_batch,
+    check_device,
+    conclude,
+    on_resume,
+    prepare_model,
+    settings_of_run,
+    trainer_arguments,
+)
 from d1.runs.start import on_gpu as on_gpu
 from d1.sft.config import EDIT_SETTINGS, SFTConfig
 from d1.sft.data import load_function, load_rows, preprocess_dataset
@@ -49,6 +57,7 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Prepared:
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
     datasets = [rows for rows in (train_dataset, eval_dataset) if rows is not None]
     check_lengths(args, datasets)
+    cap_batch(training, len(train_dataset))
     facts = {ROWS + "train_data": of_values([of_rows(one.rows) for one in datasets])}
 
     def start() -> dLLMTrainer:

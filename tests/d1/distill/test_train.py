@@ -88,6 +88,14 @@ def test_accumulation_and_states_per_pass_change_nothing(method: str, flags: lis
     assert all(torch.equal(part, own[name] + 1) for name, part in trained_parts(trainer.model).items())
 
 
+def test_a_batch_has_no_more_slots_than_there_are_rows(flags: list[str], tmp_path: Path) -> None:
+    """11 prompts: in larger batches nothing is computed for the slots that they leave empty."""
+    for batch in (11, 110):
+        run(flags, tmp_path / str(batch), "--method", "d-opsd", "--batch_size", batch, "--grad_accum_steps", 1)
+    for name in ("loss", "grad_norm", "compute_tokens"):
+        assert logged(tmp_path / "110", name) == logged(tmp_path / "11", name), name
+
+
 def test_a_reference_that_follows_every_step_stays_equal(flags: list[str], tmp_path: Path) -> None:
     how = ["--method", "t3d", "--batch_size", "4", "--grad_accum_steps", "1", "--full_finetuning"]
     run([*flags, *how], tmp_path / "follows", "--reference_steps", 1)

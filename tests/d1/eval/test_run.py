@@ -576,11 +576,42 @@ def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch)
         (("--checkpoint_path", "nowhere"), "not an adapter"),
         (("--data_file", "nowhere.csv"), "nowhere.csv"),
         (("--gen_length", "500"), "exceed the model's 512"),
+        (("--block_length", "7"), r"gen_length \(12\) must be a multiple of block_length \(7\)"),  # as in RL
+        (("--gen_length", "16", "24", "--block_length", "16"), r"gen_length \(24\) must be a multiple"),
     ],
 )
 def test_bad_settings_are_refused(tiny_model_dir, tmp_path, flags, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         evaluate(tiny_model_dir, tmp_path, *flags)
+
+
+def test_a_block_length_that_nobody_gave_need_not_divide_the_length(tiny_model_dir, tiny_block_dir):
+    """It is the largest one; and in a block-causal model, a prompt may end inside a block anyway."""
+    required = ["--model_path", "m", "--dataset", "sudoku", "--gen_length", "48", "30"]
+    for folder, own in (tiny_model_dir, []), (tiny_block_dir, []), (tiny_block_dir, ["--block_length", "4"]):
+        args = evaluation.make_parser().parse_args([*required, *own])
+        runs = evaluation.runs_of(args, run_setup.config_of(str(folder), ""))
+        assert [run.gen_length for run in runs] == [48, 30]
+
+
+def test_weights_that_no_memory_holds_are_refused_before_they_are_read(tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    edit_json(folder / "config.json", hidden_size=1 << 16, intermediate_size=1 << 18, num_hidden_layers=8)
+    message = r"m: its weights take {} GB as {}, and [\d.]+ GB of memory are free: {}use a machine with a GPU"
+    for flags, size, dtype, advice in (
+        ((), r"1649\.5", "float32", "pass --dtype bfloat16, which takes half, or "),
+        (("--dtype", "bfloat16"), r"824\.7", "bfloat16", ""),
+    ):
+        with pytest.raises(ValueError, match=message.format(size, dtype, advice)):
+            evaluate(folder, tmp_path, "--limit", "1", *flags)
+
+
+def test_the_log_says_in_which_dtype_the_model_is_loaded(tiny_model_dir, tmp_path, caplog):
+    caplog.set_level("INFO")
+    for flags, name in ((), "float32"), (("--dtype", "bfloat16"), "bfloat16"):
+        evaluate(tiny_model_dir, tmp_path / name, "--limit", "1", *flags)
+        assert f"Loading {tiny_model_dir} as {name}, on a CPU" in caplog.text
 
 
 def test_file_names_tell_setups_apart(tmp_path):

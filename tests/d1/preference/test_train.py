@@ -61,6 +61,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_model(str(folder)).state_dict()
 
 
+def test_a_batch_has_no_more_slots_than_there_are_rows(flags: list[str], tmp_path: Path) -> None:
+    """Nine pairs: in larger batches nothing is computed for the slots that they leave empty."""
+    for batch in ("9", "90"):
+        run(flags, tmp_path / batch, "--batch_size", batch, "--grad_accum_steps", "1")
+    for name in ("loss", "grad_norm", "compute_tokens"):
+        assert logged(tmp_path / "90", name) == logged(tmp_path / "9", name), name
+
+
 def test_a_resume_over_other_pairs_is_refused(flags: list[str], tmp_path: Path) -> None:
     """A folder of `datasets`, which is no file with contents of its own: the rows themselves are compared."""
     data = Dataset.from_json(flags[flags.index("--train_data") + 1])
