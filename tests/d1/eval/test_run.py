@@ -601,7 +601,7 @@ def test_weights_that_no_memory_holds_are_refused_before_they_are_read(tiny_mode
     message = r"m: its weights take {} GB as {}, and [\d.]+ GB of memory are free: {}use a machine with a GPU"
     for flags, size, dtype, advice in (
         ((), r"1649\.5", "float32", "pass --dtype bfloat16, which takes half, or "),
-        (("--dtype", "bfloat16"), r"824\.7", "bfloat16", ""),
+        (("--dtype", "bfloat16"), r"824\.8", "bfloat16", ""),
     ):
         with pytest.raises(ValueError, match=message.format(size, dtype, advice)):
             evaluate(folder, tmp_path, "--limit", "1", *flags)
