@@ -36,7 +36,10 @@ SAMPLING = (  # settings of the traces; with those of the model and the data the
     *("data_file", "num_prompts", "max_prompt_length", "max_completion_length", "sampling_batch_size"),
     *("diffusion_steps", "block_length", "temperature", "keep", "tries"),
 )
-ALSO = ("model_name", "train_data", "seed", "plain_chat_template", "bad_rows", "dtype", "load_in_4bit")
+ALSO = (
+    *("model_name", "train_data", "seed", "plain_chat_template", "bad_rows"),
+    *("dtype", "load_in_4bit", "full_finetuning"),  # the dtype of the weights that sample
+)
 SCHEDULE = {"learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"}  # as in the other stages
 ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("save_steps", "views_at_once"))
 

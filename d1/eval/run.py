@@ -33,6 +33,7 @@ from d1.runs.entry import OneLineParser, quick_imports, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.record import run_record
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import BLOCK_LENGTH
 from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
 
 logger = logging.getLogger("eval")
@@ -65,6 +66,10 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     add_sampling_flags(
         sampling,
         gen_length={"nargs": "+", "default": [128], "help": "tokens per completion; several: one file each"},
+        block_length={
+            "help": "tokens per block, a divisor of gen_length; blocks are filled left to right (default: the model's "
+            f"own, or {BLOCK_LENGTH})"
+        },
         seed={"help": "seed of sampling and of the few-shot draw (default: %(default)s)"},
     )
     sampling.add_argument(
