@@ -24,6 +24,7 @@ from tqdm import tqdm
 from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
+from d1.models.fit import check_memory
 from d1.models.kinds import check_room
 from d1.models.load import load_on_device, named_dtype
 from d1.models.tokenizer import end_ids
@@ -104,6 +105,7 @@ def load_model_for(args: argparse.Namespace) -> Any:
     if not dist.is_initialized() or dist.get_rank() == 0:
         where = "a GPU" if torch.cuda.is_available() else "a CPU"
         logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], where)
+    check_memory(args.model_path, args.dtype, args.checkpoint_path or None)
     return load_on_device(
         args.model_path,
         args.dtype,

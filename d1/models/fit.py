@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from d1.models.adapters import adapter_chain, lora_targets
 from d1.models.head import CHUNK_ELEMENTS, body_and_head, target_logps
 from d1.models.kinds import block_size, experts, native_config
-from d1.models.load import auto_class, prepare
+from d1.models.load import auto_class, named_dtype, prepare
 from d1.models.two_streams import two_stream_states
 
 GB = 10**9
@@ -262,13 +262,16 @@ def fit_table(config: PreTrainedConfig, settings: FitSettings) -> str:
     return "\n".join(lines)
 
 
-def check_memory(path: str, dtype: torch.dtype, adapter: Any = None) -> None:
+def check_memory(path: str, dtype: str | None = None, adapter: Any = None) -> None:
     """Refuse (ValueError) weights that exceed the free memory of a machine without a GPU, before they are read."""
-    name, copies = str(dtype).removeprefix("torch."), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available():
+        return
+    size, copies = named_dtype(dtype).itemsize, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    name = str(named_dtype(dtype)).removeprefix("torch.")
     config, _ = native_config(adapter_chain(path, adapter)[0])
     needed, free = copies * resident_bytes(config, FitSettings("eval", dtype=name))["weights"], free_memory()
     if needed > free:
-        half = "" if dtype.itemsize == 2 else "pass --dtype bfloat16, which takes half, or "
+        half = "" if size == 2 else "pass --dtype bfloat16, which takes half, or "
         each = f" in {copies} processes" if copies > 1 else ""
         raise ValueError(
             f"{path}: its weights take {needed / GB:.1f} GB as {name}{each}, and {free / GB:.1f} GB of memory are "

@@ -142,16 +142,8 @@ def load_model(
 
 
 def load_on_device(path: str, dtype: str | None = None, **options: Any) -> Any:
-    """`load_model` on the GPU of this process, or on the CPU if there is none, in `named_dtype(dtype)`.
-
-    Raises:
-        ValueError: the weights exceed the free memory of a machine without a GPU.
-    """
+    """`load_model` on the GPU of this process, or on the CPU if there is none, in `named_dtype(dtype)`."""
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        from d1.models.fit import check_memory  # which imports this module
-
-        check_memory(path, named_dtype(dtype), options.get("adapter"))
     return load_model(path, named_dtype(dtype), device, **options)
 
 
