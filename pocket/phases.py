@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from d1.runs.fingerprint import FILES, OF_A_TOKENIZER, model_files, of_file, of_folder
 from d1.runs.output_dir import write_atomically
 
 # One thread is fastest for models this small. glibc returns large blocks to the kernel when they are freed, which then
@@ -49,7 +50,8 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
     by Ctrl-C is started again and resumes by its own means.
 
     Raises:
-        PhaseError: a command failed, or `state_dir` belongs to another job (other commands).
+        PhaseError: a command failed, or `state_dir` belongs to another job: other commands, or other contents of a
+            model or a file that they name.
         KeyboardInterrupt: after the running commands have been stopped.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
@@ -58,6 +60,13 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
     state = json.loads(path.read_text()) if path.exists() else {"commands": {}, "seconds": {}, "done": []}
     if any(state["commands"].get(name, command) != command for name, command in commands.items()):
         raise PhaseError(f"{state_dir} was made with other commands: remove that folder to start again")
+    known: dict[str, Any] = state.setdefault("contents", {})  # older states have none
+    for phase in phases:
+        for name, content in _contents(phase, state_dir):
+            if known.setdefault(name, content) != content:
+                raise PhaseError(
+                    f"{state_dir} was made with other contents of {name}: remove that folder to start again"
+                )
     state["commands"] |= commands
     seconds, done, logs = state["seconds"], state["done"], {name: state_dir / f"{name}.log" for name in commands}
     running: dict[str, tuple[subprocess.Popen, float]] = {}
@@ -92,6 +101,16 @@ def run_phases(phases: Sequence[Phase], state_dir: Path, jobs: int, console: Con
                 _stop(process)
                 ended(name, started, finished=False)
     return {name: seconds[name] for name in commands}
+
+
+def _contents(phase: Phase, state_dir: Path) -> Iterator[tuple[str, Any]]:
+    """The models and files that a command names, by fingerprint; without what the job itself makes."""
+    for word in phase.command[2:]:
+        path = os.path.realpath(os.path.join(phase.folder, str(word)))
+        if str(word).endswith((*FILES, ".yaml")) and os.path.isfile(path):
+            yield str(word), of_file(path)
+        elif os.path.isfile(os.path.join(path, "config.json")) and not Path(path).is_relative_to(state_dir.resolve()):
+            yield str(word), of_folder(path, [*model_files(path), *OF_A_TOKENIZER])
 
 
 def _start(phase: Phase, log: Path) -> subprocess.Popen:

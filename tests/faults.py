@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -51,6 +52,11 @@ def full_disk(room: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def edit_json(path: Path, **fields: Any) -> None:
+    """Change fields of a JSON file such as a model's `config.json`."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 # --- Models -----------------------------------------------------------------------------------------------------------

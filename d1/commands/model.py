@@ -19,8 +19,10 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
 
 def model_of(args: argparse.Namespace, load: Callable[..., Any] | None = None) -> Any:
     """The model with its adapter, loaded by `load` (default: `load_on_device`)."""
+    from d1.models.fit import check_memory
     from d1.models.load import load_on_device
 
+    check_memory(args.model_path, args.dtype, args.checkpoint_path)
     return (load or load_on_device)(
         args.model_path,
         args.dtype,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,23 @@ from transformers import TrainingArguments, set_seed
 from d1.distill.config import READ_BY_SOME, DistillConfig
 from d1.distill.methods import METHODS
 from d1.distill.states import Traces
-from d1.distill.traces import TraceSampler, fingerprint, load_prompts, read_traces, sample_once
+from d1.distill.traces import TraceSampler, load_prompts, read_traces, sample_once
 from d1.distill.trainer import DistillTrainer, TraceDataset, collate
 from d1.models import load_tokenizer
 from d1.models.adapters import adapter_chain
 from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
-from d1.runs.skeleton import Stage, evaluation
-from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
+from d1.runs.fingerprint import ROWS, from_rank_0, of_settings, of_values
+from d1.runs.skeleton import Prepared, Stage, evaluation
+from d1.runs.start import (
+    cap_batch,
+    check_device,
+    conclude,
+    on_resume,
+    prepare_model,
+    settings_of_run,
+    trainer_arguments,
+)
 from d1.runs.trainer import read_sums
 from d1.sampling import SamplingSettings
 from d1.tasks import TASKS
@@ -31,7 +39,10 @@ SAMPLING = (  # settings of the traces; with those of the model and the data the
     *("data_file", "num_prompts", "max_prompt_length", "max_completion_length", "sampling_batch_size"),
     *("diffusion_steps", "block_length", "temperature", "keep", "tries"),
 )
-ALSO = ("model_name", "train_data", "seed", "plain_chat_template", "bad_rows", "dtype", "load_in_4bit")
+ALSO = (
+    *("model_name", "train_data", "seed", "plain_chat_template", "bad_rows"),
+    *("dtype", "load_in_4bit", "full_finetuning"),  # the dtype of the weights that sample
+)
 SCHEDULE = {"learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps"}  # as in the other stages
 ON_RESUME = on_resume("method", *{*SAMPLING, *READ_BY_SOME} - SCHEDULE, free=("save_steps", "views_at_once"))
 
@@ -44,7 +55,7 @@ def stage(args: DistillConfig) -> Stage:
         training=training,
         settings=lambda: settings_of_run(args, training),
         on_resume=ON_RESUME,
-        prepare=lambda: ({"paper": METHODS[args.method].paper}, prepare(args, training)),
+        prepare=lambda: prepare(args, training),
         conclude=lambda: conclude(args),
         next_command=lambda: next_command(args, str(training.output_dir)),
         check=lambda checkpoint: read_sums(checkpoint / DistillTrainer.sums_file),
@@ -64,8 +75,9 @@ def sampling_settings(args: DistillConfig, config: Any) -> SamplingSettings:
     return SamplingSettings.of(args, config, gen_length="max_completion_length", steps="diffusion_steps")
 
 
-def prepare(args: DistillConfig, training: TrainingArguments) -> Callable[[], DistillTrainer]:
-    """The prompts of a run, checked; returns what loads the model, samples the traces and makes the trainer."""
+def prepare(args: DistillConfig, training: TrainingArguments) -> Prepared:
+    """The prompts of a run, checked; returns facts for its record, and what loads the model, samples the traces and
+    makes the trainer."""
     method, config = METHODS[args.method], native_config(adapter_chain(args.model_name, None)[0])[0]
     if method.looks_ahead and block_size(config) is not None:
         raise ValueError(
@@ -93,6 +105,7 @@ def prepare(args: DistillConfig, training: TrainingArguments) -> Callable[[], Di
         rows, traces, compute = list(range(len(prompts.ids))), None, 0
         if not method.on_policy:
             rows, traces, compute = sampled_before(args, training, sampler, model)
+        cap_batch(training, len(rows))
         return DistillTrainer(
             settings=args,
             sampler=sampler,
@@ -106,7 +119,7 @@ def prepare(args: DistillConfig, training: TrainingArguments) -> Callable[[], Di
             processing_class=tokenizer,
         )
 
-    return start
+    return {"paper": method.paper, ROWS + "train_data": prompts.rows}, start
 
 
 def sampled_before(
@@ -114,10 +127,11 @@ def sampled_before(
 ) -> tuple[list[int], Traces, int]:
     """The numbers and the traces of the prompts that are trained on, and the tokens that sampling processed.
 
-    Traces of the same settings that are in the run's folder are read, not sampled again. Raises ValueError if no trace
-    is left.
+    Traces of the same settings, model, task and prompts that are in the run's folder are read, not sampled again.
+    Raises ValueError if no trace is left.
     """
-    name = fingerprint({name: getattr(args, name) for name in (*SAMPLING, *ALSO)})
+    known = {name: getattr(args, name) for name in (*SAMPLING, *ALSO)} | {ROWS + "train_data": sampler.prompts.rows}
+    name = from_rank_0(lambda: of_values(known | of_settings(known)))
     folder = Path(str(training.output_dir)) / "traces" / name
     model.to(training.device)
     shared = args.sampling_batch_size, training.process_index, training.world_size

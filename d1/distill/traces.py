@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from d1.models.conversation import as_messages
 from d1.models.kinds import block_size
 from d1.models.tokenizer import encode_prompt, render_prompt
 from d1.runs.checkpoints import reading
+from d1.runs.fingerprint import of_rows, of_values
 from d1.runs.rows import load_rows, usable_rows
 from d1.sampling import SamplingSettings, eos_cut, rollout
 from d1.tasks import TASKS, load_task
@@ -33,10 +32,12 @@ TRACES = 6  # the second part of the key of the traces' random numbers
 
 @dataclass(frozen=True)
 class Prompts:
-    """Attributes: ids of each prompt, and a judge of completions; None: the data cannot judge them."""
+    """Attributes: ids of each prompt; a judge of completions (None: the data cannot judge them); and the fingerprint of
+    the ids and of the rows that they come from."""
 
     ids: list[list[int]]
     judge: Judge | None
+    rows: str
 
 
 def load_prompts(
@@ -77,7 +78,8 @@ def load_prompts(
         assert task is not None
         return bool(next(iter(task.score(text, kept[number]).values())) == 1)
 
-    return Prompts([ids[row] for row in usable], judge if task else None)
+    chosen = [ids[row] for row in usable]
+    return Prompts(chosen, judge if task else None, of_values([chosen, of_rows(kept)]))
 
 
 def prompt_ids(row: dict[str, Any], tokenizer: Any, longest: int) -> tuple[list[int], str]:
@@ -193,8 +195,3 @@ def read_traces(folder: Path, eos_token_id: int) -> tuple[Traces, int]:
             parts.append(load_file(path))
     columns = {name: torch.cat([part[name] for part in parts]) for name in ("ids", "steps", "blocks", "right")}
     return Traces(**columns, eos_token_id=eos_token_id), sum(int(part["compute"]) for part in parts)
-
-
-def fingerprint(values: dict[str, Any]) -> str:
-    """A name for the traces that these settings give."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -24,8 +24,9 @@ from tqdm import tqdm
 from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, in_fp32, part_size
 from d1.masking import keyed_generator
+from d1.models.fit import check_memory
 from d1.models.kinds import check_room
-from d1.models.load import load_on_device
+from d1.models.load import load_on_device, named_dtype
 from d1.models.tokenizer import end_ids
 from d1.sampling import eos_cut, rollout_stream
 from d1.sampling.flags import sampling_settings
@@ -69,21 +70,6 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def from_rank_0(compute: Callable[[], Any]) -> Any:
-    """The result of `compute` on rank 0. An exception there is raised on every rank, so that no rank waits for ever."""
-    outcome: list[Any] = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            outcome[0] = compute()
-        except (ValueError, OSError) as error:
-            outcome[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
 def complete(
     args: argparse.Namespace, load: Callable[[], Any], tokenizer: Any, prompts: Iterable[Prompt], journal: Journal
 ) -> None:
@@ -115,7 +101,11 @@ def complete(
 
 
 def load_model_for(args: argparse.Namespace) -> Any:
-    """The model on this process's device."""
+    """The model on this process's device; the log of the first process says in which dtype."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        where = "a GPU" if torch.cuda.is_available() else "a CPU"
+        logger.info("Loading %s as %s, on %s", args.model_path, str(named_dtype(args.dtype)).split(".")[-1], where)
+    check_memory(args.model_path, args.dtype, args.checkpoint_path or None)
     return load_on_device(
         args.model_path,
         args.dtype,

@@ -7,8 +7,8 @@ system prompt, --limit, --include_path, --output_path, --log_samples, --gen_kwar
 
 The task sets the temperature and the stop strings (change them with `--gen_kwargs temperature=0.9,do_sample=True`), and
 the length of a completion, unless --gen_length is given. With `--use_cache PATH`, a killed run that is started again
-does not recompute finished requests. The harness's cache does not record the model, so use one PATH per model and
-settings.
+does not recompute finished requests. The harness's cache does not record the model: `PATH_identity.json` does, and
+another model or other settings need another PATH.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from d1.eval.completions import generate_rows, join_processes, leave_processes, load_model_for
+from d1.eval.journal import read_object
 from d1.eval.likelihood import Pair, are_greedy, check_likelihood, log_likelihoods, seed_of
 from d1.eval.run import parse_settings
 from d1.eval.setup import Prompt, config_of, load_tokenizer_for
@@ -33,6 +35,8 @@ from d1.models.kinds import check_room
 from d1.models.tokenizer import check_chat_template, cut, encode_prompt, end_ids, render_prompt
 from d1.ranges import COUNT, SEED
 from d1.runs.entry import OneLineParser
+from d1.runs.fingerprint import CONTENTS, of_model
+from d1.runs.output_dir import write_atomically
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
 
 if TYPE_CHECKING:  # an optional package
@@ -81,6 +85,7 @@ def main(args: argparse.Namespace) -> None:
     config = config_of(args.model_path, args.checkpoint_path)
     own["block_length"] = sampling_settings(own | of_a_task, config).block_length
     register()
+    check_cache(args.harness, own)
     from lm_eval.__main__ import cli_evaluate
 
     given = {name: value for name, value in own.items() if value is not None}
@@ -88,6 +93,24 @@ def main(args: argparse.Namespace) -> None:
     sys.argv += ["--batch_size", str(args.batch_size), *args.harness]
     cli_evaluate()
     leave_processes()
+
+
+def check_cache(harness: Sequence[str], own: dict[str, Any]) -> None:
+    """Refuses (ValueError) answers in the harness's `--use_cache` that another model gave, or other settings; records
+    whose they are if nothing does."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--use_cache", "-c")
+    prefix = parser.parse_known_args(list(harness))[0].use_cache
+    if prefix is None:
+        return
+    file, named = Path(f"{prefix}_identity.json"), ("model_path", "checkpoint_path")
+    settings = {name: value for name, value in own.items() if name not in named}
+    known = {CONTENTS + "model_path": of_model(own["model_path"], own["checkpoint_path"] or None)} | settings
+    there = read_object(file) if file.is_file() else known
+    if other := [f"{name} {there.get(name)} (now {known[name]})" for name in known if there.get(name) != known[name]]:
+        raise ValueError(f"--use_cache {prefix} has answers of {', '.join(other)}: choose another PATH, or delete it")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(known, indent=1))
 
 
 @lru_cache

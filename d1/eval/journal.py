@@ -14,13 +14,17 @@ import errno
 import fcntl
 import io
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from d1.runs.fingerprint import CONTENTS
 from d1.runs.lock import FileLock, Held
 from d1.runs.output_dir import write_atomically
+
+logger = logging.getLogger("eval")
 
 ENTRY: dict[str, type | tuple[type, ...]] = {  # a line with all of these fields is a completion
     "index": int,  # the problem's number in its split
@@ -50,17 +54,18 @@ class Journal:
             ValueError: there are results of another run, or another process writes this setup; nothing was changed.
         """
         if not overwrite and self.results.exists() and self.record.exists():
-            self.check_identity(read_object(self.record).get("identity") or {}, identity)
+            self.check_identity(read_object(self.record).get("identity") or {}, identity, self.record)
             return False
         self.folder.mkdir(parents=True, exist_ok=True)
         self.take_lock(fcntl.LOCK_EX)
         known = self.folder / "identity.json"
         if overwrite:
-            for path in (self.results, self.record, known, *self.folder.glob("rank_*.jsonl")):
+            # The identity goes last: completions without one could be taken for those of this run.
+            for path in (self.results, self.record, *self.folder.glob("rank_*.jsonl"), known):
                 path.unlink(missing_ok=True)
         try:
-            if known.exists():
-                self.check_identity(read_object(known), identity)
+            if self.read():  # else a run was killed before its first completion, and nothing depends on it
+                self.check_identity(read_object(known), identity, known)
             else:
                 write_atomically(known, json.dumps(identity, indent=1))
             self.take_lock(fcntl.LOCK_SH)
@@ -79,16 +84,25 @@ class Journal:
                 "end it, or choose another --suffix or --output_dir"
             ) from None
 
-    def check_identity(self, known: dict[str, Any], identity: dict[str, Any]) -> None:
+    def check_identity(self, known: dict[str, Any], identity: dict[str, Any], file: Path) -> None:
+        """Refuses another run than the one of `known`, which `file` holds; an older file has no fingerprints."""
+        unknown = [name for name in identity.keys() - known.keys() if name.startswith(CONTENTS)]
         changed = [
             f"{name}: {known.get(name)!r} there, {identity.get(name)!r} now"
             for name in known | identity
-            if known.get(name) != identity.get(name)
+            if known.get(name) != identity.get(name) and name not in unknown
         ]
         if changed:
             raise ValueError(
                 f"{self.output_dir} already holds {self.setup} of a different run ({'; '.join(changed)}): "
                 "choose another --suffix or --output_dir, or pass --overwrite to start again"
+            )
+        if unknown:
+            logger.warning(
+                "%s is of an older version, which did not record %s: only the weights and the prompts were compared. "
+                "If anything else of these may have changed, start again with --overwrite",
+                file,
+                ", ".join(sorted(unknown)),
             )
 
     def read(self) -> dict[int, dict[str, Any]]:
@@ -151,5 +165,5 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of ours. Raises ValueError, with the file's name, if it holds none."""
     try:
         return {**json.loads(path.read_bytes())}
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, FileNotFoundError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it, or pass --overwrite to start again") from error

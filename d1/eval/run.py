@@ -33,6 +33,7 @@ from d1.runs.entry import OneLineParser, quick_imports, run_script
 from d1.runs.output_dir import check_output_dir
 from d1.runs.record import run_record
 from d1.sampling.flags import add_model_flags, add_sampling_flags, sampling_settings
+from d1.sampling.settings import BLOCK_LENGTH
 from d1.tasks import PROTOCOLS, SPLITS, TASKS, load_task, shots_of, under_protocol
 
 logger = logging.getLogger("eval")
@@ -65,6 +66,10 @@ def make_parser(prog: str | None = None) -> OneLineParser:
     add_sampling_flags(
         sampling,
         gen_length={"nargs": "+", "default": [128], "help": "tokens per completion; several: one file each"},
+        block_length={
+            "help": "tokens per block, a divisor of gen_length; blocks are filled left to right (default: the model's "
+            f"own, or {BLOCK_LENGTH})"
+        },
         seed={"help": "seed of sampling and of the few-shot draw (default: %(default)s)"},
     )
     sampling.add_argument(
@@ -141,9 +146,10 @@ def run(args: argparse.Namespace) -> list[Row]:
 
     # Only now: these imports take seconds, and `--help` does not need them.
     with quick_imports():
-        from d1.eval.completions import complete, from_rank_0, join_processes, leave_processes, load_model_for
+        from d1.eval.completions import complete, join_processes, leave_processes, load_model_for
         from d1.eval.setup import config_of, load_tokenizer_for, read_prompts, run_identity, setup_name, task_name
         from d1.models.tokenizer import check_chat_template
+        from d1.runs.fingerprint import from_rank_0
 
     as_d1 = load_task(args.dataset)
     task = under_protocol(as_d1, args.prompt_protocol)
@@ -159,7 +165,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     check_room(config, max(len(prompt.ids) for prompt in prompts), max(args.gen_length))
     output_dir = from_rank_0(lambda: tempfile.mkdtemp(prefix="eval_")) if args.dont_save else args.output_dir
     journals = [Journal(output_dir, setup_name(one), rank) for one in runs]
-    identities = [run_identity(one, prompts) for one in runs]
+    identities = from_rank_0(lambda: [run_identity(one, prompts) for one in runs])
     prepared = zip(journals, identities, strict=True)
     missing = from_rank_0(lambda: [journal.prepare(identity, args.overwrite) for journal, identity in prepared])
     model = functools.cache(lambda: load_model_for(args))
@@ -190,6 +196,8 @@ def runs_of(args: argparse.Namespace, model_config: Any = None) -> list[argparse
     runs = [argparse.Namespace(**{**vars(args), "gen_length": length}) for length in dict.fromkeys(args.gen_length)]
     for run in runs:
         settings = sampling_settings(vars(run), model_config)
+        if args.block_length is not None and getattr(model_config, "block_size", None) is None:
+            settings.require_whole_blocks()  # of a block-causal model, the prompt may end inside a block
         run.block_length, run.diffusion_steps = settings.block_length, settings.steps
     return runs
 

@@ -18,6 +18,7 @@ from typing import Any
 from d1.eval.accuracy import Row, score_setup, user_tasks
 from d1.eval.files import read_setups
 from d1.runs.entry import OneLineParser, run_script
+from d1.runs.fingerprint import of_file, of_model
 from d1.runs.output_dir import write_atomically
 
 TRAINED_WITH = ("dataset", "gen_length", "block_length", "diffusion_steps", "prompt_protocol")  # eval.py's flags
@@ -42,10 +43,13 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
     settings = settings_of(args, run)
     common = [part for name, value in settings.items() for part in (f"--{name}", value)] + flags
     chosen = run / "eval" / "selected.json"
+    contents: dict[str, Any] = {name: of_model(str(run / name)) for name in names}
+    files = {"validation_file": args.validation_file, "dataset": settings["dataset"]}
+    contents |= {name: of_file(file) for name, file in files.items() if file and Path(file).is_file()}
     if not chosen.exists():
         rows = {name: evaluate(run / name, "validation", args.validation_file, common, settings) for name in names}
         best = max(names, key=lambda name: rows[name].accuracy or 0.0)  # the first of equals
-        selection: dict[str, Any] = {"checkpoint": best, "settings": settings}
+        selection: dict[str, Any] = {"checkpoint": best, "settings": settings, "contents": contents}
         selection["validation"] = {name: asdict(row) for name, row in rows.items()}
         write_atomically(chosen, json.dumps(selection, indent=1))
     selection = json.loads(chosen.read_text())
@@ -54,6 +58,11 @@ def main(args: argparse.Namespace, flags: list[str]) -> None:
             f"{chosen} is a choice from {', '.join(selection['validation'])} with {selection['settings']}, not from "
             f"{', '.join(names)} with {settings}, and the test set was used for that choice. Move {chosen.parent} "
             "away to choose again"
+        )
+    known = selection.get("contents", contents)  # choices of older versions have none
+    if other := [name for name in known | contents if known.get(name) != contents.get(name)]:
+        raise ValueError(
+            f"{chosen} is a choice from other contents of {', '.join(other)}. Move {chosen.parent} away to choose again"
         )
     best = selection["checkpoint"]
     row = evaluate(run / best, "test", args.test_file, common, settings)

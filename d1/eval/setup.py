@@ -20,6 +20,7 @@ from d1.models.adapters import adapter_chain
 from d1.models.kinds import native_config
 from d1.models.load import named_dtype
 from d1.models.tokenizer import encode_prompt, load_tokenizer, render_prompt
+from d1.runs.fingerprint import CONTENTS, of_file, of_model
 from d1.sampling.flags import sampling_settings
 from d1.tasks import TASKS, few_shot_messages, shots_of
 
@@ -109,13 +110,17 @@ def setup_name(args: argparse.Namespace) -> str:
 
 
 def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
-    """Everything that determines the completions: a run resumes only if all of it agrees."""
+    """Everything that determines the completions: a run resumes only if all of it agrees.
+
+    The rows are those of `prompts`. The file of a user's task counts as a whole, although it may differ only in how it
+    scores."""
     asked = json.dumps([[prompt.index, prompt.text, prompt.ground_truth] for prompt in prompts], default=str)
     base, adapters = adapter_chain(args.model_path, args.checkpoint_path or None)
     names = ("gen_length", "diffusion_steps", "block_length", "temperature", "cfg_scale", "remasking", "eos_stop")
     sampling = sampling_settings(vars(args))
     identity: dict[str, Any] = {
-        "weights": [weights_fingerprint(path) for path in (base, *adapters)],
+        "weights": [weights_fingerprint(path) for path in (base, *adapters)],  # all that older records have of them
+        CONTENTS + "model_path": of_model(args.model_path, args.checkpoint_path or None),
         "problems": len(prompts),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "seed": args.seed,
@@ -125,6 +130,8 @@ def run_identity(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, A
     }
     if sampling.edits is not None:  # runs from before there were edits resume
         identity["editing"] = [sampling.edits, sampling.post_steps]
+    if args.dataset not in TASKS:
+        identity[CONTENTS + "dataset"] = of_file(args.dataset)
     if args.num_samples > 1:
         identity["num_samples"] = args.num_samples
     if not in_fp32(args):  # these change the rounding of logits, and so sometimes a token

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainingArguments, set_seed
@@ -17,9 +16,18 @@ from d1.preference.config import PreferenceConfig
 from d1.preference.data import PreferenceCollator, PreferenceDataset, token_rows
 from d1.preference.methods import METHODS
 from d1.preference.trainer import PreferenceTrainer
+from d1.runs.fingerprint import ROWS, of_rows
 from d1.runs.rows import load_rows
-from d1.runs.skeleton import Stage
-from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
+from d1.runs.skeleton import Prepared, Stage
+from d1.runs.start import (
+    cap_batch,
+    check_device,
+    conclude,
+    on_resume,
+    prepare_model,
+    settings_of_run,
+    trainer_arguments,
+)
 from d1.runs.trainer import read_sums
 from d1.scoring import ESTIMATORS, ViewSettings
 
@@ -41,7 +49,7 @@ def stage(args: PreferenceConfig) -> Stage:
         training=training,
         settings=lambda: settings_of_run(args, training),
         on_resume=ON_RESUME,
-        prepare=lambda: ({"paper": METHODS[args.method].paper}, prepare(args, training)),
+        prepare=lambda: prepare(args, training),
         conclude=lambda: conclude(args),
         next_command=lambda: f"python -m d1 chat {shlex.quote(str(training.output_dir))}",
         check=lambda checkpoint: read_sums(checkpoint / PreferenceTrainer.sums_file),
@@ -58,8 +66,8 @@ def view_settings(args: PreferenceConfig) -> ViewSettings:
     )
 
 
-def prepare(args: PreferenceConfig, training: TrainingArguments) -> Callable[[], PreferenceTrainer]:
-    """The rows of a run, checked; returns what loads the models and makes the trainer."""
+def prepare(args: PreferenceConfig, training: TrainingArguments) -> Prepared:
+    """The rows of a run, checked; returns facts for its record, and what loads the models and makes the trainer."""
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, args.model_name)
     method, config = METHODS[args.method], native_config(adapter_chain(args.model_name, None)[0])[0]
@@ -69,6 +77,7 @@ def prepare(args: PreferenceConfig, training: TrainingArguments) -> Callable[[],
         rows = token_rows(load_rows(args.train_data), tokenizer, *limits, **options)
     longest = max(map(len, rows["prompt_ids"]))
     check_room(config, longest, args.max_completion_length, ": lower --max_prompt_length or --max_completion_length")
+    cap_batch(training, len(rows))
     estimator, settings = ESTIMATORS[str(args.estimator)], view_settings(args)
     if training.should_save:
         kind = "pairs" if method.paired else "completions"
@@ -90,4 +99,4 @@ def prepare(args: PreferenceConfig, training: TrainingArguments) -> Callable[[],
             processing_class=tokenizer,
         )
 
-    return start
+    return {"paper": method.paper, ROWS + "train_data": of_rows(rows)}, start

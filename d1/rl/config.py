@@ -259,11 +259,8 @@ class DiffuGRPOConfig(GRPOConfig):
         called["record_as_sampled"] = "score_as_sampled"
         settings = SamplingSettings.of(self, model_config, **called)
         settled = self.block_length is not None or model_config is not None
-        if settled and settings.gen_length % settings.block_length:
-            raise ValueError(
-                f"max_completion_length ({settings.gen_length}) must be a multiple of block_length "
-                f"({settings.block_length})"
-            )
+        if settled:
+            settings.require_whole_blocks("max_completion_length")
         if model_config is not None:
             check_sampler(settings, model_config)
             self.block_length = settings.block_length

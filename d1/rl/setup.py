@@ -24,6 +24,7 @@ from d1.rl.rewards import accuracy_of, check_rewards
 from d1.rl.shown_problems import ShowProblems
 from d1.rl.state import check_rollout
 from d1.rl.trainer import DiffuGRPOTrainer
+from d1.runs.fingerprint import ROWS, of_rows
 from d1.runs.preflight import check_start
 from d1.runs.skeleton import Prepared, Stage, evaluation
 from d1.tasks import load_task, under_protocol, with_rewards, with_shots
@@ -88,6 +89,7 @@ def prepare(args: DiffuGRPOConfig, model_args: ModelConfig, callbacks: list[Trai
         return trainer
 
     facts = {"plan": numbers, "idle": idle(args), "paper": find_method(args.method).paper}
+    facts[ROWS + "dataset"] = of_rows(train_rows)
     return facts | {"validation_problems": len(eval_rows or [])}, start
 
 

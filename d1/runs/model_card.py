@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from d1.runs.fingerprint import of_setting
 from d1.show.tables import markdown_table
 from d1.tasks import TASKS, load_task
 
@@ -85,6 +87,8 @@ def write_card(folder: Path) -> Path:
     made_of = [["base", local_name(base)], ["method", linked], ["data", local_name(data)]]
     if (rl or distilled) and data in TASKS and (judged := getattr(load_task(data), "JUDGED", "")):
         made_of.append(["answers judged by", judged])
+    if known := fingerprints(settings):
+        made_of.append(["fingerprints (SHA-256)", known])
     made_of += [["held-out result", held_out(folder)], *machine(folder, record)]
     made_of.append(["licence", f"weights: as {local_name(base)} and the data; library: Apache-2.0"])
     version, install = installation()
@@ -112,6 +116,14 @@ def traces(settings: Mapping[str, Any]) -> str:
     """What a distillation was trained on."""
     kept = "of right answers" if settings["keep"] == "right" else "of all answers"
     return f"traces of {settings['diffusion_steps']} steps on {settings['max_completion_length']} tokens, {kept}"
+
+
+def fingerprints(settings: Mapping[str, Any]) -> str:
+    """What the run read, by content (`d1.runs.fingerprint`); empty for records of older versions."""
+    known = [(name, value) for name, value in settings.items() if of_setting(name) != name]
+    return "; ".join(
+        f"{name}: {value if isinstance(value, str) else ' '.join(chain(*value.items()))}" for name, value in known
+    )
 
 
 def history(folder: Path) -> list[dict[str, Any]]:

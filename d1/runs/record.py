@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from d1.runs.fingerprint import of_setting
 from d1.runs.output_dir import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ class Past:
 class OnResume:
     """What a resume may change in the settings of a stage. A setting in neither table may change, and is recorded.
 
+    The fingerprint of what a setting names (`contents of SETTING`, `rows of SETTING`) may change if the setting may.
+    Records of older versions have none, and then nothing is compared.
+
     Args:
         fixed: for a setting, what must stay the same of its value: `whole` of it, or whether a weight is 0.
         free: patterns of names that do not affect the model (output, logging, speed); changes are not recorded.
@@ -49,19 +53,19 @@ class OnResume:
         before, now = past.settings, flat(settings)
         both = {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
         other = [
-            f"{name} {both[name][0]} (now {both[name][1]})"
-            for name, part in self.fixed.items()
-            if name in both and part(both[name][0]) != part(both[name][1])
+            f"{name} {old} (now {new})"
+            for name, (old, new) in both.items()
+            if (part := self.fixed.get(of_setting(name))) and part(old) != part(new)
         ]
         if other:
             raise ValueError(
-                f"{folder} holds another run, of {', '.join(other)}: continue it with its own settings, or choose "
-                "another output_dir"
+                f"{folder} holds another run, of {', '.join(other)}: continue it with its own settings and files, "
+                "or choose another output_dir"
             )
         return {name: values for name, values in both.items() if name in self.fixed or not self.is_free(name)}
 
     def is_free(self, name: str) -> bool:
-        return any(fnmatch(name, pattern) for pattern in self.free)
+        return any(fnmatch(of_setting(name), pattern) for pattern in self.free)
 
 
 def whole(value: Any) -> Any:
@@ -91,7 +95,8 @@ def run_record() -> dict[str, Any]:
 def save_record(folder: Path, settings: Mapping[str, Any], past: Past, changed: Mapping[str, list[Any]]) -> None:
     """Write `run.json`: the resolved settings of a run, `run_record()`, and what a resume changed, which is logged."""
     for name, (old, new) in changed.items():
-        logger.warning("From step %d on, --%s is %s (before: %s).", past.step, name, new, old)
+        flag = name if of_setting(name) != name else f"--{name}"
+        logger.warning("From step %d on, %s is %s (before: %s).", past.step, flag, new, old)
     changes = [*past.changes, *([{"step": past.step, **changed}] if changed else [])]
     record = {"settings": settings, "changes": changes, "resumed_at": past.step} | run_record()
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from d1.files import give_usual_mode, writing
 from d1.runs.checkpoints import check_checkpoint, check_sums, checkpoint_to_resume, finish, is_finished, way_on
 from d1.runs.console import log_to_console, log_without_account, train_with_console
 from d1.runs.entry import one_line
+from d1.runs.fingerprint import ROWS, from_rank_0, of_settings
 from d1.runs.lock import FileLock, Held
 from d1.runs.model_card import has_card, write_card
 from d1.runs.record import OnResume, history, save_record
@@ -42,7 +43,8 @@ class Stage:
         training: its `resume_from_checkpoint` says where to continue.
         settings: all settings of the run, as far as they are resolved when it is called.
         on_resume: which of them a resume may change.
-        prepare: reads and checks rows and settings; ValueError or OSError before a model is loaded.
+        prepare: reads and checks rows and settings; ValueError or OSError before a model is loaded. What it adds to the
+            record holds the fingerprint of the rows, `rows of SETTING`.
         conclude: writes the stage's own files next to the model; called in the first process.
         ended: whether the stage ended the run at this checkpoint, before `max_steps`.
         check: refuses a checkpoint whose files of this stage are wrong.
@@ -91,8 +93,10 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
     training = stage.training
     checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
     past = history(checkpoint)
-    world = {"world_size": training.world_size}
-    stage.on_resume.changes(past, {**stage.settings(), **world}, checkpoint or folder)  # refuses another run at once
+    more = {"world_size": training.world_size}
+    stage.on_resume.changes(past, {**stage.settings(), **more}, checkpoint or folder)  # refuses another run at once
+    more |= from_rank_0(lambda: of_settings(stage.settings()))
+    stage.on_resume.changes(past, more, checkpoint or folder)
     if checkpoint and (is_finished(checkpoint, training) or stage.ended(checkpoint)):
         logger.info("%s is finished: there is nothing left to train.", folder)
         if training.should_save:
@@ -110,7 +114,8 @@ def run_or_finish(stage: Stage, folder: Path) -> Any:
         training.eval_on_start = False  # done when the run first started
 
     facts, start = stage.prepare()
-    settings = {**stage.settings(), **world}
+    more |= {name: value for name, value in facts.items() if name.startswith(ROWS)}
+    settings = {**stage.settings(), **more}
     changed = stage.on_resume.changes(past, settings, checkpoint or folder)
     with writing(folder, "the files of the run", lambda: way_on(folder)):
         if training.should_save:

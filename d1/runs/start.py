@@ -89,6 +89,12 @@ def trainer_arguments(args: TrainingSettings, **more: Any) -> TrainingArguments:
     )
 
 
+def cap_batch(training: TrainingArguments, rows: int) -> None:
+    """Lower the rows per device to what an epoch has: more would be empty slots, which are computed, too."""
+    most = -(-rows // training.world_size)
+    training.per_device_train_batch_size = min(training.per_device_train_batch_size, most)
+
+
 def conclude(args: TrainingSettings) -> None:
     """Merges the adapter of a finished run, if `merge_at_end` is set."""
     if args.merge_at_end:

@@ -136,6 +136,11 @@ class SamplingSettings:
             values["block_length"] = block_size(model_config) or BLOCK_LENGTH
         return cls(**values)
 
+    def require_whole_blocks(self, length: str = "gen_length") -> None:
+        """Refuse (ValueError) a block length that does not divide the completion, whose setting is called `length`."""
+        if self.gen_length % self.block_length:
+            raise ValueError(f"{length} ({self.gen_length}) must be a multiple of block_length ({self.block_length})")
+
     @property
     def cache(self) -> str | None:
         """The cache in use, or None."""

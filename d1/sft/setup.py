@@ -15,9 +15,18 @@ from d1.models.adapters import adapter_chain
 from d1.models.kinds import block_size, check_room, native_config
 from d1.models.tokenizer import check_chat_template
 from d1.runs.checkpoints import read_state
+from d1.runs.fingerprint import ROWS, of_rows, of_values
 from d1.runs.record import RECORD
 from d1.runs.skeleton import Prepared, Stage
-from d1.runs.start import check_device, conclude, on_resume, prepare_model, settings_of_run, trainer_arguments
+from d1.runs.start import (
+    cap_batch,
+    check_device,
+    conclude,
+    on_resume,
+    prepare_model,
+    settings_of_run,
+    trainer_arguments,
+)
 from d1.runs.start import on_gpu as on_gpu
 from d1.runs.trainer import read_sums
 from d1.sft.config import EDIT_SETTINGS, SFTConfig
@@ -50,11 +59,15 @@ def stage(args: SFTConfig) -> Stage:
 
 
 def prepare(args: SFTConfig, training: TrainingArguments) -> Prepared:
-    """The checked rows of a run: how many are held out, and a function that loads the model and makes the trainer."""
+    """Prepares and checks the rows of a run; returns their fingerprint and how many are held out, and a function that
+    loads the model and makes the trainer."""
     tokenizer = load_tokenizer(args.model_name, plain_chat_template=args.plain_chat_template)
     check_chat_template(tokenizer, args.model_name)
     train_dataset, eval_dataset = load_data(args, training, tokenizer)
-    check_lengths(args, [rows for rows in (train_dataset, eval_dataset) if rows is not None])
+    datasets = [rows for rows in (train_dataset, eval_dataset) if rows is not None]
+    check_lengths(args, datasets)
+    cap_batch(training, len(train_dataset))
+    facts = {ROWS + "train_data": of_values([of_rows(one.rows) for one in datasets])}
 
     def start() -> dLLMTrainer:
         set_seed(args.seed)  # LoRA's first weights are drawn before the Trainer sets the seed
@@ -73,7 +86,7 @@ def prepare(args: SFTConfig, training: TrainingArguments) -> Prepared:
             processing_class=tokenizer,
         )
 
-    return {"held_out_rows": 0 if eval_dataset is None else len(eval_dataset.rows)}, start
+    return facts | {"held_out_rows": 0 if eval_dataset is None else len(eval_dataset.rows)}, start
 
 
 def kept_step(folder: Path, keep_last: bool) -> list[str]:

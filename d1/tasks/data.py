@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Json, List, Value, load_dataset
-from datasets import config as datasets_config
 
 from d1.hub import closest, no_hub, use_cache
 from d1.tasks import SPLITS
@@ -53,7 +52,9 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
     if not file.is_file():
         raise FileNotFoundError(f"no data file {path}{closest(path)}")
     try:
-        options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "cache_dir": cache_of(file)}
+        with open(file, "rb") as content:  # `datasets` caches by path and time, which a changed file may share
+            known = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+        options: dict[str, Any] = {"keep_in_memory": keep_in_memory, "config_id": f"default-{known}"}
         if file.suffix == ".csv":
             rows = read_csv(path, **options)
         elif file.suffix in _READERS:
@@ -67,13 +68,6 @@ def read_file(path: str, *schemas: Iterable[str], keep_in_memory: bool = True) -
         raise ValueError(f"cannot read {path}: {cause}") from error
     check_columns(rows, path, *schemas)
     return rows
-
-
-def cache_of(file: Path) -> str:
-    """The folder of `datasets`' cache for this content. Its own key is the time of the last change: it would give the
-    rows of before if that stays the same (files that are copied or unpacked) or repeats (a clock that steps back)."""
-    with file.open("rb") as opened:
-        return str(Path(datasets_config.HF_DATASETS_CACHE) / hashlib.file_digest(opened, "sha256").hexdigest()[:16])
 
 
 def read_csv(path: str, **options: Any) -> Dataset:

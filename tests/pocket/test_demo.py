@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,5 +200,18 @@ def test_phases_run_in_order_once_and_a_failure_shows_its_log(tmp_path):
         run_phases(
             [Phase("a", [sys.executable, "other.py"], ROOT, weight=1)], tmp_path / "state", 1, Console(quiet=True)
         )
+    model = shutil.copytree(ROOT / "pocket/base", tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text("1")
+    named = [phase("n", ""), phase("m", "")]
+    named[0].command = [*named[0].command, "--model_path", str(model), "--train_data", "rows.jsonl", "x" * 5000]
+    named[0].folder = tmp_path
+    run_phases(named, tmp_path / "named", 1, Console(quiet=True))
+    for file, name in (model / "config.json", "base"), (tmp_path / "rows.jsonl", "rows.jsonl"):
+        before = file.read_text()
+        file.write_text(before + " ")
+        with pytest.raises(PhaseError, match=f"was made with other contents of .*{name}: remove that folder"):
+            run_phases(named, tmp_path / "named", 1, Console(quiet=True))
+        file.write_text(before)
+    run_phases(named, tmp_path / "named", 1, Console(quiet=True))
     with pytest.raises(PhaseError, match=r"(?s)bad failed.*no such luck"):
         run_phases([phase("bad", "raise SystemExit('no such luck')")], tmp_path / "other", 1, Console(quiet=True))

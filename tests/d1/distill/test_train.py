@@ -19,7 +19,7 @@ from d1.distill.train import main, make_parser
 from d1.models import load_model
 from tests import forks
 from tests.commands import ROOT
-from tests.faults import flip_bit
+from tests.faults import edit_json, flip_bit, write_at_the_same_time
 
 start = partial(forks.job, ROOT / "distill" / "distill_train.py")
 HALF = ["--batch_size", "1", "--grad_accum_steps", "2"]  # of each of two processes
@@ -86,6 +86,14 @@ def test_accumulation_and_states_per_pass_change_nothing(method: str, flags: lis
     with reference.in_place():
         assert all(torch.equal(part, own[name]) for name, part in trained_parts(trainer.model).items())
     assert all(torch.equal(part, own[name] + 1) for name, part in trained_parts(trainer.model).items())
+
+
+def test_a_batch_has_no_more_slots_than_there_are_rows(flags: list[str], tmp_path: Path) -> None:
+    """11 prompts: in larger batches nothing is computed for the slots that they leave empty."""
+    for batch in (11, 110):
+        run(flags, tmp_path / str(batch), "--method", "d-opsd", "--batch_size", batch, "--grad_accum_steps", 1)
+    for name in ("loss", "grad_norm", "compute_tokens"):
+        assert logged(tmp_path / "110", name) == logged(tmp_path / "11", name), name
 
 
 def test_a_reference_that_follows_every_step_stays_equal(flags: list[str], tmp_path: Path) -> None:
@@ -193,6 +201,37 @@ def test_traces_are_sampled_once_and_the_card_says_how(
     assert [file.read_bytes() for file in files] == before
     assert [file.stat().st_mtime_ns for file in files][::2] == stamps
     assert again.rows == trainer.rows
+
+
+def test_traces_of_other_contents_are_sampled_again(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Runs that died before their first checkpoint, and then met other prompts, another task or another model."""
+    model, task, file = shutil.copytree(tiny_model_dir, tmp_path / "model"), tmp_path / "odd.py", tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
+    task.write_text(TASK)
+    own = [*flags, "--model_name", str(model), "--max_steps", "1", "--resume"]
+
+    def prompts_and_traces(data: Path) -> tuple[list[list[int]], list[list[int]]]:
+        trainer = run([*own, "--train_data", str(data), "--keep", "all" if data == file else "right"], tmp_path)
+        prompts, traces = trainer.sampler.prompts.ids, trainer.traces.ids.tolist()
+        shutil.rmtree(tmp_path / "job/checkpoint-1")
+        return prompts, traces
+
+    def change(path: Path, old: str, new: str) -> None:
+        write_at_the_same_time(path, path.read_text().replace(old, new).encode())
+
+    first = prompts_and_traces(file)
+    assert prompts_and_traces(file) == first
+    change(file, "7+7", "6*9")
+    other = prompts_and_traces(file)
+    assert [a == b for a, b in zip(first[0], other[0], strict=True)] == [True] * 7 + [False]
+    trainer = run([*own, "--train_data", str(file), "--keep", "all"], tmp_path / "fresh")
+    assert other == (trainer.sampler.prompts.ids, trainer.traces.ids.tolist())
+
+    judged = prompts_and_traces(task)
+    change(task, "% 3 > 0", "% 3 < 2")
+    assert prompts_and_traces(task)[1] != judged[1]
+    edit_json(model / "config.json", rms_norm_eps=0.5)
+    assert prompts_and_traces(file)[1] != other[1]
 
 
 def test_bad_prompts_are_an_error_or_counted(

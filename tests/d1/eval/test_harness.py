@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from d1.eval import run as evaluation
-from d1.eval.harness import how_to_generate, main, make_parser, register
+from d1.eval.harness import check_cache, how_to_generate, main, make_parser, register
 from d1.eval.likelihood import log_likelihoods
 from d1.eval.setup import read_prompts
 from d1.models import load_model, load_tokenizer
@@ -20,6 +21,7 @@ from d1.models.tokenizer import cut, encode_prompt
 from d1.tasks import load_task
 from tests import forks
 from tests.commands import ROOT
+from tests.faults import edit_json
 
 EVAL = ROOT / "eval"
 CANVAS = {"gen_length": 12, "block_length": 4}
@@ -238,7 +240,9 @@ def test_two_processes_answer_as_one_does(harness, tasks, tiny_model_dir, tmp_pa
     words += ["--output_path", str(tmp_path / "out"), "--log_samples", "--use_cache", str(tmp_path / "cache")]
     log, options = tmp_path / "log", {"processes": 2, "ACCELERATE_USE_CPU": "true"}
     forks.finish(forks.start(forks.script, *words, log=log, folder=EVAL, **options), log)
-    assert {path.name for path in tmp_path.glob("cache*")} == {"cache_rank0.db", "cache_rank1.db"}
+    assert {path.name for path in tmp_path.glob("cache*")} == {
+        *("cache_rank0.db", "cache_rank1.db", "cache_identity.json")
+    }
     alone = evaluate(harness, tasks, tiny_model_dir, limit=7)
     for name, expected in alone.items():
         (file,) = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
@@ -268,6 +272,25 @@ def test_two_processes_answer_as_one_does(harness, tasks, tiny_model_dir, tmp_pa
 def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(tiny_block_dir, flags, message):
     with pytest.raises(ValueError, match=message):
         main(make_parser().parse_args(["--model_path", str(tiny_block_dir), "--tasks", "x", *flags]))
+
+
+def test_a_cache_of_another_model_or_settings_is_refused(tiny_model_dir, tmp_path):
+    model, cache = shutil.copytree(tiny_model_dir, tmp_path / "m"), tmp_path / "caches" / "own"
+    args = make_parser().parse_args(["--model_path", str(model), "--use_cache", str(cache), "--limit", "3"])
+    own = {name: value for name, value in vars(args).items() if name != "harness"}
+    for harness in args.harness, [f"--use_cache={cache}"]:
+        check_cache(harness, own)
+        assert [path.name for path in cache.parent.iterdir()] == ["own_identity.json"]
+        check_cache(harness, own)
+        with pytest.raises(ValueError, match=rf"--use_cache {cache} has answers of mc_num 128 \(now 7\): choose"):
+            check_cache(harness, own | {"mc_num": 7})
+    config = (model / "config.json").read_text()
+    edit_json(model / "config.json", rms_norm_eps=0.5)
+    with pytest.raises(ValueError, match=r"has answers of contents of model_path \{.* \(now \{.*: choose another PATH"):
+        check_cache(args.harness, own)
+    (model / "config.json").write_text(config)
+    check_cache(args.harness, own)
+    check_cache(["--limit", "3"], own | {"mc_num": 7})  # without a cache
 
 
 def test_without_the_harness_the_command_says_what_to_install():

@@ -115,6 +115,7 @@ def test_another_run_is_refused_and_the_difference_named(tmp_path, complete):
     identity = {"seed": 0, "batch_size": 4}
     journal = Journal(tmp_path, "s", 0)
     assert journal.prepare(identity, overwrite=False)
+    journal.append(completion(0))
     if complete:
         journal.finish({}, {"identity": identity})
     for other, message in ({"seed": 0, "batch_size": 8}, "4 there, 8 now"), ({"seed": 0}, "4 there, None now"):
@@ -149,6 +150,7 @@ def test_a_damaged_identity_or_record_is_named(tmp_path, content):
     journal = Journal(tmp_path, "s", 0)
     journal.folder.mkdir()
     (journal.folder / "identity.json").write_text(content)
+    (journal.folder / "rank_0.jsonl").write_text(json.dumps(completion(0)))
     with pytest.raises(ValueError, match=r"identity\.json is damaged .*--overwrite"):
         journal.prepare({"seed": 0}, overwrite=False)
     journal.results.touch()

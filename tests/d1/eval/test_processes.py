@@ -19,6 +19,7 @@ from d1.eval import run as evaluation
 from d1.models import load_model, load_tokenizer
 from tests import forks
 from tests.commands import ROOT
+from tests.faults import write_at_the_same_time
 
 EVAL = ROOT / "eval"
 LENGTHS = ["--gen_length", "12", "--block_length", "4"]
@@ -229,6 +230,14 @@ def test_a_checkpoint_is_chosen_on_validation_problems_and_tested_once(tiny_mode
     assert tested
     assert all("checkpoint-10" in name for name in tested)
     assert "'gen_length': '12'" in select("--gen_length", "16", status=1)
+    weights = run / "checkpoint-9/model.safetensors"
+    before = weights.read_bytes()
+    write_at_the_same_time(weights, (run / "checkpoint-10/model.safetensors").read_bytes())
+    assert "selected.json is a choice from other contents of checkpoint-9. Move" in select(status=1)
+    write_at_the_same_time(weights, before)
+    task.write_text(SAY_NOTHING + "# other")
+    assert "selected.json is a choice from other contents of dataset. Move" in select(status=1)
+    task.write_text(SAY_NOTHING)
     (run / "checkpoint-10").rename(run / "checkpoint-11")
     assert "the test set was used" in select(status=1)
 

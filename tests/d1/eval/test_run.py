@@ -22,8 +22,10 @@ from d1.eval.journal import Journal
 from d1.eval.setup import Prompt, read_prompts, setup_name
 from d1.masking import keyed_generator
 from d1.models import load_model, load_tokenizer
+from d1.runs.fingerprint import of_model
 from d1.sampling import generate, rollout
 from d1.tasks import load_task, under_protocol
+from tests.faults import edit_json
 
 LENGTHS = ("--gen_length", "12", "--block_length", "4", "--batch_size", "3")
 
@@ -39,6 +41,10 @@ def evaluate(model: Path, output_dir: Path, *flags: str, task: str = "sudoku") -
 
 def texts(results: dict[str, Any]) -> list[tuple[int, str]]:
     return [(item["index"], item["generations"]) for item in results["generations"]]
+
+
+def out_of_memory(args: Any) -> Any:
+    raise MemoryError
 
 
 def prompts(model: Path, *flags: str, task: str = "sudoku") -> list[Prompt]:
@@ -412,6 +418,64 @@ def test_a_retrained_model_is_another_model(tiny_model_dir, tmp_path):
         evaluate(tmp_path / "m", tmp_path, "--limit", "2")
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_other_contents_under_the_same_paths_are_another_run(tiny_model_dir, tmp_path, complete):
+    """Of model, tokenizer, adapter and task: neither results nor completions so far are taken for theirs."""
+    model, results = shutil.copytree(tiny_model_dir, tmp_path / "m"), tmp_path / "results"
+    adapter, task = tmp_path / "adapter", tmp_path / "own_task.py"
+    config = LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(load_model(str(model)), config).save_pretrained(adapter)
+    task.write_text(Path(load_task("sudoku").__file__).read_text())
+    again = partial(evaluate, model, results, "--limit", "4", "--checkpoint_path", str(adapter), task=str(task))
+    first = again()
+    if not complete:
+        (record,) = results.glob("*_record.json")
+        (folder := results / record.name.replace("_record.json", ".partial")).mkdir()
+        (folder / "identity.json").write_text(json.dumps(json.loads(record.read_text())["identity"]))
+        items = [item for item in first["generations"] if item["index"] > first["generations"][0]["index"]]
+        (folder / "rank_0.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+        record.unlink()
+    for path, name, changes in (
+        (model / "config.json", "model_path: .*'model'", {"rms_norm_eps": 0.5}),
+        (model / "tokenizer_config.json", "model_path: .*'tokenizer'", {"model_max_length": 99}),
+        (adapter / "adapter_config.json", "model_path: .*'adapter'", {"lora_alpha": 128}),
+        (task, "dataset", {}),
+    ):
+        before = path.read_bytes()
+        edit_json(path, **changes) if changes else path.write_bytes(before + b"# other\n")
+        with pytest.raises(ValueError, match=rf"different run \(contents of {name}.* there, .* now\): choose another"):
+            again()
+        path.write_bytes(before)
+    assert texts(again()) == texts(first)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_results_of_an_older_version_are_used_with_a_warning(tiny_model_dir, tmp_path, caplog, complete):
+    first = evaluate(tiny_model_dir, tmp_path, "--limit", "2")
+    (path,) = tmp_path.glob("*_record.json")
+    record = json.loads(path.read_text())
+    assert record["identity"].pop("contents of model_path") == of_model(str(tiny_model_dir))
+    path.write_text(json.dumps(record))
+    if not complete:
+        (folder := tmp_path / path.name.replace("_record.json", ".partial")).mkdir()
+        (folder / "identity.json").write_text(json.dumps(record["identity"]))
+        (folder / "rank_0.jsonl").write_text(json.dumps(first["generations"][0]) + "\n")
+        path.unlink()
+    assert texts(evaluate(tiny_model_dir, tmp_path, "--limit", "2")) == texts(first)
+    assert "is of an older version, which did not record contents of model_path: only" in caplog.text
+
+
+def test_a_run_that_died_before_its_first_completion_blocks_no_other(tiny_model_dir, tmp_path, monkeypatch):
+    """Running out of memory while the model is loaded, and then again with other settings."""
+    with monkeypatch.context() as patch:
+        patch.setattr(generate_completions, "load_model_for", out_of_memory)
+        with pytest.raises(MemoryError):
+            evaluate(tiny_model_dir, tmp_path, "--limit", "2")
+    assert evaluate(tiny_model_dir, tmp_path, "--limit", "2", "--dtype", "bfloat16", "--temperature", "0.5")
+    (record,) = tmp_path.glob("*_record.json")
+    assert json.loads(record.read_text())["identity"]["temperature"] == 0.5
+
+
 def write_sums(path: Path, count: int) -> Path:
     """Problems in GSM8K's format with prompts of many lengths."""
     sums = ["+".join("1" * (1 + 37 * i % 101)) for i in range(count)]
@@ -515,11 +579,42 @@ def test_dont_save_leaves_nothing(tiny_model_dir, tmp_path, capsys, monkeypatch)
         (("--checkpoint_path", "nowhere"), "not an adapter"),
         (("--data_file", "nowhere.csv"), "nowhere.csv"),
         (("--gen_length", "500"), "exceed the model's 512"),
+        (("--block_length", "7"), r"gen_length \(12\) must be a multiple of block_length \(7\)"),  # as in RL
+        (("--gen_length", "16", "24", "--block_length", "16"), r"gen_length \(24\) must be a multiple"),
     ],
 )
 def test_bad_settings_are_refused(tiny_model_dir, tmp_path, flags, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         evaluate(tiny_model_dir, tmp_path, *flags)
+
+
+def test_a_block_length_that_nobody_gave_need_not_divide_the_length(tiny_model_dir, tiny_block_dir):
+    """It is the largest one; and in a block-causal model, a prompt may end inside a block anyway."""
+    required = ["--model_path", "m", "--dataset", "sudoku", "--gen_length", "48", "30"]
+    for folder, own in (tiny_model_dir, []), (tiny_block_dir, []), (tiny_block_dir, ["--block_length", "4"]):
+        args = evaluation.make_parser().parse_args([*required, *own])
+        runs = evaluation.runs_of(args, run_setup.config_of(str(folder), ""))
+        assert [run.gen_length for run in runs] == [48, 30]
+
+
+def test_weights_that_no_memory_holds_are_refused_before_they_are_read(tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    edit_json(folder / "config.json", hidden_size=1 << 16, intermediate_size=1 << 18, num_hidden_layers=8)
+    message = r"m: its weights take {} GB as {}, and [\d.]+ GB of memory are free: {}use a machine with a GPU"
+    for flags, size, dtype, advice in (
+        ((), r"1649\.5", "float32", "pass --dtype bfloat16, which takes half, or "),
+        (("--dtype", "bfloat16"), r"824\.8", "bfloat16", ""),
+    ):
+        with pytest.raises(ValueError, match=message.format(size, dtype, advice)):
+            evaluate(folder, tmp_path, "--limit", "1", *flags)
+
+
+def test_the_log_says_in_which_dtype_the_model_is_loaded(tiny_model_dir, tmp_path, caplog):
+    caplog.set_level("INFO")
+    for flags, name in ((), "float32"), (("--dtype", "bfloat16"), "bfloat16"):
+        evaluate(tiny_model_dir, tmp_path / name, "--limit", "1", *flags)
+        assert f"Loading {tiny_model_dir} as {name}, on a CPU" in caplog.text
 
 
 def test_file_names_tell_setups_apart(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from d1.__main__ import STAGES
 from d1.models import load_model
@@ -58,6 +60,26 @@ def logged(folder: Path, name: str) -> list[float]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_model(str(folder)).state_dict()
+
+
+def test_a_batch_has_no_more_slots_than_there_are_rows(flags: list[str], tmp_path: Path) -> None:
+    """Nine pairs: in larger batches nothing is computed for the slots that they leave empty."""
+    for batch in ("9", "90"):
+        run(flags, tmp_path / batch, "--batch_size", batch, "--grad_accum_steps", "1")
+    for name in ("loss", "grad_norm", "compute_tokens"):
+        assert logged(tmp_path / "90", name) == logged(tmp_path / "9", name), name
+
+
+def test_a_resume_over_other_pairs_is_refused(flags: list[str], tmp_path: Path) -> None:
+    """A folder of `datasets`, which is no file with contents of its own: the rows themselves are compared."""
+    data = Dataset.from_json(flags[flags.index("--train_data") + 1])
+    data.save_to_disk(tmp_path / "rows")
+    own = [*flags, "--train_data", str(tmp_path / "rows"), "--resume", "--batch_size", "4", "--grad_accum_steps", "1"]
+    run(own, tmp_path, "--max_steps", "1")
+    shutil.rmtree(tmp_path / "rows")
+    data.select(range(8)).save_to_disk(tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"another run, of rows of train_data \w{16} \(now \w{16}\): continue it with"):
+        run(own, tmp_path, "--max_steps", "2")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -20,9 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from d1.rl.train import main as rl_main
 from d1.rl.train import make_parser as rl_parser
 from d1.runs.checkpoints import SUMS, check_checkpoint, rotate
+from d1.runs.fingerprint import of_file, of_model
 from d1.sft.train import main as sft_main
 from d1.sft.train import make_parser as sft_parser
-from tests.faults import clock_steps_back, flip_bit, full_disk
+from tests.faults import clock_steps_back, edit_json, flip_bit, full_disk
 
 TASK = Path(__file__).parents[1] / "rl" / "letters_task.py"
 
@@ -299,6 +300,37 @@ def test_a_change_that_the_checkpoint_speaks_against_is_refused(run: Run, two_st
     (folder / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json is damaged .* delete it to continue without a record"):
         run(folder, "--resume")
+
+
+def test_a_resume_over_other_contents_is_refused(run: Run, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Model and data keep their paths: the checkpoint goes with what they held, also when the run is finished."""
+    model, folder = shutil.copytree(tiny_model_dir, tmp_path / "model"), tmp_path / "run"
+    named = "dataset" if run.stage == "rl" else "train_data"
+    flag = "--task" if run.stage == "rl" else "--train_data"
+    data = Path(shutil.copy(run.flags[run.flags.index(flag) + 1], tmp_path))
+    own = ["--model_path", str(model), flag, str(data), "--resume"]
+    run(folder, *own, max_steps=1)
+    record = json.loads((folder / "run.json").read_text())
+    setting = "model_path" if run.stage == "rl" else "model_name"
+    assert record["settings"][f"contents of {setting}"] == of_model(str(model))
+    assert f"contents of {named}: {of_file(data)}" in (folder / "README.md").read_text()
+    assert f"rows of {named}: {record['settings'][f'rows of {named}']}" in (folder / "README.md").read_text()
+    for path, name in (model / "config.json", setting), (model / "tokenizer.json", setting), (data, named):
+        before = path.read_bytes()
+        if path == data:
+            path.write_bytes(before.replace(b"4", b"5"))
+        else:
+            edit_json(path, **({"rms_norm_eps": 1e-2} if path.name == "config.json" else {"version": "2.0"}))
+        for max_steps in (1, 2):
+            with pytest.raises(
+                ValueError, match=rf"another run, of contents of {name} [^ ].* \(now .*settings and files"
+            ):
+                run(folder, *own, max_steps=max_steps)
+        path.write_bytes(before)
+    edited = {name: value for name, value in record["settings"].items() if not name.startswith(("contents", "rows"))}
+    (folder / "run.json").write_text(json.dumps(record | {"settings": edited}))  # as older versions wrote it
+    edit_json(model / "config.json", rms_norm_eps=1e-5)
+    assert run(folder, *own, max_steps=2).state.global_step == 2
 
 
 def deepspeed(stage: int, scheduler: bool = False) -> Any:

@@ -303,6 +303,18 @@ def test_arguments_that_cannot_work_are_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_batch_has_no_more_slots_than_there_are_rows(flags: list[str], tmp_path: Path) -> None:
+    """32 rows are trained on: in larger batches nothing is computed for the slots that they leave empty."""
+    how = ["--num_epochs", "2", "--grad_accum_steps", "2", "--logging_steps", "1", "--lora_r", "2"]
+    for batch in ("32", "640"):
+        run(flags, tmp_path / batch, *how, "--batch_size", batch)
+    for name in ("loss", "grad_norm", "padding_share", "eval_loss"):
+        assert history(tmp_path / "640", name) == history(tmp_path / "32", name), name
+    assert len(history(tmp_path / "640", "loss")) == 2
+    expected, found = weights(tmp_path / "32/job"), weights(tmp_path / "640/job")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_plain_chat_template_comes_on_request(flags: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
     base = shutil.copytree(tiny_model_dir, tmp_path / "base")
     (base / "chat_template.jinja").unlink()
