@@ -5,6 +5,7 @@ SFT and RL both use `run`; a `Stage` holds what differs between them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -69,11 +70,11 @@ def run(stage: Stage) -> Any:
 
     checkpoint = checkpoint_to_resume(folder, training.resume_from_checkpoint)
     past = history(checkpoint)
-    more = {"world_size": training.world_size}
-    stage.on_resume.changes(past, {**stage.settings(), **more}, checkpoint or folder)  # refuses another run at once
-    more |= from_rank_0(lambda: of_settings(stage.settings()))
-    stage.on_resume.changes(past, more, checkpoint or folder)
+    world = {"world_size": training.world_size}
+    stage.on_resume.changes(past, {**stage.settings(), **world}, checkpoint or folder)  # refuses another run at once
     if checkpoint and (is_finished(checkpoint, training) or stage.ended(checkpoint)):
+        with contextlib.suppress(FileNotFoundError):  # the model may be gone
+            stage.on_resume.changes(past, contents_of(stage), checkpoint)
         logger.info("%s is finished: there is nothing left to train.", folder)
         if training.should_save:
             finish(checkpoint, folder, training.load_best_model_at_end)
@@ -87,8 +88,8 @@ def run(stage: Stage) -> Any:
         training.eval_on_start = False  # done when the run first started
 
     facts, start = stage.prepare()
-    more |= {name: value for name, value in facts.items() if name.startswith(ROWS)}
-    settings = {**stage.settings(), **more}
+    rows = {name: value for name, value in facts.items() if name.startswith(ROWS)}
+    settings = {**stage.settings(), **world, **contents_of(stage), **rows}
     changed = stage.on_resume.changes(past, settings, checkpoint or folder)
     if training.should_save:
         state = training.distributed_state
@@ -109,6 +110,11 @@ def run(stage: Stage) -> Any:
     trainer.accelerator.wait_for_everyone()
     trainer.end()
     return trainer
+
+
+def contents_of(stage: Stage) -> dict[str, Any]:
+    """The fingerprints of what the settings of a run name, which only the first process computes."""
+    return dict(from_rank_0(lambda: of_settings(stage.settings())))
 
 
 def check_processes(world_size: int) -> None:

@@ -180,12 +180,12 @@ def test_a_resume_over_other_contents_is_refused(run: Run, tiny_model_dir: Path,
     assert record["settings"][f"contents of {setting}"] == of_model(str(model))
     assert f"contents of {named}: {of_file(data)}" in (folder / "README.md").read_text()
     assert f"rows of {named}: {record['settings'][f'rows of {named}']}" in (folder / "README.md").read_text()
-    for path, name in (model / "config.json", setting), (model / "tokenizer.json", setting), (data, named):
+    for path, name in (model / "config.json", setting), (model / "tokenizer_config.json", setting), (data, named):
         before = path.read_bytes()
         if path == data:
             path.write_bytes(before.replace(b"4", b"5"))
         else:
-            edit_json(path, **({"rms_norm_eps": 1e-2} if path.name == "config.json" else {"version": "2.0"}))
+            edit_json(path, **({"rms_norm_eps": 1e-2} if path.name == "config.json" else {"model_max_length": 99}))
         for max_steps in (1, 2):
             with pytest.raises(
                 ValueError, match=rf"another run, of contents of {name} [^ ].* \(now .*settings and files"
