@@ -198,6 +198,19 @@ def test_a_resume_over_other_contents_is_refused(run: Run, tiny_model_dir: Path,
     assert run(folder, *own, max_steps=2).state.global_step == 2
 
 
+def test_another_reward_under_the_same_path_is_recorded(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A setting that may change: so may what it names, which the record then says."""
+    rewards = tmp_path / "more.py"
+    rewards.write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    run, own = Run("rl", tiny_model_dir, tmp_path), ["--reward_file", str(rewards)]
+    run(tmp_path / "run", *own, max_steps=1)
+    before = of_file(rewards)
+    rewards.write_text(rewards.read_text().replace("0.0", "1.0"))
+    run(tmp_path / "run", *own, "--resume", max_steps=2)
+    changed = {"step": 1, "max_steps": [1, 2], "contents of reward_file": [before, of_file(rewards)]}
+    assert json.loads((tmp_path / "run/run.json").read_text())["changes"] == [changed]
+
+
 def deepspeed(stage: int, scheduler: bool = False) -> Any:
     return SimpleNamespace(zero_stage=stage, deepspeed_config={"scheduler": {}} if scheduler else {})
 
